@@ -1,0 +1,1 @@
+"""Scripts that write data sets and small models; `schema` defines the rows."""

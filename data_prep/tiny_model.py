@@ -1,0 +1,116 @@
+"""A small random Llama with a character tokenizer, as a Hugging Face directory; needs no network.
+
+    python data_prep/tiny_model.py --local_save_dir models/tiny
+
+Chat format: <|user|>37+85=<|assistant|>122<|eos|>
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from tokenizers import Tokenizer, decoders, models
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.atomic import replacing
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128)  # of vLLM's CPU attention
+SPECIAL = ("<|pad|>", "<|eos|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role not in ['system', 'user', 'assistant'] -%}
+{{- raise_exception('unknown role ' ~ message.role) -}}
+{%- endif -%}
+{{- '<|' ~ message.role ~ '|>' ~ message.content -}}
+{%- if message.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+
+
+@dataclass
+class Args:
+    local_save_dir: str = "models/tiny"
+    """Directory for the model and the tokenizer; a model that is there already is replaced."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of layers."""
+    heads: int = 4
+    """Attention heads."""
+    kv_heads: int = 4
+    """Key and value heads; a divisor of heads."""
+    intermediate_size: int = 512
+    """Width of the MLP."""
+    max_positions: int = 512
+    """Longest sequence, in tokens."""
+    tie_embeddings: bool = True
+    """Use the input embedding as the output layer too."""
+    seed: int = 0
+    """Seed of the weights."""
+
+
+def make_tokenizer():
+    """One token a character (printable ASCII and newline), the special tokens in front, no BOS."""
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|unk|>"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|eos|>",  # CAREFUL: not the pad token, or masking padding would mask the end of a response
+        unk_token="<|unk|>",
+        additional_special_tokens=list(SPECIAL[3:]),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(args, tokenizer):
+    """A LlamaForCausalLM with seeded random weights; ValueError for sizes that do not fit together."""
+    if args.hidden_size % args.heads or args.hidden_size // args.heads not in HEAD_DIMS:
+        raise ValueError(
+            f"--hidden_size {args.hidden_size} / --heads {args.heads}: vLLM on CPU takes head sizes"
+            f" {', '.join(map(str, HEAD_DIMS))} only"
+        )
+    if args.heads % args.kv_heads:
+        raise ValueError(f"--kv_heads {args.kv_heads} does not divide --heads {args.heads}")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        max_position_embeddings=args.max_positions,
+        tie_word_embeddings=args.tie_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(args.seed)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def main(args):
+    """Write the directory and say how large the model is."""
+    tokenizer = make_tokenizer()
+    model = make_model(args, tokenizer)
+    with replacing(args.local_save_dir) as new:
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+    print(f"{args.local_save_dir}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except ValueError as error:
+        sys.exit(f"tiny_model.py: {error}")

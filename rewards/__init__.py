@@ -1,0 +1,55 @@
+"""Scores of responses, dispatched by `data_source`.  A score module has one function `compute_score`."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+SOURCES = {  # data_source -> module of this package
+    "openai/gsm8k": "gsm8k",
+    "arithmetic": "gsm8k",
+}
+
+
+def check_sources(sources):
+    """Raise ValueError, in one line, if one of `sources` (iterable of data_source) has no scorer."""
+    unknown = sorted({str(source) for source in sources if source not in SOURCES})
+    if unknown:
+        raise ValueError(
+            f"no reward for data_source {', '.join(map(repr, unknown))}; known: {', '.join(SOURCES)};"
+            " for your own give --reward_fn FILE.py:NAME"
+        )
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Score one response: a float, or a dict with `score` and extra keys that are logged and dumped.
+
+    Raises ValueError for an unknown data_source.
+    """
+    check_sources([data_source])
+    module = importlib.import_module(f"{__name__}.{SOURCES[data_source]}")
+    return module.compute_score(data_source, solution_str, ground_truth, extra_info)
+
+
+def load_reward_fn(spec):
+    """Load the function of `--reward_fn FILE.py:NAME`; it takes the arguments of `compute_score` by name.
+
+    Raises ValueError, in one line, when the file or the name is missing or the name is not callable.
+    """
+    file, _, name = spec.rpartition(":")
+    if not file or not name:
+        raise ValueError(f"--reward_fn {spec}: write it as FILE.py:NAME")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file() or path.suffix != ".py":
+        raise ValueError(f"--reward_fn {spec}: {path} is not a Python file")
+    module_spec = importlib.util.spec_from_file_location(f"reward_fn_{path.stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look a class's module up by name
+    module_spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise ValueError(f"--reward_fn {spec}: {path} defines no {name!r}")
+    if not callable(getattr(module, name)):
+        raise ValueError(
+            f"--reward_fn {spec}: {name!r} is a {type(getattr(module, name)).__name__}, not a function"
+        )
+    return getattr(module, name)

@@ -1,0 +1,100 @@
+"""GSM8K: 1.0 if the response's final number equals the ground truth, else 0.0.
+
+Strict: the last `#### number` counts.  Flexible: the last number of the text counts.  Both ways:
+- numbers are compared by value: 1,234 = 1234, 40.00 = 40; a currency sign before the number and a unit,
+  percent sign or sentence punctuation after it are no part of the value;
+- what only contains the number is not the number: 9,9,3  3/4  97^2  67e3  5 + 3  55 or 56;
+- thoughts (all up to the last `</think>`) give no answer, and with more than WINDOW characters after it a
+  number is no final answer.  (verl cuts off all but the last 300 characters, which can cut a number in two.)
+Plain string code, linear in the length of the response.
+"""
+
+import re
+import unicodedata
+
+WINDOW = 1000  # characters that may follow the answer
+DIGITS = frozenset("0123456789")
+TO_ASCII = str.maketrans("０１２３４５６７８９−－＋\u00a0", "0123456789--+ ")
+# An expression goes on after, or began before, a number. Looked for next to the number only, in bounded text.
+GOES_ON = re.compile(r"[eE][+-]?[0-9]|:[0-9]|[ \t]{0,3}(?:[-+*/^×÷]|or )[ \t]{0,3}[0-9]")
+BEGAN = re.compile(r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷][ \t]{0,3})\Z")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return 1.0 or 0.0.  `extra_info["method"]`: strict | flexible (default: strict; arithmetic flexible).
+
+    A ground truth that is no number scores 0.0.  Raises ValueError for another method.
+    """
+    method = (extra_info or {}).get("method") or ("flexible" if data_source == "arithmetic" else "strict")
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"extra_info['method'] is {method!r}; it must be 'strict' or 'flexible'")
+    text = solution_str.rpartition("</think>")[2].translate(TO_ASCII).rstrip()
+    answer = _after_last_marker(text) if method == "strict" else _last_number(text)
+    truth, _ = _number_at(str(ground_truth).translate(TO_ASCII), 0)
+    return 1.0 if answer is not None and answer == truth else 0.0
+
+
+def _after_last_marker(text):
+    """Value of the last `#### number`, or None."""
+    start = text.rfind("####")
+    while start >= 0:
+        value, end = _number_at(text, start + 4)
+        if end and text[start + 4] in " \t":  # CAREFUL: the format is '#### 7', not '####7'
+            return value if len(text) - end <= WINDOW else None
+        start = text.rfind("####", 0, start + 3)
+    return None
+
+
+def _number_at(text, i):
+    """Read [sign and currency] number from text[i:]; return its value or None, and its end (0: no digits)."""
+    begin = i
+    while i < len(text) and (text[i] in " \t\\+-" or unicodedata.category(text[i]) == "Sc"):
+        i += 1
+    end = i
+    while end < len(text) and (text[end] in DIGITS or text[end] in ",."):
+        end += 1
+    token, lead = text[i:end], text[begin:i]
+    if DIGITS.isdisjoint(token):
+        return None, 0
+    no_number = lead.count("-") + lead.count("+") > 1 or GOES_ON.match(text, end) or _is_raised(text, end)
+    return None if no_number else _value(token, "-" in lead), end
+
+
+def _last_number(text):
+    """Value of the last number of the text, or None."""
+    stop = max(len(text) - WINDOW - 1, 0)
+    end = next((i + 1 for i in range(len(text) - 1, stop - 1, -1) if text[i] in DIGITS), 0)
+    begin = end
+    while begin > 0 and (text[begin - 1] in DIGITS or text[begin - 1] in ",."):
+        begin -= 1
+    token = text[begin:end]
+    if token.startswith((",", "..")):  # punctuation of the sentence
+        token = token.lstrip(",.")
+    if _value(token, False) is None:  # 'the sides are 3,4,5': a list, whose last entry counts
+        token = token.rpartition(",")[2]
+    left = text[max(end - len(token) - 10, 0) : end - len(token)]
+    if BEGAN.search(left) or _is_raised(text, end):
+        return None
+    while left and (left[-1] == "\\" or unicodedata.category(left[-1]) == "Sc"):
+        left = left[:-1]
+    before = left[-2:-1]  # 'pages 3-31' has a dash, '= -31' a minus
+    is_minus = left.endswith("-") and not (before in (")", "]") or before.isascii() and before.isalnum())
+    return _value(token, is_minus)
+
+
+def _is_raised(text, i):
+    """Whether text[i] is a superscript or a fraction such as ² or ½."""
+    return i < len(text) and unicodedata.category(text[i]) == "No"
+
+
+def _value(token, is_minus):
+    """Canonical (is_minus, integer digits, decimals) of '1,234.50'; None if the token is no such number."""
+    head, dot, decimals = token.rstrip(".,").partition(".")
+    first, *groups = head.split(",")
+    if groups and not (0 < len(first) < 4 and first[0] != "0" and all(len(g) == 3 for g in groups)):
+        return None
+    whole = first + "".join(groups)
+    if not (whole or decimals) or not DIGITS.issuperset(whole + decimals) or (dot and not decimals):
+        return None
+    whole, decimals = whole.lstrip("0"), decimals.rstrip("0")
+    return is_minus and bool(whole or decimals), whole, decimals
