@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -152,7 +153,9 @@ class Args:
     """Ratios above 1 + this are clipped."""
     clip_ratio_c: float = 3.0
     """Dual clip: bound of the ratio for negative advantages."""
-    loss_agg: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    loss_agg: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
     """How token losses of an optimizer step are averaged; the last is Dr. GRPO's."""
     use_kl_loss: bool = False
     """Add the KL divergence from the initial model to the loss."""
@@ -177,11 +180,13 @@ class Args:
     """Validate before the first step."""
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The mathematics
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # region token_logps
-LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: memory is LOGIT_CHUNK * V, not N * T * V
+LOGIT_CHUNK = (
+    1024  # response positions whose logits exist at a time: memory is LOGIT_CHUNK * V, not N * T * V
+)
 
 
 class TokenLogps(nn.Module):
@@ -193,7 +198,9 @@ class TokenLogps(nn.Module):
 
     def forward(self, input_ids, position_ids, where, target, temperature):
         """`where` [L]: flat positions whose logits predict `target` [L] -> log-prob [L] and entropy [L], float32."""
-        hidden = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        hidden = self.lm.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
         hidden, head = hidden.flatten(0, 1)[where], self.lm.get_output_embeddings()
 
         def chunk(hidden, target):
@@ -221,13 +228,18 @@ def token_logps(policy, prompts, responses, temperature, packed):
         input_ids, start_n = torch.cat(rows)[None], length_n.cumsum(0) - length_n
         position_ids = torch.cat([torch.arange(n) for n in length_n])[None].to(device)
     else:
-        input_ids, start_n = nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.arange(len(rows)) * length_n.max()
+        input_ids, start_n = (
+            nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            torch.arange(len(rows)) * length_n.max(),
+        )
         position_ids = None
     # the one place where logits are shifted against labels: position p - 1 predicts token p
     first_n = [int(s) + len(p) - 1 for s, p in zip(start_n, prompts, strict=True)]
     where = torch.cat([torch.arange(f, f + len(r)) for f, r in zip(first_n, responses, strict=True)])
     target = torch.cat([torch.tensor(r) for r in responses])
-    logp, entropy = policy(input_ids.to(device), position_ids, where.to(device), target.to(device), temperature)
+    logp, entropy = policy(
+        input_ids.to(device), position_ids, where.to(device), target.to(device), temperature
+    )
     mask_nt = response_mask([len(r) for r in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
     return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
@@ -313,9 +325,9 @@ def loss_denominator(mask_nt, mode, max_length=None):
     return mask_nt / (responses * max_length)  # eq: grpo.aggregation
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The system
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # region distributed
 def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
@@ -323,7 +335,9 @@ def setup_distributed(hsdp_replicas):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
-        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        os.environ |= dict(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -358,17 +372,23 @@ def load_model(args, mesh, device):
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=param_dtype, attn_implementation=args.attn_implementation
+        )
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = TokenLogps(lm)
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, args.compute_dtype), reduce_dtype=torch.float32
+    )
     for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = AutoModelForCausalLM.from_pretrained(args.model, dtype=param_dtype) if dist.get_rank() == 0 else None
+    full = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=param_dtype) if dist.get_rank() == 0 else None
+    )
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -379,11 +399,14 @@ def load_model(args, mesh, device):
 
 
 def learning_rate(args, step, total_steps):
-    """The learning rate of `step` (from 1): a function of the step alone, so that a resumed run needs no state."""
+    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    return args.lr * {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
+    return (
+        args.lr
+        * {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
+    )
 
 
 # endregion
@@ -398,7 +421,7 @@ def build_engine(args, device):
     import vllm._custom_ops
 
     cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
-    # CAREFUL: with oneDNN, on a CPU, vLLM computes with packed copies of the weights, which a sync would not reach
+    # CAREFUL: with oneDNN, on a CPU, vLLM computes with packed copies of the weights that no sync reaches
     vllm._custom_ops._supports_onednn = False
     engine = vllm.LLM(
         model=args.model,
@@ -434,17 +457,21 @@ def stop_token_ids(args, tokenizer):
 def generate(engine, rows, args, stop_ids, step, **sampling):
     """Answer each row -> rows with response_ids, rollout_logps and finish_reason.
 
-    The seed of a response is a function of (seed, step, prompt, sample), so it depends on no other row or rank.
+    The seed of a response is a function of (seed, step, prompt, sample): no other row or rank matters.
     """
     from vllm import SamplingParams
 
     def params(row):
         seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"])).generate_state(1)[0]
-        return SamplingParams(seed=int(seed), stop_token_ids=stop_ids, logprobs=0, detokenize=False, **sampling)
+        return SamplingParams(
+            seed=int(seed), stop_token_ids=stop_ids, logprobs=0, detokenize=False, **sampling
+        )
 
     prompts = [dict(prompt_token_ids=row["prompt_ids"]) for row in rows]
     answered = []
-    for row, output in zip(rows, engine.generate(prompts, list(map(params, rows)), use_tqdm=False), strict=True):
+    for row, output in zip(
+        rows, engine.generate(prompts, list(map(params, rows)), use_tqdm=False), strict=True
+    ):
         o = output.outputs[0]
         logps = [position[token].logprob for position, token in zip(o.logprobs, o.token_ids, strict=True)]
         new = dict(response_ids=list(o.token_ids), rollout_logps=logps, finish_reason=o.finish_reason)
@@ -455,8 +482,8 @@ def generate(engine, rows, args, stop_ids, step, **sampling):
 def rollout(engine, models, optimizer, args, stop_ids, prompts, step, check, timing, group_size, **sampling):
     """Sync the sampler, let it answer, and give its memory back to the trainer -> this rank's answered rows.
 
-    prompts: the rows of the whole step, equal on every rank. The ranks of a tensor-parallel group generate for the
-    union of their prompts and keep their own. check: compare both engines' log-probs on a few sampled tokens.
+    prompts: the rows of the whole step, equal on every rank. The ranks of a tensor-parallel group generate for
+    the union of their prompts and keep their own. check: compare both engines' log-probs on a few tokens.
     """
     rank, world, device = dist.get_rank(), dist.get_world_size(), next(models[0].parameters()).device
     own = prompts[rank // args.tp_size :: world // args.tp_size]
@@ -511,12 +538,17 @@ def check_sync(policy, rows, args, step):
     """Stop the run unless the trainer gives the sampler's tokens the sampler's log-probs."""
     prompts, responses = [row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows]
     logp_nt, _ = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, packed=False)
-    pairs = [pair for row, logps in zip(rows, logp_nt.tolist(), strict=False) for pair in zip(row["rollout_logps"], logps)]
+    pairs = [
+        pair
+        for row, logps in zip(rows, logp_nt.tolist(), strict=False)
+        for pair in zip(row["rollout_logps"], logps)
+    ]
     total, count = all_reduce([sum(abs(a - b) for a, b in pairs), len(pairs)])
-    if not total / count < SYNC_LIMIT[args.compute_dtype]:  # so that NaN fails too
+    limit = SYNC_LIMIT[args.compute_dtype]
+    if not total / count < limit:  # so that NaN fails too
         fail(
-            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights; the log-probs of"
-            f" {count:.0f} sampled tokens differ by {total / count:.3g} on average, over {SYNC_LIMIT[args.compute_dtype]}"
+            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights; log-probs of"
+            f" {count:.0f} tokens differ by {total / count:.3g} on average, more than {limit}"
         )
 
 
@@ -544,7 +576,9 @@ def cut(lengths, budget, packed):
     """
     batches, tokens = [], 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        cost = tokens + lengths[i] if packed or not batches else lengths[batches[-1][0]] * (len(batches[-1]) + 1)
+        cost = (
+            tokens + lengths[i] if packed or not batches else lengths[batches[-1][0]] * (len(batches[-1]) + 1)
+        )
         if batches and cost <= budget:
             batches[-1].append(i)
             tokens = cost
@@ -556,26 +590,34 @@ def cut(lengths, budget, packed):
     return batches + [[]] * (int(most) - len(batches))
 
 
-def micro_batches(policy, batch, rows, args):
-    """Run `rows` of the batch through the model -> row numbers [n], logp_nt, entropy_nt of one micro-batch at a time.
-
-    An empty micro-batch runs a dummy row; whatever is indexed with its empty row numbers sums to zero against it.
-    """
-    packed = args.attn_implementation == "flash_attention_2"
-    for part in cut([batch["tokens"][i] for i in rows], args.max_tokens_per_microbatch, packed):
-        part = [rows[i] for i in part]
-        prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
-        logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, packed)
-        yield torch.tensor(part, dtype=torch.long), *logps
-
-
 # endregion
 
 
 # region checkpoint
-MAY_CHANGE = {"output_dir", "resume", "total_epochs", "total_steps", "save_freq", "test_freq", "keep_checkpoints"}
-MAY_CHANGE |= {"save_hf", "wandb_project", "num_examine", "rollout_dump", "offload", "hsdp_replicas", "tp_size"}
-MAY_CHANGE |= {"gpu_memory_utilization", "sync_check_freq", "max_tokens_per_microbatch", "gradient_checkpointing"}
+MAY_CHANGE = {
+    "output_dir",
+    "resume",
+    "total_epochs",
+    "total_steps",
+    "save_freq",
+    "test_freq",
+    "keep_checkpoints",
+}
+MAY_CHANGE |= {
+    "save_hf",
+    "wandb_project",
+    "num_examine",
+    "rollout_dump",
+    "offload",
+    "hsdp_replicas",
+    "tp_size",
+}
+MAY_CHANGE |= {
+    "gpu_memory_utilization",
+    "sync_check_freq",
+    "max_tokens_per_microbatch",
+    "gradient_checkpointing",
+}
 
 
 def open_run(args):
@@ -588,17 +630,21 @@ def open_run(args):
     if not (out / "args.json").is_file():
         return None
     if args.resume == "never":
-        fail(f"--output_dir {out} already holds a run: choose another one, or pass --resume auto to go on with it")
+        fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
     then, now = json.loads((out / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
-    other = [f"--{k} {then.get(k)} there, {now[k]} now" for k in now if then.get(k) != now[k] and k not in MAY_CHANGE]
+    other = [
+        f"--{k} {then.get(k)} there, {now[k]} now"
+        for k in now
+        if then.get(k) != now[k] and k not in MAY_CHANGE
+    ]
     if other:
-        fail(f"--output_dir {out} holds a run with other arguments ({'; '.join(other)}): choose another directory")
+        fail(f"--output_dir {out} holds a run with other arguments ({'; '.join(other)}): choose another")
     latest = out / "checkpoints" / "latest"
     return latest.resolve() if latest.exists() else None
 
 
 def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
-    """Write checkpoints/step_N beside and rename it, so that a kill at any moment leaves the last good one."""
+    """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
     root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
     if rank0:
@@ -611,7 +657,9 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     weights = dcp_state.get_model_state_dict(lm, options=options) if args.save_hf else {}
     if rank0:
         tokenizer.save_pretrained(new / "hf")
-        lm.save_pretrained(new / "hf", state_dict=weights) if args.save_hf else lm.config.save_pretrained(new / "hf")
+        lm.save_pretrained(new / "hf", state_dict=weights) if args.save_hf else lm.config.save_pretrained(
+            new / "hf"
+        )
         (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state)))
         shutil.rmtree(final, ignore_errors=True)
         new.rename(final)
@@ -628,7 +676,9 @@ def load_checkpoint(path, lm, optimizer):
     model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
     state = dict(model=model_state, optimizer=optimizer_state)
     dcp.load(state, checkpoint_id=path / "dcp")
-    dcp_state.set_state_dict(lm, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dcp_state.set_state_dict(
+        lm, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     return json.loads((path / "trainer_state.json").read_text())
 
 
@@ -649,7 +699,9 @@ class Logger:
 
     def __init__(self, args, step, total_steps):
         self.out, self.rank0, self.wandb = Path(args.output_dir), dist.get_rank() == 0, None
-        self.bar = tqdm(total=total_steps, initial=step, desc="step", dynamic_ncols=True, disable=not self.rank0)
+        self.bar = tqdm(
+            total=total_steps, initial=step, desc="step", dynamic_ncols=True, disable=not self.rank0
+        )
         if not self.rank0:
             return
         self.out.mkdir(parents=True, exist_ok=True)
@@ -661,7 +713,9 @@ class Logger:
         if args.wandb_project:
             import wandb
 
-            self.wandb = wandb.init(project=args.wandb_project, name=self.out.name, dir=self.out, config=asdict(args))
+            self.wandb = wandb.init(
+                project=args.wandb_project, name=self.out.name, dir=self.out, config=asdict(args)
+            )
 
     def say(self, message):
         """A line for people, in the terminal and in log.txt."""
@@ -687,7 +741,9 @@ class Logger:
             (self.out / "rollouts").mkdir(exist_ok=True)
             keep = ("index", "sample", "finish_reason", "response_ids")
             lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
-            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text(
+                "".join(json.dumps(x) + "\n" for x in lines)
+            )
 
 
 def stats(name, values):
@@ -695,9 +751,10 @@ def stats(name, values):
     return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
 
 
-def train_flops(policy, lengths):
-    """FLOPs of forward and backward: 6 for each weight and token, and causal attention's 6 L H T^2 for a row."""
+def train_flops(policy, rows):
+    """FLOPs of forward and backward: 6 a weight and token, and causal attention's 6 L H T^2 a row."""
     weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
+    lengths = [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
     return sum(6 * weights * n + 6 * config.num_hidden_layers * config.hidden_size * n**2 for n in lengths)
 
 
@@ -705,33 +762,43 @@ def matmul_speed(args, device):
     """FLOP/s of a large matrix product on this rank, measured now: the yardstick of perf/mfu."""
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device, dtype=getattr(torch, args.compute_dtype))
-    return 2 * n**3 / Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads()).blocked_autorange().median
+    return (
+        2
+        * n**3
+        / Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads()).blocked_autorange().median
+    )
 
 
 # endregion
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The algorithm
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 def check_args(args):
     """Stop on combinations that cannot work, before anything is loaded."""
     world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
-    for name, whole in (("tp_size", world), ("hsdp_replicas", world), ("ppo_mini_batch_size", args.train_batch_size)):
+    for name, whole in (
+        ("tp_size", world),
+        ("hsdp_replicas", world),
+        ("ppo_mini_batch_size", args.train_batch_size),
+    ):
         if whole % getattr(args, name):
             what = "--train_batch_size" if whole is args.train_batch_size else "the number of ranks,"
             fail(f"{what} {whole} is not a multiple of --{name} {getattr(args, name)}")
     if args.max_tokens_per_microbatch < row:
-        fail(f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than one row of {row} tokens")
+        fail(
+            f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row of {row} tokens"
+        )
     if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
         fail(
-            f"--top_p {args.top_p} --top_k {args.top_k} with --tis_cap {args.tis_cap}: a truncated sampler's log-probs do"
-            " not compare with the trainer's; sample from all tokens, or pass --tis_cap 0"
+            f"--top_p {args.top_p} --top_k {args.top_k} with --tis_cap {args.tis_cap}: a truncated sampler's"
+            " log-probs do not compare with the trainer's; sample from all tokens, or pass --tis_cap 0"
         )
 
 
 def score_and_gather(rows, manager, tokenizer):
-    """Score this rank's responses -> the scored rows of all ranks by prompt and sample, and the tokens of each rank."""
+    """Score this rank's responses -> the rows of all ranks by prompt and sample, and each rank's tokens."""
     samples = [
         dict(
             data_source=row["data_source"],
@@ -744,15 +811,17 @@ def score_and_gather(rows, manager, tokenizer):
     ]
     results = zip(rows, samples, manager.score(samples), strict=True)
     by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, [dict(row, sampled=sample, reward=reward) for row, sample, reward in results])
+    dist.all_gather_object(
+        by_rank, [dict(row, sampled=sample, reward=reward) for row, sample, reward in results]
+    )
     tokens = [sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in part) for part in by_rank]
-    return sorted(sum(by_rank, []), key=lambda row: (row["group"], row["sample"])), tokens
+    return sorted(chain(*by_rank), key=lambda row: (row["group"], row["sample"])), tokens
 
 
 def make_batch(rows, adv_n, args, device):
-    """Deal the N rows of a step to the ranks -> this rank's batch and mini-batches, and the tokens of each rank.
+    """Deal the N rows of a step to the ranks -> this rank's batch and mini-batches, and each rank's tokens.
 
-    Every rank knows all rows, so the loss denominators, over all ranks and micro-batches, need no communication.
+    Every rank knows all rows: loss denominators, over all ranks and micro-batches, need no communication.
     A mini-batch is a list of row numbers of the batch: one optimizer step.
     """
     lengths, size = [len(row["response_ids"]) for row in rows], args.ppo_mini_batch_size * args.group_size
@@ -779,8 +848,23 @@ def make_batch(rows, adv_n, args, device):
         token_weight_nt=token_weight_nt,
     )
     batch = {name: value[mine].to(device) for name, value in by_token.items()}
-    batch["prompts"], batch["responses"] = ([rows[i][name] for i in mine] for name in ("prompt_ids", "response_ids"))
+    batch["prompts"], batch["responses"] = (
+        [rows[i][name] for i in mine] for name in ("prompt_ids", "response_ids")
+    )
     return batch | dict(tokens=[tokens[i] for i in mine]), mini_batches, load
+
+
+def micro_batches(policy, batch, rows, args):
+    """Run rows of the batch, a micro-batch at a time -> their numbers [n], logp_nt, entropy_nt.
+
+    An empty micro-batch runs a dummy row; what its empty row numbers index sums to zero against it.
+    """
+    packed = args.attn_implementation == "flash_attention_2"
+    for part in cut([batch["tokens"][i] for i in rows], args.max_tokens_per_microbatch, packed):
+        part = [rows[i] for i in part]
+        prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
+        logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, packed)
+        yield torch.tensor(part, dtype=torch.long), *logps
 
 
 @torch.no_grad()
@@ -793,7 +877,7 @@ def all_logps(policy, batch, args):
 
 
 def update_actor(policy, optimizer, batch, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, means over the steps, and the log-probs as first seen, [N, T].
+    """One optimizer step a mini-batch -> metrics, means over the steps, and log-probs as first seen, [N, T].
 
     Without old_logp_nt in the batch the old policy is the current one (a single optimizer step).
     """
@@ -802,17 +886,25 @@ def update_actor(policy, optimizer, batch, mini_batches, args):
     for epoch in range(args.ppo_epochs):
         for mini_batch in mini_batches:
             for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
-                part = {name: x[rows, : logp_nt.shape[1]] for name, x in batch.items() if name.endswith("_nt")}
-                old_nt, w_nt, t_nt = part.get("old_logp_nt", logp_nt.detach()), part["weight_nt"], part["token_weight_nt"]
+                part = {
+                    name: x[rows, : logp_nt.shape[1]] for name, x in batch.items() if name.endswith("_nt")
+                }
+                old_nt, w_nt, t_nt = (
+                    part.get("old_logp_nt", logp_nt.detach()),
+                    part["weight_nt"],
+                    part["token_weight_nt"],
+                )
                 clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
                 pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, part["adv_nt"], *clip)
                 if args.tis_cap:
-                    pg_nt = pg_nt * (old_nt - part["rollout_logp_nt"]).exp().clamp(max=args.tis_cap)  # eq: grpo.tis
+                    pg_nt = pg_nt * (old_nt - part["rollout_logp_nt"]).exp().clamp(
+                        max=args.tis_cap
+                    )  # eq: grpo.tis
                 kl_nt = kl_estimate(logp_nt, part.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
                 loss_nt = pg_nt - args.entropy_coeff * entropy_nt
                 if args.use_kl_loss:
                     loss_nt = loss_nt + args.kl_loss_coef * kl_nt
-                # FSDP averages gradients over the ranks, but the weights already divide by all tokens of all ranks
+                # FSDP averages gradients over the ranks, but the weights already divide by all ranks' tokens
                 ((w_nt * loss_nt).sum() * dist.get_world_size()).backward()
                 with torch.no_grad():
                     means = w_nt * pg_nt, w_nt * kl_nt, t_nt * entropy_nt, t_nt * clipped_nt, t_nt * lower_nt
@@ -825,7 +917,10 @@ def update_actor(policy, optimizer, batch, mini_batches, args):
             optimizer.zero_grad()
     means = [total / len(norms) for total in all_reduce(sums.tolist())]
     metrics = {f"actor/{name}": mean for name, mean in zip(names, means, strict=True)}
-    metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": len(norms) - np.isfinite(norms).sum()}
+    metrics |= {
+        "actor/grad_norm": np.mean(norms),
+        "actor/skipped_updates": len(norms) - np.isfinite(norms).sum(),
+    }
     return metrics, first_nt
 
 
@@ -842,7 +937,9 @@ def step_metrics(rows, adv_n, rank_tokens, load, timing):
     scores = [row["reward"]["score"] for row in rows]
     responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
     total, world = sum(rank_tokens), len(load)
-    metrics = stats("critic/score", scores) | stats("critic/rewards", scores) | stats("critic/advantages", adv_n)
+    metrics = (
+        stats("critic/score", scores) | stats("critic/rewards", scores) | stats("critic/advantages", adv_n)
+    )
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
@@ -862,7 +959,9 @@ def step_metrics(rows, adv_n, rank_tokens, load, timing):
     for name, seconds in timing.items():
         metrics[f"timing_s/{name}"] = seconds
         if name in ("gen", "old_log_prob", "ref", "adv", "update_actor"):
-            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / (sum(responses) if name == "gen" else total)
+            metrics[f"timing_per_token_ms/{name}"] = (
+                1000 * seconds / (sum(responses) if name == "gen" else total)
+            )
     return metrics
 
 
@@ -884,7 +983,9 @@ def main():
         fail(" ".join(str(error).split()))
     steps_per_epoch = len(train_rows) // args.train_batch_size
     if not steps_per_epoch:
-        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training prompts")
+        fail(
+            f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training prompts"
+        )
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
 
     # ---- models: the engine first, while the GPU is empty; then it sleeps
@@ -899,9 +1000,9 @@ def main():
     val_manager = RewardManager(args.reward_manager, reward_fn, 0 if dist.get_rank() else args.num_examine)
     log = Logger(args, first - 1, total_steps)
     log.say(
-        f"{len(train_rows)} training and {len(val_rows)} validation prompts ({train_dropped + val_dropped} over"
-        f" --max_prompt_length dropped), {total_steps} steps, {dist.get_world_size()} ranks on {device.type}"
-        + (f", resumed from {resume}" if resume else "")
+        f"{len(train_rows)} training and {len(val_rows)} validation prompts ({train_dropped + val_dropped}"
+        f" dropped: over {args.max_prompt_length} tokens), {total_steps} steps, {dist.get_world_size()} ranks"
+        f" on {device.type}" + (f", resumed from {resume}" if resume else "")
     )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -935,7 +1036,9 @@ def main():
         # ---- advantage, then balance over the ranks
         with timed(timing, "adv"):
             score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
-            group_n, length_n = (torch.tensor(x) for x in zip(*((r["group"], len(r["response_ids"])) for r in rows)))
+            group_n, length_n = (
+                torch.tensor(x) for x in zip(*((r["group"], len(r["response_ids"])) for r in rows))
+            )
             adv_n = advantages(args, score_n, group_n, length_n)
             batch, mini_batches, load = make_batch(rows, adv_n, args, device)
 
@@ -969,12 +1072,18 @@ def main():
         metrics |= {
             "actor/lr": learning_rate(args, step, total_steps),
             "actor/kl_coef": args.kl_loss_coef * args.use_kl_loss,
-            "perf/mfu/actor": train_flops(policy, batch_tokens(rows)) / timing["update_actor"] / peak,
+            "perf/mfu/actor": train_flops(policy, rows) / timing["update_actor"] / peak,
             "training/global_step": step,
             "training/epoch": epoch,
         }
         speed = f"{metrics['perf/total_num_tokens'] / timing['step']:.0f}"
-        log.log(metrics, step, score=f"{score_n.mean():.3f}", length=f"{length_n.double().mean():.0f}", tok_s=speed)
+        log.log(
+            metrics,
+            step,
+            score=f"{score_n.mean():.3f}",
+            length=f"{length_n.double().mean():.0f}",
+            tok_s=speed,
+        )
         if args.rollout_dump:
             log.dump(rows, step)
         if last:

@@ -1,7 +1,7 @@
 """GSM8K (Cobbe et al. 2021, arXiv 2110.14168), as train and test parquet.
 
-python data_prep/gsm8k.py --local_save_dir data/gsm8k                               from the hub
-python data_prep/gsm8k.py --local_dataset_path DIR --local_save_dir data/gsm8k      from train.jsonl, test.jsonl
+python data_prep/gsm8k.py --local_save_dir data/gsm8k                              from the hub
+python data_prep/gsm8k.py --local_save_dir data/gsm8k --local_dataset_path DIR     from its jsonl files
 """
 
 import json

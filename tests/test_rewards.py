@@ -1,0 +1,181 @@
+"""Rewards: the golden table, hostile input, dispatch, own reward functions, the manager."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards import SOURCES, check_sources, compute_score, load_reward_fn
+from rewards.manager import RewardManager
+
+GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
+
+
+def score(text, truth, method):
+    return compute_score("openai/gsm8k", text, truth, {"method": method})
+
+
+@pytest.mark.parametrize("case", [c for c in GOLDEN if not c["debatable"]], ids=lambda c: c["id"])
+def test_gsm8k_golden(case):
+    got = compute_score(case["data_source"], case["solution_str"], case["ground_truth"], case["extra_info"])
+    assert got == pytest.approx(case["expected"], abs=1e-6), case["why"]
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "method", "expected"),
+    [
+        ("#### -$1,234.50", "-1234.5", "strict", 1),
+        ("#### 1,23,456", "123456", "strict", 0),
+        ("#### 5 * 3", "5", "strict", 0),
+        ("#### 5²", "5", "strict", 0),
+        ("#### 42\n\n#### Explanation\nwe added", "42", "strict", 1),
+        ("#### -0", "0", "strict", 1),
+        ("#### 7", "no number", "strict", 0),
+        ("#### 7", 7, "strict", 1),
+        ("答案是-48", "-48", "flexible", 1),
+        ("the answer is 67e3", "3", "flexible", 0),
+        ("it is 3/4", "4", "flexible", 0),
+        ("5+122", "122", "flexible", 0),
+        ("37+85=122", "122", "flexible", 1),
+        ("Step 2: 45", "45", "flexible", 1),
+        ("the sides are 3,4,5", "5", "flexible", 1),
+        ("so ...5", "5", "flexible", 1),
+        ("x = .5", "0.5", "flexible", 1),
+        ("<think>it is 9</think>I do not know", "9", "flexible", 0),
+    ],
+)
+def test_gsm8k_rules(text, truth, method, expected):
+    assert score(text, truth, method) == expected
+
+
+def test_gsm8k_method():
+    assert compute_score("openai/gsm8k", "so 5", "5") == 0.0
+    assert compute_score("openai/gsm8k", "so 5", "5", {"method": None}) == 0.0
+    assert compute_score("arithmetic", "so 5", "5") == 1.0
+    assert compute_score("arithmetic", "so 5", "5", {"method": "strict"}) == 0.0
+    with pytest.raises(ValueError, match="loose"):
+        score("5", "5", "loose")
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+@pytest.mark.parametrize(
+    "unit",
+    ["#### ", "#", "1", "1,", "-", ".", " ", "$", "</think>", "#### 1 ", "####" + " " * 50, "1+", "\u0301"],
+)
+def test_gsm8k_is_linear(unit, method):
+    text = "#### " + unit * (1_000_000 // len(unit)) + "5"
+    start = time.perf_counter()
+    score(text, text[:100_000], method)
+    assert time.perf_counter() - start < 5  # about 0.3 s; a quadratic scan takes hours
+
+
+@given(st.text(), st.text(), st.sampled_from(["strict", "flexible"]))
+def test_gsm8k_never_raises(text, truth, method):
+    for prefix in ("", "#### ", "#### 1"):
+        assert score(prefix + text, truth, method) in (0.0, 1.0)
+
+
+@given(
+    st.text(alphabet="abc xyz\n", max_size=50),
+    st.integers(-(10**12), 10**12),
+    st.sampled_from(["{:,}", "{}", "{}.00", "{:,}."]),
+    st.text(alphabet="abc xyz\n", max_size=50),
+)
+def test_gsm8k_finds_a_formatted_number(before, number, form, after):
+    text = form.format(number)
+    assert score(f"{before} {text} {after}", str(number), "flexible") == 1.0
+    assert score(f"{before}\n#### {text} {after}", str(number), "strict") == 1.0
+    assert score(f"{before}\n#### {text} {after}", str(number + 1), "strict") == 0.0
+
+
+def test_dispatch_names_what_is_known():
+    check_sources(SOURCES)
+    for call in (lambda: check_sources(["arithmetic", "nope"]), lambda: compute_score("nope", "", "")):
+        with pytest.raises(ValueError) as error:
+            call()
+        message = str(error.value)
+        assert "'nope'" in message and "--reward_fn FILE.py:NAME" in message and "\n" not in message
+        assert all(source in message for source in SOURCES)
+
+
+def test_load_reward_fn(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass Part:\n    x: int\n"
+        "def length(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': Part(len(solution_str)).x, 'seen': True}\n"
+        "number = 3\n"
+    )
+    manager = RewardManager("naive", load_reward_fn(f"{file}:length"))
+    row = {"data_source": "anything", "solution_str": "four", "ground_truth": None, "extra_info": {}}
+    assert manager.score([row]) == [{"score": 4.0, "seen": True}]
+    for spec, what in (
+        (str(file), "FILE.py:NAME"),
+        (f"{tmp_path}/none.py:length", "not a Python file"),
+        (f"{file}:absent", "'absent'"),
+        (f"{file}:number", "int"),
+    ):
+        with pytest.raises(ValueError, match=what) as error:
+            load_reward_fn(spec)
+        assert "\n" not in str(error.value)
+
+
+def make_row(text, **extra):
+    return {
+        "data_source": "arithmetic",
+        "solution_str": text,
+        "ground_truth": "5",
+        "extra_info": None,
+        **extra,
+    }
+
+
+def test_manager_scores_and_survives_bad_rows():
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        return eval(solution_str)
+
+    texts = [
+        "1",
+        "True",
+        "{'score': 0.5, 'acc': 1}",
+        "float('nan')",
+        "'1'",
+        "None",
+        "{}",
+        "len(3)",
+        "10**999",
+        "1/0",
+    ]
+    results = RewardManager("naive", reward).score([make_row(text) for text in texts] + [{}])
+    assert results[:3] == [{"score": 1.0}, {"score": 1.0}, {"score": 0.5, "acc": 1}]
+    for result in results[3:]:
+        assert result["score"] == 0.0
+    names = [result["error"].split(":")[0] for result in results[3:]]
+    assert names == ["ValueError", "TypeError", "TypeError", "KeyError", "TypeError", "OverflowError"] + [
+        "ZeroDivisionError",
+        "KeyError",
+    ]
+    assert all(type(result["score"]) is float and math.isfinite(result["score"]) for result in results)
+
+
+def test_manager_unknown_mode():
+    with pytest.raises(ValueError, match="nope"):
+        RewardManager("nope")
+
+
+def test_manager_prints_the_first_samples_as_they_are(capsys):
+    texts = ["[bold]5[/bold] [/nope]", "\x1b[31m 5 \ud800", "x" * 5000 + "5", "unseen"]
+    rows = [make_row(text, prompt_str="2+3=") for text in texts]
+    RewardManager(num_examine=3).score(rows)
+    out = capsys.readouterr().out
+    assert "[bold]5[/bold] [/nope]" in out and "2+3=" in out and "arithmetic, sample 3" in out
+    assert "\\x1b[31m" in out and "\x1b" not in out and "\\ud800" in out
+    assert "characters ..." in out and out.count("x") < 2000 and "unseen" not in out
+    RewardManager().score(rows)
+    assert capsys.readouterr().out == ""
