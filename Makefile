@@ -1,0 +1,30 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+# short-lived processes on few cores: idle threads must not spin
+export OMP_WAIT_POLICY := PASSIVE
+export GOMP_SPINCOUNT := 0
+
+.PHONY: test demo demo-smollm2 lint fix-copies
+
+# the CPU environment; on GPUs make .venv by hand from requirements.txt and touch .venv/installed
+.venv/installed: requirements-cpu.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --no-deps -r requirements-cpu.txt
+	touch $@
+
+test: .venv/installed lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+demo: .venv/installed
+	$(BIN)/python benchmarks/demo.py
+
+demo-smollm2: .venv/installed
+	$(BIN)/python benchmarks/demo_smollm2.py
+
+# carry the fenced regions of one script over to the others: make fix-copies FROM=algos/grpo.py
+fix-copies: .venv/installed
+	$(BIN)/python tests/test_copies.py $(FROM)

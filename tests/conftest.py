@@ -1,0 +1,49 @@
+"""Shared by the tests: a tiny model, data, and a torchrun that does not leak its environment."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*command, ranks=0, check=True, timeout=400):
+    """Run a script of the repository under python, or under torchrun with `ranks` -> the finished process."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    env |= dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
+    command = [*(launcher if ranks else [sys.executable]), *map(str, command)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd="/")
+    assert not check or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done
+
+
+def metrics(out):
+    """{step: metrics} of a run."""
+    lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
+    return {int(m["training/global_step"]): m for m in map(json.loads, lines)}
+
+
+def rollouts(out, step):
+    return [json.loads(x) for x in (Path(out) / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Directory of a random model with 2 layers, and tied embeddings."""
+    out = tmp_path_factory.mktemp("tiny") / "model"
+    run(ROOT / "data_prep/tiny_model.py", "--local_save_dir", out, "--layers", 2, "--hidden_size", 64, "--heads", 2,
+        "--kv_heads", 1, "--intermediate_size", 128)  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory):
+    """Directory with train.parquet, val.parquet and test.parquet."""
+    out = tmp_path_factory.mktemp("arithmetic")
+    run(ROOT / "data_prep/arithmetic.py", "--local_save_dir", out, "--train_size", 64, "--val_size", 8, "--test_size", 8)
+    return out

@@ -1,0 +1,33 @@
+"""Gradients depend on no way to cut the work: world size, micro-batch budget, packing (SEMANTICS: traps 1 and 13)."""
+
+import pytest
+import torch
+from conftest import ROOT, run
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@pytest.fixture(scope="module")
+def gradients(tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("gradients")
+    for ranks in (1, 2):
+        run(ROOT / "tests/workers/gradients.py", tiny, out / f"{ranks}.pt", ranks=ranks)
+    return {ranks: torch.load(out / f"{ranks}.pt") for ranks in (1, 2)}
+
+
+def distance(a, b):
+    """Largest relative difference of two gradients, over the norm of all parameters."""
+    norm = torch.stack([x.norm() for x in b]).norm()
+    return (torch.stack([(x - y).norm() for x, y in zip(a, b, strict=True)]).norm() / norm).item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("budget", (70, 100_000))
+@pytest.mark.parametrize("packed", (False, True))
+def test_update_equals_plain_loss(gradients, mode, ranks, budget, packed):
+    assert distance(gradients[ranks][mode, budget, packed], gradients[1][mode, "naive"]) < 1e-5
+
+
+def test_the_comparison_can_fail(gradients):
+    assert distance(gradients[1]["token-mean", "naive"], gradients[1]["seq-mean-token-mean", "naive"]) > 0.1

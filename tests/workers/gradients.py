@@ -1,0 +1,98 @@
+"""Gradients of GRPO's actor update on fixed rows, for many ways to cut the same work: MODEL OUT."""
+
+import dataclasses
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from algos import grpo
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7)]  # prompt and response tokens: very unequal
+
+
+def make_rows():
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i, (prompt, response) in enumerate(LENGTHS):
+        ids = torch.randint(6, 100, (prompt + response,), generator=generator).tolist()
+        logps = (-4.6 + 0.3 * torch.randn(response, generator=generator)).tolist()
+        rows.append(dict(prompt_ids=ids[:prompt], response_ids=ids[prompt:], rollout_logps=logps, group=i // 2))
+    return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
+
+
+class Capture(torch.optim.SGD):
+    """Keeps the gradient of the step."""
+
+    def step(self):
+        self.grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for g in self.param_groups for p in g["params"]]
+        self.grads = [g.clone() for g in self.grads]
+
+
+def naive(policy, args):
+    """The loss of each row alone, written out with plain logits and no shared code but the loss formulas."""
+    rows, adv_n = make_rows()
+    tokens, lengths = sum(r for _, r in LENGTHS), [r for _, r in LENGTHS]
+    loss = 0.0
+    for row, adv, length in zip(rows, adv_n.tolist(), lengths, strict=True):
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        logits = policy.lm(input_ids=ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / args.temperature
+        logp = logits.log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        logp = logp[range(length), row["response_ids"]]
+        rollout = torch.tensor(row["rollout_logps"])
+        old, ref = rollout + 0.05, rollout - 0.1
+        ratio = (logp - old).exp()
+        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.2) * adv)
+        if adv < 0:
+            pg = pg.clamp(max=-3.0 * adv)
+        pg = pg * (old - rollout).exp().clamp(max=2.0)
+        kl = (ref - logp).exp() - (ref - logp) - 1
+        weight = {
+            "token-mean": 1 / tokens,
+            "seq-mean-token-sum": 1 / len(rows),
+            "seq-mean-token-mean": 1 / len(rows) / length,
+            "seq-mean-token-sum-norm": 1 / len(rows) / args.max_response_length,
+        }[args.loss_agg]
+        loss = loss + weight * (pg + args.kl_loss_coef * kl - args.entropy_coeff * entropy).sum()
+    loss.backward()
+    grads = [p.grad.clone() for p in policy.parameters()]
+    policy.zero_grad()
+    return grads
+
+
+def main(model, out):
+    device, mesh = grpo.setup_distributed(1)
+    base = grpo.Args(model=model, train_files=(), output_dir="", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=3, group_size=2)
+    base = dataclasses.replace(base, attn_implementation="sdpa", max_response_length=64)
+    policy, results = grpo.load_model(base, mesh, device), {}
+    for mode in MODES:
+        for budget in (70, 100_000):
+            for packed in (False, True):
+                # only the layout follows the argument from here on: the model itself is built with SDPA
+                kernel = "flash_attention_2" if packed else "sdpa"
+                args = dataclasses.replace(
+                    base, loss_agg=mode, max_tokens_per_microbatch=budget, attn_implementation=kernel
+                )
+                rows, adv_n = make_rows()
+                batch, mini_batches, _ = grpo.make_batch(rows, adv_n, args, device)
+                batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05
+                batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1
+                optimizer = Capture(policy.parameters(), lr=1.0)
+                grpo.update_actor(policy, optimizer, batch, mini_batches, args)
+                results[mode, budget, packed] = optimizer.grads
+    if dist.get_world_size() == 1:
+        plain = grpo.TokenLogps(grpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+        for mode in MODES:
+            results[mode, "naive"] = naive(plain, dataclasses.replace(base, loss_agg=mode))
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
