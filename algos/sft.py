@@ -1,0 +1,694 @@
+"""SFT: minimise -sum(log p(response token | what comes before it)) / (response tokens of the optimizer step).
+
+Where this differs from the trainers that are in use:
+1. The denominator counts the tokens of all ranks and micro-batches, so neither split changes the gradient.
+2. Every response token is trained, EOS included, and nothing else (verl: the last prompt token, and no EOS).
+3. Batches are dealt to the ranks by tokens, not by rows.
+
+CPU:        python algos/sft.py --model models/tiny --train_files data/train.parquet --output_dir runs/sft
+One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/sft.py ...
+Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 algos/sft.py
+Docs: docs/sft.md
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.benchmark import Timer
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import is_flash_attn_2_available
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.schema import load_rows
+
+# Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is always aligned with the
+# response: column t speaks of response token t, whatever predicted it.
+
+
+@dataclass
+class Args:
+    model: str
+    """Hugging Face directory or hub name of the model to train."""
+    train_files: tuple[str, ...]
+    """Parquet files of training prompts."""
+    output_dir: str
+    """Directory of the run: arguments, metrics, log, rollouts, checkpoints."""
+    val_files: tuple[str, ...] = ()
+    """Parquet files of validation prompts; none: no validation."""
+    tokenizer: str | None = None
+    """Hugging Face directory or hub name of the tokenizer; None: the model's."""
+    resume: str = "auto"
+    """auto: go on from the latest checkpoint in output_dir, if any; never: refuse a used output_dir; or a checkpoint."""
+    seed: int = 1
+    """Seed of the data order and, with step, prompt and sample number, of every response."""
+    total_epochs: int = 1
+    """Passes over the training data."""
+    total_steps: int | None = None
+    """RL steps in all; None: total_epochs."""
+    save_freq: int = 50
+    """Steps between checkpoints; 0: only at the end."""
+    test_freq: int = 10
+    """Steps between validations; 0: only before and after training."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept; 0: all."""
+    save_hf: bool = True
+    """Also write each checkpoint's weights as a Hugging Face directory (hf/)."""
+    wandb_project: str | None = None
+    """Weights & Biases project; None: only metrics.jsonl."""
+
+    prompt_key: str = "prompt"
+    """Column of the prompt: chat messages, or a string (one user message); dots reach into structs."""
+    response_key: str = "extra_info.answer"
+    """Column of the response, a string; dots reach into structs."""
+    max_length: int = 1024
+    """Limit of prompt and response together, in tokens, EOS included."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """A row over max_length: stop, or cut it there; a row whose whole response is lost is dropped."""
+
+    attn_implementation: str = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    """Attention kernel of transformers; with flash attention rows are packed without padding."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of parameters and optimizer state."""
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    """Precision of forward, backward and sampler."""
+    hsdp_replicas: int = 1
+    """Copies of the sharded model (HSDP); 1: shard over all ranks."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass."""
+    max_tokens_per_microbatch: int = 8192
+    """Tokens of a forward pass on one rank, padding included."""
+
+    train_batch_size: int = 64
+    """Prompts of a step, over all ranks."""
+    lr: float = 1e-5
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Decay after warm-up, to 0 at the last step."""
+    warmup_steps: int = 10
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+
+
+# --------------------------------------------------------------------------------------------------
+# The mathematics
+# --------------------------------------------------------------------------------------------------
+# region token_logps
+LOGIT_CHUNK = (
+    1024  # response positions whose logits exist at a time: memory is LOGIT_CHUNK * V, not N * T * V
+)
+
+
+class TokenLogps(nn.Module):
+    """A causal LM whose forward returns log-probs of given tokens, so that FSDP sees one root module and one forward."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids, position_ids, where, target, temperature):
+        """`where` [L]: flat positions whose logits predict `target` [L] -> log-prob [L] and entropy [L], float32."""
+        hidden = self.lm.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        hidden, head = hidden.flatten(0, 1)[where], self.lm.get_output_embeddings()
+
+        def chunk(hidden, target):
+            # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
+            logits = head(hidden).float() / temperature
+            logp = logits.log_softmax(-1)
+            return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+        pieces = zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK), strict=True)
+        logp, entropy = zip(*(checkpoint(chunk, h, t, use_reentrant=False) for h, t in pieces), strict=True)
+        return torch.cat(logp), torch.cat(entropy)
+
+
+def token_logps(policy, prompts, responses, temperature, packed):
+    """Log-probs of the response tokens, and the entropy of the distributions that they come from.
+
+    prompts, responses: N lists of token ids, none empty. packed: one row without padding, for attention kernels that
+    tell sequences apart by position ids; else right padding, which causal attention never looks at.
+    Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
+    """
+    device = next(policy.parameters()).device
+    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+    length_n = torch.tensor([len(row) for row in rows])
+    if packed:
+        input_ids, start_n = torch.cat(rows)[None], length_n.cumsum(0) - length_n
+        position_ids = torch.cat([torch.arange(n) for n in length_n])[None].to(device)
+    else:
+        input_ids, start_n = (
+            nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            torch.arange(len(rows)) * length_n.max(),
+        )
+        position_ids = None
+    # the one place where logits are shifted against labels: position p - 1 predicts token p
+    first_n = [int(s) + len(p) - 1 for s, p in zip(start_n, prompts, strict=True)]
+    where = torch.cat([torch.arange(f, f + len(r)) for f, r in zip(first_n, responses, strict=True)])
+    target = torch.cat([torch.tensor(r) for r in responses])
+    logp, entropy = policy(
+        input_ids.to(device), position_ids, where.to(device), target.to(device), temperature
+    )
+    mask_nt = response_mask([len(r) for r in responses]).to(device)
+    zero_nt = logp.new_zeros(mask_nt.shape)
+    return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
+
+
+def response_mask(lengths, width=None):
+    """[N, T] bool, True on response tokens (EOS included)."""
+    return torch.arange(width or max(lengths)) < torch.as_tensor(lengths)[:, None]
+
+
+# endregion
+
+
+def sft_loss(logp_nt, tokens):
+    """-sum(log p) of the responses in logp_nt over `tokens`, the response tokens of the whole optimizer step.
+
+    Log-probs -1 -2 and -3 0 (the 0 is padding) of a step with 3 tokens -> 2. Prompts have no columns.
+    """
+    return -logp_nt.sum() / tokens  # eq: sft.loss
+
+
+# --------------------------------------------------------------------------------------------------
+# The system
+# --------------------------------------------------------------------------------------------------
+# region distributed
+def setup_distributed(hsdp_replicas):
+    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
+    if "RANK" not in os.environ:  # plain `python`: a rendezvous with itself
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = str(s.getsockname()[1])
+        os.environ |= dict(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(minutes=60))
+    shape = (hsdp_replicas, dist.get_world_size() // hsdp_replicas)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
+
+
+def fail(message):
+    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
+    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Reduce a list of numbers over all ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op)
+    return total.tolist()
+
+
+# endregion
+
+
+# region model
+def load_model(args, mesh, device):
+    """The model as TokenLogps, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
+    param_dtype = getattr(torch, args.param_dtype)
+    config = AutoConfig.from_pretrained(args.model)
+    for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+        setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=param_dtype, attn_implementation=args.attn_implementation
+        )
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = TokenLogps(lm)
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, args.compute_dtype), reduce_dtype=torch.float32
+    )
+    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    policy.to_empty(device=device)
+    full = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=param_dtype) if dist.get_rank() == 0 else None
+    )
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
+    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
+        if full:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, 0)
+    return policy
+
+
+def learning_rate(args, step, total_steps):
+    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+    return (
+        args.lr
+        * {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
+    )
+
+
+# endregion
+
+
+# region balance
+def deal(lengths, ranks):
+    """Deal rows to ranks so that each gets about the same number of tokens -> list of lists of row numbers.
+
+    Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
+    """
+    hands, load = [[] for _ in range(ranks)], [0] * ranks
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        lightest = load.index(min(load))
+        hands[lightest].append(i)
+        load[lightest] += lengths[i]
+    return hands
+
+
+def cut(lengths, budget, packed):
+    """Cut rows into micro-batches of at most `budget` tokens (padding counted), longest first.
+
+    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
+    """
+    batches, tokens = [], 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        cost = (
+            tokens + lengths[i] if packed or not batches else lengths[batches[-1][0]] * (len(batches[-1]) + 1)
+        )
+        if batches and cost <= budget:
+            batches[-1].append(i)
+            tokens = cost
+        else:
+            batches.append([i])
+            tokens = lengths[i]
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
+    [most] = all_reduce([len(batches)], dist.ReduceOp.MAX)
+    return batches + [[]] * (int(most) - len(batches))
+
+
+# endregion
+
+
+# region checkpoint
+MAY_CHANGE = {
+    "output_dir",
+    "resume",
+    "total_epochs",
+    "total_steps",
+    "save_freq",
+    "test_freq",
+    "keep_checkpoints",
+}
+MAY_CHANGE |= {
+    "save_hf",
+    "wandb_project",
+    "num_examine",
+    "rollout_dump",
+    "offload",
+    "hsdp_replicas",
+    "tp_size",
+}
+MAY_CHANGE |= {
+    "gpu_memory_utilization",
+    "sync_check_freq",
+    "max_tokens_per_microbatch",
+    "gradient_checkpointing",
+}
+
+
+def open_run(args):
+    """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
+    out = Path(args.output_dir)
+    if args.resume not in ("auto", "never"):
+        if not (Path(args.resume) / "trainer_state.json").is_file():
+            fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+        return Path(args.resume).resolve()
+    if not (out / "args.json").is_file():
+        return None
+    if args.resume == "never":
+        fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
+    then, now = json.loads((out / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
+    other = [
+        f"--{k} {then.get(k)} there, {now[k]} now"
+        for k in now
+        if then.get(k) != now[k] and k not in MAY_CHANGE
+    ]
+    if other:
+        fail(f"--output_dir {out} holds a run with other arguments ({'; '.join(other)}): choose another")
+    latest = out / "checkpoints" / "latest"
+    return latest.resolve() if latest.exists() else None
+
+
+def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
+    """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
+    root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
+    final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
+    if rank0:
+        shutil.rmtree(new, ignore_errors=True)
+        (new / "hf").mkdir(parents=True)
+    dist.barrier()
+    model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
+    dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(lm, options=options) if args.save_hf else {}
+    if rank0:
+        tokenizer.save_pretrained(new / "hf")
+        lm.save_pretrained(new / "hf", state_dict=weights) if args.save_hf else lm.config.save_pretrained(
+            new / "hf"
+        )
+        (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state)))
+        shutil.rmtree(final, ignore_errors=True)
+        new.rename(final)
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(root / "latest")
+        for old in sorted(root.glob("step_*"))[: -args.keep_checkpoints] if args.keep_checkpoints else []:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load_checkpoint(path, lm, optimizer):
+    """Load model and optimizer, at any world size -> the trainer's state."""
+    model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
+    state = dict(model=model_state, optimizer=optimizer_state)
+    dcp.load(state, checkpoint_id=path / "dcp")
+    dcp_state.set_state_dict(
+        lm, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return json.loads((path / "trainer_state.json").read_text())
+
+
+# endregion
+
+
+# region logging
+@contextmanager
+def timed(timing, name):
+    """Add the seconds of a block to timing[name]."""
+    start = time.perf_counter()
+    yield
+    timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
+
+
+class Logger:
+    """Terminal, log.txt, metrics.jsonl and W&B of rank 0; the other ranks are silent."""
+
+    def __init__(self, args, step, total_steps):
+        self.out, self.rank0, self.wandb = Path(args.output_dir), dist.get_rank() == 0, None
+        self.bar = tqdm(
+            total=total_steps, initial=step, desc="step", dynamic_ncols=True, disable=not self.rank0
+        )
+        if not self.rank0:
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        self.metrics = self.out / "metrics.jsonl"
+        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
+        # steps after the checkpoint are done again: their old lines go
+        self.metrics.write_text("".join(x for x in lines if json.loads(x)["training/global_step"] <= step))
+        if args.wandb_project:
+            import wandb
+
+            self.wandb = wandb.init(
+                project=args.wandb_project, name=self.out.name, dir=self.out, config=asdict(args)
+            )
+
+    def say(self, message):
+        """A line for people, in the terminal and in log.txt."""
+        if self.rank0:
+            self.bar.write(message)
+            with (self.out / "log.txt").open("a") as f:
+                f.write(message + "\n")
+
+    def log(self, metrics, step, **postfix):
+        """One dict a step; postfix goes to the progress bar."""
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if self.rank0:
+            with self.metrics.open("a") as f:
+                f.write(json.dumps(metrics) + "\n")
+            self.bar.set_postfix(postfix, refresh=False)
+            self.bar.update(step - self.bar.n)
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+
+    def dump(self, rows, step):
+        """Write the responses of a step to rollouts/, one JSON line each."""
+        if self.rank0:
+            (self.out / "rollouts").mkdir(exist_ok=True)
+            keep = ("index", "sample", "finish_reason", "response_ids")
+            lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
+            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text(
+                "".join(json.dumps(x) + "\n" for x in lines)
+            )
+
+
+def stats(name, values):
+    values = np.asarray(values, dtype=np.float64)
+    return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
+
+
+def train_flops(policy, rows):
+    """FLOPs of forward and backward: 6 a weight and token, and causal attention's 6 L H T^2 a row."""
+    weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
+    lengths = [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
+    return sum(6 * weights * n + 6 * config.num_hidden_layers * config.hidden_size * n**2 for n in lengths)
+
+
+def matmul_speed(args, device):
+    """FLOP/s of a large matrix product on this rank, measured now: the yardstick of perf/mfu."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=getattr(torch, args.compute_dtype))
+    return (
+        2
+        * n**3
+        / Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads()).blocked_autorange().median
+    )
+
+
+# endregion
+
+
+# --------------------------------------------------------------------------------------------------
+# The algorithm
+# --------------------------------------------------------------------------------------------------
+def check_args(args):
+    """Stop on combinations that cannot work, before anything is loaded."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world % args.hsdp_replicas:
+        fail(f"the number of ranks, {world} is not a multiple of --hsdp_replicas {args.hsdp_replicas}")
+    if args.max_tokens_per_microbatch < args.max_length:
+        fail(
+            f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row of --max_length"
+            f" {args.max_length} tokens"
+        )
+
+
+def encode(prompt, response, tokenizer):
+    """Token ids of a prompt (chat messages, or a string: one user message) and of its response, EOS added."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    # CAREFUL: kept apart, so that the loss goes by position; by value, EOS would be lost where it is the pad token
+    return prompt_ids, tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
+
+
+def truncate(prompt_ids, response_ids, max_length, side):
+    """Keep the first (`right` is cut) or the last (`left`) max_length tokens of a row.
+
+    If the prompt is lost, the first response token that is left takes its place: nothing predicts it.
+    Prompt 1 2 3, response 4 5 6, limit 4 -> right: 1 2 3 | 4 and left: 3 | 4 5 6; limit 2 -> 1 2 | and 5 | 6.
+    """
+    ids, start = prompt_ids + response_ids, len(prompt_ids)
+    if side == "right":
+        return prompt_ids[:max_length], ids[:max_length][start:]
+    lost = max(0, len(ids) - max_length)
+    start = max(start, lost + 1)
+    return ids[lost:start], ids[start:]
+
+
+def load_examples(paths, args, tokenizer):
+    """Rows with prompt_ids and response_ids, the number of truncated rows, and of those dropped from them."""
+    rows, truncated = [], 0
+    columns = [args.prompt_key, args.response_key]
+    for i, row in enumerate(records := load_rows(paths, columns)):
+        prompt, response = (row[column] for column in columns)
+        if not isinstance(response, str) or not isinstance(prompt, (str, list)):
+            raise ValueError(
+                f"{', '.join(paths)}: row {i}: --response_key {args.response_key} must be a string, and"
+                f" --prompt_key {args.prompt_key} a string or a list of messages"
+            )
+        prompt_ids, response_ids = encode(prompt, response, tokenizer)
+        length = len(prompt_ids) + len(response_ids)
+        if length > args.max_length:
+            if args.truncation == "error":
+                raise ValueError(
+                    f"{', '.join(paths)}: row {i} has {length} tokens, over --max_length {args.max_length};"
+                    " raise it or pass --truncation left or right"
+                )
+            truncated += 1
+            prompt_ids, response_ids = truncate(prompt_ids, response_ids, args.max_length, args.truncation)
+        if response_ids:
+            rows.append(dict(prompt_ids=prompt_ids, response_ids=response_ids))
+    if records and not rows:
+        raise ValueError(
+            f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a response; raise it"
+        )
+    return rows, truncated, len(records) - len(rows)
+
+
+def lengths(rows):
+    """Tokens of each row."""
+    return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
+
+
+def micro_batches(policy, rows, args):
+    """This rank's share of the rows, which are equal on all ranks -> logp_nt of one micro-batch at a time.
+
+    An empty micro-batch runs a dummy row and yields [0, 1]: its sum is a zero that still has a gradient.
+    """
+    mine = [rows[i] for i in deal(lengths(rows), dist.get_world_size())[dist.get_rank()]]
+    packed = args.attn_implementation == "flash_attention_2"
+    for part in cut(lengths(mine), args.max_tokens_per_microbatch, packed):
+        prompts, responses = ([mine[i][name] for i in part] for name in ("prompt_ids", "response_ids"))
+        logp_nt, _ = token_logps(policy, prompts or [[0]], responses or [[0]], 1.0, packed)
+        yield logp_nt[: len(part)]
+
+
+def update(policy, optimizer, rows, args):
+    """One optimizer step -> metrics. Every rank knows all rows: the denominator needs no communication."""
+    loss, tokens = 0.0, sum(len(row["response_ids"]) for row in rows)
+    for logp_nt in micro_batches(policy, rows, args):
+        part = sft_loss(logp_nt, tokens)
+        # FSDP averages gradients over the ranks, but `tokens` already counts those of all ranks
+        (part * dist.get_world_size()).backward()
+        loss += part.item()
+    norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
+    if math.isfinite(norm):  # the norm of all ranks: they step or skip together
+        optimizer.step()
+    optimizer.zero_grad()
+    [loss] = all_reduce([loss])
+    return {"train/loss": loss, "train/grad_norm": norm, "train/skipped_updates": not math.isfinite(norm)}
+
+
+@torch.no_grad()
+def evaluate(policy, rows, args):
+    """The loss over all rows, each token weighing the same."""
+    tokens = sum(len(row["response_ids"]) for row in rows)
+    losses = [sft_loss(logp_nt, tokens).item() for logp_nt in micro_batches(policy, rows, args)]
+    return all_reduce([sum(losses)])[0]
+
+
+def main():
+    # ---- arguments and data: nothing slow before they are known to be good
+    args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
+    check_args(args)
+    resume = open_run(args)
+    try:
+        AutoConfig.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
+        train_rows, truncated, dropped = load_examples(args.train_files, args, tokenizer)
+        val_rows, val_truncated, val_dropped = load_examples(args.val_files, args, tokenizer)
+    except (ValueError, OSError) as error:
+        fail(" ".join(str(error).split()))
+    steps_per_epoch = len(train_rows) // args.train_batch_size
+    if not steps_per_epoch:
+        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training rows")
+    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+
+    # ---- model
+    device, mesh = setup_distributed(args.hsdp_replicas)
+    policy = load_model(args, mesh, device)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+    first = load_checkpoint(resume, policy.lm, optimizer)["step"] + 1 if resume else 1
+    peak = matmul_speed(args, device) * dist.get_world_size()
+    log = Logger(args, first - 1, total_steps)
+    log.say(
+        f"{len(train_rows)} training and {len(val_rows)} validation rows ({truncated + val_truncated} truncated"
+        f" to --max_length, {dropped + val_dropped} of them dropped), {total_steps} steps,"
+        f" {dist.get_world_size()} ranks on {device.type}" + (f", resumed from {resume}" if resume else "")
+    )
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    for step in range(first, total_steps + 1):
+        timing, begin = {}, time.perf_counter()
+        epoch, batch_number = divmod(step - 1, steps_per_epoch)
+        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+        rows = [train_rows[i] for i in order[batch_number * args.train_batch_size :][: args.train_batch_size]]
+
+        # ---- update
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step, total_steps)
+        with timed(timing, "update_actor"):
+            metrics = update(policy, optimizer, rows, args)
+
+        # ---- validation and checkpoint
+        last = step == total_steps or all_reduce([stop.is_set()], dist.ReduceOp.MAX) == [1]
+        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+            with timed(timing, "testing"):
+                metrics["val/loss"] = evaluate(policy, val_rows, args)
+            log.say(f"step {step}: validation loss {metrics['val/loss']:.4f}")
+        if last or (args.save_freq and step % args.save_freq == 0):
+            with timed(timing, "save_checkpoint"):
+                save_checkpoint(args, step, policy.lm, optimizer, tokenizer)
+
+        # ---- metrics
+        timing["step"], tokens = time.perf_counter() - begin, sum(lengths(rows))
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+        metrics |= {
+            "train/lr": learning_rate(args, step, total_steps),
+            "perf/total_num_tokens": tokens,
+            "perf/time_per_step": timing["step"],
+            "perf/throughput": tokens / timing["step"] / dist.get_world_size(),
+            "perf/mfu/actor": train_flops(policy, rows) / timing["update_actor"] / peak,
+            "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+            "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
+            "training/global_step": step,
+            "training/epoch": epoch,
+        }
+        log.log(metrics, step, loss=f"{metrics['train/loss']:.3f}", tok_s=f"{tokens / timing['step']:.0f}")
+        if last:
+            break
+    log.bar.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""GRPO from end to end, as a user runs it."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, metrics, rollouts, run
+from safetensors.torch import load_file
+
+GRPO = ROOT / "algos/grpo.py"
+
+
+def flags(tiny, arithmetic, out, *more):
+    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
+    sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12".split()
+    rest = "--lr 3e-3 --warmup_steps 2 --save_freq 3 --test_freq 3 --rollout_dump --use_kl_loss".split()
+    budget = "--max_tokens_per_microbatch 300 --total_steps 6 --keep_checkpoints 0".split()
+    reward = "--reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
+    return ["--model", tiny, "--output_dir", out, *files, *sizes, *rest, *budget, *reward, *more]
+
+
+def weights(out, step):
+    return load_file(out / f"checkpoints/step_{step:06d}/hf/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, arithmetic, tmp_path_factory):
+    """Six steps on one rank, undisturbed."""
+    out = tmp_path_factory.mktemp("straight")
+    run(GRPO, *flags(tiny, arithmetic, out))
+    return out
+
+
+def test_it_learns_and_reports(straight, tiny):
+    steps = metrics(straight)
+    assert list(steps) == [0, 1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(value) for m in steps.values() for value in m.values())
+    assert steps[6]["critic/score/mean"] > steps[1]["critic/score/mean"] + 0.1
+    assert steps[6]["val-core/arithmetic/reward/mean@1"] > steps[0]["val-core/arithmetic/reward/mean@1"]
+    before, after = load_file(tiny / "model.safetensors"), weights(straight, 6)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_sampler_and_trainer_agree_every_step(straight):
+    assert all(m["training/rollout_probs_diff_max"] < 1e-4 for s, m in metrics(straight).items() if s)
+
+
+def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path):
+    run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 1, "--ppo_mini_batch_size", 8, "--lr", 0))
+    [_, first] = metrics(tmp_path).values()
+    assert first["actor/pg_clipfrac"] == first["actor/ppo_kl"] == 0
+    assert "timing_s/old_log_prob" not in first  # one optimizer step: not computed twice
+    assert first["actor/grad_norm"] > 0
+
+
+def same(a, b, steps, tolerance):
+    """The metrics of two runs that no clock touches."""
+    for step in steps:
+        for name, value in metrics(a)[step].items():
+            if not name.startswith(("timing", "perf", "global_seqlen")):
+                assert metrics(b)[step][name] == pytest.approx(value, rel=tolerance, abs=tolerance), (step, name)
+
+
+def test_killed_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path):
+    command = [sys.executable, GRPO, *flags(tiny, arithmetic, tmp_path)]
+    env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
+    victim = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "checkpoints/latest").exists():
+        assert victim.poll() is None
+        time.sleep(0.02)
+    victim.kill()
+    victim.wait()
+    assert os.readlink(tmp_path / "checkpoints/latest") == "step_000003"
+    run(GRPO, *flags(tiny, arithmetic, tmp_path))
+    same(straight, tmp_path, [4, 5, 6], 0)
+    assert [r["response_ids"] for r in rollouts(straight, 6)] == [r["response_ids"] for r in rollouts(tmp_path, 6)]
+    resumed = weights(tmp_path, 6)
+    assert all(torch.equal(value, resumed[name]) for name, value in weights(straight, 6).items())
+
+
+def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_path):
+    run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 3), ranks=2)
+    assert [r["response_ids"] for r in rollouts(straight, 1)] == [r["response_ids"] for r in rollouts(tmp_path, 1)]
+    same(straight, tmp_path, [1], 1e-4)
+    run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 4))
+    assert list(metrics(tmp_path)) == [0, 1, 2, 3, 4]
+    assert metrics(tmp_path)[4]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", GRPO]
+    command += flags(tiny, arithmetic, tmp_path, "--total_steps", 1000, "--save_freq", 0, "--test_freq", 0)
+    env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
+    run_ = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 3:
+        assert run_.poll() is None
+        time.sleep(0.1)
+    ranks = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(run_.pid)], text=True).split()
+    os.kill(int(ranks[-1]), signal.SIGTERM)  # one rank is told, all stop
+    assert run_.wait(timeout=120) == 0
+    step = int(os.readlink(tmp_path / "checkpoints/latest").removeprefix("step_"))
+    assert json.loads((tmp_path / "checkpoints/latest/trainer_state.json").read_text())["step"] == step
+    assert 2 <= step < 1000
+
+
+@pytest.mark.parametrize("tp_size", (1, 2))
+def test_sync(tiny, tp_size):
+    print(run(ROOT / "tests/workers/sync.py", tiny, tp_size, ranks=2).stdout)
+
+
+def test_sync_that_does_nothing_stops_the_run(tiny, arithmetic, tmp_path):
+    worker = ROOT / "tests/workers/broken_sync.py"
+    done = run(worker, *flags(tiny, arithmetic, tmp_path), check=False)
+    assert done.returncode == 1
+    assert "weight sync failed at step 0: the sampler does not hold the trainer's weights" in done.stderr
