@@ -1,0 +1,97 @@
+"""Bad input: one clear line and a non-zero exit, before any model is loaded."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from algos import grpo
+
+
+@pytest.fixture
+def refused(tiny, arithmetic, tmp_path, monkeypatch, capsys):
+    """Run main with changed flags -> the line that it stops with; loading a model or an engine fails the test."""
+
+    def main(*more, **changed):
+        given = dict(model=tiny, train_files=arithmetic / "train.parquet", output_dir=tmp_path / "out")
+        words = [word for name, value in (given | changed).items() for word in (f"--{name}", str(value))]
+        monkeypatch.setattr("sys.argv", ["grpo.py", *words, *map(str, more)])
+        for name in ("setup_distributed", "build_engine", "load_model"):
+            monkeypatch.setattr(grpo, name, lambda *_: pytest.fail("went on to load a model"))
+        with pytest.raises(SystemExit) as stop:
+            grpo.main()
+        assert stop.value.code not in (0, None)
+        output = capsys.readouterr()
+        line = str(stop.value.code) if isinstance(stop.value.code, str) else output.err + output.out
+        assert not isinstance(stop.value.code, str) or "\n" not in line
+        return line
+
+    return main
+
+
+def test_unknown_flag(refused):
+    assert "--learning_rat" in refused("--learning_rat", 1)
+
+
+def test_missing_file(refused):
+    assert "nowhere.parquet" in refused(train_files="nowhere.parquet")
+
+
+def test_missing_model(refused):
+    assert "no_such_model" in refused(model="./no_such_model")
+
+
+def test_missing_column(refused, tmp_path):
+    pq.write_table(pa.table({"prompt": [[{"role": "user", "content": "x"}]]}), tmp_path / "short.parquet")
+    assert "data_source" in refused(train_files=tmp_path / "short.parquet")
+
+
+def test_unknown_data_source(refused, tmp_path, arithmetic):
+    rows = pq.read_table(arithmetic / "val.parquet").to_pylist()
+    pq.write_table(pa.Table.from_pylist([row | dict(data_source="mystery") for row in rows]), tmp_path / "x.parquet")
+    line = refused(train_files=tmp_path / "x.parquet")
+    assert "mystery" in line and "openai/gsm8k" in line and "--reward_fn" in line
+
+
+def test_reward_fn(refused):
+    assert "nowhere.py" in refused("--reward_fn", "nowhere.py:f")
+
+
+def test_mini_batch_that_does_not_divide(refused):
+    line = refused("--train_batch_size", 8, "--ppo_mini_batch_size", 3)
+    assert "8" in line and "3" in line and "--ppo_mini_batch_size" in line
+
+
+def test_ranks_that_do_not_divide(refused):
+    assert "--tp_size 2" in refused("--tp_size", 2)
+
+
+def test_budget_below_one_row(refused):
+    assert "--max_tokens_per_microbatch 100" in refused("--max_tokens_per_microbatch", 100)
+
+
+@pytest.mark.parametrize("flag", (("--top_p", 0.9), ("--top_k", 50)))
+def test_truncated_sampling_with_tis(refused, flag):
+    assert "--tis_cap" in refused(*flag)
+
+
+def test_more_prompts_than_data(refused):
+    line = refused("--train_batch_size", 1000, "--ppo_mini_batch_size", 1000)
+    assert "1000" in line and "64" in line
+
+
+def test_long_prompts_are_dropped_or_an_error(refused, arithmetic, tiny):
+    line = refused("--max_prompt_length", 5, "--no-filter_overlong_prompts")
+    assert "row 0" in line and "--max_prompt_length 5" in line
+    assert "no prompt" in refused("--max_prompt_length", 5)
+
+
+def test_output_dir_of_another_run(refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/args.json").write_text(json.dumps(dict(lr=1.0)))
+    line = refused()
+    assert "--lr 1.0 there, 1e-06 now" in line
+    assert "already holds a run" in refused("--resume", "never")
+    assert "not a checkpoint" in refused("--resume", tmp_path)
+    assert json.loads((tmp_path / "out/args.json").read_text()) == dict(lr=1.0)

@@ -1,0 +1,151 @@
+"""The mathematics of GRPO against tables computed by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from algos import grpo
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+class LookUp(nn.Module):
+    """A language model whose logits after token i are row i of a table."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, vocab), nn.Identity()
+        self.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=self.embed(input_ids))
+        self.get_output_embeddings = lambda: self.head
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("temperature", (1.0, 0.7))
+def test_token_logps_of_a_lookup_table(packed, temperature):
+    policy = grpo.TokenLogps(LookUp(6))
+    prompts, responses = [[1, 2], [3], [4, 4, 4]], [[5, 1, 3], [2], [0, 5]]
+    logp_nt, entropy_nt = grpo.token_logps(policy, prompts, responses, temperature, packed)
+    table = (policy.lm.embed.weight / temperature).log_softmax(-1)
+    for n, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        before = [p[-1], *r[:-1]]  # the token that predicts each response token
+        for t in range(3):
+            inside = t < len(r)
+            assert logp_nt[n, t].item() == (pytest.approx(table[before[t], r[t]].item()) if inside else 0)
+            row = table[before[t]] if inside else torch.zeros(1)
+            assert entropy_nt[n, t].item() == pytest.approx(-(row.exp() * row).sum().item() if inside else 0)
+
+
+def test_chunks_of_logits_change_nothing(monkeypatch):
+    policy = grpo.TokenLogps(LookUp(6))
+    rows = [[1, 2], [3]], [[5, 1, 3], [2]]
+    whole, _ = grpo.token_logps(policy, *rows, 1.0, False)
+    monkeypatch.setattr(grpo, "LOGIT_CHUNK", 2)
+    cut, _ = grpo.token_logps(policy, *rows, 1.0, False)
+    assert torch.equal(whole, cut)
+
+
+def test_group_advantages():
+    score_n, group_n = f64(1, 5, 0, 0, 5, 1, 7), torch.tensor([0, 1, 0, 0, 1, 0, 2])  # interleaved; group 2 is alone
+    std = math.sqrt(1 / 3)  # unbiased, of 1 0 0 1
+    expected = [0.5 / (std + 1e-6), 0, -0.5 / (std + 1e-6), -0.5 / (std + 1e-6), 0, 0.5 / (std + 1e-6), 7]
+    assert grpo.group_advantages(score_n, group_n).tolist() == pytest.approx(expected)
+    assert grpo.group_advantages(score_n, group_n, norm_by_std=False).tolist() == [0.5, 0, -0.5, -0.5, 0, 0.5, 7]
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.randoms())
+def test_group_advantages_do_not_depend_on_order(scores, random):
+    order = list(range(len(scores)))
+    random.shuffle(order)
+    group_n = torch.arange(len(scores)) % 3
+    straight = grpo.group_advantages(f64(*scores), group_n)
+    shuffled = grpo.group_advantages(f64(*scores)[order], group_n[order])
+    assert torch.allclose(straight[order], shuffled, atol=1e-9)
+
+
+def test_rloo_and_reinforce_plus_plus_baseline():
+    score_n, group_n, length_n = f64(1, 0, 0, 1, 3, 0), torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1, 2, 3, 4, 5, 6])
+    args = SimpleNamespace(adv_estimator="rloo", group_size=3)
+    expected = [1 - 0, 0 - 0.5, 0 - 0.5, 1 - 1.5, 3 - 0.5, 0 - 2]  # score minus the mean of the two others
+    assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
+    args.adv_estimator = "reinforce_plus_plus_baseline"
+    tokens = grpo.advantages(args, score_n, group_n, length_n).repeat_interleave(length_n)
+    assert tokens.mean().item() == pytest.approx(0, abs=1e-9)
+    assert tokens.var().item() == pytest.approx(1)
+
+
+def test_policy_loss():
+    ratio, high, low = [0.5, 1.0, 1.5, 5.0], 0.3, 0.2
+    logp, old = torch.tensor([ratio]).log(), torch.zeros(1, 4)
+    loss, clipped, lower = grpo.policy_loss(logp, old, torch.ones(1, 4), low, high, 3.0)
+    assert loss[0].tolist() == pytest.approx([-0.5, -1.0, -1.3, -1.3])
+    assert clipped[0].tolist() == [False, False, True, True] and not lower.any()
+    loss, clipped, lower = grpo.policy_loss(logp, old, -torch.ones(1, 4), low, high, 3.0)
+    assert loss[0].tolist() == pytest.approx([0.8, 1.0, 1.5, 3.0])
+    assert clipped[0].tolist() == [True, False, False, False] and lower[0].tolist() == [False, False, False, True]
+
+
+def test_ratio_is_bounded():
+    loss, _, _ = grpo.policy_loss(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1), 0.2, 0.2, 3.0)
+    assert loss.isfinite().all()
+
+
+def test_kl_estimates():
+    logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    expected = {
+        "k1": [0.5, -1.0],
+        "abs": [0.5, 1.0],
+        "k2": [0.125, 0.5],
+        "k3": [math.exp(-0.5) - 1 + 0.5, math.exp(1) - 1 - 1],
+    }
+    for kind, values in expected.items():
+        assert grpo.kl_estimate(logp, ref, kind)[0].tolist() == pytest.approx(values), kind
+    assert grpo.kl_estimate(torch.tensor([[-50.0]]), torch.tensor([[0.0]]), "k3").item() == 10
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4], [0, 0, 0]]),
+        ("seq-mean-token-sum", [[1 / 2, 0, 0], [1 / 2, 1 / 2, 1 / 2], [0, 0, 0]]),
+        ("seq-mean-token-mean", [[1 / 2, 0, 0], [1 / 6, 1 / 6, 1 / 6], [0, 0, 0]]),
+        ("seq-mean-token-sum-norm", [[1 / 20, 0, 0], [1 / 20, 1 / 20, 1 / 20], [0, 0, 0]]),
+    ],
+)
+def test_loss_denominator(mode, expected):
+    mask_nt = grpo.response_mask([1, 3, 0])
+    assert grpo.loss_denominator(mask_nt, mode, max_length=10).tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_learning_rate():
+    args = SimpleNamespace(lr=1.0, warmup_steps=2, lr_schedule="linear")
+    assert [grpo.learning_rate(args, s, 6) for s in range(1, 7)] == [0.5, 1, 1, 0.75, 0.5, 0.25]
+    args.lr_schedule = "cosine"
+    assert grpo.learning_rate(args, 5, 6) == pytest.approx(0.5)
+    args.lr_schedule, args.warmup_steps = "constant", 0
+    assert grpo.learning_rate(args, 1, 6) == 1
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 5))
+def test_deal(lengths, ranks):
+    hands = grpo.deal(lengths, ranks)
+    assert sorted(i for hand in hands for i in hand) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in hand) for hand in hands]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_cut(packed, monkeypatch):
+    monkeypatch.setattr(grpo, "all_reduce", lambda values, op: [values[0] + 1])  # another rank needs one more
+    lengths = [3, 9, 1, 4, 4, 2]
+    *batches, empty = grpo.cut(lengths, 10, packed)
+    assert empty == [] and sorted(i for b in batches for i in b) == list(range(6))
+    for b in batches:
+        cost = sum(lengths[i] for i in b) if packed else max(lengths[i] for i in b) * len(b)
+        assert cost <= 10
