@@ -1,8 +1,7 @@
 """Sample responses to the prompts of a parquet file with vLLM: parquet in, the same rows with responses out.
 
-1. A response's seed is a function of (seed, row, sample), as in the trainers' validation: the output is the
-   same at any number of ranks, but for what floating-point rounding does to a close draw.
-2. A prompt over the limit keeps its row, with empty responses and finish reason `prompt_too_long`.
+A response's seed is a function of (seed, row, sample), so the output does not depend on the number of ranks.
+A prompt over the limit keeps its row, with empty responses and finish reason `prompt_too_long`.
 
 CPU:        python algos/generate.py --model runs/grpo --data data/test.parquet --output test_out.parquet
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/generate.py ...
@@ -114,7 +113,7 @@ def stop_token_ids(args, tokenizer):
 
 
 def check_args(args):
-    """Raise ValueError or OSError on arguments that cannot work."""
+    """Stop on arguments that cannot work -> the model's Hugging Face directory or hub name."""
     for name in ("n_samples", "batch_size", "max_prompt_length", "max_response_length", "tp_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
@@ -123,33 +122,22 @@ def check_args(args):
     if os.path.lexists(args.output):
         raise ValueError(f"--output {args.output} is there already: choose another, or remove it")
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails now, not after hours of sampling
-
-
-def find_model(model):
-    """The Hugging Face directory of a run or a checkpoint; what is no directory is taken for a hub name."""
-    root = Path(model)
-    if not root.is_dir():
-        return model
-    for path in (root, root / "hf", root / "checkpoints" / "latest" / "hf"):
-        if any(path.glob("*.safetensors")):
-            return str(path)
-    raise ValueError(f"--model {model}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/")
+    root, inside = Path(args.model), ("", "hf", "checkpoints/latest/hf")  # of a model, a checkpoint, a run
+    found = [str(root / name) for name in inside if any((root / name).glob("*.safetensors"))]
+    if root.is_dir() and not found:
+        raise ValueError(f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/")
+    return found[0] if found else args.model
 
 
 def load_prompts(args, tokenizer):
     """The token ids of the prompts within --max_prompt_length, by number of the row, and the whole table."""
-    rows, table, prompts = load_rows(args.data, [args.prompt_key]), pq.read_table(args.data), {}
+    prompts = [row[args.prompt_key] for row in load_rows(args.data, [args.prompt_key])]
+    table = pq.read_table(args.data)
     if clash := [name for name in COLUMNS if name in table.column_names]:
         raise ValueError(f"{args.data}: it has a column {clash[0]!r} already; use the file without")
-    for index, row in enumerate(rows):
-        prompt = row[args.prompt_key]
-        chat = prompt if isinstance(prompt, list) else [dict(role="user", content=str(prompt))]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        if len(ids) <= args.max_prompt_length:
-            prompts[index] = ids
-    if not prompts:
-        raise ValueError(f"{args.data}: no prompt within --max_prompt_length {args.max_prompt_length}")
-    return prompts, table
+    chats = [p if isinstance(p, list) else [dict(role="user", content=str(p))] for p in prompts]
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    return {i: x for i, x in enumerate(ids) if len(x) <= args.max_prompt_length}, table
 
 
 def build_engine(args, device):
@@ -175,20 +163,16 @@ def build_engine(args, device):
 
 
 def generate(engine, prompts, args, tokenizer, stop_ids):
-    """Answer {row: token ids} -> {row: the values of COLUMNS}."""
+    """{row: token ids} -> {row: [its samples' COLUMNS]}. Seeds: as in a trainer's validation, step 0."""
     from vllm import SamplingParams
 
-    def params(index, sample):  # step 0: the seed of the same response in a trainer's validation
-        seed = np.random.SeedSequence((args.seed, 0, index, sample)).generate_state(1)[0]
-        sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=int(seed))
-        limits = dict(max_tokens=args.max_response_length, stop_token_ids=stop_ids, detokenize=False)
-        return SamplingParams(**sampling, **limits)
-
+    sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, detokenize=False)
+    limits = dict(max_tokens=args.max_response_length, stop_token_ids=stop_ids)
     jobs, answers = [(index, sample) for index in prompts for sample in range(args.n_samples)], {}
+    seeds = [int(np.random.SeedSequence((args.seed, 0, *job)).generate_state(1)[0]) for job in jobs]
     requests = [dict(prompt_token_ids=prompts[index]) for index, _ in jobs]
-    for (index, _), output in zip(
-        jobs, engine.generate(requests, [params(*j) for j in jobs], use_tqdm=False)
-    ):
+    params = [SamplingParams(seed=seed, **sampling, **limits) for seed in seeds]
+    for (index, _), output in zip(jobs, engine.generate(requests, params, use_tqdm=False), strict=True):
         o = output.outputs[0]
         text = tokenizer.decode(o.token_ids, skip_special_tokens=True)
         answers.setdefault(index, []).append((text, len(o.token_ids), o.finish_reason))
@@ -199,8 +183,7 @@ def main():
     # ---- arguments, data, model
     args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
     try:
-        check_args(args)
-        args.model = find_model(args.model)
+        args.model = check_args(args)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         prompts, table = load_prompts(args, tokenizer)
         stop_ids, (device, _) = stop_token_ids(args, tokenizer), setup_distributed(hsdp_replicas=1)
@@ -210,28 +193,26 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
 
     # ---- sample: the ranks of a tensor-parallel group answer the same prompts
-    answers, indices, start = {}, list(prompts), time.perf_counter()
-    with tqdm(total=len(indices), desc="prompt", dynamic_ncols=True, disable=rank > 0) as bar:
-        for first in range(0, len(indices), args.batch_size):
-            batch = indices[first : first + args.batch_size]
-            own = {i: prompts[i] for i in batch[rank // args.tp_size :: world // args.tp_size]}
+    answers, by_rank, start = {}, [None] * world, time.perf_counter()
+    with tqdm(total=len(prompts), desc="prompt", dynamic_ncols=True, disable=rank > 0) as bar:
+        for first in range(0, len(prompts), args.batch_size):
+            batch = list(prompts.items())[first : first + args.batch_size]
+            own = dict(batch[rank // args.tp_size :: world // args.tp_size])
             answers |= generate(engine, own, args, tokenizer, stop_ids)
             bar.update(len(batch))
-    by_rank = [None] * world
     dist.gather_object(answers, by_rank if rank == 0 else None)
 
     # ---- write
     if rank == 0:
-        answers, seconds = {i: a for part in by_rank for i, a in part.items()}, time.perf_counter() - start
+        answers = {i: row for part in by_rank for i, row in part.items()}
         too_long = [("", 0, "prompt_too_long")] * args.n_samples
         for column, name in enumerate(COLUMNS):
             values = [[a[column] for a in answers.get(i, too_long)] for i in range(table.num_rows)]
             table = table.append_column(name, pa.array(values))
         with replacing(args.output) as new:
             pq.write_table(table, new)
-        missing, tokens = table.num_rows - len(answers), sum(n for a in answers.values() for _, n, _ in a)
-        print(f"{args.output}: {table.num_rows} rows x {args.n_samples}, {missing} prompts too long")
-        print(f"{seconds:.1f} s, {tokens} tokens, {tokens / seconds:.0f} tokens/s")
+        tokens, seconds = sum(n for row in answers.values() for _, n, _ in row), time.perf_counter() - start
+        print(f"{args.output}: {len(answers)} of {table.num_rows} prompts, {tokens / seconds:.0f} tokens/s")
     dist.barrier()  # the process group ends with the engine, at exit
 
 

@@ -45,8 +45,8 @@ from transformers.utils import is_flash_attn_2_available
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.schema import load_rows
 
-# Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is always aligned with the
-# response: column t speaks of response token t, whatever predicted it.
+# Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is always aligned with
+# the response: column t speaks of response token t, whatever predicted it.
 
 
 @dataclass
@@ -520,7 +520,7 @@ def encode(prompt, response, tokenizer):
     """Token ids of a prompt (chat messages, or a string: one user message) and of its response, EOS added."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    # CAREFUL: kept apart, so that the loss goes by position; by value, EOS would be lost where it is the pad token
+    # CAREFUL: kept apart, as the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids, tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
 
 
@@ -639,8 +639,8 @@ def main():
     peak = matmul_speed(args, device) * dist.get_world_size()
     log = Logger(args, first - 1, total_steps)
     log.say(
-        f"{len(train_rows)} training and {len(val_rows)} validation rows ({truncated + val_truncated} truncated"
-        f" to --max_length, {dropped + val_dropped} of them dropped), {total_steps} steps,"
+        f"{len(train_rows)} training and {len(val_rows)} validation rows ({truncated + val_truncated} cut to"
+        f" --max_length, {dropped + val_dropped} of them dropped), {total_steps} steps,"
         f" {dist.get_world_size()} ranks on {device.type}" + (f", resumed from {resume}" if resume else "")
     )
     stop = threading.Event()

@@ -1,0 +1,51 @@
+"""Code that several scripts share stands in fenced regions, equal to the byte; so do the arguments (STYLE S10).
+
+`python tests/test_copies.py algos/grpo.py` carries the regions of that script over to the others.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ALGOS = Path(__file__).resolve().parents[1] / "algos"
+MANIFEST = {
+    "sft.py": "token_logps distributed model balance checkpoint logging",
+    "grpo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
+    "generate.py": "distributed",
+}
+REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
+
+
+def regions(path):
+    return {m[1]: m[0] for m in REGION.finditer(path.read_text())}
+
+
+def test_scripts_have_their_regions():
+    for name, wanted in MANIFEST.items():
+        assert set(regions(ALGOS / name)) == set(wanted.split()), name
+
+
+def test_regions_are_equal():
+    seen = {}
+    for name in MANIFEST:
+        for region, text in regions(ALGOS / name).items():
+            other, first = seen.setdefault(region, (name, text))
+            assert text == first, f"region {region} differs in {name} and {other}: make fix-copies FROM=algos/{other}"
+
+
+def test_arguments_of_one_name_are_the_same():
+    seen = {}
+    for name in ("sft.py", "grpo.py"):
+        for node in ast.parse((ALGOS / name).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name == "Args":
+                for field, text in zip(node.body[::2], node.body[1::2], strict=True):
+                    key, value = field.target.id, (ast.unparse(field.annotation), text.value.value)
+                    assert seen.setdefault(key, value) == value, f"--{key} of {name}"
+
+
+if __name__ == "__main__":
+    source = regions(Path(sys.argv[1]))
+    for path in [ALGOS / name for name in MANIFEST]:
+        new = REGION.sub(lambda m: source.get(m[1], m[0]), path.read_text())
+        path.write_text(new)
