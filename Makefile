@@ -23,7 +23,7 @@ demo: .venv/installed
 	$(BIN)/python benchmarks/demo.py
 
 demo-smollm2: .venv/installed
-	$(BIN)/python benchmarks/demo_smollm2.py
+	$(BIN)/python benchmarks/demo.py --size smollm2 --output_dir runs/demo-smollm2
 
 # carry the fenced regions of one script over to the others: make fix-copies FROM=algos/grpo.py
 fix-copies: .venv/installed

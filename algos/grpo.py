@@ -1,14 +1,14 @@
-"""GRPO (DeepSeekMath, arXiv 2402.03300): maximise E[min(r A, clip(r, 1-eps, 1+eps) A)] - beta KL(policy || reference),
+"""GRPO (DeepSeekMath, arXiv 2402.03300): maximise E[min(r A, clip(r, 1-eps, 1+eps) A)] - beta KL(p || ref),
 where A is a response's score relative to the other responses to the same prompt.
 
 Departures from the paper:
-1. Clip-higher and dual clip are there (DAPO 2503.14476, eq. 10; 1912.09729, eq. 5); the former is off by default.
-2. The loss is averaged over all tokens of the optimizer step (`--loss_agg token-mean`), not per response first.
+1. Clip-higher (DAPO 2503.14476, eq. 10; off by default) and dual clip (1912.09729, eq. 5) are there.
+2. The loss is the mean over all tokens of the optimizer step (`--loss_agg token-mean`), not of responses.
 3. The sampler's rounding is corrected by truncated importance sampling (`--tis_cap`, Yao et al. 2025).
 
 CPU:        python algos/grpo.py --model runs/tiny/hf --train_files data/train.parquet --output_dir runs/grpo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/grpo.py ...
-Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 algos/grpo.py ...
+Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
 Docs: docs/grpo.md
 """
 
@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -44,14 +45,15 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import is_flash_attn_2_available
+from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.schema import load_prompts
 from rewards import check_sources, compute_score, load_reward_fn
 from rewards.manager import RewardManager, validation_metrics
 
-# Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix names the
-# axes (logp_nt). T is always aligned with the response: column t speaks of response token t, whatever predicted it.
+# Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
+# names the axes (logp_nt). T is aligned with the response: column t speaks of response token t.
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Args:
     tokenizer: str | None = None
     """Hugging Face directory or hub name of the tokenizer; None: the model's."""
     resume: str = "auto"
-    """auto: go on from the latest checkpoint in output_dir, if any; never: refuse a used output_dir; or a checkpoint."""
+    """auto: from output_dir's latest checkpoint, if any; never: refuse a used output_dir; or a checkpoint."""
     seed: int = 1
     """Seed of the data order and, with step, prompt and sample number, of every response."""
     total_epochs: int = 1
@@ -130,7 +132,7 @@ class Args:
     gpu_memory_utilization: float = 0.5
     """Share of the GPU's memory that the awake sampler takes."""
     sync_check_freq: int = 10
-    """Steps between checks that sampler and trainer hold the same weights; always checked after start or resume."""
+    """Steps between checks that sampler and trainer hold the same weights; the first is always checked."""
 
     lr: float = 1e-6
     """Peak learning rate."""
@@ -190,14 +192,14 @@ LOGIT_CHUNK = (
 
 
 class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens, so that FSDP sees one root module and one forward."""
+    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
 
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
 
     def forward(self, input_ids, position_ids, where, target, temperature):
-        """`where` [L]: flat positions whose logits predict `target` [L] -> log-prob [L] and entropy [L], float32."""
+        """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden = self.lm.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
@@ -217,7 +219,7 @@ class TokenLogps(nn.Module):
 def token_logps(policy, prompts, responses, temperature, packed):
     """Log-probs of the response tokens, and the entropy of the distributions that they come from.
 
-    prompts, responses: N lists of token ids, none empty. packed: one row without padding, for attention kernels that
+    prompts, responses: N lists of token ids, none empty. packed: one row without padding, for kernels that
     tell sequences apart by position ids; else right padding, which causal attention never looks at.
     Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
     """
@@ -254,9 +256,9 @@ def response_mask(lengths, width=None):
 
 
 def group_advantages(score_n, group_n, norm_by_std=True):
-    """A = (s - mean_g) / (std_g + 1e-6) with unbiased std (2402.03300, sec. 4.1.2); without std: Dr. GRPO (2503.20783).
+    """A = (s - mean_g) / (std_g + 1e-6), unbiased std (2402.03300, 4.1.2); without: Dr. GRPO (2503.20783).
 
-    score_n, group_n: [N] scores and group numbers in any order. Scores 1 0 0 1 of a group -> .87 -.87 -.87 .87.
+    score_n, group_n: [N] scores and group numbers, in any order. Scores 1 0 0 1 -> .87 -.87 -.87 .87.
     A group of one has mean 0 and std 1; the advantages of a constant group are 0.
     """
     adv_n = score_n.clone()
@@ -281,7 +283,7 @@ def advantages(args, score_n, group_n, length_n):
 
 
 def kl_estimate(logp_nt, ref_logp_nt, kind):
-    """Estimators of KL(policy || reference) per sampled token (Schulman 2020); log-ratio and k3 clamped as in verl."""
+    """Estimators of KL(policy || reference) a sampled token (Schulman 2020); k3 is clamped as in verl."""
     d_nt = logp_nt - ref_logp_nt
     if kind == "k1":
         return d_nt
@@ -309,9 +311,9 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
 
 
 def loss_denominator(mask_nt, mode, max_length=None):
-    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss of the responses in mask_nt, all of an optimizer step.
+    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss; mask_nt: all responses of an optimizer step.
 
-    Lengths 1 and 3, token-mean: all weights 1/4; seq-mean-token-mean: 1/2 and 1/6. Empty responses do not count.
+    Lengths 1 and 3, token-mean: weights 1/4; seq-mean-token-mean: 1/2 and 1/6. Empty ones do not count.
     """
     mask_nt = mask_nt.float()
     length_n1 = mask_nt.sum(-1, keepdim=True).clamp(min=1)
@@ -417,6 +419,7 @@ def build_engine(args, device):
     """A vLLM engine in this process, asleep. It starts with random weights: only a sync makes it useful."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
     import vllm._custom_ops
 
@@ -482,8 +485,8 @@ def generate(engine, rows, args, stop_ids, step, **sampling):
 def rollout(engine, models, optimizer, args, stop_ids, prompts, step, check, timing, group_size, **sampling):
     """Sync the sampler, let it answer, and give its memory back to the trainer -> this rank's answered rows.
 
-    prompts: the rows of the whole step, equal on every rank. The ranks of a tensor-parallel group generate for
-    the union of their prompts and keep their own. check: compare both engines' log-probs on a few tokens.
+    prompts: the rows of the whole step, equal on every rank. The ranks of a tensor-parallel group answer the
+    union of their prompts and keep their own. check: compare both engines' log-probs on a few tokens.
     """
     rank, world, device = dist.get_rank(), dist.get_world_size(), next(models[0].parameters()).device
     own = prompts[rank // args.tp_size :: world // args.tp_size]
@@ -547,8 +550,8 @@ def check_sync(policy, rows, args, step):
     limit = SYNC_LIMIT[args.compute_dtype]
     if not total / count < limit:  # so that NaN fails too
         fail(
-            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights; log-probs of"
-            f" {count:.0f} tokens differ by {total / count:.3g} on average, more than {limit}"
+            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights;"
+            f" log-probs of {count:.0f} tokens differ by {total / count:.3g} on average, more than {limit}"
         )
 
 
@@ -989,6 +992,7 @@ def main():
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
 
     # ---- models: the engine first, while the GPU is empty; then it sleeps
+    disable_progress_bar()
     device, mesh = setup_distributed(args.hsdp_replicas)
     engine, stop_ids = build_engine(args, device), stop_token_ids(args, tokenizer)
     policy = load_model(args, mesh, device)

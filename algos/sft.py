@@ -62,7 +62,7 @@ class Args:
     tokenizer: str | None = None
     """Hugging Face directory or hub name of the tokenizer; None: the model's."""
     resume: str = "auto"
-    """auto: go on from the latest checkpoint in output_dir, if any; never: refuse a used output_dir; or a checkpoint."""
+    """auto: from output_dir's latest checkpoint, if any; never: refuse a used output_dir; or a checkpoint."""
     seed: int = 1
     """Seed of the data order and, with step, prompt and sample number, of every response."""
     total_epochs: int = 1
@@ -126,14 +126,14 @@ LOGIT_CHUNK = (
 
 
 class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens, so that FSDP sees one root module and one forward."""
+    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
 
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
 
     def forward(self, input_ids, position_ids, where, target, temperature):
-        """`where` [L]: flat positions whose logits predict `target` [L] -> log-prob [L] and entropy [L], float32."""
+        """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden = self.lm.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
@@ -153,7 +153,7 @@ class TokenLogps(nn.Module):
 def token_logps(policy, prompts, responses, temperature, packed):
     """Log-probs of the response tokens, and the entropy of the distributions that they come from.
 
-    prompts, responses: N lists of token ids, none empty. packed: one row without padding, for attention kernels that
+    prompts, responses: N lists of token ids, none empty. packed: one row without padding, for kernels that
     tell sequences apart by position ids; else right padding, which causal attention never looks at.
     Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
     """

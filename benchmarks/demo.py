@@ -1,6 +1,6 @@
 """`make demo`: from random weights to a model that adds, in minutes on a laptop's CPU.
 
-data -> tiny random model -> sft.py -> grpo.py -> generate.py and eval.py on held-out rows, before and after GRPO.
+data -> random model -> sft.py -> grpo.py -> generate.py and eval.py on held-out rows, before and after GRPO.
 Writes runs/demo: a run directory a stage, reward.png, summary.json. An earlier demo is moved aside first.
 """
 
@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import tyro
@@ -21,16 +22,35 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
-# a constant rate: where a decayed one ends, the noise of GRPO's first steps costs more than they gain
-SFT = "--max_length 32 --train_batch_size 64 --total_steps 250 --lr 1e-3 --lr_schedule constant --warmup_steps 20"
-GRPO = (
-    "--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 32 --group_size 16"
-    " --total_steps 150 --lr 3e-4 --lr_schedule linear --warmup_steps 5 --weight_decay 0 --test_freq 10"
-)
+# flags of a stage; SFT at a constant rate: GRPO's first, noisy steps destroy what a decayed rate has settled
+FLAGS = {
+    "tiny": dict(
+        model="data_prep/tiny_model.py",
+        data="--test_size 512",
+        sft="--max_length 32 --train_batch_size 64 --total_steps 250 --lr 1e-3 --lr_schedule constant"
+        " --warmup_steps 20 --no-gradient_checkpointing",
+        grpo="--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 32"
+        " --group_size 16 --total_steps 150 --lr 3e-4 --lr_schedule linear --warmup_steps 5 --weight_decay 0"
+        " --test_freq 10 --no-gradient_checkpointing",
+        generate="--max_prompt_length 16 --max_response_length 8",
+    ),
+    "smollm2": dict(
+        model="data_prep/smollm2.py",
+        data="--test_size 64 --val_size 32",
+        sft="--max_length 96 --train_batch_size 16 --total_steps 12 --lr 3e-5 --lr_schedule constant"
+        " --warmup_steps 2 --max_tokens_per_microbatch 1024",
+        grpo="--max_prompt_length 64 --max_response_length 8 --train_batch_size 8 --ppo_mini_batch_size 8"
+        " --group_size 8 --total_steps 10 --lr 1e-5 --warmup_steps 1 --test_freq 5"
+        " --max_tokens_per_microbatch 1024",
+        generate="--max_prompt_length 64 --max_response_length 8",
+    ),
+}
 
 
 @dataclass
 class Args:
+    size: Literal["tiny", "smollm2"] = "tiny"
+    """tiny: 1M random parameters; smollm2: SmolLM2-135M-Instruct, a few steps."""
     output_dir: Path = ROOT / "runs/demo"
     """Directory of the demo."""
     ranks: int = min(2, os.cpu_count())
@@ -41,7 +61,9 @@ def run(name, seconds, script, *flags, ranks=0):
     """Run one script as a user would, and note how long it took."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(launcher if ranks else [sys.executable]), ROOT / script, *flags]
-    print(f"\n$ {'torchrun --nproc_per_node ' + str(ranks) if ranks else 'python'} {script}", *flags, flush=True)
+    print(
+        f"\n$ {'torchrun --nproc_per_node ' + str(ranks) if ranks else 'python'} {script}", *flags, flush=True
+    )
     begin = time.perf_counter()
     env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
     if subprocess.run(list(map(str, command)), env=env).returncode:
@@ -49,7 +71,7 @@ def run(name, seconds, script, *flags, ranks=0):
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
-def plot(run_dir, path):
+def plot(run_dir, path, size):
     """Score of the training responses and greedy validation accuracy over the steps."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -59,7 +81,12 @@ def plot(run_dir, path):
     ):
         points = [(m["training/global_step"], m[key]) for m in lines if key in m]
         axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.set(xlabel="GRPO step", ylabel="share right", ylim=(0, 1), title="Two-digit addition, 1M parameters, CPU")
+    axes.set(
+        xlabel="GRPO step",
+        ylabel="share right",
+        ylim=(0, 1),
+        title=f"Two-digit addition, {size}, GRPO on CPU",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -70,21 +97,22 @@ def main(args):
     if out.exists():
         out.rename(out.with_name(f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
     train, val, test = (out / f"data/{split}.parquet" for split in ("train", "val", "test"))
-    run("data", seconds, "data_prep/arithmetic.py", "--local_save_dir", out / "data")
-    run("model", seconds, "data_prep/tiny_model.py", "--local_save_dir", out / "model")
-    files = "--train_files", train, "--val_files", val, "--save_freq", 0, "--no-gradient_checkpointing"
-    sft = *files, "--model", out / "model", "--output_dir", out / "sft", *SFT.split()
-    run("sft", seconds, "algos/sft.py", *sft, ranks=args.ranks)
-    start = out / "sft/checkpoints/latest/hf"
-    run("grpo", seconds, "algos/grpo.py", *files, "--model", start, "--output_dir", out / "grpo", *GRPO.split(),
-        ranks=args.ranks)  # fmt: skip
-    for name, model in (("before", start), ("after", out / "grpo")):
-        flags = "--model", model, "--data", test, "--output", out / f"{name}.parquet", "--max_response_length", 8
-        run("generate", seconds, "algos/generate.py", *flags, ranks=args.ranks)
-    run("eval", seconds, "algos/eval.py", "--data", out / "before.parquet", out / "after.parquet", "--output", out / "eval")
-    plot(out / "grpo", out / "reward.png")
+    flags = {name: value.split() for name, value in FLAGS[args.size].items()}
+    run("data", seconds, "data_prep/arithmetic.py", "--local_save_dir", out / "data", *flags["data"])
+    run("model", seconds, *flags["model"], "--local_save_dir", out / "model")
+    common = "--train_files", train, "--val_files", val, "--save_freq", 0
+    for name, model in (("sft", out / "model"), ("grpo", out / "sft/checkpoints/latest/hf")):
+        directories = "--model", model, "--output_dir", out / name
+        run(name, seconds, f"algos/{name}.py", *directories, *common, *flags[name], ranks=args.ranks)
+    for name, model in (("before", out / "sft"), ("after", out / "grpo")):
+        files = "--model", model, "--data", test, "--output", out / f"{name}.parquet"
+        run("generate", seconds, "algos/generate.py", *files, *flags["generate"], ranks=args.ranks)
+    answers = out / "before.parquet", out / "after.parquet"
+    run("eval", seconds, "algos/eval.py", "--data", *answers, "--output", out / "eval")
+    plot(out / "grpo", out / "reward.png", args.size)
 
-    before, after = (entry["all"]["mean@1"] for entry in json.loads((out / "eval/results.json").read_text()))
+    results = json.loads((out / "eval/results.json").read_text())
+    before, after = (file["all"]["mean@1"] for file in results.values())
     total = time.perf_counter() - begin
     summary = dict(accuracy_before=before, accuracy_after=after, seconds=total, seconds_per_stage=seconds)
     (out / "summary.json").write_text(json.dumps(summary, indent=2))

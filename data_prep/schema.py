@@ -45,7 +45,7 @@ def load_rows(paths, columns):
 
 
 def load_prompts(paths, tokenizer, max_length, drop_overlong):
-    """Rows (of a list of files) of an RL or evaluation data set with `prompt_ids` (chat template, generation prompt) and `index`.
+    """Rows of a list of RL data files, with `prompt_ids` (chat template, generation prompt) and `index`.
 
     Prompts of more than max_length tokens are dropped, or a ValueError.  Returns rows, number dropped.
     """
@@ -56,8 +56,8 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong):
             kept.append(dict(row, prompt_ids=ids, index=index, group=index))
         elif not drop_overlong:
             raise ValueError(
-                f"{', '.join(map(str, paths))}: the prompt of row {index} has {len(ids)} tokens, over --max_prompt_length"
-                f" {max_length}; raise it or drop such rows with --filter_overlong_prompts"
+                f"{', '.join(map(str, paths))}: the prompt of row {index} has {len(ids)} tokens, over"
+                f" --max_prompt_length {max_length}; raise it or drop the row by --filter_overlong_prompts"
             )
     if rows and not kept:
         raise ValueError(

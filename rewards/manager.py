@@ -56,9 +56,9 @@ class RewardManager:
 def validation_metrics(rows):
     """val-core/{source}/{acc|reward}/{mean@N,best@N,maj@N}: means over prompts with N responses each.
 
-    rows: dicts with data_source, index (of the prompt) and reward (a result of `score`).  The value is `acc` where
-    the scorer returns it, else the score; maj, the value of the most frequent `pred`, needs a `pred`.  A response
-    whose reward failed counts 0.
+    rows: dicts with data_source, index (of the prompt) and reward (a result of `score`).  The value is `acc`
+    where the scorer returns it, else the score; maj, the value of the most frequent `pred`, needs a `pred`.
+    A response whose reward failed counts 0.
     """
     metrics = {}
     for source in sorted({row["data_source"] for row in rows}):

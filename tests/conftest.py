@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def run(*command, ranks=0, check=True, timeout=400):
     """Run a script of the repository under python, or under torchrun with `ranks` -> the finished process."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    env = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
     env |= dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
     command = [*(launcher if ranks else [sys.executable]), *map(str, command)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd="/")
@@ -29,15 +31,17 @@ def metrics(out):
 
 
 def rollouts(out, step):
-    return [json.loads(x) for x in (Path(out) / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(x) for x in (Path(out) / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Directory of a random model with 2 layers, and tied embeddings."""
     out = tmp_path_factory.mktemp("tiny") / "model"
-    run(ROOT / "data_prep/tiny_model.py", "--local_save_dir", out, "--layers", 2, "--hidden_size", 64, "--heads", 2,
-        "--kv_heads", 1, "--intermediate_size", 128)  # fmt: skip
+    sizes = ["--layers", 2, "--hidden_size", 64, "--heads", 2, "--kv_heads", 1, "--intermediate_size", 128]
+    run(ROOT / "data_prep/tiny_model.py", "--local_save_dir", out, *sizes)
     return out
 
 
@@ -45,5 +49,15 @@ def tiny(tmp_path_factory):
 def arithmetic(tmp_path_factory):
     """Directory with train.parquet, val.parquet and test.parquet."""
     out = tmp_path_factory.mktemp("arithmetic")
-    run(ROOT / "data_prep/arithmetic.py", "--local_save_dir", out, "--train_size", 64, "--val_size", 8, "--test_size", 8)
+    run(
+        ROOT / "data_prep/arithmetic.py",
+        "--local_save_dir",
+        out,
+        "--train_size",
+        64,
+        "--val_size",
+        8,
+        "--test_size",
+        8,
+    )
     return out

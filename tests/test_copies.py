@@ -1,4 +1,4 @@
-"""Code that several scripts share stands in fenced regions, equal to the byte; so do the arguments (STYLE S10).
+"""Code that several scripts share stands in fenced regions, equal to the byte; so do the arguments.
 
 `python tests/test_copies.py algos/grpo.py` carries the regions of that script over to the others.
 """
@@ -31,7 +31,9 @@ def test_regions_are_equal():
     for name in MANIFEST:
         for region, text in regions(ALGOS / name).items():
             other, first = seen.setdefault(region, (name, text))
-            assert text == first, f"region {region} differs in {name} and {other}: make fix-copies FROM=algos/{other}"
+            assert text == first, (
+                f"region {region} differs in {name} and {other}: make fix-copies FROM=algos/{other}"
+            )
 
 
 def test_arguments_of_one_name_are_the_same():

@@ -11,7 +11,7 @@ from algos import grpo
 
 @pytest.fixture
 def refused(tiny, arithmetic, tmp_path, monkeypatch, capsys):
-    """Run main with changed flags -> the line that it stops with; loading a model or an engine fails the test."""
+    """Run main with changed flags -> the line that it stops with; loading a model fails the test."""
 
     def main(*more, **changed):
         given = dict(model=tiny, train_files=arithmetic / "train.parquet", output_dir=tmp_path / "out")
@@ -49,7 +49,9 @@ def test_missing_column(refused, tmp_path):
 
 def test_unknown_data_source(refused, tmp_path, arithmetic):
     rows = pq.read_table(arithmetic / "val.parquet").to_pylist()
-    pq.write_table(pa.Table.from_pylist([row | dict(data_source="mystery") for row in rows]), tmp_path / "x.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([row | dict(data_source="mystery") for row in rows]), tmp_path / "x.parquet"
+    )
     line = refused(train_files=tmp_path / "x.parquet")
     assert "mystery" in line and "openai/gsm8k" in line and "--reward_fn" in line
 

@@ -1,4 +1,4 @@
-"""Gradients depend on no way to cut the work: world size, micro-batch budget, packing (SEMANTICS: traps 1 and 13)."""
+"""Gradients depend on no way to cut the work: world size, micro-batch budget, packing."""
 
 import pytest
 import torch

@@ -52,11 +52,22 @@ def test_chunks_of_logits_change_nothing(monkeypatch):
 
 
 def test_group_advantages():
-    score_n, group_n = f64(1, 5, 0, 0, 5, 1, 7), torch.tensor([0, 1, 0, 0, 1, 0, 2])  # interleaved; group 2 is alone
+    score_n, group_n = (
+        f64(1, 5, 0, 0, 5, 1, 7),
+        torch.tensor([0, 1, 0, 0, 1, 0, 2]),
+    )  # interleaved; group 2 is alone
     std = math.sqrt(1 / 3)  # unbiased, of 1 0 0 1
     expected = [0.5 / (std + 1e-6), 0, -0.5 / (std + 1e-6), -0.5 / (std + 1e-6), 0, 0.5 / (std + 1e-6), 7]
     assert grpo.group_advantages(score_n, group_n).tolist() == pytest.approx(expected)
-    assert grpo.group_advantages(score_n, group_n, norm_by_std=False).tolist() == [0.5, 0, -0.5, -0.5, 0, 0.5, 7]
+    assert grpo.group_advantages(score_n, group_n, norm_by_std=False).tolist() == [
+        0.5,
+        0,
+        -0.5,
+        -0.5,
+        0,
+        0.5,
+        7,
+    ]
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.randoms())
@@ -70,7 +81,11 @@ def test_group_advantages_do_not_depend_on_order(scores, random):
 
 
 def test_rloo_and_reinforce_plus_plus_baseline():
-    score_n, group_n, length_n = f64(1, 0, 0, 1, 3, 0), torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1, 2, 3, 4, 5, 6])
+    score_n, group_n, length_n = (
+        f64(1, 0, 0, 1, 3, 0),
+        torch.tensor([0, 0, 0, 1, 1, 1]),
+        torch.tensor([1, 2, 3, 4, 5, 6]),
+    )
     args = SimpleNamespace(adv_estimator="rloo", group_size=3)
     expected = [1 - 0, 0 - 0.5, 0 - 0.5, 1 - 1.5, 3 - 0.5, 0 - 2]  # score minus the mean of the two others
     assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
@@ -88,11 +103,18 @@ def test_policy_loss():
     assert clipped[0].tolist() == [False, False, True, True] and not lower.any()
     loss, clipped, lower = grpo.policy_loss(logp, old, -torch.ones(1, 4), low, high, 3.0)
     assert loss[0].tolist() == pytest.approx([0.8, 1.0, 1.5, 3.0])
-    assert clipped[0].tolist() == [True, False, False, False] and lower[0].tolist() == [False, False, False, True]
+    assert clipped[0].tolist() == [True, False, False, False] and lower[0].tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_ratio_is_bounded():
-    loss, _, _ = grpo.policy_loss(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1), 0.2, 0.2, 3.0)
+    loss, _, _ = grpo.policy_loss(
+        torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1), 0.2, 0.2, 3.0
+    )
     assert loss.isfinite().all()
 
 
@@ -120,7 +142,9 @@ def test_kl_estimates():
 )
 def test_loss_denominator(mode, expected):
     mask_nt = grpo.response_mask([1, 3, 0])
-    assert grpo.loss_denominator(mask_nt, mode, max_length=10).tolist() == [pytest.approx(row) for row in expected]
+    assert grpo.loss_denominator(mask_nt, mode, max_length=10).tolist() == [
+        pytest.approx(row) for row in expected
+    ]
 
 
 def test_learning_rate():

@@ -18,7 +18,9 @@ GRPO = ROOT / "algos/grpo.py"
 
 def flags(tiny, arithmetic, out, *more):
     files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
-    sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12".split()
+    sizes = (
+        "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12".split()
+    )
     rest = "--lr 3e-3 --warmup_steps 2 --save_freq 3 --test_freq 3 --rollout_dump --use_kl_loss".split()
     budget = "--max_tokens_per_microbatch 300 --total_steps 6 --keep_checkpoints 0".split()
     reward = "--reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
@@ -64,13 +66,18 @@ def same(a, b, steps, tolerance):
     for step in steps:
         for name, value in metrics(a)[step].items():
             if not name.startswith(("timing", "perf", "global_seqlen")):
-                assert metrics(b)[step][name] == pytest.approx(value, rel=tolerance, abs=tolerance), (step, name)
+                assert metrics(b)[step][name] == pytest.approx(value, rel=tolerance, abs=tolerance), (
+                    step,
+                    name,
+                )
 
 
 def test_killed_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path):
     command = [sys.executable, GRPO, *flags(tiny, arithmetic, tmp_path)]
     env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
-    victim = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    victim = subprocess.Popen(
+        list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     while not (tmp_path / "checkpoints/latest").exists():
         assert victim.poll() is None
         time.sleep(0.02)
@@ -79,14 +86,18 @@ def test_killed_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path
     assert os.readlink(tmp_path / "checkpoints/latest") == "step_000003"
     run(GRPO, *flags(tiny, arithmetic, tmp_path))
     same(straight, tmp_path, [4, 5, 6], 0)
-    assert [r["response_ids"] for r in rollouts(straight, 6)] == [r["response_ids"] for r in rollouts(tmp_path, 6)]
+    assert [r["response_ids"] for r in rollouts(straight, 6)] == [
+        r["response_ids"] for r in rollouts(tmp_path, 6)
+    ]
     resumed = weights(tmp_path, 6)
     assert all(torch.equal(value, resumed[name]) for name, value in weights(straight, 6).items())
 
 
 def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_path):
     run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 3), ranks=2)
-    assert [r["response_ids"] for r in rollouts(straight, 1)] == [r["response_ids"] for r in rollouts(tmp_path, 1)]
+    assert [r["response_ids"] for r in rollouts(straight, 1)] == [
+        r["response_ids"] for r in rollouts(tmp_path, 1)
+    ]
     same(straight, tmp_path, [1], 1e-4)
     run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 4))
     assert list(metrics(tmp_path)) == [0, 1, 2, 3, 4]
@@ -97,7 +108,9 @@ def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", GRPO]
     command += flags(tiny, arithmetic, tmp_path, "--total_steps", 1000, "--save_freq", 0, "--test_freq", 0)
     env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
-    run_ = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    run_ = subprocess.Popen(
+        list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     while not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 3:
         assert run_.poll() is None
         time.sleep(0.1)

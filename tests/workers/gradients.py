@@ -20,7 +20,9 @@ def make_rows():
     for i, (prompt, response) in enumerate(LENGTHS):
         ids = torch.randint(6, 100, (prompt + response,), generator=generator).tolist()
         logps = (-4.6 + 0.3 * torch.randn(response, generator=generator)).tolist()
-        rows.append(dict(prompt_ids=ids[:prompt], response_ids=ids[prompt:], rollout_logps=logps, group=i // 2))
+        rows.append(
+            dict(prompt_ids=ids[:prompt], response_ids=ids[prompt:], rollout_logps=logps, group=i // 2)
+        )
     return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
 
 
@@ -28,7 +30,11 @@ class Capture(torch.optim.SGD):
     """Keeps the gradient of the step."""
 
     def step(self):
-        self.grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for g in self.param_groups for p in g["params"]]
+        self.grads = [
+            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for g in self.param_groups
+            for p in g["params"]
+        ]
         self.grads = [g.clone() for g in self.grads]
 
 
@@ -66,7 +72,9 @@ def naive(policy, args):
 
 def main(model, out):
     device, mesh = grpo.setup_distributed(1)
-    base = grpo.Args(model=model, train_files=(), output_dir="", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    base = grpo.Args(
+        model=model, train_files=(), output_dir="", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01
+    )
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=3, group_size=2)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_response_length=64)
     policy, results = grpo.load_model(base, mesh, device), {}
