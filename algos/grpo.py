@@ -186,9 +186,7 @@ class Args:
 # The mathematics
 # --------------------------------------------------------------------------------------------------
 # region token_logps
-LOGIT_CHUNK = (
-    1024  # response positions whose logits exist at a time: memory is LOGIT_CHUNK * V, not N * T * V
-)
+LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
 
 
 class TokenLogps(nn.Module):
@@ -200,10 +198,8 @@ class TokenLogps(nn.Module):
 
     def forward(self, input_ids, position_ids, where, target, temperature):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
-        hidden = self.lm.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        hidden, head = hidden.flatten(0, 1)[where], self.lm.get_output_embeddings()
+        output = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        hidden, head = output.last_hidden_state.flatten(0, 1)[where], self.lm.get_output_embeddings()
 
         def chunk(hidden, target):
             # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
@@ -657,12 +653,10 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
     dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(lm, options=options) if args.save_hf else {}
+    weights = dict(state_dict=dcp_state.get_model_state_dict(lm, options=options)) if args.save_hf else {}
     if rank0:
         tokenizer.save_pretrained(new / "hf")
-        lm.save_pretrained(new / "hf", state_dict=weights) if args.save_hf else lm.config.save_pretrained(
-            new / "hf"
-        )
+        (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
         (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state)))
         shutil.rmtree(final, ignore_errors=True)
         new.rename(final)
@@ -679,9 +673,8 @@ def load_checkpoint(path, lm, optimizer):
     model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
     state = dict(model=model_state, optimizer=optimizer_state)
     dcp.load(state, checkpoint_id=path / "dcp")
-    dcp_state.set_state_dict(
-        lm, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    loaded = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dcp_state.set_state_dict(lm, optimizer, **loaded)
     return json.loads((path / "trainer_state.json").read_text())
 
 
@@ -702,9 +695,7 @@ class Logger:
 
     def __init__(self, args, step, total_steps):
         self.out, self.rank0, self.wandb = Path(args.output_dir), dist.get_rank() == 0, None
-        self.bar = tqdm(
-            total=total_steps, initial=step, desc="step", dynamic_ncols=True, disable=not self.rank0
-        )
+        self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
         if not self.rank0:
             return
         self.out.mkdir(parents=True, exist_ok=True)
@@ -716,9 +707,8 @@ class Logger:
         if args.wandb_project:
             import wandb
 
-            self.wandb = wandb.init(
-                project=args.wandb_project, name=self.out.name, dir=self.out, config=asdict(args)
-            )
+            about = dict(project=args.wandb_project, name=self.out.name, config=asdict(args))
+            self.wandb = wandb.init(dir=self.out, **about)
 
     def say(self, message):
         """A line for people, in the terminal and in log.txt."""
@@ -744,9 +734,8 @@ class Logger:
             (self.out / "rollouts").mkdir(exist_ok=True)
             keep = ("index", "sample", "finish_reason", "response_ids")
             lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
-            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text(
-                "".join(json.dumps(x) + "\n" for x in lines)
-            )
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
 
 
 def stats(name, values):
@@ -765,11 +754,8 @@ def matmul_speed(args, device):
     """FLOP/s of a large matrix product on this rank, measured now: the yardstick of perf/mfu."""
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device, dtype=getattr(torch, args.compute_dtype))
-    return (
-        2
-        * n**3
-        / Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads()).blocked_autorange().median
-    )
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    return 2 * n**3 / timer.blocked_autorange().median
 
 
 # endregion
@@ -781,18 +767,14 @@ def matmul_speed(args, device):
 def check_args(args):
     """Stop on combinations that cannot work, before anything is loaded."""
     world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
-    for name, whole in (
-        ("tp_size", world),
-        ("hsdp_replicas", world),
-        ("ppo_mini_batch_size", args.train_batch_size),
-    ):
-        if whole % getattr(args, name):
-            what = "--train_batch_size" if whole is args.train_batch_size else "the number of ranks,"
-            fail(f"{what} {whole} is not a multiple of --{name} {getattr(args, name)}")
+    if args.train_batch_size % args.ppo_mini_batch_size:
+        batch = f"--train_batch_size {args.train_batch_size}"
+        fail(f"{batch} is not a multiple of --ppo_mini_batch_size {args.ppo_mini_batch_size}")
+    for name in ("tp_size", "hsdp_replicas"):
+        if world % getattr(args, name):
+            fail(f"{world} ranks are not a multiple of --{name} {getattr(args, name)}")
     if args.max_tokens_per_microbatch < row:
-        fail(
-            f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row of {row} tokens"
-        )
+        fail(f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row, {row} tokens")
     if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
         fail(
             f"--top_p {args.top_p} --top_k {args.top_k} with --tis_cap {args.tis_cap}: a truncated sampler's"
@@ -814,9 +796,7 @@ def score_and_gather(rows, manager, tokenizer):
     ]
     results = zip(rows, samples, manager.score(samples), strict=True)
     by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        by_rank, [dict(row, sampled=sample, reward=reward) for row, sample, reward in results]
-    )
+    dist.all_gather_object(by_rank, [dict(row, sampled=s, reward=reward) for row, s, reward in results])
     tokens = [sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in part) for part in by_rank]
     return sorted(chain(*by_rank), key=lambda row: (row["group"], row["sample"])), tokens
 
@@ -996,7 +976,11 @@ def main():
     device, mesh = setup_distributed(args.hsdp_replicas)
     engine, stop_ids = build_engine(args, device), stop_token_ids(args, tokenizer)
     policy = load_model(args, mesh, device)
-    models = [policy, load_model(args, mesh, device).requires_grad_(False)] if args.use_kl_loss else [policy]
+    models = (
+        [policy, load_model(args, mesh, device).eval().requires_grad_(False)]
+        if args.use_kl_loss
+        else [policy]
+    )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     first = load_checkpoint(resume, policy.lm, optimizer)["step"] + 1 if resume else 1
     peak = matmul_speed(args, device) * dist.get_world_size()
@@ -1021,8 +1005,9 @@ def main():
     if val_rows and args.val_before_train and not resume:
         log.log(validate(check=True) | {"training/global_step": 0}, 0)
 
+    saving = {}  # seconds of the last checkpoint: reported by the step after it
     for step in range(first, total_steps + 1):
-        timing, begin = {}, time.perf_counter()
+        timing, saving, begin = saving, {}, time.perf_counter()
         epoch, batch_number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         chosen = order[batch_number * args.train_batch_size :][: args.train_batch_size]
@@ -1061,14 +1046,11 @@ def main():
             metrics, first_nt = update_actor(policy, optimizer, batch, mini_batches, args)
         metrics |= rollout_gap(batch.get("old_logp_nt", first_nt), batch)
 
-        # ---- validation and checkpoint
+        # ---- validation
         last = step == total_steps or all_reduce([stop.is_set()], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics |= validate(check=False)
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with timed(timing, "save_checkpoint"):
-                save_checkpoint(args, step, policy.lm, optimizer, tokenizer)
 
         # ---- metrics
         timing["step"] = time.perf_counter() - begin
@@ -1090,6 +1072,11 @@ def main():
         )
         if args.rollout_dump:
             log.dump(rows, step)
+
+        # ---- checkpoint, after the metrics: a kill in between loses neither
+        if last or (args.save_freq and step % args.save_freq == 0):
+            with timed(saving, "save_checkpoint"):
+                save_checkpoint(args, step, policy.lm, optimizer, tokenizer)
         if last:
             break
     log.bar.close()

@@ -120,9 +120,7 @@ class Args:
 # The mathematics
 # --------------------------------------------------------------------------------------------------
 # region token_logps
-LOGIT_CHUNK = (
-    1024  # response positions whose logits exist at a time: memory is LOGIT_CHUNK * V, not N * T * V
-)
+LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
 
 
 class TokenLogps(nn.Module):
@@ -134,10 +132,8 @@ class TokenLogps(nn.Module):
 
     def forward(self, input_ids, position_ids, where, target, temperature):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
-        hidden = self.lm.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        hidden, head = hidden.flatten(0, 1)[where], self.lm.get_output_embeddings()
+        output = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        hidden, head = output.last_hidden_state.flatten(0, 1)[where], self.lm.get_output_embeddings()
 
         def chunk(hidden, target):
             # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
@@ -383,12 +379,10 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
     dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(lm, options=options) if args.save_hf else {}
+    weights = dict(state_dict=dcp_state.get_model_state_dict(lm, options=options)) if args.save_hf else {}
     if rank0:
         tokenizer.save_pretrained(new / "hf")
-        lm.save_pretrained(new / "hf", state_dict=weights) if args.save_hf else lm.config.save_pretrained(
-            new / "hf"
-        )
+        (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
         (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state)))
         shutil.rmtree(final, ignore_errors=True)
         new.rename(final)
@@ -405,9 +399,8 @@ def load_checkpoint(path, lm, optimizer):
     model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
     state = dict(model=model_state, optimizer=optimizer_state)
     dcp.load(state, checkpoint_id=path / "dcp")
-    dcp_state.set_state_dict(
-        lm, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    loaded = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dcp_state.set_state_dict(lm, optimizer, **loaded)
     return json.loads((path / "trainer_state.json").read_text())
 
 
@@ -428,9 +421,7 @@ class Logger:
 
     def __init__(self, args, step, total_steps):
         self.out, self.rank0, self.wandb = Path(args.output_dir), dist.get_rank() == 0, None
-        self.bar = tqdm(
-            total=total_steps, initial=step, desc="step", dynamic_ncols=True, disable=not self.rank0
-        )
+        self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
         if not self.rank0:
             return
         self.out.mkdir(parents=True, exist_ok=True)
@@ -442,9 +433,8 @@ class Logger:
         if args.wandb_project:
             import wandb
 
-            self.wandb = wandb.init(
-                project=args.wandb_project, name=self.out.name, dir=self.out, config=asdict(args)
-            )
+            about = dict(project=args.wandb_project, name=self.out.name, config=asdict(args))
+            self.wandb = wandb.init(dir=self.out, **about)
 
     def say(self, message):
         """A line for people, in the terminal and in log.txt."""
@@ -470,9 +460,8 @@ class Logger:
             (self.out / "rollouts").mkdir(exist_ok=True)
             keep = ("index", "sample", "finish_reason", "response_ids")
             lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
-            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text(
-                "".join(json.dumps(x) + "\n" for x in lines)
-            )
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
 
 
 def stats(name, values):
@@ -491,11 +480,8 @@ def matmul_speed(args, device):
     """FLOP/s of a large matrix product on this rank, measured now: the yardstick of perf/mfu."""
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device, dtype=getattr(torch, args.compute_dtype))
-    return (
-        2
-        * n**3
-        / Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads()).blocked_autorange().median
-    )
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    return 2 * n**3 / timer.blocked_autorange().median
 
 
 # endregion
@@ -646,8 +632,9 @@ def main():
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
+    saving = {}  # seconds of the last checkpoint: reported by the step after it
     for step in range(first, total_steps + 1):
-        timing, begin = {}, time.perf_counter()
+        timing, saving, begin = saving, {}, time.perf_counter()
         epoch, batch_number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         rows = [train_rows[i] for i in order[batch_number * args.train_batch_size :][: args.train_batch_size]]
@@ -658,15 +645,12 @@ def main():
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args)
 
-        # ---- validation and checkpoint
+        # ---- validation
         last = step == total_steps or all_reduce([stop.is_set()], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics["val/loss"] = evaluate(policy, val_rows, args)
             log.say(f"step {step}: validation loss {metrics['val/loss']:.4f}")
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with timed(timing, "save_checkpoint"):
-                save_checkpoint(args, step, policy.lm, optimizer, tokenizer)
 
         # ---- metrics
         timing["step"], tokens = time.perf_counter() - begin, sum(lengths(rows))
@@ -683,6 +667,11 @@ def main():
             "training/epoch": epoch,
         }
         log.log(metrics, step, loss=f"{metrics['train/loss']:.3f}", tok_s=f"{tokens / timing['step']:.0f}")
+
+        # ---- checkpoint, after the metrics: a kill in between loses neither
+        if last or (args.save_freq and step % args.save_freq == 0):
+            with timed(saving, "save_checkpoint"):
+                save_checkpoint(args, step, policy.lm, optimizer, tokenizer)
         if last:
             break
     log.bar.close()

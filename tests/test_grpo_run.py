@@ -85,7 +85,8 @@ def test_killed_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path
     victim.wait()
     assert os.readlink(tmp_path / "checkpoints/latest") == "step_000003"
     run(GRPO, *flags(tiny, arithmetic, tmp_path))
-    same(straight, tmp_path, [4, 5, 6], 0)
+    assert list(metrics(tmp_path)) == [0, 1, 2, 3, 4, 5, 6]
+    same(straight, tmp_path, [1, 2, 3, 4, 5, 6], 0)
     assert [r["response_ids"] for r in rollouts(straight, 6)] == [
         r["response_ids"] for r in rollouts(tmp_path, 6)
     ]
