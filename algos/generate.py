@@ -157,6 +157,7 @@ def build_engine(args, device):
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: else a share of all memory
         enforce_eager=not cuda,
+        use_tqdm_on_load=False,
         generation_config="vllm",  # not the model's own sampling defaults
         seed=args.seed,  # equal in a tensor-parallel group
     )

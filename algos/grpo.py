@@ -365,6 +365,7 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 # region model
 def load_model(args, mesh, device):
     """The model as TokenLogps, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
+    disable_progress_bar()  # of transformers: one bar is enough
     param_dtype = getattr(torch, args.param_dtype)
     config = AutoConfig.from_pretrained(args.model)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
@@ -393,6 +394,10 @@ def load_model(args, mesh, device):
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
+    if full:
+        lm.generation_config = (
+            full.generation_config
+        )  # saved with the weights: it may name further EOS tokens
     return policy
 
 
@@ -915,7 +920,7 @@ def rollout_gap(logp_nt, batch):
     return {"training/rollout_probs_diff_mean": total / count, "training/rollout_probs_diff_max": largest}
 
 
-def step_metrics(rows, adv_n, rank_tokens, load, timing):
+def step_metrics(rows, adv_n, rank_tokens, load, timing, args):
     """Metrics that need no model: scores, lengths, balance, time."""
     scores = [row["reward"]["score"] for row in rows]
     responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
@@ -926,6 +931,7 @@ def step_metrics(rows, adv_n, rank_tokens, load, timing):
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
+        "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
         "critic/reward_errors": sum("error" in row["reward"] for row in rows),
         "global_seqlen/min": min(rank_tokens),
         "global_seqlen/max": max(rank_tokens),
@@ -972,7 +978,6 @@ def main():
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
 
     # ---- models: the engine first, while the GPU is empty; then it sleeps
-    disable_progress_bar()
     device, mesh = setup_distributed(args.hsdp_replicas)
     engine, stop_ids = build_engine(args, device), stop_token_ids(args, tokenizer)
     policy = load_model(args, mesh, device)
@@ -1054,7 +1059,7 @@ def main():
 
         # ---- metrics
         timing["step"] = time.perf_counter() - begin
-        metrics |= step_metrics(rows, adv_n, rank_tokens, load, timing)
+        metrics |= step_metrics(rows, adv_n, rank_tokens, load, timing, args)
         metrics |= {
             "actor/lr": learning_rate(args, step, total_steps),
             "actor/kl_coef": args.kl_loss_coef * args.use_kl_loss,

@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available
+from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.schema import load_rows
@@ -235,6 +236,7 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 # region model
 def load_model(args, mesh, device):
     """The model as TokenLogps, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
+    disable_progress_bar()  # of transformers: one bar is enough
     param_dtype = getattr(torch, args.param_dtype)
     config = AutoConfig.from_pretrained(args.model)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
@@ -263,6 +265,10 @@ def load_model(args, mesh, device):
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
+    if full:
+        lm.generation_config = (
+            full.generation_config
+        )  # saved with the weights: it may name further EOS tokens
     return policy
 
 

@@ -7,6 +7,7 @@ reward_model: {style, ground_truth}   style "rule..." or "model"; a rule needs t
 extra_info: dict                      split, index, question, answer (the full response), ...
 """
 
+import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -51,7 +52,10 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong):
     """
     rows, kept = load_rows(paths, ["data_source", "prompt", "reward_model", "extra_info"]), []
     for index, row in enumerate(rows):
-        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        try:
+            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"row {index} does not fit the tokenizer's chat template: {error}") from None
         if len(ids) <= max_length:
             kept.append(dict(row, prompt_ids=ids, index=index, group=index))
         elif not drop_overlong:

@@ -46,6 +46,13 @@ def test_arguments_of_one_name_are_the_same():
                     assert seen.setdefault(key, value) == value, f"--{key} of {name}"
 
 
+def test_equations_are_tagged_in_code_and_docs():
+    for name in ("sft", "grpo", "eval"):
+        page = (ALGOS.parent / f"docs/{name}.md").read_text()
+        tags = set(re.findall(r"# eq: ([\w.]+)", (ALGOS / f"{name}.py").read_text()))
+        assert tags and tags == set(re.findall(rf"`(?:# eq: )?({name}\.(?!py)\w+)`", page)), name
+
+
 if __name__ == "__main__":
     source = regions(Path(sys.argv[1]))
     for path in [ALGOS / name for name in MANIFEST]:

@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -47,6 +49,14 @@ def test_it_learns_and_reports(straight, tiny):
     assert steps[6]["val-core/arithmetic/reward/mean@1"] > steps[0]["val-core/arithmetic/reward/mean@1"]
     before, after = load_file(tiny / "model.safetensors"), weights(straight, 6)
     assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_every_metric_is_documented(straight):
+    table = (ROOT / "docs/grpo.md").read_text().split("## Metrics")[1]
+    known = [re.sub(r"\{.*?\}", "*", name) for name in re.findall(r"`([^`]+)`", table)]
+    for m in metrics(straight).values():
+        for name in m:
+            assert any(fnmatch(name, pattern) for pattern in known), name
 
 
 def test_sampler_and_trainer_agree_every_step(straight):

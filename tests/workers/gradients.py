@@ -1,4 +1,4 @@
-"""Gradients of GRPO's actor update on fixed rows, for many ways to cut the same work: MODEL OUT."""
+"""Gradients of GRPO's actor update on fixed rows, for many ways to cut the same work: MODEL OUT REPLICAS."""
 
 import dataclasses
 import sys
@@ -70,8 +70,8 @@ def naive(policy, args):
     return grads
 
 
-def main(model, out):
-    device, mesh = grpo.setup_distributed(1)
+def main(model, out, hsdp_replicas):
+    device, mesh = grpo.setup_distributed(int(hsdp_replicas))
     base = grpo.Args(
         model=model, train_files=(), output_dir="", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01
     )
