@@ -142,8 +142,7 @@ def load_prompts(args, tokenizer):
 
 def build_engine(args, device):
     """A vLLM engine in this process, with the model's weights."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     import vllm
 
     cuda = device.type == "cuda"
