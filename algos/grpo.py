@@ -542,12 +542,9 @@ def check_sync(policy, rows, args, step):
     """Stop the run unless the trainer gives the sampler's tokens the sampler's log-probs."""
     prompts, responses = [row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows]
     logp_nt, _ = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, packed=False)
-    pairs = [
-        pair
-        for row, logps in zip(rows, logp_nt.tolist(), strict=False)
-        for pair in zip(row["rollout_logps"], logps)
-    ]
-    total, count = all_reduce([sum(abs(a - b) for a, b in pairs), len(pairs)])
+    sampled = [torch.tensor(row["rollout_logps"]) for row in rows]
+    gaps = [(a - b[: len(a)]).abs() for a, b in zip(sampled, logp_nt.cpu(), strict=False)]
+    total, count = all_reduce([sum(gap.sum().item() for gap in gaps), sum(map(len, gaps))])
     limit = SYNC_LIMIT[args.compute_dtype]
     if not total / count < limit:  # so that NaN fails too
         fail(
@@ -626,25 +623,20 @@ MAY_CHANGE |= {
 
 def open_run(args):
     """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
-    out = Path(args.output_dir)
-    if args.resume not in ("auto", "never"):
-        if not (Path(args.resume) / "trainer_state.json").is_file():
-            fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-        return Path(args.resume).resolve()
-    if not (out / "args.json").is_file():
-        return None
-    if args.resume == "never":
-        fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
-    then, now = json.loads((out / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
-    other = [
-        f"--{k} {then.get(k)} there, {now[k]} now"
-        for k in now
-        if then.get(k) != now[k] and k not in MAY_CHANGE
-    ]
-    if other:
-        fail(f"--output_dir {out} holds a run with other arguments ({'; '.join(other)}): choose another")
-    latest = out / "checkpoints" / "latest"
-    return latest.resolve() if latest.exists() else None
+    out, latest = Path(args.output_dir), Path(args.output_dir) / "checkpoints" / "latest"
+    if (out / "args.json").is_file():
+        if args.resume == "never":
+            fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
+        there, now = json.loads((out / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
+        other = [k for k in now if k not in MAY_CHANGE and there.get(k) != now[k]]
+        if other:
+            changes = "; ".join(f"--{k} {there.get(k)} there, {now[k]} now" for k in other)
+            fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
+    if args.resume in ("auto", "never"):
+        return latest.resolve() if latest.exists() else None
+    if not (Path(args.resume) / "trainer_state.json").is_file():
+        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+    return Path(args.resume).resolve()
 
 
 def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
@@ -780,6 +772,8 @@ def check_args(args):
             fail(f"{world} ranks are not a multiple of --{name} {getattr(args, name)}")
     if args.max_tokens_per_microbatch < row:
         fail(f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row, {row} tokens")
+    if args.temperature <= 0:
+        fail(f"--temperature {args.temperature}: training needs samples, so it must be above 0")
     if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
         fail(
             f"--top_p {args.top_p} --top_k {args.top_k} with --tis_cap {args.tis_cap}: a truncated sampler's"
@@ -871,23 +865,18 @@ def update_actor(policy, optimizer, batch, mini_batches, args):
     """
     names = ("pg_loss", "kl_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
     sums, norms, first_nt = torch.zeros(len(names)), [], torch.zeros_like(batch["rollout_logp_nt"])
+    clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
     for epoch in range(args.ppo_epochs):
         for mini_batch in mini_batches:
             for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
-                part = {
-                    name: x[rows, : logp_nt.shape[1]] for name, x in batch.items() if name.endswith("_nt")
-                }
-                old_nt, w_nt, t_nt = (
-                    part.get("old_logp_nt", logp_nt.detach()),
-                    part["weight_nt"],
-                    part["token_weight_nt"],
-                )
-                clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
+                cut_to = rows, slice(logp_nt.shape[1])
+                part = {name: x[cut_to] for name, x in batch.items() if name.endswith("_nt")}
+                w_nt, t_nt, old_nt = part["weight_nt"], part["token_weight_nt"], part.get("old_logp_nt")
+                old_nt = logp_nt.detach() if old_nt is None else old_nt
                 pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, part["adv_nt"], *clip)
                 if args.tis_cap:
-                    pg_nt = pg_nt * (old_nt - part["rollout_logp_nt"]).exp().clamp(
-                        max=args.tis_cap
-                    )  # eq: grpo.tis
+                    correction_nt = (old_nt - part["rollout_logp_nt"]).exp()
+                    pg_nt = pg_nt * correction_nt.clamp(max=args.tis_cap)  # eq: grpo.tis
                 kl_nt = kl_estimate(logp_nt, part.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
                 loss_nt = pg_nt - args.entropy_coeff * entropy_nt
                 if args.use_kl_loss:
@@ -898,17 +887,14 @@ def update_actor(policy, optimizer, batch, mini_batches, args):
                     means = w_nt * pg_nt, w_nt * kl_nt, t_nt * entropy_nt, t_nt * clipped_nt, t_nt * lower_nt
                     sums += torch.stack([x.sum() for x in (*means, t_nt * (old_nt - logp_nt))]).cpu()
                     if epoch == 0:
-                        first_nt[rows, : logp_nt.shape[1]] = logp_nt
+                        first_nt[cut_to] = logp_nt
             norms.append(nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item())
             if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
                 optimizer.step()
             optimizer.zero_grad()
     means = [total / len(norms) for total in all_reduce(sums.tolist())]
     metrics = {f"actor/{name}": mean for name, mean in zip(names, means, strict=True)}
-    metrics |= {
-        "actor/grad_norm": np.mean(norms),
-        "actor/skipped_updates": len(norms) - np.isfinite(norms).sum(),
-    }
+    metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": np.sum(~np.isfinite(norms))}
     return metrics, first_nt
 
 
@@ -925,10 +911,9 @@ def step_metrics(rows, adv_n, rank_tokens, load, timing, args):
     scores = [row["reward"]["score"] for row in rows]
     responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
     total, world = sum(rank_tokens), len(load)
-    metrics = (
-        stats("critic/score", scores) | stats("critic/rewards", scores) | stats("critic/advantages", adv_n)
-    )
+    metrics = stats("critic/score", scores) | stats("critic/rewards", scores)
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
+    metrics |= stats("critic/advantages", adv_n)
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
         "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
@@ -948,9 +933,8 @@ def step_metrics(rows, adv_n, rank_tokens, load, timing, args):
     for name, seconds in timing.items():
         metrics[f"timing_s/{name}"] = seconds
         if name in ("gen", "old_log_prob", "ref", "adv", "update_actor"):
-            metrics[f"timing_per_token_ms/{name}"] = (
-                1000 * seconds / (sum(responses) if name == "gen" else total)
-            )
+            tokens = sum(responses) if name == "gen" else total
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
     return metrics
 
 

@@ -353,25 +353,20 @@ MAY_CHANGE |= {
 
 def open_run(args):
     """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
-    out = Path(args.output_dir)
-    if args.resume not in ("auto", "never"):
-        if not (Path(args.resume) / "trainer_state.json").is_file():
-            fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-        return Path(args.resume).resolve()
-    if not (out / "args.json").is_file():
-        return None
-    if args.resume == "never":
-        fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
-    then, now = json.loads((out / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
-    other = [
-        f"--{k} {then.get(k)} there, {now[k]} now"
-        for k in now
-        if then.get(k) != now[k] and k not in MAY_CHANGE
-    ]
-    if other:
-        fail(f"--output_dir {out} holds a run with other arguments ({'; '.join(other)}): choose another")
-    latest = out / "checkpoints" / "latest"
-    return latest.resolve() if latest.exists() else None
+    out, latest = Path(args.output_dir), Path(args.output_dir) / "checkpoints" / "latest"
+    if (out / "args.json").is_file():
+        if args.resume == "never":
+            fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
+        there, now = json.loads((out / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
+        other = [k for k in now if k not in MAY_CHANGE and there.get(k) != now[k]]
+        if other:
+            changes = "; ".join(f"--{k} {there.get(k)} there, {now[k]} now" for k in other)
+            fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
+    if args.resume in ("auto", "never"):
+        return latest.resolve() if latest.exists() else None
+    if not (Path(args.resume) / "trainer_state.json").is_file():
+        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+    return Path(args.resume).resolve()
 
 
 def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):

@@ -89,11 +89,19 @@ def test_long_prompts_are_dropped_or_an_error(refused, arithmetic, tiny):
     assert "no prompt" in refused("--max_prompt_length", 5)
 
 
+def test_resume_from_what_is_no_checkpoint(refused, tmp_path):
+    assert "not a checkpoint" in refused("--resume", tmp_path)
+
+
+def test_temperature(refused):
+    assert "--temperature 0" in refused("--temperature", 0)
+
+
 def test_output_dir_of_another_run(refused, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/args.json").write_text(json.dumps(dict(lr=1.0)))
     line = refused()
     assert "--lr 1.0 there, 1e-06 now" in line
     assert "already holds a run" in refused("--resume", "never")
-    assert "not a checkpoint" in refused("--resume", tmp_path)
+    assert "--lr 1.0 there" in refused("--resume", tmp_path)
     assert json.loads((tmp_path / "out/args.json").read_text()) == dict(lr=1.0)

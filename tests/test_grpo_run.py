@@ -4,12 +4,12 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from fnmatch import fnmatch
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, metrics, rollouts, run
@@ -125,8 +125,7 @@ def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
     while not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 3:
         assert run_.poll() is None
         time.sleep(0.1)
-    ranks = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(run_.pid)], text=True).split()
-    os.kill(int(ranks[-1]), signal.SIGTERM)  # one rank is told, all stop
+    psutil.Process(run_.pid).children()[-1].terminate()  # one rank gets SIGTERM, all stop
     assert run_.wait(timeout=120) == 0
     step = int(os.readlink(tmp_path / "checkpoints/latest").removeprefix("step_"))
     assert json.loads((tmp_path / "checkpoints/latest/trainer_state.json").read_text())["step"] == step

@@ -93,6 +93,20 @@ def main(model, out, hsdp_replicas):
                 optimizer = Capture(policy.parameters(), lr=1.0)
                 grpo.update_actor(policy, optimizer, batch, mini_batches, args)
                 results[mode, budget, packed] = optimizer.grads
+    # a NaN in one row, on one rank: all ranks skip the first optimizer step of two, and take the second
+    rows, adv_n = make_rows()
+    adv_n[0] = float("nan")
+    args = dataclasses.replace(base, ppo_mini_batch_size=1, use_kl_loss=False)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    before = [p.full_tensor().clone() for p in policy.parameters()]
+    batch, mini_batches, _ = grpo.make_batch(rows, adv_n, args, device)
+    metrics, _ = grpo.update_actor(policy, optimizer, batch, mini_batches[:1], args)
+    same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
+    assert all(same) and metrics["actor/skipped_updates"] == 1
+    metrics, _ = grpo.update_actor(policy, optimizer, batch, mini_batches[1:], args)
+    same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
+    assert not any(same) and metrics["actor/skipped_updates"] == 0
+
     if dist.get_world_size() == 1:
         plain = grpo.TokenLogps(grpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
         for mode in MODES:
