@@ -320,7 +320,7 @@ def loss_denominator(mask_nt, mode, max_length=None):
         return mask_nt / responses
     if mode == "seq-mean-token-mean":
         return mask_nt / length_n1 / responses
-    return mask_nt / (responses * max_length)  # eq: grpo.aggregation
+    return mask_nt / (responses * (max_length or mask_nt.shape[1]))  # eq: grpo.aggregation
 
 
 # --------------------------------------------------------------------------------------------------
