@@ -178,9 +178,9 @@ def token_logps(policy, prompts, responses, temperature, packed):
     return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
 
 
-def response_mask(lengths, width=None):
+def response_mask(lengths):
     """[N, T] bool, True on response tokens (EOS included)."""
-    return torch.arange(width or max(lengths)) < torch.as_tensor(lengths)[:, None]
+    return torch.arange(max(lengths)) < torch.as_tensor(lengths)[:, None]
 
 
 # endregion
@@ -369,7 +369,7 @@ def open_run(args):
     return Path(args.resume).resolve()
 
 
-def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
+def save_checkpoint(args, step, lm, optimizer, tokenizer):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
     root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
@@ -384,7 +384,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     if rank0:
         tokenizer.save_pretrained(new / "hf")
         (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
-        (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state)))
+        (new / "trainer_state.json").write_text(json.dumps(dict(step=step)))
         shutil.rmtree(final, ignore_errors=True)
         new.rename(final)
         link.unlink(missing_ok=True)

@@ -36,6 +36,12 @@ def test_regions_are_equal():
             )
 
 
+def test_the_sampler_stops_at_the_same_tokens():
+    found = [re.search(r"^def stop_token_ids.*?\n\n\n", (ALGOS / f"{name}.py").read_text(), re.M | re.S)[0]
+             for name in ("grpo", "generate")]  # fmt: skip
+    assert found[0] == found[1], "stop_token_ids differs in grpo.py and generate.py"
+
+
 def test_arguments_of_one_name_are_the_same():
     seen = {}
     for name in ("sft.py", "grpo.py"):
