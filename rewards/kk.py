@@ -1,0 +1,75 @@
+"""Knights and knaves (Logic-RL, arXiv 2502.14768): the sum of a format and an answer score.
+
+3 = format +1, all right +2; -0.5 = format +1, wrong -1.5; -1 = format +1, unreadable -2; -3 = wrong format.
+- Format: each of `<think>`, `</think>`, `<answer>`, `</answer>` once, in this order; other text around them
+  is tolerated.  The opening `<think>` may be missing, since many prompts end with it.
+- A prompt before the response (ChatML, or lines `User:` and `Assistant:`) is cut off: its tags are examples.
+  (Logic-RL needs the prompt and fails on a response alone; it also cuts at an `Assistant:` in the thoughts.)
+- Answer: for every person once `NAME is a knight` or `NAME is a knave`, in any order and case, numbered or
+  not, separated by new lines, punctuation or `and`.  More or fewer roles, other people, words before a
+  statement (`I deny that NAME is a knight`) make it unreadable.
+"""
+
+import re
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+USER, ASSISTANT = re.compile(r"^User:", re.MULTILINE), re.compile(r"^Assistant:", re.MULTILINE)
+ROLE = re.compile(r"\b(?:knight|knave)\b", re.IGNORECASE)
+# What may stand before a statement: remarks that end with a colon or a line, `and`, punctuation, a number.
+LEAD = re.compile(r"(?:[^:\n]*[:\n])*(?:and\b|[\s,.;!&*-])*(?:\(\d+\)|\d+[.)])?\s*", re.IGNORECASE)
+STATEMENT = re.compile(r"(.+) is a (knight|knave)", re.IGNORECASE)
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return {score, acc, pred}.
+
+    ground_truth: {"solution_text_format": "(1) Ann is a knight\\n(2) ..."}, or that text alone.
+    Raises ValueError for a ground truth that names nobody.
+    """
+    text = ground_truth["solution_text_format"] if isinstance(ground_truth, dict) else str(ground_truth)
+    truth = _roles(text)
+    if not truth:
+        raise ValueError(f"ground truth {text!r} is no list of 'NAME is a knight' or 'NAME is a knave'")
+    answer = _answer(_response(solution_str))
+    if answer is None:
+        return {"score": -3.0, "acc": 0.0, "pred": "no answer"}
+    roles = _roles(answer, len(truth))
+    if roles is None or roles.keys() != truth.keys():
+        return {"score": -1.0, "acc": 0.0, "pred": "unreadable"}
+    pred = ", ".join(f"{name} {roles[name]}" for name in sorted(roles))
+    return {"score": 3.0 if roles == truth else -0.5, "acc": float(roles == truth), "pred": pred}
+
+
+def _response(text):
+    """What follows the prompt, if `text` begins with one."""
+    head = text.lstrip()
+    if head.startswith("<|im_start|>"):
+        return text.partition("<|im_start|>assistant")[2]
+    user = None if head.startswith("<think>") else USER.search(head)
+    assistant = ASSISTANT.search(head, user.end()) if user else None
+    return head[assistant.end() :] if assistant else text
+
+
+def _answer(response):
+    """The text between the answer tags; None if the format is wrong."""
+    if "<think>" not in response:
+        response = "<think>" + response
+    places = [response.find(tag) for tag in TAGS]
+    if any(response.count(tag) != 1 for tag in TAGS) or places != sorted(places):
+        return None
+    return response[places[2] + len("<answer>") : places[3]]
+
+
+def _roles(text, n=None):
+    """{name: role}, lower case; None if it is not n statements on n people."""
+    ends = [match.end() for match in ROLE.finditer(text)]
+    if n is not None and len(ends) != n:
+        return None
+    roles = {}
+    for begin, end in zip([0, *ends], ends, strict=False):
+        begin = LEAD.match(text, begin, end).end()
+        statement = STATEMENT.fullmatch(" ".join(text[begin:end].split()))
+        if statement is None:
+            return None
+        roles[statement[1].lower()] = statement[2].lower()
+    return roles if len(roles) == len(ends) else None
