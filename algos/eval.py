@@ -26,7 +26,8 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.atomic import replacing
 from data_prep.schema import load_rows
-from rewards import check_sources, compute_score, load_reward_fn
+from rewards import check_sources
+from rewards.combined import load_rewards
 from rewards.manager import RewardManager
 
 
@@ -40,10 +41,18 @@ class Args:
     """Column of the responses: a list of strings, as many in each row, or one string."""
     k: tuple[int, ...] = ()
     """Responses of pass@k and maj@k; none: the powers of two up to a prompt's number of responses."""
-    reward_manager: Literal["naive"] = "naive"
-    """How rewards are computed; naive: in process, one by one."""
-    reward_fn: str | None = None
-    """Own reward as FILE.py:NAME; None: chosen by each row's data_source."""
+    reward_manager: Literal["naive", "prime"] = "naive"
+    """How rewards are computed; naive: in process, one by one; prime: a pool of processes with a time-out."""
+    reward_fn: tuple[str, ...] = ("rewards",)
+    """Rewards: FILE.py:NAME for your own; `rewards` is the scorer of each row's data_source."""
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each reward_fn; none: all 1."""
+    reward_aggregation: Literal["sum", "mean", "min"] = "sum"
+    """How several rewards become one; min: the worst case."""
+    reward_workers: int = 4
+    """Processes of the prime manager on each rank."""
+    reward_timeout_s: float = 30.0
+    """Seconds that the prime manager gives a sample before it scores 0."""
     seed: int = 1
     """Seed of the bootstrap."""
 
@@ -190,8 +199,10 @@ def main():
     args = tyro.cli(Args)
     try:
         files = {path: load_responses(path, args.response_key) for path in args.data}
-        reward_fn = load_reward_fn(args.reward_fn) if args.reward_fn else compute_score
-        if reward_fn is compute_score:
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
+        limits = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
+        manager, entries = RewardManager(args.reward_manager, reward_fn, **limits), {}
+        if "rewards" in args.reward_fn:
             check_sources({row["data_source"] for rows in files.values() for row in rows})
         for path, rows in files.items():
             if wrong := [k for k in args.k if not 1 <= k <= len(rows[0]["texts"])]:
@@ -201,7 +212,6 @@ def main():
         sys.exit("error: " + " ".join(str(error).split()))
 
     # ---- score
-    manager, entries = RewardManager(args.reward_manager, reward_fn), {}
     for path, rows in files.items():
         rows, n = score(rows, manager), len(rows[0]["texts"])
         ks, entries[path] = sorted(set(args.k)) or [2**i for i in range(n.bit_length())], {}

@@ -49,8 +49,9 @@ from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.schema import load_prompts
-from rewards import check_sources, compute_score, load_reward_fn
-from rewards.manager import RewardManager, validation_metrics
+from rewards import check_sources
+from rewards.combined import load_rewards
+from rewards.manager import RewardManager, failure_metrics, validation_metrics
 
 # Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
 # names the axes (logp_nt). T is aligned with the response: column t speaks of response token t.
@@ -170,10 +171,18 @@ class Args:
     tis_cap: float = 2.0
     """Cap of the importance weight of trainer against sampler; 0: no correction."""
 
-    reward_manager: Literal["naive"] = "naive"
-    """How rewards are computed; naive: in process, one by one."""
-    reward_fn: str | None = None
-    """Own reward as FILE.py:NAME; None: chosen by each row's data_source."""
+    reward_manager: Literal["naive", "prime"] = "naive"
+    """How rewards are computed; naive: in process, one by one; prime: a pool of processes with a time-out."""
+    reward_fn: tuple[str, ...] = ("rewards",)
+    """Rewards: FILE.py:NAME for your own; `rewards` is the scorer of each row's data_source."""
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each reward_fn; none: all 1."""
+    reward_aggregation: Literal["sum", "mean", "min"] = "sum"
+    """How several rewards become one; min: the worst case."""
+    reward_workers: int = 4
+    """Processes of the prime manager on each rank."""
+    reward_timeout_s: float = 30.0
+    """Seconds that the prime manager gives a sample before it scores 0."""
     val_group_size: int = 1
     """Responses to each validation prompt."""
     val_temperature: float = 0.0
@@ -913,11 +922,10 @@ def step_metrics(rows, adv_n, rank_tokens, load, timing, args):
     total, world = sum(rank_tokens), len(load)
     metrics = stats("critic/score", scores) | stats("critic/rewards", scores)
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
-    metrics |= stats("critic/advantages", adv_n)
+    metrics |= stats("critic/advantages", adv_n) | failure_metrics([row["reward"] for row in rows])
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
         "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
-        "critic/reward_errors": sum("error" in row["reward"] for row in rows),
         "global_seqlen/min": min(rank_tokens),
         "global_seqlen/max": max(rank_tokens),
         "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
@@ -946,11 +954,15 @@ def main():
     try:
         AutoConfig.from_pretrained(args.model)
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
-        reward_fn = load_reward_fn(args.reward_fn) if args.reward_fn else compute_score
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
+        limits = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
+        manager = RewardManager(args.reward_manager, reward_fn, **limits)
+        shown = args.num_examine if os.environ.get("RANK", "0") == "0" else 0
+        val_manager = RewardManager(args.reward_manager, reward_fn, shown, **limits)
         limit = args.max_prompt_length, args.filter_overlong_prompts
         train_rows, train_dropped = load_prompts(args.train_files, tokenizer, *limit)
         val_rows, val_dropped = load_prompts(args.val_files, tokenizer, *limit)
-        if reward_fn is compute_score:
+        if "rewards" in args.reward_fn:
             check_sources({row["data_source"] for row in train_rows + val_rows})
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
@@ -973,8 +985,6 @@ def main():
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     first = load_checkpoint(resume, policy.lm, optimizer)["step"] + 1 if resume else 1
     peak = matmul_speed(args, device) * dist.get_world_size()
-    manager = RewardManager(args.reward_manager, reward_fn)
-    val_manager = RewardManager(args.reward_manager, reward_fn, 0 if dist.get_rank() else args.num_examine)
     log = Logger(args, first - 1, total_steps)
     log.say(
         f"{len(train_rows)} training and {len(val_rows)} validation prompts ({train_dropped + val_dropped}"

@@ -3,17 +3,45 @@
 import importlib
 import importlib.util
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-SOURCES = {  # data_source -> module of this package
+SOURCES = {  # data_source, which may end in *, -> module of this package
     "openai/gsm8k": "gsm8k",
     "arithmetic": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo*": "math_dapo",
+    "aime*": "math_dapo",
+    "numina_aops_forum": "prime_math",
+    "numina_synthetic_math": "prime_math",
+    "numina_amc_aime": "prime_math",
+    "numina_synthetic_amc": "prime_math",
+    "numina_cn_k12": "prime_math",
+    "numina_olympiads": "prime_math",
+    "hiyouga/geometry3k": "geo3k",
+    "kk": "kk",
+    "kk_logic": "kk",
+    "codecontests": "prime_code",
+    "apps": "prime_code",
+    "codeforces": "prime_code",
+    "taco": "prime_code",
+    "mbpp": "prime_code",
+    "openai_humaneval": "prime_code",
+    "quixbugs": "prime_code",
+    "reasoning_gym/*": "reasoning_gym",
 }
+
+
+def _scorer(source):
+    """Module name for a data_source, or None."""
+    return next((SOURCES[pattern] for pattern in SOURCES if fnmatchcase(str(source), pattern)), None)
 
 
 def check_sources(sources):
     """Raise ValueError, in one line, if one of `sources` (iterable of data_source) has no scorer."""
-    unknown = sorted({str(source) for source in sources if source not in SOURCES})
+    unknown = sorted({str(source) for source in sources if _scorer(source) is None})
     if unknown:
         raise ValueError(
             f"no reward for data_source {', '.join(map(repr, unknown))}; known: {', '.join(SOURCES)};"
@@ -24,10 +52,10 @@ def check_sources(sources):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Score one response: a float, or a dict with `score` and extra keys that are logged and dumped.
 
-    Raises ValueError for an unknown data_source.
+    Raises ValueError for an unknown data_source, and for a ground truth that its scorer cannot read.
     """
     check_sources([data_source])
-    module = importlib.import_module(f"{__name__}.{SOURCES[data_source]}")
+    module = importlib.import_module(f"{__name__}.{_scorer(data_source)}")
     return module.compute_score(data_source, solution_str, ground_truth, extra_info)
 
 
@@ -45,7 +73,10 @@ def load_reward_fn(spec):
     module_spec = importlib.util.spec_from_file_location(f"reward_fn_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look a class's module up by name
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # anything that stands in somebody's file
+        raise ValueError(f"--reward_fn {spec}: {path} cannot be loaded: {error!r}") from error
     if not hasattr(module, name):
         raise ValueError(f"--reward_fn {spec}: {path} defines no {name!r}")
     if not callable(getattr(module, name)):

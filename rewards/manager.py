@@ -1,56 +1,114 @@
-"""Scores a batch of responses and shows some of them."""
+"""Scores a batch of responses, in this process or in a pool, and shows some of them."""
 
 import math
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rewards import compute_score
+from rewards.worker import Worker
 
 SHOWN_CHARS = 1200  # of one cell of the sample table
+PATIENCE_S = 1.0  # a sample that takes longer gives its place in the pool to the next
+IN_FLIGHT = 4  # times `workers`: samples at work, those that gave up their place included
+_idle = queue.LifoQueue()  # workers that are not at work, of all managers
 
 
 class RewardManager:
     """Scores rows with `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 
-    mode: "naive" scores in this process, one row after the other.
+    mode: "naive" scores in this process, one row after the other, without a time-out.  "prime" scores
+        `workers` rows at a time, each in a process that is killed and replaced when it takes over timeout_s
+        seconds or dies.  Slow samples do not hold up the others: several time out at the same time.
     num_examine: samples of each data source that every call of `score` prints.
     """
 
-    def __init__(self, mode="naive", compute_score=compute_score, num_examine=0):
-        if mode != "naive":
-            raise ValueError(f"unknown reward manager {mode!r}; known: naive")
-        self.compute_score = compute_score
-        self.num_examine = num_examine
+    def __init__(self, mode="naive", compute_score=compute_score, num_examine=0, timeout_s=30.0, workers=4):
+        if mode not in ("naive", "prime"):
+            raise ValueError(f"unknown reward manager {mode!r}; known: naive, prime")
+        if workers < 1 or not timeout_s > 0:
+            raise ValueError(f"reward manager with {workers} workers, {timeout_s} s: both must be above 0")
+        self.mode, self.compute_score, self.num_examine = mode, compute_score, num_examine
+        self.timeout_s, self.workers = timeout_s, workers
+        self._places = threading.Semaphore(workers)
 
     def score(self, rows):
         """Score dicts with data_source, solution_str, ground_truth, extra_info (and prompt_str, to be shown).
 
-        Returns one dict a row: `score` (float) and the extra keys of the reward.  A reward that fails gives
-        score 0.0 and `error`, e.g. "TypeError: ..."; no row can raise, so that one bad row ends no training.
+        Returns one dict a row, in their order: `score` (float) and the extra keys of the reward.  A reward
+        that fails gives score 0.0 and `error`, e.g. "TypeError: ...", "TimeoutError: ...", "WorkerError: ..."
+        (its process died); no row can raise, so that one bad row ends no training.
         """
-        results = [self._score_row(row) for row in rows]
+        if self.mode == "naive":
+            results = [score_row(self.compute_score, row) for row in rows]
+        else:
+            with ThreadPoolExecutor(IN_FLIGHT * self.workers) as threads:
+                results = list(threads.map(self._score_in_worker, rows))
+            for _ in range(_idle.qsize() - self.workers):
+                _idle.get().close()
         if self.num_examine:
             _print_samples(rows, results, self.num_examine)
         return results
 
-    def _score_row(self, row):
-        try:
-            result = self.compute_score(
-                data_source=row["data_source"],
-                solution_str=row["solution_str"],
-                ground_truth=row["ground_truth"],
-                extra_info=row.get("extra_info"),
-            )
-            result = dict(result) if isinstance(result, dict) else {"score": result}
-            if not math.isfinite(result["score"]):  # TypeError if it is no number
-                raise ValueError(f"the reward returned {result['score']}")
-            return {**result, "score": float(result["score"])}
-        # CAREFUL: the one place that catches everything. A reward is anybody's code run on anything a model
-        # writes; its failure is reported in the row, where the trainer counts it, not disguised as a 0.
-        except Exception as error:
-            return {"score": 0.0, "error": f"{type(error).__name__}: {error}"}
+    def _score_in_worker(self, row):
+        row = {name: row.get(name) for name in row.keys() - {"prompt_str"}}
+        with ExitStack() as place:
+            place.enter_context(self._places)
+            try:
+                worker = _idle.get_nowait()
+            except queue.Empty:
+                worker = Worker()
+            try:
+                return worker.call(
+                    score_row,
+                    *(self.compute_score, row),
+                    timeout_s=self.timeout_s,
+                    patience_s=PATIENCE_S,
+                    on_slow=place.close,
+                )
+            except Exception as error:  # as in score_row: also a row or a function that cannot be pickled
+                return _failed(error)
+            finally:
+                _idle.put(worker)
+
+
+def score_row(compute_score, row):
+    """One result of `RewardManager.score`."""
+    try:
+        result = compute_score(
+            data_source=row["data_source"],
+            solution_str=row["solution_str"],
+            ground_truth=row["ground_truth"],
+            extra_info=row.get("extra_info"),
+        )
+        result = dict(result) if isinstance(result, dict) else {"score": result}
+        if not math.isfinite(result["score"]):  # TypeError if it is no number
+            raise ValueError(f"the reward returned {result['score']}")
+        return {**result, "score": float(result["score"])}
+    # CAREFUL: the one place that catches everything. A reward is anybody's code run on anything a model
+    # writes; its failure is reported in the row, where the trainer counts it, not disguised as a 0.
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error):
+    return {"score": 0.0, "error": f"{type(error).__name__}: {error}"}
+
+
+def failure_metrics(results):
+    """Failed rewards: reward/timeouts, reward/crashes (a process died) and reward/errors (all others)."""
+    kinds = [result["error"].partition(":")[0] for result in results if "error" in result]
+    timeouts, crashes = kinds.count("TimeoutError"), kinds.count("WorkerError")
+    return {
+        "reward/timeouts": timeouts,
+        "reward/crashes": crashes,
+        "reward/errors": len(kinds) - timeouts - crashes,
+    }
 
 
 def validation_metrics(rows):

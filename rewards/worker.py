@@ -20,6 +20,8 @@ import time
 import types
 from multiprocessing.connection import Connection, Pipe
 
+import cloudpickle
+
 from rewards import load_reward_fn
 
 START_S = 120  # limit for starting Python and importing the function; the time of a call begins after that
@@ -48,8 +50,8 @@ class Worker:
     def call(self, function, *args, timeout_s, patience_s=None, on_slow=None):
         """Return function(*args); with patience_s, call on_slow() when the result is not there after it.
 
-        function: of the top level of a file, or "package.module:name" to import it over there only.  The
-        result travels as JSON (tuples become lists).  timeout_s: seconds; imports are not counted.
+        function: any that can be pickled, or "package.module:name" to import it over there only.  The result
+        travels as JSON (tuples become lists).  timeout_s: seconds; imports are not counted.
         Raises TimeoutError (the process is killed then), WorkerError, and the function's own built-in errors.
         """
         message = _pickled((function, args, timeout_s))
@@ -111,13 +113,13 @@ def call_in_worker(function, *args, timeout_s):
     return _local.worker.call(function, *args, timeout_s=timeout_s)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles a function that no import finds by the file it is in."""
+class _Pickler(cloudpickle.Pickler):
+    """Pickles local functions too, and those of `load_reward_fn` by their file: no import finds them."""
 
     def reducer_override(self, value):
-        if isinstance(value, types.FunctionType) and value.__module__.startswith(("reward_fn_", "__main__")):
+        if isinstance(value, types.FunctionType) and value.__module__.startswith("reward_fn_"):
             return _load_file, (f"{value.__code__.co_filename}:{value.__qualname__}",)
-        return NotImplemented
+        return super().reducer_override(value)
 
 
 def _pickled(message):

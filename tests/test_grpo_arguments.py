@@ -58,6 +58,8 @@ def test_unknown_data_source(refused, tmp_path, arithmetic):
 
 def test_reward_fn(refused):
     assert "nowhere.py" in refused("--reward_fn", "nowhere.py:f")
+    assert "2 --reward_weights for 1" in refused("--reward_weights", "1", "2")
+    assert "0 workers" in refused("--reward_workers", "0")
 
 
 def test_mini_batch_that_does_not_divide(refused):

@@ -105,12 +105,15 @@ def test_killed_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path
 
 
 def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_path):
-    run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 3), ranks=2)
+    digits = f"{ROOT}/tests/digit_reward.py:digits"
+    rewards = "--reward_manager prime --reward_workers 1 --reward_weights 0 1 --reward_fn rewards".split()
+    rewards.append(digits)
+    run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 3, *rewards), ranks=2)
     assert [r["response_ids"] for r in rollouts(straight, 1)] == [
         r["response_ids"] for r in rollouts(tmp_path, 1)
     ]
     same(straight, tmp_path, [1], 1e-4)
-    run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 4))
+    run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 4, *rewards))
     assert list(metrics(tmp_path)) == [0, 1, 2, 3, 4]
     assert metrics(tmp_path)[4]["training/rollout_probs_diff_max"] < 1e-4
 

@@ -2,15 +2,18 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards import SOURCES, check_sources, compute_score, load_reward_fn
-from rewards.manager import RewardManager
+from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
+from rewards.combined import load_rewards
+from rewards.manager import RewardManager, failure_metrics
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
 
@@ -112,6 +115,7 @@ def test_load_reward_fn(tmp_path):
         "    return {'score': Part(len(solution_str)).x, 'seen': True}\n"
         "number = 3\n"
     )
+    (tmp_path / "broken.py").write_text("1 / 0")
     manager = RewardManager("naive", load_reward_fn(f"{file}:length"))
     row = {"data_source": "anything", "solution_str": "four", "ground_truth": None, "extra_info": {}}
     assert manager.score([row]) == [{"score": 4.0, "seen": True}]
@@ -120,6 +124,7 @@ def test_load_reward_fn(tmp_path):
         (f"{tmp_path}/none.py:length", "not a Python file"),
         (f"{file}:absent", "'absent'"),
         (f"{file}:number", "int"),
+        (f"{tmp_path / 'broken.py'}:f", "ZeroDivisionError"),
     ):
         with pytest.raises(ValueError, match=what) as error:
             load_reward_fn(spec)
@@ -179,3 +184,90 @@ def test_manager_prints_the_first_samples_as_they_are(capsys):
     assert "characters ..." in out and out.count("x") < 2000 and "unseen" not in out
     RewardManager().score(rows)
     assert capsys.readouterr().out == ""
+
+
+def hostile_reward(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "hang":
+        while True:
+            pass
+    if solution_str == "crash":
+        os._exit(1)
+    if solution_str == "raise":
+        raise ValueError("broken")
+    return {"score": float(solution_str), "acc": True, "pred": np.float32(2)}
+
+
+def test_prime_manager_replaces_what_hangs_or_dies():
+    texts = ["1", "hang", "2", "crash", "3", "raise", *map(str, range(20)), "hang", "hang"]
+    manager = RewardManager("prime", hostile_reward, timeout_s=2, workers=2)
+    results = manager.score([make_row(text) for text in texts])
+    for text, result in zip(texts, results, strict=True):
+        if text.isdigit():
+            assert result == {"score": float(text), "acc": True, "pred": 2.0}
+        else:
+            kind = {"hang": "TimeoutError", "crash": "WorkerError", "raise": "ValueError"}[text]
+            assert result["score"] == 0.0 and result["error"].startswith(kind)
+    assert failure_metrics(results) == {"reward/timeouts": 3, "reward/crashes": 1, "reward/errors": 1}
+    assert manager.score([]) == [] and manager.score([{}])[0]["error"].startswith("KeyError")
+
+
+def test_hanging_samples_time_out_together():
+    """More hang than there are workers: the others are scored before the first time-out."""
+
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        if solution_str == "hang":
+            time.sleep(1000)
+        return time.time()
+
+    texts = ["hang"] * 5 + ["1"] * 50
+    start = time.time()
+    done = [
+        r["score"] for r in RewardManager("prime", reward, timeout_s=8, workers=2).score(map(make_row, texts))
+    ]
+    assert all(0 < finished - start < 8 for finished in done[5:])
+
+
+def test_prime_manager_equals_naive():
+    rows = [make_row(case["solution_str"], data_source=case["data_source"]) for case in GOLDEN[:20]]
+    assert RewardManager("prime", workers=2).score(rows) == RewardManager("naive").score(rows)
+
+
+@pytest.mark.parametrize(("workers", "timeout_s"), [(0, 1), (1, 0), (1, math.nan)])
+def test_manager_limits(workers, timeout_s):
+    with pytest.raises(ValueError, match="above 0"):
+        RewardManager("prime", workers=workers, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(("how", "expected"), [("sum", 4 - 3), ("mean", (4 - 3) / 3), ("min", -3)])
+def test_combined_rewards(tmp_path, how, expected):
+    (tmp_path / "a.py").write_text(
+        "def f(solution_str, **_):\n    return {'score': 2, 'acc': 1, 'pred': 'a'}\n"
+    )
+    (tmp_path / "b.py").write_text("def f(solution_str, **_):\n    return {'score': -3.0, 'acc': 0}\n")
+    specs = [f"{tmp_path}/a.py:f", f"{tmp_path}/b.py:f"]
+    reward = load_rewards(specs, [2.0, 1.0], how)
+    for mode in ("naive", "prime"):
+        [result] = RewardManager(mode, reward).score([make_row("5")])
+        assert result == {"score": expected, "acc": 1, "pred": "a", "score/a.f": 2, "score/b.f": -3.0}
+    [result] = RewardManager("naive", load_rewards(["rewards", specs[0]], [], "sum")).score([make_row("5")])
+    assert (result["score"], result["score/rewards"], result["score/a.f"]) == (3, 1, 2)
+    assert load_rewards(["rewards"], [], "min") is compute_score
+    for wrong, weights, how, what in (
+        (specs, [1.0], "sum", "1 --reward_weights for 2"),
+        (specs, [1.0, -1.0], "mean", "above 0"),
+        (specs[:1] * 2, [], "sum", "two --reward_fn"),
+        ([], [], "sum", "at least one"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            load_rewards(wrong, weights, how)
+
+
+def test_dispatch_of_patterns():
+    for source, module in (
+        ("aime24", "math_dapo"),
+        ("math_dapo_reasoning", "math_dapo"),
+        ("taco", "prime_code"),
+    ):
+        assert _scorer(source) == module
+    for source in ("AIME24", "x_aime", "math", "", None, "openai/gsm8k/"):
+        assert _scorer(source) is None

@@ -1,0 +1,66 @@
+"""Several rewards as one: the weighted sum, weighted mean or minimum (worst case) of their scores."""
+
+from dataclasses import dataclass
+
+from rewards import compute_score, load_reward_fn
+
+
+def aggregate(scores, weights, how):
+    """sum: sum(w s); mean: sum(w s) / sum(w); min: min(w s).
+
+    aggregate([1, 0.5], [1, 2], "sum") = 2; "mean" 2/3; "min" 1
+    """
+    weighted = [weight * score for weight, score in zip(weights, scores, strict=True)]
+    if how == "mean":
+        return sum(weighted) / sum(weights)
+    return {"sum": sum, "min": min}[how](weighted)
+
+
+@dataclass
+class CombinedReward:
+    """A reward function of several: `score` is the aggregate, `score/NAME` the score of each.
+
+    functions: {name: function}.  Of extra keys with one name, the first function's stays.
+    """
+
+    functions: dict
+    weights: list
+    how: str
+
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        extras, scores = {}, {}
+        for name, function in self.functions.items():
+            result = function(
+                data_source=data_source,
+                solution_str=solution_str,
+                ground_truth=ground_truth,
+                extra_info=extra_info,
+            )
+            result = result if isinstance(result, dict) else {"score": result}
+            scores[f"score/{name}"] = result["score"]
+            extras = result | extras
+        return extras | scores | {"score": aggregate(scores.values(), self.weights, self.how)}
+
+
+def load_rewards(specs, weights, how):
+    """The reward function of the flags --reward_fn, --reward_weights, --reward_aggregation.
+
+    specs: FILE.py:NAME, or "rewards" for `compute_score`.  No weights: all 1.
+    Raises ValueError, in one line.
+    """
+    weights = weights or [1.0] * len(specs)
+    if not specs:
+        raise ValueError("--reward_fn: give at least one")
+    if len(weights) != len(specs):
+        raise ValueError(f"{len(weights)} --reward_weights for {len(specs)} --reward_fn: give one for each")
+    if how == "mean" and not sum(weights) > 0:
+        raise ValueError(f"--reward_aggregation mean: the sum of --reward_weights {weights} must be above 0")
+    functions = {}
+    for spec in specs:
+        name = spec.replace("\\", "/").rpartition("/")[2].replace(".py:", ".")
+        if name in functions:
+            raise ValueError(f"two --reward_fn have the name {name}: rename a file or a function")
+        functions[name] = compute_score if spec == "rewards" else load_reward_fn(spec)
+    if len(specs) == 1 and list(weights) == [1.0]:
+        return functions[name]
+    return CombinedReward(functions, list(weights), how)
