@@ -1,0 +1,16 @@
+r"""Geometry3K: 0.9 for a right answer in the last \boxed{}, wherever it stands, and 0.1 for the format.
+
+The format: the response begins with `<think>`, and a \boxed{...} follows a `</think>`.
+"""
+
+from rewards.equivalence import judge
+from rewards.latex import last_boxed
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return {score: 1.0 | 0.9 | 0.1 | 0.0, acc, pred, format}."""
+    _, _, reply = solution_str.partition("</think>")
+    _, _, box = reply.partition("\\boxed{")
+    has_format = solution_str.startswith("<think>") and "}" in box
+    result = judge(last_boxed(solution_str), ground_truth)
+    return {**result, "score": round(0.9 * result["acc"] + 0.1 * has_format, 1), "format": has_format}

@@ -1,0 +1,18 @@
+r"""MATH: 1 if the last \boxed{} of the response equals the ground truth, else 0.
+
+Thoughts (all up to the last `</think>`) give no answer.  `rewards.equivalence` has the rules of equality.
+"""
+
+from rewards import math_verify
+from rewards.equivalence import judge
+from rewards.latex import last_boxed
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return {score, acc, pred}.  With `extra_info["use_math_verify"]` an answer needs no box.
+
+    A ground truth that is no formula equals only its own spelling.
+    """
+    if (extra_info or {}).get("use_math_verify"):
+        return math_verify.compute_score(data_source, solution_str, ground_truth, extra_info)
+    return judge(last_boxed(solution_str.rpartition("</think>")[2]), ground_truth)

@@ -1,0 +1,25 @@
+r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the ground truth, else -1.
+
+- The rest of the marker's line counts, or else the next line that is not blank; in that line, a box if any.
+- A response with a box but without the marker has no answer: the prompt asks for `Answer:`.
+- Thoughts (all up to the last `</think>`) give no answer; only the last WINDOW characters do.  (verl looks at
+  the last 300, which a short remark after the answer fills.)
+"""
+
+import re
+
+from rewards.equivalence import judge
+from rewards.latex import last_boxed
+
+WINDOW = 1000
+MARKER = re.compile(r"answer\**\s?[:：]", re.IGNORECASE)
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return {score: 1 | -1, acc, pred}.  A ground truth that is no formula equals only its own spelling."""
+    text = solution_str.rpartition("</think>")[2][-WINDOW:]
+    _, *answers = MARKER.split(text)
+    lines = (line.strip(" \r*>`") for line in answers[-1].split("\n")) if answers else ()
+    answer = next((line for line in lines if line.strip("$[\\")), None)
+    result = judge(answer and (last_boxed(answer) or answer), ground_truth)
+    return {**result, "score": 1.0 if result["acc"] else -1.0}

@@ -1,0 +1,36 @@
+r"""1 if the response's final answer equals the ground truth, else 0; the answer need not stand in a box.
+
+- The last \boxed{} counts.  Without: the formula, or else the rest of the line, after the last "answer is" or
+  "answer:"; or else the last formula $...$; or else the last number, read as `rewards.gsm8k` does.
+- Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
+"""
+
+import re
+
+from rewards import gsm8k
+from rewards.equivalence import judge
+from rewards.latex import last_boxed
+
+WINDOW = 1000
+MARKER = re.compile(r"answer(?:\s+is|\**\s?[:：])[*:\s]{0,9}([^\n]+)", re.IGNORECASE)
+FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+LAST_NUMBER = re.compile(r"(?:\b(or|and)\s+)?(?<!\S)(\S*\d\S*)\D*$")  # 7 or 8 is two answers
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return {score, acc, pred}.  A ground truth that is no formula equals only its own spelling."""
+    text = solution_str.rpartition("</think>")[2]
+    if "\\boxed" in text or "\\fbox" in text:
+        return judge(last_boxed(text), ground_truth)
+    text = text[-WINDOW:]
+    lines = MARKER.findall(text)
+    formulas = FORMULA.findall(lines[-1] if lines else text)
+    if formulas:
+        return judge("".join(formulas[0 if lines else -1]), ground_truth)
+    result = judge(lines[-1] if lines else None, ground_truth)
+    if result["acc"]:
+        return result
+    score = gsm8k.compute_score(data_source, text, ground_truth, {"method": "flexible"})
+    number = LAST_NUMBER.search(text)
+    correct = score == 1.0 and number[1] is None
+    return {"score": float(correct), "acc": correct, "pred": number[2] if number else ""}

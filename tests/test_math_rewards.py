@@ -1,0 +1,320 @@
+r"""Rewards of mathematics: the golden tables, equality of answers, finding the answer, hostile input."""
+
+import builtins
+import importlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rewards import compute_score, symbolic
+from rewards.equivalence import TIMEOUT_S, equal
+from rewards.latex import last_boxed, normalize
+
+FAMILIES = ("math", "math_verify", "math_dapo", "prime_math", "geo3k")
+GOLDEN = [
+    json.loads(line)
+    for family in FAMILIES
+    for line in (Path(__file__).parent / "golden" / f"{family}.jsonl").open()
+]
+GOLDEN = [case for case in GOLDEN if not case["debatable"]]
+SOURCES = ("lighteval/MATH", "aime_2024", "numina_olympiads", "hiyouga/geometry3k")
+
+
+def score(source, text, truth, extra_info=None):
+    return compute_score(source, text, truth, extra_info)["score"]
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["id"])
+def test_golden(case):
+    start = time.perf_counter()
+    got = score(case["data_source"], case["solution_str"], case["ground_truth"], case["extra_info"])
+    assert got == pytest.approx(case["expected"], abs=1e-6), case["why"]
+    assert time.perf_counter() - start < 10
+    if path := case["extra_info"].get("must_not_exist"):
+        assert not Path(path).exists()
+
+
+EQUAL = r"""
+\dfrac12 | \frac{1}{2}          -2/9 | -\frac{2}{9}             \frac{-1}3 | -\frac{1}{3}
+.50 | 0.5                       2^{-1} | 0.5                    3\frac12 | 3.5
+7 1/2 | 7.5                     -3\frac12x | -\frac{7x}{2}      61{,}000 | 61000
+61,\!000 | 61000                1,234,567.50 | 1234567.5        61 000 | 61000                  6\% | 6
+6% | 0.06                       0.06 | 6\%                      50\% | \frac12
+\$40 | 40 dollars               40^{\circ} | 40 degrees         6 centimeters | 6\text{ cm}
+6 cm^2 | 6\text{ square cm}     \text{7 days} | 7               864 \mbox{ inches}^2 | 864
+3:30\text{ PM} | \text{3:30 p.m.}   2.5\text{ million} | 2500000    −７ | -7
+6π | 6\pi                       x² | x^2                        2½ | 2.5                        x=5 | 5
+5 | k=5                         5 = x | 5                       x = 2+3 = 5 | 5
+y = 3+2x | y=2x+3               2x-y+3=0 | y=2x+3               m+n = 57 | 57
+\text{total} = 57 | 57          x=1 \text{ or } x=-2 | -2,1     5; 6 | 6\text{ and }5
+\{6,5\} | 5,6                   \pm 3 | 3,-3                    (0.5, 2/4) | (\frac12,.5)
+(1,2),(3,4) | (3,4),(1,2)       (2,\infty)\cup(0,1] | (0,1]\cup(2,\infty)   x\in[1,2) | [1,2)
+x>6 | (6,\infty)                2<x\le 5 | (2,5]                -2x<4 | x>-2
+6<x | x>6                       \sqrt{8} | 2\sqrt2              \sqrt[3]{-8} | -2
+\sqrt{5+2\sqrt6} | \sqrt2+\sqrt3   8^{1/3} | 2                     \sqrt{-4} | 2i
+(1+i)^2 | 2i                    e^{i\pi} | -1                   4i+3 | 3+4i
+2(3) | 6                        \frac42\frac12 | 1              \binom52\frac12 | 5
+3\times 10^4 | 30000            (x-1)(x+1) | x^2-1              \sin 2x | 2\sin x\cos x
+\ln x^2 | 2\ln x                |x| | \sqrt{x^2}                \frac{x^2-1}{x-1} | x+1
+\binom{n}{2} | \frac{n(n-1)}2   sqrt(3)/2 | \frac{\sqrt3}{2}   x**2 | x^2   \log_2 8 | 3
+\frac{2015!}{2014!} | 2015      1.5e3 | 1500                    \varnothing | \{\}
+\begin{bmatrix}1/2\\3\end{bmatrix} | \begin{pmatrix}0.5\\3.0\end{pmatrix}
+2\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}2\\4\end{pmatrix}
+0.\overline{3} | 1/3   -1.2\overline{27} | -\frac{27}{22}   (x,y)=(1,2) | (1,2)
+\text{tuesday} | Tuesday
+\textbf{(C)} | C                {{2}} | 2                       ((((2)))) | 2
+"""
+DIFFERENT = r"""
+5 or 6 | 5                      1,2,3,4,5 | 3                   5,6 | 5
+\pm 3 | 3                       \text{5 or 6} | 6               5 (or 6) | 5
+5 \to 6 | 6                     5 \approx 6 | 5                 5..7 | 5.7   2\mathbf{v} | 2
+3+4\mathrm{i} | 3+4   1\$09 | 109   1^\circ09 | 109
+5 6 | 30                        1 9 | 9
+1,09 | 109                      1,23,456 | 123456               7=5 | 5
+\frac71=5 | 5                   x = 5 = 7 | 7                   59 hmm = 57 | 57
+x=5 | y=5                       4 | x^2+y^2=4                   x^2+1=0 | x^2+2=0
+x<6 | x>6                       0.3333333333333333 | \frac13    0.0000001 | 0
+3.0000001 | 3                   \pi+10^{-30} | \pi              2^{200}+1 | 2^{200}
+\sqrt{-1} | 1                   -\infty | \infty                5 | \infty
+1/0 | \infty                    0/0 | 0                         \sqrt{x^2} | x                  |x| | x
+600 | 6\%                       600 | 6                         40 cents | \$40
+6 km | 6\text{ m}               5\text{ or more} | 5            at least 5 | 5
+2\text{ million} | 2            3:30 a.m. | 3:30\text{ p.m.}    (1,2) | \{1,2\}
+(1,2) | 1,2                     (2,1) | (1,2)                   [1,2] | [1,2)
+(1,2) | (1,2,0)                 \{1\} | \{1,2\}                 (0,1]\cup(2,3) | (2,3)
+x \ge 6 | (6,\infty)            12_{10} | 12_8                  1010_2 | 1010
+Evelny | \text{Evelyn}          neve | even                     6ab | 6                         x | X
+x_1 | x_2                       (-1)^n | (-1)^{n+1}
+\begin{pmatrix}1&2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
+\begin{vmatrix}1&2\\3&4\end{vmatrix} | \begin{pmatrix}1&2\\3&4\end{pmatrix}
+"""
+
+
+def pairs(table):
+    """(answer, truth) of the cells of a table, which three blanks or more part."""
+    return [cell.strip().split(" | ", 1) for cell in re.split(r"\s{3,}|\n", table) if cell.strip()]
+
+
+@pytest.mark.parametrize(("answer", "truth"), pairs(EQUAL))
+def test_equal(answer, truth):
+    assert equal(answer, truth)
+
+
+@pytest.mark.parametrize(("answer", "truth"), pairs(DIFFERENT))
+def test_different(answer, truth):
+    assert not equal(answer, truth)
+
+
+@pytest.mark.parametrize("truth", ["", " ", "nan", "None", "[INVALID]", r"\text{}"])
+def test_no_answer_equals_a_missing_truth(truth):
+    assert not equal(truth, truth)
+
+
+def test_normalize():
+    assert normalize(r"$\dfrac12\text{ centimeters}$") == (r"\frac{1}{2}", "cm")
+    assert normalize(r"\left( 3,\,\tfrac\pi2 \right)") == (r"(3,\frac{\pi}{2})", "")
+    assert normalize(r"x^2 + 10^-3y_{12}") == ("x^{2}+10^{-3}y_{12}", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{1 \text{ or } \boxed{2}}", r"1 \text{ or } \boxed{2}"),
+        (r"\boxed{1 and \boxed{2}", "2"),
+        (r"\boxed{2", None),
+        (r"$\boxed 12$.", "12"),
+        (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\boxed 1 but $\boxed{2}$", "2"),
+        (r"\boxed{1} but $\boxed 2$", "2"),
+        (r"\fbox {\{1\}}", r"\{1\}"),
+        (r"\boxed{[1,\infty)\}}", r"[1,\infty)\}"),
+        (r"} \boxed{{1}{2}} {", "{1}{2}"),
+        (r"\\boxed{2}", "2"),
+        (r"\boxedtext{2}", None),
+        (r"{boxed{2}}", None),
+    ],
+)
+def test_last_boxed(text, box):
+    assert last_boxed(text) == box
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "truth", "expected"),
+    [
+        ("numina_olympiads", "It is 7 or 8.", "8", 0),
+        ("numina_olympiads", "I get $\\frac{1}{2}$, so done", "0.5", 1),
+        ("numina_olympiads", "The answer is $x = 7$ because $1+6=7$.", "7", 1),
+        ("numina_olympiads", "The answer is 3/4.", "0.75", 1),
+        ("numina_olympiads", "The answer is 5. No: the answer is 7 apples", "7", 1),
+        ("numina_olympiads", "**Answer:** \\(7\\)", "7", 1),
+        ("numina_olympiads", "I see 7" + " nothing" * 200, "7", 0),
+        ("numina_olympiads", "\\boxed{7" + " 7", "7", 0),
+        ("numina_olympiads", "<think>\\boxed{7}</think> I am unable to answer.", "7", 0),
+        ("aime24", "Answer:\n\n\\[\n\\boxed{57}\n\\]", "57", 1),
+        ("aime24", "### **Final Answer**: $\\boxed{057}$.", "57", 1),
+        ("aime24", "Answer: 57\nThat took " + "very " * 100 + "long.", "57", 1),
+        ("aime24", "Answer: 57\n\nAnswer: unknown", "57", -1),
+        ("aime24", "Answer: 57 or \\boxed{58}", "57", -1),
+        ("aime24", "Answer: 59 ? = 57", "57", -1),
+        ("lighteval/MATH", "<think>\\boxed{2}</think> no box", "2", 0),
+        ("lighteval/MATH", "\\boxed{2}", 2, 1),
+        ("hiyouga/geometry3k", "<think>a</think> \\boxed{62^\\circ}", "62", 1),
+        ("hiyouga/geometry3k", "\\boxed{62} <think>a</think>", "62", 0.9),
+        ("hiyouga/geometry3k", "<think>\\boxed{62}", "62", 0.9),
+    ],
+)
+def test_finds_the_answer(source, text, truth, expected):
+    assert score(source, text, truth) == expected
+
+
+def test_results_for_metrics():
+    result = compute_score("aime_2024", "Answer: $1{,}057$ dollars", "1057")
+    assert result == {"score": 1.0, "acc": True, "pred": "1057"}
+    assert compute_score("lighteval/MATH", "no box", "2") == {"score": 0.0, "acc": False, "pred": ""}
+    assert score("lighteval/MATH", "The answer is 2", "2", {"use_math_verify": True}) == 1.0
+    assert compute_score("lighteval/MATH", "\\boxed{" + "x" * 10**6 + "}", "2")["pred"] == "x" * 1000
+
+
+HOSTILE = [
+    "9^{9^{9^{9}}}",
+    "9**9**9**9",
+    "10**(10**9) * \\pi",
+    "(10^8)!",
+    "5" + "!" * 30,
+    "\\binom{1000000}{500000}",
+    "\\Gamma(10^{10})",
+    "\\cos(9^{9^9})",
+    "(x+y+z+w)^{400}",
+    "x^{999999}",
+    "\\sum_{n=1}^{10^9} \\frac{1}{n^2}",
+    "\\int_0^1 x^{x^{x^x}} dx",
+    "\\gcd(10^{99999},3)",
+    "{" * 150 + "1" + "}" * 149,
+    "(" * 20000 + "1" + ")" * 20000,
+    "\\frac{1}{" * 400 + "2" + "}" * 400,
+    "-" * 900 + "1",
+    "7" * 5000,
+    "1e999999999",
+    "1" + ",1" * 400,
+    "5\x00",
+    "\ud800",
+    "\\operatorname{eye}(99999)",
+    "().__class__.__base__.__subclasses__()",
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_answers_are_refused_in_time(answer):
+    equal("x+1", "y")  # the process runs
+    start = time.perf_counter()
+    assert not equal(answer, "6")
+    assert time.perf_counter() - start < TIMEOUT_S + 2
+
+
+def test_a_hanging_comparison_is_ended_and_the_next_is_right(monkeypatch):
+    monkeypatch.setattr("rewards.equivalence.TIMEOUT_S", 0.5)
+    assert not equal("\\gcd(10^{9999999},3)", "6")  # computed in C inside the parser
+    monkeypatch.undo()
+    assert equal("x+x", "2x")
+
+
+def test_no_text_is_evaluated(tmp_path, monkeypatch):
+    importlib.import_module("sympy.physics.units")  # sympy's own eval() of constants, at import
+
+    def refuse(*args):
+        raise AssertionError(f"eval{args[:1]}")
+
+    monkeypatch.setattr(builtins, "eval", refuse)
+    for answer, truth in pairs(EQUAL):
+        a, b = normalize(answer)[0], normalize(truth)[0]
+        assert symbolic.equal(a, b) or equal(answer, truth)
+    mark = tmp_path / "mark"
+    for code in (
+        f"open('{mark}','w')",
+        f"__import__('os').system('touch {mark}')",
+        f"exec(\"open('{mark}')\")",
+    ):
+        for form in (
+            "{}",
+            "{} or \\pi",
+            "[{}]",
+            "\\text{{{}}}",
+            "x_{{{}}}",
+            "\\operatorname{{{}}}(1)",
+            "x={}",
+        ):
+            symbolic.equal(form.format(code), "5")  # even without the filter of characters in front of it
+            for source in SOURCES:
+                score(source, f"Answer: \\boxed{{{form.format(code)}}}", "5")
+    assert not mark.exists()
+
+
+def test_the_trainer_does_not_import_sympy():
+    code = "import sys, rewards.math, rewards.geo3k, rewards.math_dapo; assert 'sympy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_from_other_threads():
+    results = {}
+
+    def work(name):
+        results[name] = [equal("x+x", "2x"), equal("9^{9^{9^9}}", "6"), equal("\\frac{2}{4}x", "0.5x")]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: [True, False, True], 1: [True, False, True]}
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "\\boxed{",
+        "\\boxed ",
+        "\\boxed{1}",
+        "{",
+        "}",
+        "\\",
+        "$",
+        "$1",
+        "Answer: ",
+        "answer is ",
+        "</think>",
+        " ",
+    ]
+    + ["1", "1,", "1 ", "\\frac", "^", "(", "\\text{", "\n", "<think>", "\\begin{", "1\\,", "or "],
+)
+def test_is_linear(unit):
+    text = unit * (1_000_000 // len(unit))
+    forms = ("\\boxed{{{}}}", "Answer: \\boxed{{{}", "{}", "<think></think>\\boxed{{{}}}")
+    for source, form in zip(SOURCES, forms):
+        start = time.perf_counter()
+        score(source, form.format(text), "5")
+        assert time.perf_counter() - start < 5  # 0.5 s or less; a quadratic scan takes hours
+
+
+@given(
+    st.text() | st.text(alphabet="0123456789xi+-*/^_=<>,.;:()[]{}\\$% \n"),
+    st.text(alphabet="12x+^{}\\,(]"),
+)
+@settings(max_examples=60, deadline=None)
+def test_never_raises(text, truth):
+    for source, bad in (
+        ("lighteval/MATH", 0),
+        ("aime24", -1),
+        ("numina_cn_k12", 0),
+        ("hiyouga/geometry3k", 0),
+    ):
+        for form in ("{}", "\\boxed{{{}}}", "Answer: {}", "<think></think>\\boxed{{{}", "the answer is ${}$"):
+            assert score(source, form.format(text), truth) in (bad, 0.1, 0.9, 1)
