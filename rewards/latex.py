@@ -29,6 +29,10 @@ RULES = [  # (pattern, replacement), in this order
     (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
     (r"\\[lr]vert(?![A-Za-z])", "|"),
     (r"\\(begin|end)\s*\{[pb]?(?:matrix|array)\}(?:\s*\{[lcr|\s]*\})?", r"\\\1{pmatrix}"),
+    (
+        r"((?:sin|cos|tan|cot|sec|csc)\s{0,9}\(?)(\d{1,9})\s{0,9}\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?",
+        r"\1\\frac{\2\\pi}{180}",
+    ),
     (r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", " "),
     (r"(?<=\d)(?:\{,\}|,\s*\\!|\\[,;: ]|~)\s*(?=\d{3}(?!\d))", ""),  # thousands, as LaTeX writes them
     (r"\\!", ""),

@@ -70,6 +70,7 @@ x>6 | (6,\infty)                2<x\le 5 | (2,5]                -2x<4 | x>-2
 2\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}2\\4\end{pmatrix}
 0.\overline{3} | 1/3   -1.2\overline{27} | -\frac{27}{22}   (x,y)=(1,2) | (1,2)
 \text{tuesday} | Tuesday
+\cos 60^\circ | \frac12   sin(30°) | 0.5   2\sin 45^{\circ} | \sqrt2
 \textbf{(C)} | C                {{2}} | 2                       ((((2)))) | 2
 """
 DIFFERENT = r"""
