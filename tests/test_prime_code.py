@@ -1,0 +1,333 @@
+"""Programs in answers: the golden table, comparisons, tests as code, and programs that cheat."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from rewards import prime_code
+from rewards.prime_code import compute_score, find_program, same_json, same_text
+from rewards.prime_code_child import decode, encode
+
+GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "prime_code.jsonl").open()]
+FENCE = "```"
+
+
+def score(program, truth):
+    return compute_score("taco", f"So:\n{FENCE}python\n{program}\n{FENCE}", truth)["score"]
+
+
+def score_asserts(program, *asserts):
+    return score(program, {"assert_case": list(asserts)})
+
+
+def score_calls(program, tests, name="f"):
+    inputs, outputs = zip(*tests)
+    return score(program, {"fn_name": name, "inputs": list(inputs), "outputs": list(outputs)})
+
+
+@pytest.mark.parametrize("case", [c for c in GOLDEN if not c["debatable"]], ids=lambda c: c["id"])
+def test_golden(case):
+    start = time.monotonic()
+    got = compute_score(case["data_source"], case["solution_str"], case["ground_truth"], case["extra_info"])
+    assert got["score"] == pytest.approx(case["expected"], abs=1e-6), case["why"]
+    assert got["acc"] == (case["expected"] == 1)
+    if "bounded" in case["why"]:
+        assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("<think>\n```python\na\n```</think>b", "b"),
+        ("```python\na\n```\n```PY\nb\n```\n```\nc\n```", "b"),
+        ("```\na\n```\ntext\n```\nb\n```", "b"),
+        ("```cpp\na\n```", "a"),
+        ("1. so\n   ```python\n   if a:\n       b\n   ```\n2.", "if a:\n    b"),
+        ("```python\na\nb```\ntext", "a\nb"),
+        ("```python\na\n```python\nb", "b"),
+        ("```python\na\n\n\n```", "a"),
+        ("text\r\n```python\r\na\r\n```\r\n", "a"),
+        ("````python\na\n````\ntext", "a"),
+        ("```python\n```", ""),
+        ("", ""),
+    ],
+)
+def test_find_program(response, program):
+    assert find_program(response).strip() == program
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "same"),
+    [
+        ("1 2\n3", "1  2 \n\n3\n", True),
+        ("1\r\n2", "1\n2", True),
+        ("1\n2", "1 2", False),
+        ("", "\n", True),
+        ("1", "", False),
+        ("0.3333333", "0.333333333", True),
+        ("0.334", "0.333333333", False),
+        ("2", "2.0", True),
+        ("2.0", "2", False),
+        ("1e-9", "0.0", True),
+        ("100000001", "100000000", False),
+        ("-100000001", "-100000000", False),
+        ("1e8", "100000000", False),
+        ("1e8", "1.0e8", True),
+        ("nan", "1.5", False),
+        ("inf", "1e999", False),
+        ("٣.٥", "3.5", False),
+        ("yes", "YES", False),
+        ("007", "7", False),
+        ("1_0.0", "10.0", False),
+        ("1.2.3", "1.2.4", False),
+        ("9" * 100_000 + "x", "1.5", False),
+    ],
+)
+def test_same_text(text, expected, same):
+    assert same_text(text, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        ((1, (2, 3)), [1, [2, 3]], True),
+        (iter([1, 2]), [1, 2], True),
+        ({1, 2}, [1, 2], False),
+        ([[1, 2]], {"1": 2}, False),
+        ({1: (2,), 2: 3, None: 4, (5, 6): 7}, {"1": [2], "2": 3, "null": 4, "[5, 6]": 7}, True),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        (True, 1, True),
+        (2.0, 2, True),
+        ("2", 2, False),
+        (None, False, False),
+        (0.1 + 0.2, 0.3, True),
+        (0.31, 0.3, False),
+        (10**400, 1.5, False),
+        (float("nan"), float("nan"), False),
+        ([1], [1, 2], False),
+    ],
+)
+def test_same_json(value, expected, same):
+    assert same_json(value, expected) is same
+
+
+def test_values_travel():
+    values = [None, True, 1, -1.5, "a\ud800", [1, (2,)], (), {(1, 2): {3}}, frozenset("a"), 1 - 2j, b"\0\xff"]
+    for value in values:
+        copy = decode(json.loads(json.dumps(encode(value))))
+        assert copy == value and type(copy) is type(value)
+    assert list(decode(encode(x for x in range(2)))) == [0, 1]
+    assert decode(encode(object())) != decode(encode(object()))
+
+
+def test_calls():
+    assert (
+        score_calls("def f(v: List[int]) -> Optional[int]: return v[0]", [("[5]", "5"), ("[6]\n", "7")])
+        == 0.5
+    )
+    assert (
+        score_calls(
+            "class Solution:\n def f(self, a, b): return {a: b}", [('"x"\n{"y": [1]}', '{"x": {"y": [1]}}')]
+        )
+        == 1
+    )
+    assert score_calls("class Solution: pass\ndef f(): yield 1", [("", "[1]")]) == 1
+    printing = "print('hello')\ndef f(x):\n print('[\"value\", 3]')\n return x"
+    assert score_calls(printing, [("2", "2")]) == 1
+    assert (
+        score_calls(
+            "from dataclasses import *\n@dataclass\nclass A:\n x: 'int'\ndef f(x): return A(x).x",
+            [("2", "2")],
+        )
+        == 1
+    )
+
+
+def test_asserts():
+    program = """
+import math
+def f(x): return 3 * x
+def g(x): return [x, (x, x)]
+def half(x): return x / 2
+def sum(a, b): return a - b
+def up(n): yield from range(n)
+class Box:
+    def __init__(self, x): self.x = x
+    def get(self, factor=1): return self.x * factor
+"""
+    right = [
+        "assert f(2) == 6",
+        "assert f(2) == 6, 'message'",
+        "assert f(x=(1,)) == (1, 1, 1)",
+        "assert sum(5, 3) == 2",
+        "assert Box(2).get(factor=3) == 6",
+        "assert f(Box(f(2)).get()) == 18",
+        "assert g(1) == [1, (1, 1)]",
+        "assert f(2) != 7 and not f(0)",
+        "assert f(2) is not None",
+        "assert set(g(1)[:1]) == {1}",
+        "assert set([f(2)]) == set([6])",
+        "assert abs(half(1) - 0.5) < 1e-6",
+        "assert math.isclose(half(1), 0.5, rel_tol=0.001)",
+        "import math\nassert math.isclose(half(1), 0.5)",
+        "assert list(up(3)) == [0, 1, 2]",
+        "x = f(1)\nassert f(x) == 9",
+        "print('x')\nassert f(2) == 6",
+        "DATA = {}\ndef check(g):\n    for i in range(50):\n        assert g(i) == 3 * i\ncheck(f)",
+    ]
+    assert [case for case in right if score_asserts(program, case) != 1] == []
+    wrong = [
+        "assert f(2) == 7",
+        "assert f(2) == '6'",
+        "assert g(1) == [1, [1, 1]]",
+        "assert not f(2)",
+        "assert half(1) == 1 or f(0)",
+        "assert absent(1) == 1",
+        "assert absent(1) != 1",
+        "assert f(2)[0]",
+        "assert f(Box) != 1",
+        "assert True",
+        "def check(candidate):\n    assert candidate(1) == 3",
+    ]
+    assert [case for case in wrong if score_asserts(program, case) != 0] == []
+    assert score_asserts(program, *right[:3], *right[-3:], *wrong[:2]) == 6 / 8
+
+
+CHEATS = {
+    "ends well before the test": "import sys; sys.exit(0)",
+    "ends well in the call": "import os\ndef f(x): os._exit(0)",
+    "raises what would end the judge well": "def f(x): raise SystemExit(0)",
+    "raises what would end an iteration": "def f(x): raise StopIteration",
+    "equals everything": """
+class E(int):
+    __eq__ = __ne__ = __lt__ = __gt__ = lambda self, other: True
+    __sub__ = __rsub__ = lambda self, other: self
+    __hash__ = int.__hash__
+def f(x): return E(0)
+""",
+    "own builtins": """
+import builtins
+builtins.abs = builtins.all = builtins.set = builtins.sorted = lambda *x: 0
+abs = all = set = sorted = builtins.abs
+def f(x): return 99
+""",
+    "own modules": """
+import json, math, sys
+json.dumps = json.loads = lambda *x: ["value", 424242424242]
+math.isclose = lambda *x: True
+class math:
+    isclose = lambda *x: True
+def f(x): return 99
+""",
+    "silent errors": """
+import atexit, os, sys
+sys.excepthook = lambda *x: None
+atexit.register(os._exit, 0)
+def f(x): return 99
+""",
+    "own verdict": """
+import os
+for fd in range(64):
+    for text in (b"ended 0 0 0".ljust(64) * 9, b'["value", true]\\n' * 9):
+        try: os.write(fd, text)
+        except OSError: pass
+def f(x): return 99
+""",
+    "kills the sandbox": """
+import os
+try: os.kill(-1, 9)
+except OSError: pass
+def f(x): return 99
+""",
+    "hunts for what is expected": """
+import gc, sys
+text = str([*map(repr, gc.get_objects()), *[sys._getframe(i).f_locals for i in range(2)]])
+n = 42
+def f(x): return n * 10101010101 if str(n * 10101010101) in text else 99
+""",
+}
+
+
+@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
+def test_cheats_win_nothing(program):
+    asserts = [
+        "assert f(2) == 424242424242",
+        "assert abs(f(2) - 424242424242) < 1e-6",
+        "assert math.isclose(f(2), 424242424242)",
+        "assert set([f(2)]) == set([424242424242])",
+        "assert all(f(x) == 424242424242 for x in [2, 2])",
+        "assert list(map(f, [2, 2])) == sorted([424242424242, 424242424242])",
+    ]
+    assert score_asserts(program, *asserts) == 0
+    assert score_calls(program, [("2", "424242424242")]) == 0
+    assert score(program, {"inputs": ["2"], "outputs": ["424242424242"]}) == 0
+
+
+def test_tests_of_a_program_do_not_meet():
+    program = (
+        "import builtins\nn = getattr(builtins, 'n', 0)\nbuiltins.n = n + 1\nprint(n)\ndef f(): return n"
+    )
+    assert score(program, {"inputs": ["", ""], "outputs": ["0", "1"]}) == 0.5
+    assert score_calls(program, [("", "0"), ("", "1")]) == 0.5
+    assert score_asserts(program, "assert f() == 0", "assert f() == 1") == 0.5
+
+
+def test_time_outs(monkeypatch):
+    """Of many tests, or of few; tests after a time-out still count."""
+    monkeypatch.setattr(prime_code, "TIMEOUT_S", 1)
+    start = time.monotonic()
+    truth = {"inputs": [str(i) for i in range(40)], "outputs": [str(i) for i in range(40)]}
+    result = compute_score("apps", "n = int(input())\nwhile n > 1: pass\nprint(n)", truth)
+    assert result == {"score": 2 / 40, "acc": 0.0, "timeouts": 38, "lost": 0}
+    result = compute_score("apps", "n = int(input())\nwhile n == 1: pass\nprint(n)", truth)
+    assert result["score"] == 39 / 40 and result["timeouts"] == 1
+    asserts = {"assert_case": ["assert f(1) == 1", *["assert f(1) != 2"] * 5, "assert f(3) == 3"]}
+    result = compute_score("mbpp", "def f(x):\n    while x == 1: pass\n    return x", asserts)
+    assert result["score"] == 1 / 7 and result["timeouts"] == 6
+    monkeypatch.setattr(prime_code, "TOTAL_S", 0.5)
+    truth = {"inputs": ["0.3"] * 20, "outputs": ["1"] * 20}
+    result = compute_score("apps", "import time\ntime.sleep(float(input()))\nprint(1)", truth)
+    assert 0 < result["score"] < 0.5 and result["acc"] == 0
+    assert time.monotonic() - start < 60
+
+
+def test_large_output():
+    assert score("print('1 ' * 1_000_000)", {"inputs": [""], "outputs": ["1 " * 1_000_000]}) == 1
+    assert score("print('1 ' * 9_000_000)", {"inputs": [""], "outputs": ["1 " * 1_000_000]}) == 0
+    assert score_calls("def f(): return [2**61 - 1] * 1_000_000", [("", "[1]")]) == 0
+    assert score_calls("def f():\n x = []\n for _ in range(900): x = [x]\n return x", [("", "[1]")]) == 0
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "",
+        "[1]",
+        None,
+        5,
+        "{}",
+        {"inputs": ["1"]},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": "12", "outputs": "12"},
+        {"inputs": [1], "outputs": ["1"]},
+        {"inputs": ["1"], "outputs": [None]},
+        {"fn_name": "f", "inputs": ["x"], "outputs": ["1"]},
+        {"fn_name": "f", "inputs": ["1"], "outputs": [1]},
+        {"fn_name": "f(", "inputs": ["1"], "outputs": ["1"]},
+        {"assert_case": ["assert f( == 1"]},
+        {"assert_case": "assert f() == 1"},
+        {"assert_case": [1]},
+    ],
+)
+def test_broken_truth(truth):
+    with pytest.raises(ValueError, match="broken tests of a program") as error:
+        compute_score("apps", "print(1)", truth)
+    assert "\n" not in str(error.value)
+
+
+def test_no_tests():
+    for truth in ('{"inputs": [], "outputs": []}', {"inputs": [], "outputs": [], "assert_case": None}):
+        assert compute_score("apps", "print(1)", truth) == {"score": 0, "acc": 0, "timeouts": 0, "lost": 0}
