@@ -1,7 +1,7 @@
 """Rewards: scores per second of each scorer, in one process and in a pool; a batch with samples that hang.
 
-Command:    python benchmarks/rewards.py --workers 2 --output results/rewards.json
-The rows are plain ones of tests/golden.  Ratios within one run count, not the figures alone.
+Command:    python benchmarks/rewards.py --workers 2 --output benchmarks/results/rewards.json
+The rows are plain ones of tests/golden, repeated; for math_verify, new formulas.  Compare within one run.
 """
 
 import json
@@ -43,6 +43,18 @@ def batch(family, n):
     return [{key: case[key] for key in keys} for case in islice(cycle(plain), n)]
 
 
+def formulas(n):
+    """n rows of mathematics, each with another formula: the scorer remembers those that it has parsed."""
+    rows = []
+    for i in range(n):
+        root, a, b = i % 7 + 2, i + 3, 2 * i + 1
+        text = rf"So it is \boxed{{\frac{{{2 * a}\sqrt{{{root}}} + {b}}}{{2}}}}."
+        truth = rf"{a}\sqrt{{{root}}} + \frac{{{b}}}{{2}}"
+        row = dict(data_source="lighteval/MATH", solution_str=text, ground_truth=truth)
+        rows.append(row | dict(extra_info={"use_math_verify": True}))
+    return rows
+
+
 def seconds(manager, rows):
     start = time.perf_counter()
     results = manager.score(rows)
@@ -63,16 +75,17 @@ def main():
     pool = RewardManager("prime", timeout_s=args.timeout_s, workers=args.workers)
     results = {"workers": args.workers, "rows": args.rows, "scorers": {}}
     table = Table("scorer", "one process", f"pool of {args.workers}", "ratio", title="scores per second")
-    for path in sorted((ROOT / "tests/golden").glob("*.jsonl")):
-        rows = batch(path.stem, args.rows)
+    batches = {path.stem: batch(path.stem, args.rows) for path in (ROOT / "tests/golden").glob("*.jsonl")}
+    batches["math_verify"] = formulas(args.rows)
+    for name, rows in sorted(batches.items()):
         for manager in (naive, pool):
-            manager.score(rows[:8])  # processes start, libraries load
+            manager.score(rows[:32])  # processes start, libraries load
         (one, a), (many, b) = seconds(naive, rows), seconds(pool, rows)
         wrong = sum(x["score"] != y["score"] for x, y in zip(a, b, strict=True))
         if wrong:
-            sys.exit(f"error: {path.stem}: {wrong} scores of the pool differ from those of one process")
-        results["scorers"][path.stem] = {"naive_per_s": args.rows / one, "pool_per_s": args.rows / many}
-        table.add_row(path.stem, f"{args.rows / one:,.0f}", f"{args.rows / many:,.0f}", f"{one / many:.2f}")
+            sys.exit(f"error: {name}: {wrong} scores of the pool differ from those of one process")
+        results["scorers"][name] = {"naive_per_s": args.rows / one, "pool_per_s": args.rows / many}
+        table.add_row(name, f"{args.rows / one:,.0f}", f"{args.rows / many:,.0f}", f"{one / many:.2f}")
     Console().print(table)
 
     pool = RewardManager("prime", hang_on_request, timeout_s=args.timeout_s, workers=args.workers)
