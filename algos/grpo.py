@@ -372,20 +372,18 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 
 
 # region model
-def load_model(args, mesh, device):
-    """The model as TokenLogps, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
+def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
+    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     disable_progress_bar()  # of transformers: one bar is enough
     param_dtype = getattr(torch, args.param_dtype)
-    config = AutoConfig.from_pretrained(args.model)
+    config = AutoConfig.from_pretrained(args.model, **changes)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config, dtype=param_dtype, attn_implementation=args.attn_implementation
-        )
+        lm = auto.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = TokenLogps(lm)
+    policy = wrap(lm)
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, args.compute_dtype), reduce_dtype=torch.float32
     )
@@ -394,19 +392,16 @@ def load_model(args, mesh, device):
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = (
-        AutoModelForCausalLM.from_pretrained(args.model, dtype=param_dtype) if dist.get_rank() == 0 else None
-    )
+    rank0 = dist.get_rank() == 0
+    full = auto.from_pretrained(args.model, dtype=param_dtype, **changes) if rank0 else None
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
-    if full:
-        lm.generation_config = (
-            full.generation_config
-        )  # saved with the weights: it may name further EOS tokens
+    if full and lm.can_generate():  # saved with the weights: it may name further EOS tokens
+        lm.generation_config = full.generation_config
     return policy
 
 
@@ -648,7 +643,7 @@ def open_run(args):
     return Path(args.resume).resolve()
 
 
-def save_checkpoint(args, step, lm, optimizer, tokenizer):
+def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
     root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
@@ -663,7 +658,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer):
     if rank0:
         tokenizer.save_pretrained(new / "hf")
         (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
-        (new / "trainer_state.json").write_text(json.dumps(dict(step=step)))
+        (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state), default=str))
         shutil.rmtree(final, ignore_errors=True)
         new.rename(final)
         link.unlink(missing_ok=True)

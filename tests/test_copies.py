@@ -12,6 +12,8 @@ ALGOS = Path(__file__).resolve().parents[1] / "algos"
 MANIFEST = {
     "sft.py": "token_logps distributed model balance checkpoint logging",
     "grpo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
+    "dapo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
+    "ppo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
     "generate.py": "distributed",
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
@@ -44,7 +46,7 @@ def test_the_sampler_stops_at_the_same_tokens():
 
 def test_arguments_of_one_name_are_the_same():
     seen = {}
-    for name in ("sft.py", "grpo.py"):
+    for name in ("sft.py", "grpo.py", "dapo.py", "ppo.py"):
         for node in ast.parse((ALGOS / name).read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name == "Args":
                 for field, text in zip(node.body[::2], node.body[1::2], strict=True):
@@ -53,10 +55,10 @@ def test_arguments_of_one_name_are_the_same():
 
 
 def test_equations_are_tagged_in_code_and_docs():
-    for name in ("sft", "grpo", "eval"):
+    for name in ("sft", "grpo", "dapo", "ppo", "eval"):
         page = (ALGOS.parent / f"docs/{name}.md").read_text()
         tags = set(re.findall(r"# eq: ([\w.]+)", (ALGOS / f"{name}.py").read_text()))
-        assert tags and tags == set(re.findall(rf"`(?:# eq: )?({name}\.(?!py)\w+)`", page)), name
+        assert tags and tags == set(re.findall(rf"`(?:# eq: )?((?:{name}|grpo)\.(?!py)\w+)`", page)), name
 
 
 if __name__ == "__main__":

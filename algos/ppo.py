@@ -1,0 +1,1366 @@
+"""PPO (arXiv 1707.06347, for language models 2203.02155): maximise E[min(r A, clip(r, 1-eps, 1+eps) A)],
+where A is the generalised advantage estimate (1506.02438) from a learned critic.
+
+Departures from the papers:
+1. Actor and critic are two models; the critic may learn alone at first (`--critic_warmup`).
+2. Clip-higher (DAPO 2503.14476, eq. 10; off by default) and dual clip (1912.09729, eq. 5) are there.
+3. Losses are means over all tokens of the optimizer step (`--loss_agg token-mean`), not of responses.
+4. The sampler's rounding is corrected by truncated importance sampling (`--tis_cap`, Yao et al. 2025).
+5. The KL divergence from the initial model is off by default; it goes into the reward, the loss, or both.
+
+CPU:        python algos/ppo.py --model runs/tiny/hf --train_files data/train.parquet --output_dir runs/ppo
+One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/ppo.py ...
+Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
+Docs: docs/ppo.md
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.benchmark import Timer
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.utils import is_flash_attn_2_available
+from transformers.utils.logging import disable_progress_bar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.schema import load_prompts
+from rewards import check_sources
+from rewards.combined import aggregate, load_rewards
+from rewards.manager import RewardManager, failure_metrics, validation_metrics
+
+# Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
+# names the axes (logp_nt). T is aligned with the response: column t speaks of response token t.
+
+
+@dataclass
+class Args:
+    model: str
+    """Hugging Face directory or hub name of the model to train."""
+    train_files: tuple[str, ...]
+    """Parquet files of training prompts."""
+    output_dir: str
+    """Directory of the run: arguments, metrics, log, rollouts, checkpoints."""
+    val_files: tuple[str, ...] = ()
+    """Parquet files of validation prompts; none: no validation."""
+    tokenizer: str | None = None
+    """Hugging Face directory or hub name of the tokenizer; None: the model's."""
+    critic_model: str | None = None
+    """Hugging Face directory or hub name of the critic, a causal LM or sequence classifier; None: model."""
+    reward_model: str | None = None
+    """Hugging Face sequence classifier whose score is one more reward, weighed last; None: reward_fn only."""
+    resume: str = "auto"
+    """auto: from output_dir's latest checkpoint, if any; never: refuse a used output_dir; or a checkpoint."""
+    seed: int = 1
+    """Seed of the data order and, with step, prompt and sample number, of every response."""
+    total_epochs: int = 1
+    """Passes over the training data."""
+    total_steps: int | None = None
+    """RL steps in all; None: total_epochs."""
+    save_freq: int = 50
+    """Steps between checkpoints; 0: only at the end."""
+    test_freq: int = 10
+    """Steps between validations; 0: only before and after training."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept; 0: all."""
+    save_hf: bool = True
+    """Also write each checkpoint's weights as a Hugging Face directory (hf/)."""
+    wandb_project: str | None = None
+    """Weights & Biases project; None: only metrics.jsonl."""
+    num_examine: int = 1
+    """Responses of each data source that are shown in a table at every validation."""
+    rollout_dump: bool = False
+    """Write every training response to output_dir/rollouts."""
+
+    max_prompt_length: int = 512
+    """Limit of the prompt in tokens."""
+    max_response_length: int = 1024
+    """Limit of the response in tokens."""
+    filter_overlong_prompts: bool = True
+    """Drop and count prompts over the limit; otherwise they are an error."""
+
+    attn_implementation: str = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    """Attention kernel of transformers; with flash attention rows are packed without padding."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of parameters and optimizer state."""
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    """Precision of forward, backward and sampler."""
+    hsdp_replicas: int = 1
+    """Copies of the sharded model (HSDP); 1: shard over all ranks."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass."""
+    max_tokens_per_microbatch: int = 8192
+    """Tokens of a forward pass on one rank, padding included."""
+    offload: bool = False
+    """Move parameters and optimizer state to host memory while the sampler runs (GPU only)."""
+
+    train_batch_size: int = 64
+    """Prompts of a step, over all ranks."""
+    ppo_mini_batch_size: int = 64
+    """Prompts of an optimizer step, over all ranks."""
+    ppo_epochs: int = 1
+    """Passes over the responses of a step."""
+    group_size: int = 1
+    """Responses to each prompt."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs of the trainer are taken at the same."""
+    top_p: float = 1.0
+    """Nucleus sampling; below 1 only without tis_cap."""
+    top_k: int = -1
+    """Top-k sampling; -1: off, else only without tis_cap."""
+    tp_size: int = 1
+    """Ranks that share one sampler by tensor parallelism."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the GPU's memory that the awake sampler takes."""
+    sync_check_freq: int = 10
+    """Steps between checks that sampler and trainer hold the same weights; the first is always checked."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    critic_lr: float = 1e-5
+    """Peak learning rate of the critic; schedule and warm-up are the actor's."""
+    critic_warmup: int = 0
+    """First steps in which only the critic learns."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up, to 0 at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+
+    gamma: float = 1.0
+    """Discount of later rewards, a token."""
+    lam: float = 1.0
+    """GAE's lambda; 1: returns minus values, 0: one-step differences."""
+    cliprange_value: float = 0.5
+    """How far an update may move a value from where the step began before its gradient ends."""
+    clip_ratio_low: float = 0.2
+    """Ratios below 1 - this are clipped."""
+    clip_ratio_high: float = 0.2
+    """Ratios above 1 + this are clipped."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: bound of the ratio for negative advantages."""
+    loss_agg: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token losses of an optimizer step are averaged; the last is Dr. GRPO's."""
+    use_kl_loss: bool = False
+    """Add the KL divergence from the initial model to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of the KL loss."""
+    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """Estimator of the KL loss; k3 is verl's low_var_kl."""
+    use_kl_in_reward: bool = False
+    """Take the KL divergence from the initial model off each token's reward."""
+    kl_coef: float = 0.001
+    """Weight of the KL in the reward; with kl_target, its first value."""
+    kl_penalty: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Estimator of the KL in the reward."""
+    kl_target: float | None = None
+    """KL a token that the weight is adapted towards; None: the weight is fixed."""
+    kl_horizon: float = 10000.0
+    """Responses over which the adaptive weight reacts."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    tis_cap: float = 2.0
+    """Cap of the importance weight of trainer against sampler; 0: no correction."""
+
+    reward_manager: Literal["naive", "prime"] = "naive"
+    """How rewards are computed; naive: in process, one by one; prime: a pool of processes with a time-out."""
+    reward_fn: tuple[str, ...] = ("rewards",)
+    """Rewards: FILE.py:NAME for your own; `rewards` is the scorer of each row's data_source."""
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each reward_fn; none: all 1."""
+    reward_aggregation: Literal["sum", "mean", "min"] = "sum"
+    """How several rewards become one; min: the worst case."""
+    reward_workers: int = 4
+    """Processes of the prime manager on each rank."""
+    reward_timeout_s: float = 30.0
+    """Seconds that the prime manager gives a sample before it scores 0."""
+    val_group_size: int = 1
+    """Responses to each validation prompt."""
+    val_temperature: float = 0.0
+    """Sampling temperature of validation."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+
+
+# --------------------------------------------------------------------------------------------------
+# The mathematics
+# --------------------------------------------------------------------------------------------------
+# region token_logps
+LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
+
+
+class TokenLogps(nn.Module):
+    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids, position_ids, where, target, temperature):
+        """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
+        output = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        hidden, head = output.last_hidden_state.flatten(0, 1)[where], self.lm.get_output_embeddings()
+
+        def chunk(hidden, target):
+            # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
+            logits = head(hidden).float() / temperature
+            logp = logits.log_softmax(-1)
+            return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+        pieces = zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK), strict=True)
+        logp, entropy = zip(*(checkpoint(chunk, h, t, use_reentrant=False) for h, t in pieces), strict=True)
+        return torch.cat(logp), torch.cat(entropy)
+
+
+def token_logps(policy, prompts, responses, temperature, packed):
+    """Log-probs of the response tokens, and the entropy of the distributions that they come from.
+
+    prompts, responses: N lists of token ids, none empty. packed: one row without padding, for kernels that
+    tell sequences apart by position ids; else right padding, which causal attention never looks at.
+    Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
+    """
+    device = next(policy.parameters()).device
+    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+    length_n = torch.tensor([len(row) for row in rows])
+    if packed:
+        input_ids, start_n = torch.cat(rows)[None], length_n.cumsum(0) - length_n
+        position_ids = torch.cat([torch.arange(n) for n in length_n])[None].to(device)
+    else:
+        input_ids, start_n = (
+            nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            torch.arange(len(rows)) * length_n.max(),
+        )
+        position_ids = None
+    # the one place where logits are shifted against labels: position p - 1 predicts token p
+    first_n = [int(s) + len(p) - 1 for s, p in zip(start_n, prompts, strict=True)]
+    where = torch.cat([torch.arange(f, f + len(r)) for f, r in zip(first_n, responses, strict=True)])
+    target = torch.cat([torch.tensor(r) for r in responses])
+    logp, entropy = policy(
+        input_ids.to(device), position_ids, where.to(device), target.to(device), temperature
+    )
+    mask_nt = response_mask([len(r) for r in responses]).to(device)
+    zero_nt = logp.new_zeros(mask_nt.shape)
+    return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
+
+
+def response_mask(lengths):
+    """[N, T] bool, True on response tokens (EOS included)."""
+    return torch.arange(max(lengths)) < torch.as_tensor(lengths)[:, None]
+
+
+# endregion
+
+
+class TokenValues(TokenLogps):
+    """A critic, called as TokenLogps is: the value of the state in which each target was sampled."""
+
+    def forward(self, input_ids, position_ids, where, target, temperature):
+        """-> value [L], float32, in both places of log-prob and entropy: `token_logps` lays out two."""
+        output = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        value = self.lm.score(output.last_hidden_state.flatten(0, 1)[where]).float().sum(-1)  # of one column
+        return value, value
+
+
+def token_rewards(score_n, kl_nt, mask_nt, kl_coef):
+    """Minus kl_coef * KL on every token, plus the response's score on its last.
+
+    Score 1, KL .1 .2 .3 of which the last is masked, coefficient 1 -> -.1, .8, 0.
+    """
+    last_n1 = mask_nt.long().cumsum(-1).argmax(-1, keepdim=True)
+    reward_nt = -kl_coef * kl_nt * mask_nt  # eq: ppo.kl_reward
+    return reward_nt.scatter_add(-1, last_n1, score_n[:, None].to(reward_nt))
+
+
+def gae(reward_nt, value_nt, mask_nt, gamma, lam):
+    """Generalised advantage estimation (1506.02438, eq. 16) -> adv_nt, not whitened, and return_nt = A + V.
+
+    A masked token (tool output, padding) passes the V and A of its successor through; V after the end is 0.
+    Rewards 0 0 1, values .5 .6 .7, gamma = lam = 1 -> A .5 .4 .3, returns 1 1 1.
+    """
+    adv_nt, mask_nt = torch.zeros_like(value_nt), mask_nt.bool()
+    next_value_n = next_adv_n = torch.zeros_like(value_nt[:, 0])
+    for t in reversed(range(value_nt.shape[1])):
+        delta_n = reward_nt[:, t] + gamma * next_value_n - value_nt[:, t]  # eq: ppo.delta
+        next_adv_n = torch.where(mask_nt[:, t], delta_n + gamma * lam * next_adv_n, next_adv_n)  # eq: ppo.gae
+        next_value_n = torch.where(mask_nt[:, t], value_nt[:, t], next_value_n)
+        adv_nt[:, t] = next_adv_n
+    return adv_nt, adv_nt + value_nt
+
+
+def masked_whiten(x_nt, mask_nt):
+    """Zero mean and unit variance (unbiased) over the tokens of the mask, 0 elsewhere: 1 3 -> -.71 .71."""
+    mask_nt = mask_nt.to(x_nt)
+    centred_nt = (x_nt - (x_nt * mask_nt).sum() / mask_nt.sum()) * mask_nt
+    variance = (centred_nt**2).sum() / (mask_nt.sum() - 1).clamp(min=1)
+    return centred_nt * (variance + 1e-8).rsqrt()  # eq: ppo.whiten
+
+
+def value_loss(value_nt, old_value_nt, return_nt, clip):
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: V gains nothing by going further than c.
+
+    V = 2, V_old = 1, R = 2, c = .5: the clipped value 1.5 decides, loss .125, and no gradient.
+    """
+    clipped_nt = value_nt.clamp(old_value_nt - clip, old_value_nt + clip)
+    return torch.maximum((value_nt - return_nt) ** 2, (clipped_nt - return_nt) ** 2) / 2  # eq: ppo.value_loss
+
+
+class AdaptiveKL(nn.Module):
+    """Weight of the KL in the reward; target None: fixed. A module, so that a checkpoint holds its value."""
+
+    def __init__(self, value, target, horizon):
+        super().__init__()
+        self.register_buffer("value", torch.tensor(value, dtype=torch.float64))
+        self.target, self.horizon = target, horizon
+
+    def update(self, kl, n):
+        """After n responses with a KL of `kl`: at most 20 % in `horizon` responses (1909.08593, 2.2)."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * n / self.horizon  # eq: ppo.adaptive_kl
+
+
+def kl_estimate(logp_nt, ref_logp_nt, kind):
+    """Estimators of KL(policy || reference) a sampled token (Schulman 2020); k3 is clamped as in verl."""
+    d_nt = logp_nt - ref_logp_nt
+    if kind == "k1":
+        return d_nt
+    if kind == "abs":
+        return d_nt.abs()
+    if kind == "k2":
+        return d_nt**2 / 2
+    d_nt = d_nt.clamp(-20, 20)
+    return ((-d_nt).exp() + d_nt - 1).clamp(-10, 10)  # eq: grpo.kl
+
+
+def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
+    """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
+
+    Returns loss_nt, and where the clip and where the dual clip decided (bool).
+    A = 1, r = 1.5, high = .2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
+    """
+    ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
+    plain_nt = -ratio_nt * adv_nt
+    clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
+    loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
+    dual_nt = -clip_c * adv_nt
+    lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
+    return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
+
+
+def loss_denominator(mask_nt, mode, max_length=None):
+    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss; mask_nt: all responses of an optimizer step.
+
+    Lengths 1 and 3, token-mean: weights 1/4; seq-mean-token-mean: 1/2 and 1/6. Empty ones do not count.
+    """
+    mask_nt = mask_nt.float()
+    length_n1 = mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    responses = (mask_nt.sum(-1) > 0).sum().clamp(min=1)
+    if mode == "token-mean":
+        return mask_nt / mask_nt.sum().clamp(min=1)
+    if mode == "seq-mean-token-sum":
+        return mask_nt / responses
+    if mode == "seq-mean-token-mean":
+        return mask_nt / length_n1 / responses
+    return mask_nt / (responses * (max_length or mask_nt.shape[1]))  # eq: grpo.aggregation
+
+
+# --------------------------------------------------------------------------------------------------
+# The system
+# --------------------------------------------------------------------------------------------------
+# region distributed
+def setup_distributed(hsdp_replicas):
+    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
+    if "RANK" not in os.environ:  # plain `python`: a rendezvous with itself
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = str(s.getsockname()[1])
+        os.environ |= dict(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(minutes=60))
+    shape = (hsdp_replicas, dist.get_world_size() // hsdp_replicas)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
+
+
+def fail(message):
+    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
+    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Reduce a list of numbers over all ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op)
+    return total.tolist()
+
+
+# endregion
+
+
+# region model
+def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
+    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
+    disable_progress_bar()  # of transformers: one bar is enough
+    param_dtype = getattr(torch, args.param_dtype)
+    config = AutoConfig.from_pretrained(args.model, **changes)
+    for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+        setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
+    with torch.device("meta"):
+        lm = auto.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = wrap(lm)
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, args.compute_dtype), reduce_dtype=torch.float32
+    )
+    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    policy.to_empty(device=device)
+    rank0 = dist.get_rank() == 0
+    full = auto.from_pretrained(args.model, dtype=param_dtype, **changes) if rank0 else None
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
+    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
+        if full:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, 0)
+    if full and lm.can_generate():  # saved with the weights: it may name further EOS tokens
+        lm.generation_config = full.generation_config
+    return policy
+
+
+def learning_rate(args, step, total_steps):
+    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+    return (
+        args.lr
+        * {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
+    )
+
+
+# endregion
+
+
+# region rollout
+def build_engine(args, device):
+    """A vLLM engine in this process, asleep. It starts with random weights: only a sync makes it useful."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import vllm
+    import vllm._custom_ops
+
+    cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
+    # CAREFUL: with oneDNN, on a CPU, vLLM computes with packed copies of the weights that no sync reaches
+    vllm._custom_ops._supports_onednn = False
+    engine = vllm.LLM(
+        model=args.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=args.compute_dtype,
+        tensor_parallel_size=args.tp_size,
+        distributed_executor_backend="external_launcher",
+        max_model_len=args.max_prompt_length + args.max_response_length,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: else a share of all memory
+        enable_sleep_mode=cuda,  # CPU: sleep and wake_up run, and do nothing
+        enforce_eager=not cuda,
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature included
+        generation_config="vllm",  # not the model's own sampling defaults
+        seed=args.seed,  # equal in a tensor-parallel group
+    )
+    torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+    torch.manual_seed(args.seed)  # vLLM overwrites the global generator
+    engine.sleep(level=2)
+    return engine
+
+
+def stop_token_ids(args, tokenizer):
+    """Every token that ends a response: the tokenizer's EOS and those of the model's generation config."""
+    try:
+        eos = GenerationConfig.from_pretrained(args.model).eos_token_id
+    except OSError:  # a model without one
+        eos = None
+    return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
+
+
+def generate(engine, rows, args, stop_ids, step, **sampling):
+    """Answer each row -> rows with response_ids, rollout_logps and finish_reason.
+
+    The seed of a response is a function of (seed, step, prompt, sample): no other row or rank matters.
+    """
+    from vllm import SamplingParams
+
+    def params(row):
+        seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"])).generate_state(1)[0]
+        return SamplingParams(
+            seed=int(seed), stop_token_ids=stop_ids, logprobs=0, detokenize=False, **sampling
+        )
+
+    prompts = [dict(prompt_token_ids=row["prompt_ids"]) for row in rows]
+    answered = []
+    for row, output in zip(
+        rows, engine.generate(prompts, list(map(params, rows)), use_tqdm=False), strict=True
+    ):
+        o = output.outputs[0]
+        logps = [position[token].logprob for position, token in zip(o.logprobs, o.token_ids, strict=True)]
+        new = dict(response_ids=list(o.token_ids), rollout_logps=logps, finish_reason=o.finish_reason)
+        answered.append(row | new)
+    return answered
+
+
+def rollout(engine, models, optimizer, args, stop_ids, prompts, step, check, timing, group_size, **sampling):
+    """Sync the sampler, let it answer, and give its memory back to the trainer -> this rank's answered rows.
+
+    prompts: the rows of the whole step, equal on every rank. The ranks of a tensor-parallel group answer the
+    union of their prompts and keep their own. check: compare both engines' log-probs on a few tokens.
+    """
+    rank, world, device = dist.get_rank(), dist.get_world_size(), next(models[0].parameters()).device
+    own = prompts[rank // args.tp_size :: world // args.tp_size]
+    rows = [dict(row, sample=g) for row in own for g in range(group_size)]
+    probes = [dict(row, sample=0) for row in own[:2]] if check else []
+    with timed(timing, "sync"):
+        engine.wake_up(tags=["weights"])
+        sync_weights(engine, models[0].lm)
+    with timed(timing, "gen"):
+        if args.offload:
+            move("cpu", models, optimizer)
+        engine.wake_up(tags=["kv_cache"])
+        rows = generate(engine, rows, args, stop_ids, step, max_tokens=args.max_response_length, **sampling)
+        probes = generate(engine, probes, args, stop_ids, step, max_tokens=16, temperature=args.temperature)
+        engine.sleep(level=2)
+        if args.offload:
+            move(device, models, optimizer)
+    if check:
+        check_sync(models[0], probes, args, step)
+    return rows[rank % args.tp_size :: args.tp_size]
+
+
+def move(device, models, optimizer):
+    """Move shards and optimizer state between GPU and host."""
+    for model in models:
+        model.to(device)
+    for state in optimizer.state.values():
+        state.update({name: value.to(device) for name, value in state.items() if value.dim()})
+    torch.cuda.empty_cache()
+
+
+# endregion
+
+
+# region weight_sync
+SYNC_LIMIT = {"float32": 1e-3, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+
+
+def sync_weights(engine, lm):
+    """Stream the sharded parameters into the sampler, one full tensor at a time; tied weights go once."""
+
+    def stream():  # full_tensor is a collective: every rank iterates in the same order
+        for name, parameter in lm.named_parameters():
+            yield name, parameter.detach().full_tensor()
+
+    engine.apply_model(lambda model: model.load_weights(stream()))
+    engine.reset_prefix_cache()
+
+
+@torch.no_grad()
+def check_sync(policy, rows, args, step):
+    """Stop the run unless the trainer gives the sampler's tokens the sampler's log-probs."""
+    prompts, responses = [row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows]
+    logp_nt, _ = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, packed=False)
+    sampled = [torch.tensor(row["rollout_logps"]) for row in rows]
+    gaps = [(a - b[: len(a)]).abs() for a, b in zip(sampled, logp_nt.cpu(), strict=False)]
+    total, count = all_reduce([sum(gap.sum().item() for gap in gaps), sum(map(len, gaps))])
+    limit = SYNC_LIMIT[args.compute_dtype]
+    if not total / count < limit:  # so that NaN fails too
+        fail(
+            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights;"
+            f" log-probs of {count:.0f} tokens differ by {total / count:.3g} on average, more than {limit}"
+        )
+
+
+# endregion
+
+
+# region balance
+def deal(lengths, ranks):
+    """Deal rows to ranks so that each gets about the same number of tokens -> list of lists of row numbers.
+
+    Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
+    """
+    hands, load = [[] for _ in range(ranks)], [0] * ranks
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        lightest = load.index(min(load))
+        hands[lightest].append(i)
+        load[lightest] += lengths[i]
+    return hands
+
+
+def cut(lengths, budget, packed):
+    """Cut rows into micro-batches of at most `budget` tokens (padding counted), longest first.
+
+    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
+    """
+    batches, tokens = [], 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        cost = (
+            tokens + lengths[i] if packed or not batches else lengths[batches[-1][0]] * (len(batches[-1]) + 1)
+        )
+        if batches and cost <= budget:
+            batches[-1].append(i)
+            tokens = cost
+        else:
+            batches.append([i])
+            tokens = lengths[i]
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
+    [most] = all_reduce([len(batches)], dist.ReduceOp.MAX)
+    return batches + [[]] * (int(most) - len(batches))
+
+
+# endregion
+
+
+# region checkpoint
+MAY_CHANGE = {
+    "output_dir",
+    "resume",
+    "total_epochs",
+    "total_steps",
+    "save_freq",
+    "test_freq",
+    "keep_checkpoints",
+}
+MAY_CHANGE |= {
+    "save_hf",
+    "wandb_project",
+    "num_examine",
+    "rollout_dump",
+    "offload",
+    "hsdp_replicas",
+    "tp_size",
+}
+MAY_CHANGE |= {
+    "gpu_memory_utilization",
+    "sync_check_freq",
+    "max_tokens_per_microbatch",
+    "gradient_checkpointing",
+}
+
+
+def open_run(args):
+    """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
+    out, latest = Path(args.output_dir), Path(args.output_dir) / "checkpoints" / "latest"
+    if (out / "args.json").is_file():
+        if args.resume == "never":
+            fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
+        there, now = json.loads((out / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
+        other = [k for k in now if k not in MAY_CHANGE and there.get(k) != now[k]]
+        if other:
+            changes = "; ".join(f"--{k} {there.get(k)} there, {now[k]} now" for k in other)
+            fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
+    if args.resume in ("auto", "never"):
+        return latest.resolve() if latest.exists() else None
+    if not (Path(args.resume) / "trainer_state.json").is_file():
+        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+    return Path(args.resume).resolve()
+
+
+def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
+    """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
+    root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
+    final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
+    if rank0:
+        shutil.rmtree(new, ignore_errors=True)
+        (new / "hf").mkdir(parents=True)
+    dist.barrier()
+    model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
+    dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dict(state_dict=dcp_state.get_model_state_dict(lm, options=options)) if args.save_hf else {}
+    if rank0:
+        tokenizer.save_pretrained(new / "hf")
+        (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
+        (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state), default=str))
+        shutil.rmtree(final, ignore_errors=True)
+        new.rename(final)
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(root / "latest")
+        for old in sorted(root.glob("step_*"))[: -args.keep_checkpoints] if args.keep_checkpoints else []:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load_checkpoint(path, lm, optimizer):
+    """Load model and optimizer, at any world size -> the trainer's state."""
+    model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
+    state = dict(model=model_state, optimizer=optimizer_state)
+    dcp.load(state, checkpoint_id=path / "dcp")
+    loaded = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dcp_state.set_state_dict(lm, optimizer, **loaded)
+    return json.loads((path / "trainer_state.json").read_text())
+
+
+# endregion
+
+
+# region logging
+@contextmanager
+def timed(timing, name):
+    """Add the seconds of a block to timing[name]."""
+    start = time.perf_counter()
+    yield
+    timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
+
+
+class Logger:
+    """Terminal, log.txt, metrics.jsonl and W&B of rank 0; the other ranks are silent."""
+
+    def __init__(self, args, step, total_steps):
+        self.out, self.rank0, self.wandb = Path(args.output_dir), dist.get_rank() == 0, None
+        self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
+        if not self.rank0:
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        self.metrics = self.out / "metrics.jsonl"
+        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
+        # steps after the checkpoint are done again: their old lines go
+        self.metrics.write_text("".join(x for x in lines if json.loads(x)["training/global_step"] <= step))
+        if args.wandb_project:
+            import wandb
+
+            about = dict(project=args.wandb_project, name=self.out.name, config=asdict(args))
+            self.wandb = wandb.init(dir=self.out, **about)
+
+    def say(self, message):
+        """A line for people, in the terminal and in log.txt."""
+        if self.rank0:
+            self.bar.write(message)
+            with (self.out / "log.txt").open("a") as f:
+                f.write(message + "\n")
+
+    def log(self, metrics, step, **postfix):
+        """One dict a step; postfix goes to the progress bar."""
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if self.rank0:
+            with self.metrics.open("a") as f:
+                f.write(json.dumps(metrics) + "\n")
+            self.bar.set_postfix(postfix, refresh=False)
+            self.bar.update(step - self.bar.n)
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+
+    def dump(self, rows, step):
+        """Write the responses of a step to rollouts/, one JSON line each."""
+        if self.rank0:
+            (self.out / "rollouts").mkdir(exist_ok=True)
+            keep = ("index", "sample", "finish_reason", "response_ids")
+            lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
+
+
+def stats(name, values):
+    values = np.asarray(values, dtype=np.float64)
+    return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
+
+
+def train_flops(policy, rows):
+    """FLOPs of forward and backward: 6 a weight and token, and causal attention's 6 L H T^2 a row."""
+    weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
+    lengths = [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
+    return sum(6 * weights * n + 6 * config.num_hidden_layers * config.hidden_size * n**2 for n in lengths)
+
+
+def matmul_speed(args, device):
+    """FLOP/s of a large matrix product on this rank, measured now: the yardstick of perf/mfu."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=getattr(torch, args.compute_dtype))
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    return 2 * n**3 / timer.blocked_autorange().median
+
+
+# endregion
+
+
+# --------------------------------------------------------------------------------------------------
+# The algorithm
+# --------------------------------------------------------------------------------------------------
+def check_args(args):
+    """Stop on combinations that cannot work, before anything is loaded."""
+    world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
+    if args.train_batch_size % args.ppo_mini_batch_size:
+        batch = f"--train_batch_size {args.train_batch_size}"
+        fail(f"{batch} is not a multiple of --ppo_mini_batch_size {args.ppo_mini_batch_size}")
+    for name in ("tp_size", "hsdp_replicas"):
+        if world % getattr(args, name):
+            fail(f"{world} ranks are not a multiple of --{name} {getattr(args, name)}")
+    if args.max_tokens_per_microbatch < row:
+        fail(f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row, {row} tokens")
+    if args.temperature <= 0:
+        fail(f"--temperature {args.temperature}: training needs samples, so it must be above 0")
+    if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
+        fail(
+            f"--top_p {args.top_p} --top_k {args.top_k} with --tis_cap {args.tis_cap}: a truncated sampler's"
+            " log-probs do not compare with the trainer's; sample from all tokens, or pass --tis_cap 0"
+        )
+    if args.reward_model and len(args.reward_weights) not in (0, len(args.reward_fn) + 1):
+        rewards = f"{len(args.reward_fn)} --reward_fn and --reward_model"
+        fail(
+            f"{len(args.reward_weights)} --reward_weights for {rewards}: give one for each, the model's last"
+        )
+    if args.reward_aggregation == "mean" and args.reward_weights and not sum(args.reward_weights) > 0:
+        fail(f"--reward_aggregation mean: the sum of --reward_weights {args.reward_weights} must be above 0")
+    if args.val_files and not args.reward_fn:
+        fail("--val_files without --reward_fn: validation scores by rules, not by the reward model")
+    for name in ("kl_target", "kl_horizon"):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
+            fail(f"--{name} {getattr(args, name)} must be above 0")
+
+
+def check_models(args):
+    """Stop unless critic and reward model fit, by their configurations -> the reward model's tokenizer."""
+    if args.critic_model:
+        known, needed = (
+            AutoConfig.from_pretrained(path).get_text_config().vocab_size
+            for path in (args.critic_model, args.model)
+        )
+        if known < needed:
+            fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
+    if not args.reward_model:
+        return None
+    labels = AutoConfig.from_pretrained(args.reward_model).num_labels
+    if labels != 1:
+        fail(f"--reward_model {args.reward_model} gives {labels} numbers, not 1 score")
+    tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+    if tokenizer.chat_template is None:
+        fail(f"--reward_model {args.reward_model}: its tokenizer has no chat template")
+    return tokenizer
+
+
+def load_rules(args):
+    """The reward function of the flags; a reward model has the last weight, and may be the only reward."""
+    if args.reward_model and not args.reward_fn:
+        return lambda **_: 0.0
+    weights = args.reward_weights[:-1] if args.reward_model else args.reward_weights
+    return load_rewards(args.reward_fn, weights, args.reward_aggregation)
+
+
+def load_critic(args, mesh, device):
+    """The critic, sharded. A new value head starts at 0, so that the first advantages are the returns."""
+    args = replace(args, model=args.critic_model or args.model)
+    critic = load_model(args, mesh, device, AutoModelForSequenceClassification, TokenValues, num_labels=1)
+    if not any("SequenceClassification" in name for name in critic.lm.config.architectures or []):
+        nn.init.zeros_(critic.lm.score.weight)
+    return critic
+
+
+def load_reward_model(args, mesh, device):
+    """The reward model, sharded, with its own forward: a sequence classifier knows where its score stands."""
+    args = replace(args, model=args.reward_model)
+    model = load_model(args, mesh, device, AutoModelForSequenceClassification, lambda lm: lm, num_labels=1)
+    return model.eval().requires_grad_(False)
+
+
+class Trained(nn.Module):
+    """Actor, critic and KL weight as the one model that a checkpoint holds; as Hugging Face: hf/, critic/."""
+
+    def __init__(self, actor, critic, kl_weight):
+        super().__init__()
+        self.actor, self.critic, self.kl_weight, self.config = actor, critic, kl_weight, actor.config
+
+    def save_pretrained(self, path, state_dict):
+        for name, directory in (("actor", path), ("critic", path.with_name("critic"))):
+            prefix = f"{name}."
+            own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+            getattr(self, name).save_pretrained(directory, state_dict=own)
+
+
+def score_and_gather(rows, manager, tokenizer):
+    """Score this rank's responses -> the rows of all ranks by prompt and sample, and each rank's tokens."""
+    samples = [
+        dict(
+            data_source=row["data_source"],
+            prompt_str=row["prompt"][-1]["content"],
+            solution_str=tokenizer.decode(row["response_ids"], skip_special_tokens=True),
+            ground_truth=row["reward_model"]["ground_truth"],
+            extra_info=row["extra_info"],
+        )
+        for row in rows
+    ]
+    results = zip(rows, samples, manager.score(samples), strict=True)
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, [dict(row, sampled=s, reward=reward) for row, s, reward in results])
+    tokens = [sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in part) for part in by_rank]
+    return sorted(chain(*by_rank), key=lambda row: (row["group"], row["sample"])), tokens
+
+
+@torch.no_grad()
+def model_scores(model, tokenizer, rows, args, device):
+    """The reward model's score of each row of the step, on every rank.
+
+    CAREFUL: ids of the actor mean nothing to it. The conversation goes through its own chat template.
+    """
+    ids = []
+    for row in rows:
+        answer = dict(role="assistant", content=row["sampled"]["solution_str"])
+        ids.append(tokenizer.apply_chat_template([*row["prompt"], answer], return_dict=False))
+    lengths, score_n = [len(x) for x in ids], [0.0] * len(rows)
+    hand = deal(lengths, dist.get_world_size())[dist.get_rank()]
+    pad = model.config.get_text_config().pad_token_id
+    budget = 0 if pad is None else args.max_tokens_per_microbatch  # no pad token: one row at a time
+    if args.offload:
+        model.to(device)
+    for part in cut([lengths[i] for i in hand], budget, packed=False):
+        part = [hand[i] for i in part]
+        texts = [torch.tensor(ids[i]) for i in part] or [torch.tensor([0])]  # a dummy row
+        input_ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad or 0)
+        mask = response_mask([len(x) for x in texts]).long()
+        logits_n1 = model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
+        for i, score in zip(part, logits_n1[:, 0].tolist(), strict=False):
+            score_n[i] = score
+    if args.offload:
+        model.to("cpu")
+    return all_reduce(score_n)  # each is 0 on all ranks but one
+
+
+def add_model_score(reward, model_score, args):
+    """A result of the rules with the model's score combined into it, as if the flags listed all of them.
+
+    Aggregates nest: the rules' is one more score, of weight 1, or for the mean of all the rules' weight.
+    """
+    *weights, last = args.reward_weights or [1.0] * (len(args.reward_fn) + 1)
+    parts = [(model_score, last)]
+    if weights:
+        parts.append((reward["score"], sum(weights) if args.reward_aggregation == "mean" else 1.0))
+    score = aggregate(*zip(*parts), args.reward_aggregation)
+    return reward | {"score": score, "score/rules": reward["score"], "score/model": model_score}
+
+
+def make_batch(rows, args, device):
+    """Deal the N rows of a step to the ranks -> this rank's batch and mini-batches, and each rank's tokens.
+
+    Every rank knows all rows: loss denominators, over all ranks and micro-batches, need no communication.
+    A mini-batch is a list of row numbers of the batch: one optimizer step.
+    """
+    lengths, size = [len(row["response_ids"]) for row in rows], args.ppo_mini_batch_size * args.group_size
+    tokens = [len(row["prompt_ids"]) + n for row, n in zip(rows, lengths, strict=True)]
+    mask_nt = response_mask(lengths)
+    weight_nt, token_weight_nt = torch.zeros(mask_nt.shape), torch.zeros(mask_nt.shape)
+    mine, mini_batches, load = [], [], np.zeros(dist.get_world_size())
+    for start in range(0, len(rows), size):
+        mini = slice(start, start + size)
+        weight_nt[mini] = loss_denominator(mask_nt[mini], args.loss_agg, args.max_response_length)
+        token_weight_nt[mini] = loss_denominator(mask_nt[mini], "token-mean")
+        hands = [[start + i for i in hand] for hand in deal(tokens[mini], dist.get_world_size())]
+        load += [sum(tokens[i] for i in hand) for hand in hands]
+        hand = hands[dist.get_rank()]
+        mini_batches.append(list(range(len(mine), len(mine) + len(hand))))
+        mine += hand
+    logp_nt = torch.zeros(mask_nt.shape)
+    logp_nt[mask_nt] = torch.tensor([logp for row in rows for logp in row["rollout_logps"]])
+    by_token = dict(
+        mask_nt=mask_nt,
+        rollout_logp_nt=logp_nt,
+        weight_nt=weight_nt,
+        token_weight_nt=token_weight_nt,
+    )
+    batch = {name: value[mine].to(device) for name, value in by_token.items()}
+    batch["prompts"], batch["responses"] = (
+        [rows[i][name] for i in mine] for name in ("prompt_ids", "response_ids")
+    )
+    return batch | dict(tokens=[tokens[i] for i in mine], rows=mine), mini_batches, load
+
+
+def micro_batches(policy, batch, rows, args):
+    """Run rows of the batch, a micro-batch at a time -> their numbers [n], logp_nt, entropy_nt.
+
+    An empty micro-batch runs a dummy row; what its empty row numbers index sums to zero against it.
+    """
+    packed = args.attn_implementation == "flash_attention_2"
+    for part in cut([batch["tokens"][i] for i in rows], args.max_tokens_per_microbatch, packed):
+        part = [rows[i] for i in part]
+        prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
+        logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, packed)
+        yield torch.tensor(part, dtype=torch.long), *logps
+
+
+@torch.no_grad()
+def all_logps(policy, batch, args):
+    """Log-probs of this rank's responses, [N, T]; of a critic, values."""
+    logp_nt = torch.zeros_like(batch["rollout_logp_nt"])
+    for rows, got_nt, _ in micro_batches(policy, batch, range(len(logp_nt)), args):
+        logp_nt[rows, : got_nt.shape[1]] = got_nt
+    return logp_nt
+
+
+def advantages(rows, batch, kl_coef, args):
+    """Token rewards, advantages and returns of all rows of the step, equal on every rank -> dict of [N, T].
+
+    All rows, not this rank's: advantages are whitened over the step.
+    """
+    mask_nt = response_mask([len(row["response_ids"]) for row in rows])
+    kl_nt = torch.zeros(mask_nt.shape)
+
+    def whole(name):
+        x_nt = torch.zeros(mask_nt.shape)
+        x_nt[batch["rows"]] = batch[name].cpu()
+        dist.all_reduce(x_nt)  # every row is 0 on all ranks but one
+        return x_nt
+
+    score_n, value_nt = torch.tensor([row["reward"]["score"] for row in rows]), whole("value_nt")
+    if args.use_kl_in_reward:
+        kl_nt = kl_estimate(whole("old_logp_nt"), whole("ref_logp_nt"), args.kl_penalty)
+    reward_nt = token_rewards(score_n, kl_nt, mask_nt, kl_coef)
+    adv_nt, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, args.lam)
+    adv_nt = masked_whiten(adv_nt, mask_nt)
+    about = dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, value_nt=value_nt)
+    return about | dict(adv_nt=adv_nt, return_nt=return_nt)
+
+
+def take_step(model, optimizer, args):
+    """Clip the gradient and step, or skip if it is not finite -> its norm, over all ranks: they act alike."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor().item()
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def update_critic(critic, optimizer, batch, mini_batches, args):
+    """One optimizer step a mini-batch -> metrics, means over the steps."""
+    names = ("vf_loss", "vf_clipfrac", "vpred_mean")
+    sums, norms = torch.zeros(len(names)), []
+    for mini_batch in mini_batches * args.ppo_epochs:
+        for rows, value_nt, _ in micro_batches(critic, batch, mini_batch, args):
+            cut_to = rows, slice(value_nt.shape[1])
+            w_nt, t_nt, old_nt, return_nt = (
+                batch[name][cut_to] for name in ("weight_nt", "token_weight_nt", "value_nt", "return_nt")
+            )
+            loss_nt = value_loss(value_nt, old_nt, return_nt, args.cliprange_value)
+            # FSDP averages gradients over the ranks, but the weights already divide by all ranks' tokens
+            ((w_nt * loss_nt).sum() * dist.get_world_size()).backward()
+            with torch.no_grad():
+                clipped_nt = loss_nt > (value_nt - return_nt) ** 2 / 2
+                means = w_nt * loss_nt, t_nt * clipped_nt, t_nt * value_nt
+                sums += torch.stack([x.sum() for x in means]).cpu()
+        norms.append(take_step(critic, optimizer, args))
+    means = [total / len(norms) for total in all_reduce(sums.tolist())]
+    metrics = {f"critic/{name}": mean for name, mean in zip(names, means, strict=True)}
+    return metrics | {
+        "critic/grad_norm": np.mean(norms),
+        "critic/skipped_updates": np.sum(~np.isfinite(norms)),
+    }
+
+
+def update_actor(policy, optimizer, batch, mini_batches, args):
+    """One optimizer step a mini-batch -> metrics, means over the steps, and log-probs as first seen, [N, T].
+
+    Without old_logp_nt in the batch the old policy is the current one (a single optimizer step).
+    """
+    names = ("pg_loss", "kl_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
+    sums, norms, first_nt = torch.zeros(len(names)), [], torch.zeros_like(batch["rollout_logp_nt"])
+    clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
+    for epoch in range(args.ppo_epochs):
+        for mini_batch in mini_batches:
+            for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
+                cut_to = rows, slice(logp_nt.shape[1])
+                part = {name: x[cut_to] for name, x in batch.items() if name.endswith("_nt")}
+                w_nt, t_nt, old_nt = part["weight_nt"], part["token_weight_nt"], part.get("old_logp_nt")
+                old_nt = logp_nt.detach() if old_nt is None else old_nt
+                pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, part["adv_nt"], *clip)
+                if args.tis_cap:
+                    correction_nt = (old_nt - part["rollout_logp_nt"]).exp()
+                    pg_nt = pg_nt * correction_nt.clamp(max=args.tis_cap)  # eq: grpo.tis
+                kl_nt = kl_estimate(logp_nt, part.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
+                loss_nt = pg_nt - args.entropy_coeff * entropy_nt
+                if args.use_kl_loss:
+                    loss_nt = loss_nt + args.kl_loss_coef * kl_nt
+                # FSDP averages gradients over the ranks, but the weights already divide by all ranks' tokens
+                ((w_nt * loss_nt).sum() * dist.get_world_size()).backward()
+                with torch.no_grad():
+                    means = w_nt * pg_nt, w_nt * kl_nt, t_nt * entropy_nt, t_nt * clipped_nt, t_nt * lower_nt
+                    sums += torch.stack([x.sum() for x in (*means, t_nt * (old_nt - logp_nt))]).cpu()
+                    if epoch == 0:
+                        first_nt[cut_to] = logp_nt
+            norms.append(take_step(policy, optimizer, args))
+    means = [total / len(norms) for total in all_reduce(sums.tolist())]
+    metrics = {f"actor/{name}": mean for name, mean in zip(names, means, strict=True)}
+    metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": np.sum(~np.isfinite(norms))}
+    return metrics, first_nt
+
+
+def rollout_gap(logp_nt, batch):
+    """|probability by the trainer - probability by the sampler| of the sampled tokens."""
+    diff = (logp_nt.exp() - batch["rollout_logp_nt"].exp()).abs()[batch["mask_nt"]]
+    total, count = all_reduce([diff.sum().item(), diff.numel()])
+    [largest] = all_reduce([max(diff.tolist(), default=0.0)], dist.ReduceOp.MAX)
+    return {"training/rollout_probs_diff_mean": total / count, "training/rollout_probs_diff_max": largest}
+
+
+def step_metrics(rows, step_nt, rank_tokens, load, timing, args):
+    """Metrics that need no model: scores, advantages, lengths, balance, time."""
+    results = [row["reward"] for row in rows]
+    scores, mask_nt = [result["score"] for result in results], step_nt["mask_nt"]
+    responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
+    total, world = sum(rank_tokens), len(load)
+    metrics = stats("critic/score", scores) | stats("critic/rewards", step_nt["reward_nt"].sum(-1))
+    metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
+    metrics |= failure_metrics(results)
+    for name, key in (("advantages", "adv_nt"), ("returns", "return_nt"), ("values", "value_nt")):
+        metrics |= stats(f"critic/{name}", step_nt[key][mask_nt])
+    if args.reward_model:
+        for name in ("rules", "model"):
+            metrics |= stats(f"critic/score_{name}", [result[f"score/{name}"] for result in results])
+    returns, error = step_nt["return_nt"][mask_nt], (step_nt["return_nt"] - step_nt["value_nt"])[mask_nt]
+    metrics["critic/vf_explained_var"] = 1 - error.var(correction=0) / (returns.var(correction=0) + 1e-8)
+    metrics["actor/reward_kl_penalty"] = step_nt["kl_nt"][mask_nt].mean()
+    metrics |= {
+        "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
+        "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
+        "global_seqlen/min": min(rank_tokens),
+        "global_seqlen/max": max(rank_tokens),
+        "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
+        "global_seqlen/balanced_min": min(load),
+        "global_seqlen/balanced_max": max(load),
+        "global_seqlen/mean": total / world,
+        "perf/total_num_tokens": total,
+        "perf/time_per_step": timing["step"],
+        "perf/throughput": total / timing["step"] / world,
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
+    }
+    for name, seconds in timing.items():
+        metrics[f"timing_s/{name}"] = seconds
+        if name in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
+            tokens = sum(responses) if name == "gen" else total
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
+    return metrics
+
+
+def main():
+    # ---- arguments and data: nothing slow before they are known to be good
+    args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
+    check_args(args)
+    resume = open_run(args)
+    try:
+        AutoConfig.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        reward_tokenizer = check_models(args)
+        reward_fn = load_rules(args)
+        limits = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
+        manager = RewardManager(args.reward_manager, reward_fn, **limits)
+        shown = args.num_examine if os.environ.get("RANK", "0") == "0" else 0
+        val_manager = RewardManager(args.reward_manager, reward_fn, shown, **limits)
+        limit = args.max_prompt_length, args.filter_overlong_prompts
+        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, *limit)
+        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, *limit)
+        if args.reward_model:  # its chat template takes the prompts too
+            load_prompts(args.train_files, reward_tokenizer, math.inf, False)
+        if "rewards" in args.reward_fn:
+            check_sources({row["data_source"] for row in train_rows + val_rows})
+    except (ValueError, OSError) as error:
+        fail(" ".join(str(error).split()))
+    steps_per_epoch = len(train_rows) // args.train_batch_size
+    if not steps_per_epoch:
+        fail(
+            f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training prompts"
+        )
+    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+
+    # ---- models: the engine first, while the GPU is empty; then it sleeps
+    device, mesh = setup_distributed(args.hsdp_replicas)
+    engine, stop_ids = build_engine(args, device), stop_token_ids(args, tokenizer)
+    policy = load_model(args, mesh, device)
+    models = (
+        [policy, load_model(args, mesh, device).eval().requires_grad_(False)]
+        if args.use_kl_loss or args.use_kl_in_reward
+        else [policy]
+    )
+    critic, kl_weight = (
+        load_critic(args, mesh, device),
+        AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon),
+    )
+    reward_model = load_reward_model(args, mesh, device) if args.reward_model else None
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    critic_optimizer = torch.optim.AdamW(
+        critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay, fused=True
+    )
+    trained, optimizers = Trained(policy.lm, critic.lm, kl_weight), [optimizer, critic_optimizer]
+    first = load_checkpoint(resume, trained, optimizers)["step"] + 1 if resume else 1
+    if args.offload:  # critic and reward model are in host memory but for their uses
+        move("cpu", [critic, *([reward_model] if reward_model else [])], critic_optimizer)
+    peak = matmul_speed(args, device) * dist.get_world_size()
+    log = Logger(args, first - 1, total_steps)
+    log.say(
+        f"{len(train_rows)} training and {len(val_rows)} validation prompts ({train_dropped + val_dropped}"
+        f" dropped: over {args.max_prompt_length} tokens), {total_steps} steps, {dist.get_world_size()} ranks"
+        f" on {device.type}" + (f", resumed from {resume}" if resume else "")
+    )
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    sample = partial(rollout, engine, models, optimizer, args, stop_ids)
+
+    def validate(check):
+        rows = sample(val_rows, 0, check, {}, args.val_group_size, temperature=args.val_temperature)
+        metrics = validation_metrics(score_and_gather(rows, val_manager, tokenizer)[0])
+        log.say("validation: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        return metrics
+
+    if val_rows and args.val_before_train and not resume:
+        log.log(validate(check=True) | {"training/global_step": 0}, 0)
+
+    saving = {}  # seconds of the last checkpoint: reported by the step after it
+    for step in range(first, total_steps + 1):
+        timing, saving, begin = saving, {}, time.perf_counter()
+        epoch, batch_number = divmod(step - 1, steps_per_epoch)
+        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+        chosen = order[batch_number * args.train_batch_size :][: args.train_batch_size]
+        prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
+
+        # ---- rollout
+        check = step == first or (args.sync_check_freq > 0 and step % args.sync_check_freq == 0)
+        sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+        rows = sample(prompts, step, check, timing, args.group_size, **sampling)
+
+        # ---- reward: from here every rank knows all rows
+        with timed(timing, "reward"):
+            rows, rank_tokens = score_and_gather(rows, manager, tokenizer)
+            if reward_model:
+                scores = model_scores(reward_model, reward_tokenizer, rows, args, device)
+                for row, score in zip(rows, scores, strict=True):
+                    row["reward"] = add_model_score(row["reward"], score, args)
+
+        # ---- balance over the ranks
+        batch, mini_batches, load = make_batch(rows, args, device)
+
+        # ---- log-probs: the old ones only if more than the first optimizer step of the actor needs them
+        learns = step > args.critic_warmup
+        if args.use_kl_in_reward or not learns or len(mini_batches) * args.ppo_epochs > 1:
+            with timed(timing, "old_log_prob"):
+                batch["old_logp_nt"] = all_logps(policy, batch, args)
+        if args.use_kl_loss or args.use_kl_in_reward:
+            with timed(timing, "ref"):
+                batch["ref_logp_nt"] = all_logps(models[1], batch, args)
+
+        # ---- values
+        if args.offload:
+            move(device, [critic], critic_optimizer)
+        with timed(timing, "values"):
+            batch["value_nt"] = all_logps(critic, batch, args)
+
+        # ---- advantage
+        with timed(timing, "adv"):
+            kl_coef = kl_weight.value.item() * args.use_kl_in_reward
+            step_nt = advantages(rows, batch, kl_coef, args)
+            for name in ("adv_nt", "return_nt"):
+                batch[name] = step_nt[name][batch["rows"]].to(device)
+            kl_weight.update(step_nt["kl_nt"][step_nt["mask_nt"]].mean().item(), len(rows))
+
+        # ---- update: the critic, then the actor
+        lr = learning_rate(args, step, total_steps)
+        critic_lr = learning_rate(replace(args, lr=args.critic_lr), step, total_steps)
+        for one, rate in zip(optimizers, (lr, critic_lr), strict=True):
+            for group in one.param_groups:
+                group["lr"] = rate
+        with timed(timing, "update_critic"):
+            metrics = update_critic(critic, critic_optimizer, batch, mini_batches, args)
+        if args.offload:
+            move("cpu", [critic], critic_optimizer)
+        first_nt = None
+        if learns:
+            if step == args.critic_warmup + 1:
+                optimizer.state.clear()  # a checkpoint of the warm-up left zeros that count as a step
+            with timed(timing, "update_actor"):
+                actor_metrics, first_nt = update_actor(policy, optimizer, batch, mini_batches, args)
+            mfu = train_flops(policy, rows) / timing["update_actor"] / peak
+            metrics |= actor_metrics | {"actor/lr": lr, "perf/mfu/actor": mfu}
+        metrics |= rollout_gap(batch.get("old_logp_nt", first_nt), batch)
+
+        # ---- validation
+        last = step == total_steps or all_reduce([stop.is_set()], dist.ReduceOp.MAX) == [1]
+        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+            with timed(timing, "testing"):
+                metrics |= validate(check=False)
+
+        # ---- metrics
+        timing["step"] = time.perf_counter() - begin
+        metrics |= step_metrics(rows, step_nt, rank_tokens, load, timing, args)
+        metrics |= {
+            "critic/lr": critic_lr,
+            "actor/kl_coef": args.kl_loss_coef * args.use_kl_loss,
+            "actor/reward_kl_penalty_coeff": kl_coef,
+            "training/global_step": step,
+            "training/epoch": epoch,
+        }
+        speed = f"{metrics['perf/total_num_tokens'] / timing['step']:.0f}"
+        log.log(
+            metrics,
+            step,
+            score=f"{metrics['critic/score/mean']:.3f}",
+            length=f"{metrics['response_length/mean']:.0f}",
+            tok_s=speed,
+        )
+        if args.rollout_dump:
+            log.dump(rows, step)
+
+        # ---- checkpoint, after the metrics: a kill in between loses neither
+        if last or (args.save_freq and step % args.save_freq == 0):
+            with timed(saving, "save_checkpoint"):
+                save_checkpoint(args, step, trained, optimizers, tokenizer)
+        if last:
+            break
+    log.bar.close()
+    dist.barrier()  # the process group ends with the engine, at exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""DAPO from end to end, and its sampling loop with a made-up sampler."""
+
+import ast
+import json
+import math
+import re
+from fnmatch import fnmatch
+from itertools import groupby
+
+import pytest
+import torch
+from conftest import ROOT, metrics, rollouts, run
+from safetensors.torch import load_file
+
+DAPO = ROOT / "algos/dapo.py"
+PROMPTS, SAMPLES = 8, 8  # groups of a step, responses of a group
+TOKENS = 8  # of most groups of dapo_loop.py
+
+
+def flags(tiny, arithmetic, out, *more):
+    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
+    sizes = f"--train_batch_size {PROMPTS} --ppo_mini_batch_size 4 --group_size {SAMPLES}".split()
+    sizes += "--max_prompt_length 16 --max_response_length 12 --max_tokens_per_microbatch 300".split()
+    rest = "--lr 3e-3 --warmup_steps 2 --total_steps 6 --save_freq 3 --test_freq 3 --rollout_dump".split()
+    reward = "--keep_checkpoints", 0, "--reward_fn", f"{ROOT}/tests/dapo_reward.py:mixed"
+    return ["--model", tiny, "--output_dir", out, *files, *sizes, *rest, *reward, *more]
+
+
+def weights(out, step):
+    return load_file(out / f"checkpoints/step_{step:06d}/hf/model.safetensors")
+
+
+def state(out, step):
+    return json.loads((out / f"checkpoints/step_{step:06d}/trainer_state.json").read_text())
+
+
+def groups(out, step):
+    """The groups that a step trained on: {prompt number: rows}."""
+    return {k: list(rows) for k, rows in groupby(rollouts(out, step), key=lambda row: row["index"])}
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, arithmetic, tmp_path_factory):
+    """Six steps on one rank, undisturbed."""
+    out = tmp_path_factory.mktemp("straight")
+    run(DAPO, *flags(tiny, arithmetic, out))
+    return out
+
+
+def test_it_learns_and_reports(straight, tiny):
+    steps = metrics(straight)
+    assert list(steps) == [0, 1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(value) for m in steps.values() for value in m.values())
+    assert steps[6]["critic/rewards/mean"] > steps[1]["critic/rewards/mean"] + 0.2
+    before, after = load_file(tiny / "model.safetensors"), weights(straight, 6)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    known = "".join(
+        (ROOT / f"docs/{name}.md").read_text().split("## Metrics")[1] for name in ("grpo", "dapo")
+    )
+    known = [re.sub(r"\{.*?\}", "*", name) for name in re.findall(r"`([^`]+)`", known)]
+    for name in {name for m in steps.values() for name in m}:
+        assert any(fnmatch(name, pattern) for pattern in known), name
+
+
+def test_the_batch_is_as_asked_for_and_each_group_has_spread(straight):
+    for step in range(1, 7):
+        trained = groups(straight, step)
+        assert len(trained) == PROMPTS and all(len(rows) == SAMPLES for rows in trained.values())
+        assert all(len({row["acc"] for row in rows}) == 2 for rows in trained.values())
+    steps = [m for step, m in metrics(straight).items() if step]
+    assert max(m["dapo/gen_batches"] for m in steps) > 1 and max(m["dapo/carried_over"] for m in steps) > 0
+    assert (
+        min(m["dapo/dropped_all_right"] for m in steps) > 0 < min(m["dapo/dropped_all_wrong"] for m in steps)
+    )
+    assert all(m["training/rollout_probs_diff_max"] < 1e-4 for m in steps)
+
+
+def test_killed_while_sampling_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path):
+    assert state(straight, 3)["surplus"]  # the groups that the resumed run must not lose
+    killed = run(ROOT / "tests/workers/dapo_killed.py", *flags(tiny, arithmetic, tmp_path), check=False)
+    assert killed.returncode == 9 and 3 <= max(metrics(tmp_path)) < 6
+    run(DAPO, *flags(tiny, arithmetic, tmp_path))
+    for step, m in metrics(straight).items():
+        assert step == 0 or rollouts(tmp_path, step) == rollouts(straight, step)
+        for name, value in m.items():
+            if not name.startswith(("timing", "perf")):
+                assert metrics(tmp_path)[step][name] == value, (step, name)
+    resumed = weights(tmp_path, 6)
+    assert all(torch.equal(value, resumed[name]) for name, value in weights(straight, 6).items())
+    assert state(tmp_path, 6) == state(straight, 6)
+
+
+def test_two_ranks_equal_one(straight, tiny, arithmetic, tmp_path):
+    run(DAPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 2, "--test_freq", 0), ranks=2)
+    for step in (1, 2):
+        for name in ("index", "response_ids", "acc"):
+            assert [r[name] for r in rollouts(tmp_path, step)] == [r[name] for r in rollouts(straight, step)]
+        for name, value in metrics(straight)[step].items():
+            if not name.startswith(("timing", "perf", "global_seqlen", "val")):
+                assert metrics(tmp_path)[step][name] == pytest.approx(value, rel=1e-3, abs=1e-4), (step, name)
+
+
+@pytest.fixture(scope="module")
+def loop(tiny, arithmetic, tmp_path_factory):
+    """dapo_loop.py on two ranks: directory of its runs, {scenario: [(exit, generation batches) a rank]}."""
+    out = tmp_path_factory.mktemp("loop")
+    done = run(ROOT / "tests/workers/dapo_loop.py", tiny, arithmetic / "train.parquet", out, ranks=2)
+    lines = [line.split("|") for line in done.stdout.splitlines() if line.startswith("SCENARIO")]
+    return out, {name: ast.literal_eval(found) for _, name, found in lines}
+
+
+def test_always_right_is_an_error_on_both_ranks(loop):
+    [(line, batches), other] = loop[1]["always right"]
+    assert batches == 3 and other == (1, 3)
+    assert "--max_gen_batches 3" in line and "0 of --train_batch_size 4 groups" in line and "100%" in line
+    [(line, batches), other] = loop[1]["one more"]  # the hint can be followed
+    assert "--max_gen_batches 4" in line and batches == 4 and other == (1, 4)
+
+
+def test_partial_batch_by_flag(loop):
+    """The first generation batch, of 4 prompts, keeps none: the others have the largest size, 3 x 4."""
+    steps = metrics(loop[0] / "partial")
+    assert [len(groups(loop[0] / "partial", step)) for step in steps] == [2, 3]
+    assert [m["dapo/gen_batches"] for m in steps.values()] == [2, 2]
+    assert [m["dapo/tokens_generated"] for m in steps.values()] == [(4 + 12) * TOKENS, (12 + 12) * TOKENS]
+
+
+def test_overlong_but_right_is_not_rescued_or_lost(loop):
+    """Kinds by prompt number, modulo 5: 1 mixed, 4 right but long among wrong; the others have no spread."""
+    trained = [k for step in (1, 2, 3, 4) for k in groups(loop[0] / "kinds", step)]
+    assert trained == [k for k in range(100) if k % 5 in (1, 4)][:16]
+    for m in metrics(loop[0] / "kinds").values():
+        assert m["critic/score/mean"] == (2 + 1) / 8  # as many of one kind as of the other
+        assert m["critic/rewards/mean"] == (2 + 0) / 8 and m["dapo/overlong"] == 2
+        assert m["dapo/dropped_all_right"] > m["dapo/dropped_all_wrong"] > 0
+
+
+def test_surplus_groups_are_trained_next_or_thrown_away(loop):
+    """Of prompts 0 to 9 the first is kept, and all from 10 on: what is sampled follows the keep rate.
+
+    Step 1: 4 prompts, keeps 1; 3 / (2 / 5) -> 8, keeps 2; 1 / (4 / 13) -> 4, keeps all, 3 of them surplus.
+    Step 2, with half the counts: 1 / (4.5 / 9) = 2 prompts, 1 surplus. Step 3: 3 / (3.75 / 6) -> 5.
+    """
+    out = loop[0] / "surplus"
+    first, *later = (list(groups(out, step)) for step in (1, 2, 3))
+    assert first == [0, 10, 11, 12] and later == [[13, 14, 15, 16], [17, 18, 19, 20]]
+    assert [list(groups(loop[0] / "resumed", step)) for step in (1, 2, 3)] == [first, *later]
+    carried, thrown = metrics(out), metrics(loop[0] / "thrown")
+    assert [m["dapo/gen_batches"] for m in carried.values()] == [3, 1, 1]
+    assert [m["dapo/tokens_generated"] / TOKENS for m in carried.values()] == [4 + 8 + 4, 2, 5]
+    assert [m["dapo/tokens_thrown_away"] / TOKENS for m in carried.values()] == [9, 0, 0]
+    assert [m["dapo/carried_over"] for m in carried.values()] == [0, 3 / 4, 1 / 4]
+    assert all(m["dapo/carried_over"] == 0 for m in thrown.values())
+    assert list(groups(loop[0] / "thrown", 1)) == first
+    assert min(groups(loop[0] / "thrown", 2)) == 16
+    assert thrown[1]["dapo/tokens_thrown_away"] / TOKENS == 9 + 3
+
+
+def test_an_epoch_ends_with_its_data(loop):
+    out = loop[0] / "epoch"
+    *_, last = metrics(out)
+    assert last < 64 // 4 and state(out, last)["step"] == last
+    assert 64 <= state(out, last)["drawn"] <= 64 + 12
+    assert max(k for k in groups(out, last)) < state(out, last)["drawn"]
+    assert loop[1]["epoch again"] == [("ended", 0)] * 2  # resumed at the end: nothing is sampled

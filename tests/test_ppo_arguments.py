@@ -1,0 +1,73 @@
+"""Bad input to what PPO has over GRPO: one clear line and a non-zero exit, before any model is loaded."""
+
+import pytest
+from workers.ppo_reward_model import write_reward_model
+
+from algos import ppo
+
+
+@pytest.fixture
+def refused(tiny, arithmetic, tmp_path, monkeypatch):
+    """Run main with more flags -> the line that it stops with; loading a model fails the test."""
+
+    def main(*flags):
+        given = [
+            "--model",
+            tiny,
+            "--train_files",
+            arithmetic / "train.parquet",
+            "--output_dir",
+            tmp_path / "out",
+        ]
+        monkeypatch.setattr("sys.argv", ["ppo.py", *map(str, given), *map(str, flags)])
+        for name in ("setup_distributed", "build_engine", "load_model"):
+            monkeypatch.setattr(ppo, name, lambda *_: pytest.fail("went on to load a model"))
+        with pytest.raises(SystemExit) as stop:
+            ppo.main()
+        assert isinstance(stop.value.code, str) and "\n" not in stop.value.code
+        return stop.value.code
+
+    return main
+
+
+def test_missing_models(refused):
+    assert "no_such_critic" in refused("--critic_model", "./no_such_critic")
+    assert "no_such_model" in refused("--reward_model", "./no_such_model")
+
+
+def test_critic_with_fewer_tokens(refused, tmp_path):
+    write_reward_model(tmp_path)
+    assert "knows 100 tokens" in refused("--critic_model", tmp_path)
+
+
+def test_reward_model_with_two_labels(refused, tmp_path):
+    write_reward_model(tmp_path, num_labels=2)
+    assert "gives 2 numbers" in refused("--reward_model", tmp_path)
+
+
+def test_reward_model_without_a_chat_template(refused, tmp_path):
+    write_reward_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert "no chat template" in refused("--reward_model", tmp_path)
+
+
+def test_reward_weights(refused, tmp_path):
+    write_reward_model(tmp_path)
+    assert "1 --reward_weights for 1 --reward_fn and --reward_model" in refused(
+        "--reward_model", tmp_path, "--reward_weights", 1
+    )
+    assert "must be above 0" in refused(
+        *("--reward_model", tmp_path, "--reward_weights", 1, -1, "--reward_aggregation", "mean")
+    )
+
+
+def test_no_rule(refused, arithmetic):
+    assert "--reward_fn" in refused("--reward_fn")
+    assert "--val_files without --reward_fn" in refused(
+        "--reward_fn", "--val_files", arithmetic / "val.parquet"
+    )
+
+
+@pytest.mark.parametrize("name", ("kl_target", "kl_horizon"))
+def test_adaptive_kl(refused, name):
+    assert f"--{name} 0.0 must be above 0" in refused(f"--{name}", 0)

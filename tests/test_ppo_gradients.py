@@ -1,0 +1,52 @@
+"""Updates of actor and critic, scores and checkpoints depend on no way to cut the work over ranks."""
+
+import pytest
+import torch
+from conftest import ROOT, run
+from test_grpo_gradients import distance
+from transformers import AutoModelForSequenceClassification
+from workers.ppo_reward_model import score, write_reward_model
+
+TEXTS = ["7", "1234", "", "a9", "no digit", "5 and a long end 3"]  # as in the worker
+
+
+@pytest.fixture(scope="module")
+def results(tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ppo")
+    torch.manual_seed(0)
+    critic = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1, dtype=torch.float32)
+    critic.save_pretrained(out / "critic")  # with a head that is not 0
+    write_reward_model(out / "reward_model")
+    for ranks in (2, 1):  # two write the checkpoint that one reads
+        models = tiny, out / "critic", out / "reward_model"
+        run(ROOT / "tests/workers/ppo_gradients.py", *models, out / f"{ranks}.pt", ranks=ranks)
+    return {ranks: torch.load(out / f"{ranks}.pt") for ranks in (1, 2)}
+
+
+@pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
+@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("budget", (70, 100_000))
+@pytest.mark.parametrize("packed", (False, True))
+def test_updates_equal_the_plain_losses(results, model, ranks, budget, packed):
+    assert distance(results[ranks][budget, packed][model], results[1]["naive"][model]) < 1e-5
+
+
+def test_scores_of_a_reward_model_with_its_own_tokens(results):
+    for ranks in (1, 2):
+        padded, alone, one_by_one = results[ranks]["scores"]
+        assert padded == pytest.approx([score(text) for text in TEXTS], abs=1e-4)
+        assert alone == pytest.approx(padded[:1], abs=1e-6)
+        assert one_by_one == pytest.approx(padded, abs=1e-6)
+
+
+def test_the_critic_learns_a_fixed_batch(results):
+    for ranks in (1, 2):
+        explained = results[ranks]["explained"]
+        assert abs(explained[0]) < 1e-3  # a new head starts at 0
+        assert explained[-1] > 0.8
+
+
+def test_a_checkpoint_of_two_ranks_is_read_by_one(results):
+    written, read = (results[ranks]["checkpoint"] for ranks in (2, 1))
+    assert written.keys() == read.keys() and written["kl_weight.value"] != 0.1
+    assert all(torch.equal(value, read[name]) for name, value in written.items())

@@ -1,0 +1,119 @@
+"""The mathematics of PPO against tables computed by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from algos import ppo
+from rewards.combined import aggregate
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_gae_with_a_masked_gap_and_a_truncated_response():
+    # gamma = lam = .5. Row 0: token 1 is a tool's. Row 1 was cut after two tokens, what follows is padding
+    reward_nt, value_nt = f64([0.2, 99, 0, 1], [0, 0.5, 99, 99]), f64([1, 7, 2, 3], [1, 4, 9, 9])
+    mask_nt = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]]).bool()
+    adv_nt, return_nt = ppo.gae(reward_nt, value_nt, mask_nt, 0.5, 0.5)
+    # row 0: 1 + 0 - 3 = -2;  0 + .5*3 - 2 + .25*-2 = -1;  .2 + .5*2 - 1 + .25*-1 = -.05
+    # row 1: .5 + 0 - 4 = -3.5;  0 + .5*4 - 1 + .25*-3.5 = .125
+    assert adv_nt[mask_nt].tolist() == pytest.approx([-0.05, -1, -2, 0.125, -3.5])
+    assert return_nt[mask_nt].tolist() == pytest.approx([0.95, 1, 1, 1.125, 0.5])
+    assert adv_nt[~mask_nt].tolist() == [-1, 0, 0]  # what passes through
+
+
+@given(st.lists(st.tuples(*[st.floats(-3, 3)] * 2, st.booleans()), max_size=8))
+def test_a_masked_token_is_as_good_as_none(tokens):
+    reward_t, value_t, keep_t = (torch.tensor(x) for x in zip(*tokens, (1.0, 0.5, True)))
+    with_gaps = ppo.gae(reward_t[None], value_t[None], keep_t[None], 0.9, 0.8)
+    without = ppo.gae(reward_t[None, keep_t], value_t[None, keep_t], torch.ones(1, keep_t.sum()), 0.9, 0.8)
+    for with_nt, without_nt in zip(with_gaps, without, strict=True):
+        assert torch.allclose(with_nt[:, keep_t], without_nt, atol=1e-5)
+
+
+@given(st.lists(st.tuples(*[st.floats(-3, 3)] * 2), min_size=1, max_size=8))
+def test_lambda_one_gives_the_returns(tokens):
+    reward_nt, value_nt = f64(*zip(*tokens))[:, None]
+    _, return_nt = ppo.gae(reward_nt, value_nt, torch.ones_like(value_nt), 1.0, 1.0)
+    assert torch.allclose(return_nt, reward_nt.flip(-1).cumsum(-1).flip(-1))
+
+
+def test_masked_whiten():
+    # 1 3 5: mean 3, unbiased variance 4
+    white_nt = ppo.masked_whiten(f64([1, 3, 100], [5, -7, 0]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool())
+    assert white_nt.flatten().tolist() == pytest.approx([-1, 0, 0, 1, 0, 0], abs=1e-7)
+    alone_nt = ppo.masked_whiten(f64([4, 9]), torch.tensor([[True, False]]))
+    assert alone_nt.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "gradient"),
+    (
+        (2.0, 0.125, 0),  # clipped to 1.5: (1.5 - 2)^2 / 2
+        (1.2, 0.32, -0.8),  # within the clip
+        (0.0, 2.0, -2.0),  # moved away: the clipped .5 would cost less
+        (1.6, 0.125, 0),
+    ),
+)
+def test_value_loss(value, loss, gradient):
+    value_nt = torch.tensor([[value]], requires_grad=True)
+    loss_nt = ppo.value_loss(value_nt, torch.ones(1, 1), torch.full((1, 1), 2.0), 0.5)
+    assert loss_nt.shape == (1, 1) and loss_nt.item() == pytest.approx(loss)
+    loss_nt.sum().backward()
+    assert value_nt.grad.item() == pytest.approx(gradient)
+
+
+def test_token_rewards():
+    kl_nt, mask_nt = f64([0.1, 0.2, 0.3], [-0.4, 5, 0.5]), torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
+    reward_nt = ppo.token_rewards(f64(1, 2), kl_nt, mask_nt, 0.5)
+    assert reward_nt.flatten().tolist() == pytest.approx([-0.05, 0.9, 0, 0.2, 0, 1.75])
+
+
+def test_adaptive_kl():
+    weight = ppo.AdaptiveKL(0.1, 2.0, 100)
+    for kl, n, expected in ((2.2, 50, 0.105), (10, 50, 0.1155), (0, 100, 0.0924)):  # +10 %, at most +-20 %
+        weight.update(kl, n)
+        assert weight.value.item() == pytest.approx(expected)
+    fixed = ppo.AdaptiveKL(0.1, None, 100)
+    fixed.update(10, 50)
+    assert fixed.value.item() == 0.1
+
+
+@pytest.mark.parametrize("how", ("sum", "mean", "min"))
+@pytest.mark.parametrize("weights", ((), (0.5, 2.0, 3.0)))
+def test_model_score_is_one_more_reward(how, weights):
+    flags = SimpleNamespace(reward_fn=("a", "b"), reward_weights=weights, reward_aggregation=how)
+    every = weights or (1.0, 1.0, 1.0)
+    for scores in ((1.0, 0.5, -2.0), (-3.0, 0.2, 7.0)):
+        rules = aggregate(scores[:2], every[:2], how)  # what the reward manager returns
+        result = ppo.add_model_score({"score": rules, "pred": "7"}, scores[2], flags)
+        assert result == {"score": pytest.approx(aggregate(scores, every, how))} | {
+            "score/rules": rules,
+            "score/model": scores[2],
+            "pred": "7",
+        }
+
+
+@pytest.mark.parametrize("how", ("sum", "mean", "min"))
+def test_model_score_without_rules(how):
+    flags = SimpleNamespace(reward_model="x", reward_fn=(), reward_weights=(), reward_aggregation=how)
+    assert ppo.add_model_score({"score": ppo.load_rules(flags)()}, 1.5, flags)["score"] == 1.5
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_values_of_a_lookup_table(packed):
+    """V of a response token is that of the state before it: of the token that predicts it."""
+    lm = nn.Module()
+    lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, 1, bias=False)
+    lm.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=lm.embed(input_ids))
+    prompts, responses = [[1, 2], [3]], [[5, 1, 3], [2]]
+    value_nt, _ = ppo.token_logps(ppo.TokenValues(lm), prompts, responses, 1.0, packed)
+    table = lm.score(lm.embed.weight)[:, 0].tolist()
+    expected = [table[2], table[5], table[1], table[3], 0, 0]
+    assert value_nt.flatten().tolist() == pytest.approx(expected)

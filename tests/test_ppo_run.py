@@ -1,0 +1,124 @@
+"""PPO from end to end, as a user runs it, with a critic that warms up, a KL in the reward, a reward model."""
+
+import math
+import re
+import shutil
+from fnmatch import fnmatch
+
+import pytest
+import torch
+from conftest import ROOT, metrics, rollouts, run
+from safetensors.torch import load_file
+from test_grpo_run import same
+from workers.ppo_reward_model import score, write_reward_model
+
+PPO = ROOT / "algos/ppo.py"
+STEPS = list(range(1, 10))
+
+
+@pytest.fixture(scope="module")
+def flags(tiny, arithmetic, tmp_path_factory):
+    """The command line of a run in a directory."""
+    reward_model = tmp_path_factory.mktemp("reward_model")
+    write_reward_model(reward_model)
+    words = (
+        f"--model {tiny} --train_files {arithmetic}/train.parquet --val_files {arithmetic}/val.parquet"
+        " --train_batch_size 8 --ppo_mini_batch_size 4 --group_size 8 --max_prompt_length 16"
+        " --max_response_length 12 --lr 3e-3 --critic_lr 3e-3 --critic_warmup 3 --lam 0.95 --use_kl_in_reward"
+        " --kl_coef 0.01 --kl_target 0.05 --kl_horizon 640 --use_kl_loss --save_freq 3 --test_freq 3"
+        " --rollout_dump --total_steps 9 --max_tokens_per_microbatch 300 --keep_checkpoints 0"
+        f" --reward_fn {ROOT}/tests/digit_reward.py:digits --reward_model {reward_model}"
+        " --reward_weights 1 0.25 --reward_aggregation mean"
+    )
+    return lambda out, *more: [*words.split(), "--output_dir", out, *more]
+
+
+def weights(out, step, part="hf"):
+    return load_file(out / f"checkpoints/step_{step:06d}/{part}/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(flags, tmp_path_factory):
+    """Nine steps on one rank, undisturbed."""
+    out = tmp_path_factory.mktemp("straight")
+    run(PPO, *flags(out))
+    return out
+
+
+def test_it_learns_and_reports(straight):
+    steps = metrics(straight)
+    assert list(steps) == [0, *STEPS]
+    assert all(math.isfinite(value) for m in steps.values() for value in m.values())
+    assert steps[9]["critic/score/mean"] > steps[3]["critic/score/mean"] + 0.1
+    assert steps[9]["val-core/arithmetic/reward/mean@1"] > steps[0]["val-core/arithmetic/reward/mean@1"]
+    assert steps[9]["critic/vf_loss"] < steps[1]["critic/vf_loss"]
+    before, after = weights(straight, 3, "critic"), weights(straight, 9, "critic")
+    assert "score.weight" in before and all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_warm_up_leaves_the_actor_bit_for_bit(straight, tiny):
+    initial, warm, after = load_file(tiny / "model.safetensors"), weights(straight, 3), weights(straight, 6)
+    assert all(torch.equal(value, warm[name]) for name, value in initial.items())
+    assert all(not torch.equal(value, after[name]) for name, value in initial.items())
+    for step in STEPS:  # the sampler works, and holds the trainer's weights
+        assert metrics(straight)[step]["training/rollout_probs_diff_max"] < 1e-4
+        assert ("actor/pg_loss" in metrics(straight)[step]) == (step > 3)
+
+
+def test_scores_are_what_the_flags_say(straight):
+    for step in STEPS:
+        for row in rollouts(straight, step):
+            text = row["solution_str"]
+            digits = sum(c.isdigit() for c in text) / max(len(text), 1)
+            assert row["score/rules"] == digits
+            assert row["score/model"] == pytest.approx(score(text), abs=1e-4)
+            assert row["score"] == pytest.approx((digits + 0.25 * score(text)) / 1.25, abs=1e-4)
+        scores = [row["score"] for row in rollouts(straight, step)]
+        assert metrics(straight)[step]["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+
+
+def test_kl_in_the_reward(straight):
+    """What is taken off is beta * KL; beta follows the target."""
+    steps = metrics(straight)
+    beta = 0.01
+    for step in STEPS:
+        m = steps[step]
+        assert m["actor/reward_kl_penalty_coeff"] == pytest.approx(beta)
+        off = m["critic/score/mean"] - m["critic/rewards/mean"]
+        assert off == pytest.approx(
+            beta * m["actor/reward_kl_penalty"] * m["response_length/mean"], rel=1e-3, abs=1e-6
+        )
+        beta *= 1 + min(max(m["actor/reward_kl_penalty"] / 0.05 - 1, -0.2), 0.2) * 64 / 640
+    assert steps[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)  # the actor is the reference
+    assert steps[9]["actor/reward_kl_penalty"] > 0.01
+
+
+def test_every_metric_is_documented(straight):
+    table = (ROOT / "docs/ppo.md").read_text().split("## Metrics")[1]
+    known = [re.sub(r"\{.*?\}", "*", name) for name in re.findall(r"`([^`]+)`", table)]
+    for m in metrics(straight).values():
+        for name in m:
+            assert any(fnmatch(name, pattern) for pattern in known), name
+
+
+def test_resumed_equals_straight(straight, flags, tmp_path):
+    """As after a kill behind step 6: the weight of the KL, both models and both optimizers go on."""
+    out = shutil.copytree(straight, tmp_path / "run", symlinks=True)
+    shutil.rmtree(out / "checkpoints/step_000009")
+    (out / "checkpoints/latest").unlink()
+    (out / "checkpoints/latest").symlink_to("step_000006")
+    run(PPO, *flags(out))
+    assert list(metrics(out)) == [0, *STEPS]
+    same(straight, out, STEPS, 0)
+    for part in ("hf", "critic"):
+        resumed = weights(out, 9, part)
+        assert all(torch.equal(value, resumed[name]) for name, value in weights(straight, 9, part).items())
+
+
+def test_two_ranks_equal_one(straight, flags, tmp_path):
+    """Nor does it matter whether a checkpoint is written in the warm-up."""
+    run(PPO, *flags(tmp_path, "--total_steps", 4, "--save_freq", 0), ranks=2)
+    for step in (1, 2, 3, 4):
+        one, two = ([row["response_ids"] for row in rollouts(out, step)] for out in (straight, tmp_path))
+        assert one == two
+    same(straight, tmp_path, [1, 2, 3, 4], 1e-4)

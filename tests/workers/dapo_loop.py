@@ -1,0 +1,85 @@
+"""DAPO's loop with a made-up sampler in place of vLLM, so that each group's outcome is known: MODEL DATA OUT.
+
+Runs one scenario after the other on all ranks; prints, for each that stops, on which ranks and after how many
+generation batches.
+"""
+
+import os
+import sys
+from functools import cache
+
+import torch.distributed as dist
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from algos import dapo
+
+RIGHT, WRONG, LENGTH = 1, 0, 4  # LENGTH: --max_response_length
+ALL_RIGHT = [(RIGHT, 2)] * 4
+ALL_WRONG = [(WRONG, 2)] * 4
+MIXED = [(RIGHT, 2), (WRONG, 2), (WRONG, 3), (RIGHT, 1)]
+LONG_BUT_ALL_RIGHT = [(RIGHT, 2), (RIGHT, LENGTH), (RIGHT, LENGTH), (RIGHT, 2)]  # spread after the penalty
+LONG_AND_RIGHT = [(WRONG, 2), (RIGHT, LENGTH), (WRONG, 2), (WRONG, 2)]  # no spread after the penalty
+KINDS = [ALL_WRONG, MIXED, LONG_BUT_ALL_RIGHT, ALL_RIGHT, LONG_AND_RIGHT]
+
+SCENARIOS = {  # groups by prompt number, in turn; flags
+    "always right": ([ALL_RIGHT], "--max_gen_batches 3"),
+    "one more": ([ALL_RIGHT], "--max_gen_batches 4"),
+    "partial": ([ALL_RIGHT] * 7 + [MIXED], "--max_gen_batches 2 --allow_partial_batch --total_steps 2"),
+    "kinds": (KINDS, "--total_steps 4"),
+    "surplus": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
+    "resumed": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 1"),
+    "resumed on": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
+    "thrown": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3 --no-carry_over"),
+    "epoch": (KINDS, "--total_epochs 1"),
+    "epoch again": (KINDS, "--total_epochs 1"),
+}
+GOES_ON = {"one more": "always right", "resumed on": "resumed", "epoch again": "epoch"}  # in one directory
+gen_batches, groups = 0, []
+
+
+def rollout(engine, models, optimizer, args, stop_ids, prompts, step, check, timing, group_size, **sampling):
+    global gen_batches
+    gen_batches += 1
+    digits = tokenizer.convert_tokens_to_ids(["0", "1"])
+    return [
+        dict(
+            row,
+            sample=g,
+            response_ids=[digits[right]] * length,
+            rollout_logps=[-4.0] * length,
+            finish_reason="length" if length == LENGTH else "stop",
+        )
+        for row in prompts[dist.get_rank() :: dist.get_world_size()]
+        for g, (right, length) in enumerate(groups[row["index"] % len(groups)])
+    ]
+
+
+def main(model, data, out):
+    global gen_batches, groups, tokenizer
+    tokenizer = dapo.AutoTokenizer.from_pretrained(model)
+    dapo.setup_distributed = cache(dapo.setup_distributed)
+    dapo.build_engine = lambda args, device: None
+    dapo.matmul_speed = lambda args, device: 1e12
+    dapo.rollout = rollout
+    reward = __file__.replace("workers/dapo_loop.py", "dapo_reward.py:starts_with_one")
+    sizes = "--train_batch_size 4 --ppo_mini_batch_size 4 --group_size 4 --max_prompt_length 16".split()
+    sizes += f"--max_response_length {LENGTH} --overlong_buffer 1 --save_freq 0 --rollout_dump".split()
+    for name, (made_up, flags) in SCENARIOS.items():
+        gen_batches, groups = 0, made_up
+        where = f"{out}/{GOES_ON.get(name, name)}"
+        files = "--model", model, "--train_files", data, "--output_dir", where, "--reward_fn", reward
+        sys.argv = ["dapo.py", *files, *sizes, *flags.split()]
+        code = "ended"
+        try:
+            dapo.main()
+        except SystemExit as stop:
+            code = stop.code
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (code, gen_batches))
+        if os.environ["RANK"] == "0":
+            print("SCENARIO", name, found, sep="|")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

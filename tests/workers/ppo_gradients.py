@@ -1,0 +1,164 @@
+"""PPO on fixed rows, on one rank or two: MODEL CRITIC REWARD_MODEL OUT.
+
+Writes the gradients of both updates, for many ways to cut the same work; scores of the reward model; how a
+critic learns a fixed batch; the content of a checkpoint that two ranks write and one reads.
+"""
+
+import dataclasses
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from algos import ppo
+
+LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7)]  # prompt and response tokens: very unequal
+TEXTS = ["7", "1234", "", "a9", "no digit", "5 and a long end 3"]  # responses for the reward model
+
+
+def make_rows():
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i, (prompt, response) in enumerate(LENGTHS):
+        ids = torch.randint(6, 100, (prompt + response,), generator=generator).tolist()
+        logps = (-4.6 + 0.3 * torch.randn(response, generator=generator)).tolist()
+        row = dict(prompt_ids=ids[:prompt], response_ids=ids[prompt:], rollout_logps=logps, group=i // 2)
+        row |= dict(prompt=[dict(role="user", content="?")], sampled=dict(solution_str=TEXTS[i]))
+        rows.append(row | dict(reward=dict(score=torch.randn((), generator=generator).item())))
+    return rows
+
+
+class Capture(torch.optim.SGD):
+    """Keeps the gradient of the step, and does not move."""
+
+    def step(self):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        self.grads = [full(g) for g in grads]
+
+
+def prepare(rows, critic, args, device):
+    """What main does between rewards and updates, with fixed old and reference log-probs."""
+    batch, mini_batches, _ = ppo.make_batch(rows, args, device)
+    batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05 * batch["mask_nt"]
+    batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1 * batch["mask_nt"]
+    batch["value_nt"] = ppo.all_logps(critic, batch, args)
+    step_nt = ppo.advantages(rows, batch, 0.2, args)
+    return batch | {name: step_nt[name][batch["rows"]] for name in ("adv_nt", "return_nt")}, mini_batches
+
+
+def naive(lm, critic, args):
+    """Both losses written out row by row and token by token, with plain Hugging Face models."""
+    rows, values, advs, returns = make_rows(), [], [], []
+    for row in rows:
+        ids, n = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["response_ids"])
+        hidden = critic.model(input_ids=ids).last_hidden_state[0, -n - 1 : -1]
+        values.append(critic.score(hidden)[:, 0])
+        value, adv, next_adv = [*values[-1].tolist(), 0.0], [0.0] * n, 0.0
+        for t in reversed(range(n)):
+            reward = -0.2 * 0.15 + (row["reward"]["score"] if t == n - 1 else 0.0)  # k1 = old - ref
+            next_adv = reward + args.gamma * value[t + 1] - value[t] + args.gamma * args.lam * next_adv
+            adv[t] = next_adv
+        advs.append(torch.tensor(adv))
+        returns.append(advs[-1] + values[-1].detach())
+    every = torch.cat(advs)
+    loss, value_loss = 0.0, 0.0
+    for row, value, adv, return_ in zip(rows, values, advs, returns, strict=True):
+        adv = (adv - every.mean()) / every.std()
+        ids, n = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["response_ids"])
+        logp = (lm(input_ids=ids).logits[0, -n - 1 : -1] / args.temperature).log_softmax(-1)
+        logp, rollout = logp[range(n), row["response_ids"]], torch.tensor(row["rollout_logps"])
+        ratio = (logp - rollout - 0.05).exp()
+        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.2) * adv)
+        pg = torch.where(adv < 0, torch.minimum(pg, -3.0 * adv), pg) * 2.718281828**0.05
+        loss = loss + pg.sum() / len(every)
+        value_loss = value_loss + ((value - return_) ** 2 / 2).sum() / len(every)
+    loss.backward()
+    value_loss.backward()
+    return [[p.grad for p in model.parameters()] for model in (lm, critic)]
+
+
+def gradients(policy, critic, base, device):
+    """(actor's, critic's) gradients by budget and layout."""
+    results = {}
+    for budget in (70, 100_000):
+        for packed in (False, True):
+            # only the layout follows this argument: the models themselves are built with SDPA
+            kernel = "flash_attention_2" if packed else "sdpa"
+            args = dataclasses.replace(base, max_tokens_per_microbatch=budget, attn_implementation=kernel)
+            batch, mini_batches = prepare(make_rows(), critic, args, device)
+            optimizer, critic_optimizer = (Capture(model.parameters(), lr=1.0) for model in (policy, critic))
+            ppo.update_critic(critic, critic_optimizer, batch, mini_batches, args)
+            ppo.update_actor(policy, optimizer, batch, mini_batches, args)
+            results[budget, packed] = optimizer.grads, critic_optimizer.grads
+    return results
+
+
+def scores(args, mesh, device):
+    """More texts than fit a micro-batch; only one, so that a second rank has none; without a pad token."""
+    args = dataclasses.replace(args, max_tokens_per_microbatch=30)
+    model = ppo.load_reward_model(args, mesh, device)
+    score = partial(ppo.model_scores, model, ppo.check_models(args), args=args, device=device)
+    results = [score(rows=make_rows()), score(rows=make_rows()[:1])]
+    model.config.pad_token_id = None
+    return [*results, score(rows=make_rows())]
+
+
+def fit(critic, optimizer, args, device):
+    """critic/vf_explained_var over updates on one batch."""
+    rows, explained, ranks = [row | dict(finish_reason="stop") for row in make_rows()], [], [1.0]
+    for _ in range(60):
+        batch, mini_batches = prepare(rows, critic, args, device)
+        step_nt = ppo.advantages(rows, batch, 0.0, args)
+        metrics = ppo.step_metrics(rows, step_nt, ranks, ranks, dict(step=1.0), args)
+        explained.append(metrics["critic/vf_explained_var"].item())
+        ppo.update_critic(critic, optimizer, batch, mini_batches, args)
+    return explained
+
+
+def full(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+
+
+def checkpoint(policy, critic, critic_optimizer, args, device):
+    """What is trained, moments and KL weight included, after two ranks saved it or one loaded it."""
+    weight, optimizer = ppo.AdaptiveKL(0.1, 1.0, 10), torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    trained, optimizers = ppo.Trained(policy.lm, critic.lm, weight), [optimizer, critic_optimizer]
+    if dist.get_world_size() == 2:
+        ppo.update_actor(policy, optimizer, *prepare(make_rows(), critic, args, device), args)
+        weight.update(5.0, 1)
+        ppo.save_checkpoint(args, 7, trained, optimizers, ppo.AutoTokenizer.from_pretrained(args.model))
+    else:
+        path = Path(args.output_dir) / "checkpoints/latest"
+        assert ppo.load_checkpoint(path, trained, optimizers) == dict(step=7)
+    moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
+    return {name: full(x) for name, x in trained.state_dict().items()} | dict(enumerate(moments))
+
+
+def main(model, critic_model, reward_model, out):
+    device, mesh = ppo.setup_distributed(1)
+    args = ppo.Args(model=model, train_files=(), output_dir=str(Path(out).parent), attn_implementation="sdpa")
+    args = dataclasses.replace(args, critic_model=critic_model, reward_model=reward_model, grad_clip=1e9)
+    args = dataclasses.replace(args, ppo_mini_batch_size=3, group_size=2, max_response_length=64)
+    plain = dataclasses.replace(args, critic_model=None, reward_model=None, grad_clip=1.0)
+    args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, use_kl_in_reward=True)
+    policy, critic = ppo.load_model(args, mesh, device), ppo.load_critic(args, mesh, device)
+    results = gradients(policy, critic, args, device) | dict(scores=scores(args, mesh, device))
+    fresh = ppo.load_critic(plain, mesh, device)
+    optimizer = torch.optim.AdamW(fresh.parameters(), lr=3e-3)
+    results["explained"] = fit(fresh, optimizer, plain, device)
+    results["checkpoint"] = checkpoint(policy, fresh, optimizer, plain, device)
+    if dist.get_world_size() == 1:
+        lm = ppo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        head = ppo.AutoModelForSequenceClassification.from_pretrained(critic_model, dtype=torch.float32)
+        results["naive"] = naive(lm, head, args)
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
