@@ -1,7 +1,7 @@
 """Score the responses in parquet files: mean@n, pass@k, maj@k over the prompts, per data source and in all.
 
-1. pass@k is the unbiased estimator of HumanEval (arXiv 2107.03374, eq. 1).
-2. maj@k is the exact expectation over all subsets of k responses; ties are split evenly.
+pass@k is unbiased (arXiv 2107.03374, eq. 1), maj@k exact; standard errors, and confidence intervals of the
+paired differences to the first file, are by bootstrap over the prompts.
 
 Command:    python algos/eval.py --data before.parquet after.parquet --output runs/eval
 Docs: docs/eval.md
@@ -14,11 +14,13 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Literal
 
 import numpy as np
 import pyarrow.parquet as pq
 import tyro
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,17 +32,20 @@ from rewards import check_sources
 from rewards.combined import load_rewards
 from rewards.manager import RewardManager
 
+SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward is given, beside the response
+ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval
+
 
 @dataclass
 class Args:
     data: tuple[str, ...]
-    """Parquet files with responses, as generate.py writes them; each is a column of the table."""
+    """Parquet files with responses, as generate.py writes them; the others are compared with the first."""
     output: str
-    """Directory for results.json."""
+    """Directory for results.json, pass_at_k.png, each file with its scores: scored_A.parquet and so on."""
     response_key: str = "responses"
     """Column of the responses: a list of strings, as many in each row, or one string."""
     k: tuple[int, ...] = ()
-    """Responses of pass@k and maj@k; none: the powers of two up to a prompt's number of responses."""
+    """k of maj@k and of the pass@k in the table; none: powers of two and the number of responses."""
     reward_manager: Literal["naive", "prime"] = "naive"
     """How rewards are computed; naive: in process, one by one; prime: a pool of processes with a time-out."""
     reward_fn: tuple[str, ...] = ("rewards",)
@@ -57,9 +62,7 @@ class Args:
     """Seed of the bootstrap."""
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The mathematics
-# ------------------------------------------------------------------------------------------------------------
+@cache
 def pass_at_k(n, c, k):
     """Probability that k of n responses, c of them correct, hold a correct one: 1 - C(n-c, k) / C(n, k).
 
@@ -78,49 +81,37 @@ def maj_at_k(answers, correct, k):
     """
     if len(answers) != len(correct) or not 1 <= k <= len(answers):
         raise ValueError(f"maj_at_k: {len(answers)} answers, {len(correct)} verdicts, k={k}")
-    votes, points = Counter(answers), Counter()
-    for answer, value in zip(answers, correct, strict=True):
-        points[answer] += float(value)
-    wins = {}  # answers with as many votes win as often
-    for size in {votes[answer] for answer in votes if points[answer]}:
-        others = Counter(votes.values()) - Counter([size])
-        wins[size] = win_share(size, tuple(sorted(others.elements())), k)
-    return sum(wins[votes[a]] * points[a] / votes[a] for a in votes if points[a])  # eq: eval.maj
+    votes, value, expected = Counter(answers), Counter(), 0.0
+    for answer, right in zip(answers, correct, strict=True):
+        value[answer] += float(right) / votes[answer]
+    for answer in [answer for answer in votes if value[answer]]:
+        others = [votes[other] for other in votes if other != answer]
+        for most in range(1, min(votes[answer], k) + 1):  # it is drawn `most` times, and no other more often
+            # {(still to draw, tied answers): subsets}; all answers too rare for a tie are drawn as one
+            pool, left, own = sum(n for n in others if n < most), k - most, math.comb(votes[answer], most)
+            ways = {(left - i, 0): own * math.comb(pool, i) for i in range(min(pool, left) + 1)}
+            for other in [n for n in others if n >= most]:
+                new = Counter()
+                for (left, ties), count in ways.items():
+                    for drawn in range(min(other, most, left) + 1):
+                        new[left - drawn, ties + (drawn == most)] += count * math.comb(other, drawn)
+                ways = new
+            subsets = {ties: count for (left, ties), count in ways.items() if left == 0}
+            wins = sum(n / (math.comb(len(answers), k) * (ties + 1)) for ties, n in subsets.items())
+            expected += value[answer] * wins  # eq: eval.maj
+    return expected
 
 
-@cache
-def win_share(size, others, k):
-    """How often an answer that `size` responses give wins against answers that `others` of them give."""
-    subsets, share = math.comb(size + sum(others), k), 0.0
-    for most in range(1, min(size, k) + 1):  # it is drawn `most` times, and no other answer more often
-        # (still to draw, answers tied with it) -> subsets; those that cannot tie with it are drawn as one
-        pool, left = sum(other for other in others if other < most), k - most
-        ways = {(left - i, 0): math.comb(size, most) * math.comb(pool, i) for i in range(min(pool, left) + 1)}
-        for other in [other for other in others if other >= most]:
-            new = Counter()
-            for (left, ties), count in ways.items():
-                for drawn in range(min(other, most, left) + 1):
-                    new[left - drawn, ties + (drawn == most)] += count * math.comb(other, drawn)
-            ways = new
-        share += sum(n / (subsets * (ties + 1)) for (left, ties), n in ways.items() if left == 0)
-    return share
-
-
-def bootstrap_error(values, seed):
-    """Standard error of the mean of `values`, one a prompt, by resampling the prompts 1000 times."""
-    values, rng = np.asarray(values), np.random.default_rng(seed)
-    return float(np.std([rng.choice(values, len(values)).mean() for _ in range(1000)]))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The evaluation
-# ------------------------------------------------------------------------------------------------------------
 def load_responses(path, key):
     """Rows of a file with `texts`, the responses: a list of strings, of one length in the whole file."""
-    rows = load_rows(path, ["data_source", "reward_model", "extra_info", key])
-    known = {"response_tokens", "finish_reasons"}.intersection(pq.read_schema(path).names)
-    rows = [row | more for row, more in zip(rows, load_rows(path, [key, *known]), strict=True)]
+    load_rows(path, [key])  # stops at a file that cannot be read, and names it
+    there = set(pq.read_schema(path).names)
+    if clash := there & {"scores", "results"}:
+        raise ValueError(f"{path}: it has a column {min(clash)!r} already; use the file without")
+    extra = there & {"response_tokens", "finish_reasons"}
+    rows = load_rows(path, ["data_source", "reward_model", "extra_info", key, *extra])
     for i, row in enumerate(rows):
+        row["ground_truth"] = row["reward_model"].get("ground_truth")
         row["texts"] = texts = [row[key]] if isinstance(row[key], str) else row[key]
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{path}: row {i}: {key!r} must be a string or a list of strings")
@@ -129,101 +120,120 @@ def load_responses(path, key):
     return rows
 
 
-def score(rows, manager):
-    """rows with `results`, the manager's dict for each of a row's responses."""
-    samples = []
-    for row in rows:
-        sample = dict(ground_truth=row["reward_model"].get("ground_truth"), extra_info=row["extra_info"])
-        samples += [dict(sample, data_source=row["data_source"], solution_str=text) for text in row["texts"]]
-    results = iter(manager.score(samples))
-    return [row | dict(results=[next(results) for _ in row["texts"]]) for row in rows]
-
-
-def evaluate(rows, ks, seed):
-    """The metrics of scored rows. A response's value is `acc` where the scorer returns it, else the score."""
-    n, results = len(rows[0]["texts"]), [result for row in rows for result in row["results"]]
-    values = [[float(result.get("acc", result["score"])) for result in row["results"]] for row in rows]
-    by_prompt = {f"mean@{n}": [sum(v) / n for v in values]}
-    for k in ks:
-        by_prompt[f"pass@{k}"] = [pass_at_k(n, sum(x >= 1 for x in v), k) for v in values]
-    if all("pred" in result or "error" in result for result in results):  # an error votes for None
-        votes = [[str(result.get("pred")) for result in row["results"]] for row in rows]
+def measure(rows, results, ks):
+    """{metric: a value for each prompt}. A response's value is `acc` if its scorer gives it, or the score."""
+    n = len(results[0])
+    values = [[float(result.get("acc", result["score"])) for result in row] for row in results]
+    columns = {f"mean@{n}": [sum(v) / n for v in values]}
+    for k in range(1, n + 1):
+        columns[f"pass@{k}"] = [pass_at_k(n, sum(x >= 1 for x in v), k) for v in values]
+    if all("pred" in result or "error" in result for row in results for result in row):
+        votes = [[str(result.get("pred")) for result in row] for row in results]  # an error: for None
         for k in ks:
-            by_prompt[f"maj@{k}"] = [maj_at_k(*pair, k) for pair in zip(votes, values, strict=True)]
-    metrics = {"prompts": len(rows)}
-    for name, value in by_prompt.items():
-        metrics |= {name: float(np.mean(value)), f"{name}_stderr": bootstrap_error(value, seed)}
-    metrics["reward_errors"] = sum("error" in result for result in results)
-    if lengths := [
-        n for row in rows for n in row.get("response_tokens", ()) if n
-    ]:  # 0: the prompt was too long
-        metrics["response_length/mean"] = float(np.mean(lengths))
-    if reasons := [reason for row in rows for reason in row.get("finish_reasons", ())]:
-        missing = reasons.count("prompt_too_long")
-        metrics["response_length/clip_ratio"] = reasons.count("length") / max(len(reasons) - missing, 1)
-        metrics["prompts_too_long"] = missing // n
-    return metrics
+            columns[f"maj@{k}"] = [maj_at_k(*pair, k) for pair in zip(votes, values, strict=True)]
+    columns["reward_errors"] = [sum("error" in result for result in row) / n for row in results]
+    if "response_tokens" in rows[0]:
+        columns["response_length/mean"] = [np.mean(row["response_tokens"]) for row in rows]
+    if "finish_reasons" in rows[0]:
+        columns["response_length/clip_ratio"] = [row["finish_reasons"].count("length") / n for row in rows]
+        columns["prompts_too_long"] = [row["finish_reasons"].count("prompt_too_long") / n for row in rows]
+    return {name: np.array(column) for name, column in columns.items()}
 
 
-def print_table(entries):
-    """Files side by side; in brackets the standard errors."""
-    console, parts = Console(), list(entries.values())
-    table = Table("data source")
-    table.add_column("metric", no_wrap=True)
-    for path in entries:
-        table.add_column(plain(path, console))
-    sources = dict.fromkeys(source for part in parts for source in part if source != "all")
-    for source in [*sources, "all"] if len(sources) > 1 else sources:
-        columns = [part.get(source, {}) for part in parts]
-        for name in dict.fromkeys(name for metrics in columns for name in metrics):
-            if not name.endswith("_stderr"):
-                table.add_row(plain(source, console), name, *(number(metrics, name) for metrics in columns))
+def summarize(columns, seed):
+    """Means over the prompts; standard errors and 95 % intervals from 1000 resamplings of the prompts."""
+    values, rng = np.stack(list(columns.values()), axis=1), np.random.default_rng(seed)
+    means = np.stack([values[rng.integers(len(values), size=len(values))].mean(0) for _ in range(1000)])
+    stats = (values.mean(0), means.std(0), *np.percentile(means, (2.5, 97.5), axis=0))
+    return {x + end: float(y) for end, stat in zip(ENDS, stats) for x, y in zip(columns, stat)}
+
+
+def print_table(title, columns, sources, names, template, ends):
+    """Files side by side. columns: {heading: {source: metrics}}; template: text of the values name + ends."""
+    table = Table("", *columns, title=title, title_justify="left")
+    for source in sources:
+        parts = [column.get(source, {}) for column in columns.values()]
+        table.add_row(Text(source, "bold"), *(f"{part.get('prompts', 0)} prompts" for part in parts))
+        for name in names:
+            there = [[part[name + end] for end in ends if name + end in part] for part in parts]
+            table.add_row(f"  {name}", *(template.format(*values) if values else "-" for values in there))
         table.add_section()
-    console.print(table)
+    Console().print(table)
 
 
-def plain(text, console):
-    """Text without markup, in the console's encoding."""
-    return Text(text.encode(console.encoding, "backslashreplace").decode(console.encoding), overflow="fold")
-
-
-def number(metrics, name):
-    """The cell of a metric."""
-    value, error = metrics.get(name, "-"), metrics.get(f"{name}_stderr")
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    return text if error is None else f"{text} ({error:.3f})"
+def plot(entries, sources, path):
+    """pass@k over k with 95 % intervals, a panel for each data source."""
+    figure = Figure(figsize=(6, 3.5 * len(sources)), layout="constrained")
+    for axis, source in zip(figure.subplots(len(sources), squeeze=False)[:, 0], sources, strict=True):
+        axis.set(title=source, xlabel="k", ylabel="pass@k")
+        for label, (name, entry) in zip(ascii_uppercase, entries.items(), strict=False):
+            ks = [int(x[5:]) for x in entry.get(source, ()) if x.startswith("pass@") and x[5:].isdigit()]
+            mean, _, low, high = ([entry[source][f"pass@{k}{end}"] for k in ks] for end in ENDS)
+            axis.plot(ks, mean, "o-", markersize=3, label=f"{label}: {Path(name).name}")
+            axis.fill_between(ks, low, high, alpha=0.2)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.legend()
+    figure.savefig(path, dpi=120, format="png")
 
 
 def main():
     # ---- everything is read and checked before anything is scored
     args = tyro.cli(Args)
+    out, loaded = Path(args.output), {}
     try:
-        files = {path: load_responses(path, args.response_key) for path in args.data}
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
         limits = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
-        manager, entries = RewardManager(args.reward_manager, reward_fn, **limits), {}
-        if "rewards" in args.reward_fn:
-            check_sources({row["data_source"] for rows in files.values() for row in rows})
-        for path, rows in files.items():
+        manager = RewardManager(args.reward_manager, reward_fn, **limits)
+        for path in args.data:
+            loaded[path] = rows = load_responses(path, args.response_key)
             if wrong := [k for k in args.k if not 1 <= k <= len(rows[0]["texts"])]:
                 raise ValueError(f"--k {wrong[0]}: {path} has {len(rows[0]['texts'])} responses a prompt")
-        Path(args.output).mkdir(parents=True, exist_ok=True)
+            if "rewards" in args.reward_fn:
+                check_sources(row["data_source"] for row in rows)
+        out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
 
-    # ---- score
-    for path, rows in files.items():
-        rows, n = score(rows, manager), len(rows[0]["texts"])
-        ks, entries[path] = sorted(set(args.k)) or [2**i for i in range(n.bit_length())], {}
-        for source in sorted({row["data_source"] for row in rows}):
-            part = [row for row in rows if row["data_source"] == source]
-            entries[path][source] = evaluate(part, ks, args.seed)
-        entries[path]["all"] = evaluate(rows, ks, args.seed)
+    # ---- score and measure
+    entries, names = {path: {} for path in loaded}, []
+    for label, (path, rows) in zip(ascii_uppercase, loaded.items(), strict=False):
+        samples = [{x: row[x] for x in SAMPLE} | dict(solution_str=y) for row in rows for y in row["texts"]]
+        scored = iter(manager.score(samples))
+        results = [[next(scored) for _ in row["texts"]] for row in rows]
+        n, prompts = len(results[0]), [[row[x] for x in SAMPLE] for row in rows]
+        ks = sorted(set(args.k) or {n, *(2**i for i in range(n.bit_length()))})
+        columns = measure(rows, results, ks)
+        shown = [name for name in columns if not name.startswith("pass@") or int(name[5:]) in ks]
+        names += [name for name in shown if name not in names]
+        if label == "A":
+            first, first_prompts = columns, prompts
+        elif prompts == first_prompts:
+            columns |= {f"{name}_diff": columns[name] - first[name] for name in columns if name in first}
+        source_p = np.array([row["data_source"] for row in rows])
+        for source in [*sorted(set(source_p)), "all"]:
+            here = (source_p == source) | (source == "all")
+            part = {name: column[here] for name, column in columns.items()}
+            entries[path][source] = {"prompts": int(here.sum())} | summarize(part, args.seed)
+        texts = [[json.dumps(result, default=str) for result in row] for row in results]
+        table = pq.read_table(path).append_column("scores", [[[x["score"] for x in row] for row in results]])
+        with replacing(out / f"scored_{label}.parquet") as new:
+            pq.write_table(table.append_column("results", [texts]), new)
 
     # ---- report
-    with replacing(Path(args.output) / "results.json") as new:
+    sources = [*sorted({source for entry in entries.values() for source in entry} - {"all"}), "all"]
+    sources = sources if len(sources) > 2 else sources[:1]  # "all" repeats a single one
+    with replacing(out / "results.json") as new:
         new.write_text(json.dumps(entries, indent=2) + "\n")
-    print_table(entries)
+    with replacing(out / "pass_at_k.png") as new:
+        plot(entries, sources, new)
+    columns = dict(zip(ascii_uppercase, entries.values(), strict=False))
+    print("", *map("{}: {}".format, columns, entries), sep="\n")
+    print_table("mean (standard error)", columns, sources, names, "{:.3f} ({:.3f})", ("", "_stderr"))
+    if others := {f"{label} - A": column for label, column in columns.items() if label != "A"}:
+        ends = "_diff", "_diff_low", "_diff_high"
+        title = "paired difference [95 % interval]"
+        print_table(title, others, sources, names, "{:+.3f} [{:+.3f}, {:+.3f}]", ends)
 
 
 if __name__ == "__main__":

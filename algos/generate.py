@@ -1,7 +1,8 @@
 """Sample responses to the prompts of a parquet file with vLLM: parquet in, the same rows with responses out.
 
-A response's seed is a function of (seed, row, sample), so the output does not depend on the number of ranks.
-A prompt over the limit keeps its row, with empty responses and finish reason `prompt_too_long`.
+1. The output does not depend on the number of ranks: a response's seed is a function of (seed, row, sample),
+   and a sampler answers whole batches, cut by row, so that rounding is the same too.
+2. Every batch is a shard on disk: the same command goes on with a killed run and ends in the same file.
 
 CPU:        python algos/generate.py --model runs/grpo --data data/test.parquet --output test_out.parquet
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/generate.py ...
@@ -9,12 +10,15 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/generate.md
 """
 
+import json
 import os
-import socket
+import shutil
 import sys
 import time
-from dataclasses import dataclass
-from datetime import timedelta
+import warnings
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import jinja2
@@ -24,7 +28,6 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import tyro
-from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -49,10 +52,10 @@ class Args:
     """Seed, with row and sample number, of every response."""
     n_samples: int = 1
     """Responses to each prompt."""
-    batch_size: int = 1024
-    """Prompts of one call of the sampler, over all ranks."""
+    batch_size: int = 128
+    """Rows of a shard, which one sampler answers in one go."""
     max_prompt_length: int = 512
-    """Limit of the prompt in tokens."""
+    """Limit of the prompt in tokens; a longer one gets empty responses."""
     max_response_length: int = 1024
     """Limit of the response in tokens."""
     temperature: float = 0.0
@@ -67,42 +70,6 @@ class Args:
     """Share of the GPU's memory that the sampler takes."""
 
 
-# region distributed
-def setup_distributed(hsdp_replicas):
-    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
-    if "RANK" not in os.environ:  # plain `python`: a rendezvous with itself
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        os.environ |= dict(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-        )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(minutes=60))
-    shape = (hsdp_replicas, dist.get_world_size() // hsdp_replicas)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
-
-
-def fail(message):
-    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
-    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
-
-
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a list of numbers over all ranks."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, op)
-    return total.tolist()
-
-
-# endregion
-
-
 def stop_token_ids(args, tokenizer):
     """Every token that ends a response: the tokenizer's EOS and those of the model's generation config."""
     try:
@@ -112,21 +79,26 @@ def stop_token_ids(args, tokenizer):
     return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
 
 
-def check_args(args):
+def check_args(args, world):
     """Stop on arguments that cannot work -> the model's Hugging Face directory or hub name."""
     for name in ("n_samples", "batch_size", "max_prompt_length", "max_response_length", "tp_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
-    if (world := int(os.environ.get("WORLD_SIZE", 1))) % args.tp_size:
+    if not (args.seed >= 0 and args.temperature >= 0 and 0 < args.top_p <= 1 and args.top_k >= -1):
+        given = " ".join(
+            f"--{name} {getattr(args, name)}" for name in ("seed", "temperature", "top_p", "top_k")
+        )
+        raise ValueError(f"{given}: it must be seed >= 0, temperature >= 0, 0 < top_p <= 1, top_k >= -1")
+    if world % args.tp_size:
         raise ValueError(f"the number of ranks, {world}, is not a multiple of --tp_size {args.tp_size}")
     if os.path.lexists(args.output):
         raise ValueError(f"--output {args.output} is there already: choose another, or remove it")
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails now, not after hours of sampling
     root, inside = Path(args.model), ("", "hf", "checkpoints/latest/hf")  # of a model, a checkpoint, a run
-    found = [str(root / name) for name in inside if any((root / name).glob("*.safetensors"))]
+    found = [root / name for name in inside if any((root / name).glob("*.safetensors"))]
     if root.is_dir() and not found:
         raise ValueError(f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/")
-    return found[0] if found else args.model
+    return str(found[0].resolve()) if found else args.model  # resolved: `latest` moves on while a run trains
 
 
 def load_prompts(args, tokenizer):
@@ -140,80 +112,106 @@ def load_prompts(args, tokenizer):
     return {i: x for i, x in enumerate(ids) if len(x) <= args.max_prompt_length}, table
 
 
-def build_engine(args, device):
+def plan_shards(args, prompts, rows):
+    """{file of a shard: its rows}, and what decides on the responses, as JSON: every shard carries it."""
+    made_by = asdict(args) | dict(data="", output="", gpu_memory_utilization="")  # these do not
+    made_by["digest of the prompts"] = sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+    folder, starts = Path(f"{args.output}.shards"), range(0, rows, args.batch_size)
+    for path in sorted(folder.glob("*.parquet"))[:1]:
+        there = json.loads(pq.read_schema(path).metadata[b"made_by"])
+        if changes := [f"{k} {there.get(k)} there, {v} now" for k, v in made_by.items() if there.get(k) != v]:
+            raise ValueError(f"{folder} has other arguments ({'; '.join(changes)}): use those, or remove it")
+    shards = {folder / f"{i:08d}.parquet": range(i, min(i + args.batch_size, rows)) for i in starts}
+    return shards, json.dumps(made_by)
+
+
+def build_engine(args):
     """A vLLM engine in this process, with the model's weights."""
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
 
-    cuda = device.type == "cuda"
+    cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
+    if torchrun:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
     return vllm.LLM(
         model=args.model,
         skip_tokenizer_init=True,
         dtype="bfloat16" if cuda else "float32",  # as the trainers' samplers
         tensor_parallel_size=args.tp_size,
-        distributed_executor_backend="external_launcher",
+        distributed_executor_backend="external_launcher" if torchrun else None,
         max_model_len=args.max_prompt_length + args.max_response_length,
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: else a share of all memory
         enforce_eager=not cuda,
+        # CAREFUL: for a prompt in chunks vLLM sets back the generator of its seed, which raises on a CPU
+        enable_chunked_prefill=cuda,
         use_tqdm_on_load=False,
         generation_config="vllm",  # not the model's own sampling defaults
         seed=args.seed,  # equal in a tensor-parallel group
     )
 
 
-def generate(engine, prompts, args, tokenizer, stop_ids):
-    """{row: token ids} -> {row: [its samples' COLUMNS]}. Seeds: as in a trainer's validation, step 0."""
+def generate(engine, rows, prompts, args, tokenizer, stop_ids, bar):
+    """Answer `rows` -> a table of their COLUMNS. Seeds: as in a trainer's validation, step 0."""
     from vllm import SamplingParams
 
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, detokenize=False)
     limits = dict(max_tokens=args.max_response_length, stop_token_ids=stop_ids)
-    jobs, answers = [(index, sample) for index in prompts for sample in range(args.n_samples)], {}
+    jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
     seeds = [int(np.random.SeedSequence((args.seed, 0, *job)).generate_state(1)[0]) for job in jobs]
-    requests = [dict(prompt_token_ids=prompts[index]) for index, _ in jobs]
+    requests = [dict(prompt_token_ids=prompts[row]) for row, _ in jobs]
     params = [SamplingParams(seed=seed, **sampling, **limits) for seed in seeds]
-    for (index, _), output in zip(jobs, engine.generate(requests, params, use_tqdm=False), strict=True):
+    engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
+    answers = {row: [] if row in prompts else [("", 0, "prompt_too_long")] * args.n_samples for row in rows}
+    for (row, _), output in zip(jobs, engine.generate(requests, params, use_tqdm=bar), strict=True):
         o = output.outputs[0]
         text = tokenizer.decode(o.token_ids, skip_special_tokens=True)
-        answers.setdefault(index, []).append((text, len(o.token_ids), o.finish_reason))
-    return answers
+        answers[row].append((text, len(o.token_ids), o.finish_reason))
+    return pa.table(
+        {name: [[a[i] for a in row] for row in answers.values()] for i, name in enumerate(COLUMNS)}
+    )
 
 
 def main():
     # ---- arguments, data, model
-    args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
+    rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+    args = tyro.cli(Args, console_outputs=rank == 0)
     try:
-        args.model = check_args(args)
+        args.model = check_args(args, world)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         prompts, table = load_prompts(args, tokenizer)
-        stop_ids, (device, _) = stop_token_ids(args, tokenizer), setup_distributed(hsdp_replicas=1)
-        engine = build_engine(args, device)
+        shards, made_by = plan_shards(args, prompts, table.num_rows)
+        todo = [path for path in shards if not path.is_file()]  # before the ranks meet, so equal on all
+        stop_ids, engine = stop_token_ids(args, tokenizer), build_engine(args)
     except (ValueError, OSError, jinja2.TemplateError) as error:
-        fail(" ".join(str(error).split()))
-    rank, world = dist.get_rank(), dist.get_world_size()
+        raise SystemExit(1 if rank else "error: " + " ".join(str(error).split())) from None
 
-    # ---- sample: the ranks of a tensor-parallel group answer the same prompts
-    answers, by_rank, start = {}, [None] * world, time.perf_counter()
-    with tqdm(total=len(prompts), desc="prompt", dynamic_ncols=True, disable=rank > 0) as bar:
-        for first in range(0, len(prompts), args.batch_size):
-            batch = list(prompts.items())[first : first + args.batch_size]
-            own = dict(batch[rank // args.tp_size :: world // args.tp_size])
-            answers |= generate(engine, own, args, tokenizer, stop_ids)
-            bar.update(len(batch))
-    dist.gather_object(answers, by_rank if rank == 0 else None)
+    # ---- sample: every sampler, one rank or a tensor-parallel group, takes every N-th shard
+    (sampler, follower), start = divmod(rank, args.tp_size), time.perf_counter()
+    bar = tqdm(total=len(shards), initial=len(shards) - len(todo), desc="shards", disable=rank > 0)
+    own_bar = rank == 0 and partial(tqdm, position=1, leave=False)
+    for path in todo[sampler :: world // args.tp_size]:
+        answers = generate(engine, shards[path], prompts, args, tokenizer, stop_ids, own_bar)
+        if not follower:
+            with replacing(path) as new:
+                pq.write_table(answers.replace_schema_metadata(dict(made_by=made_by)), new)
+        bar.update(sum(map(Path.is_file, shards)) - bar.n)
 
-    # ---- write
+    # ---- write: the shards are where the ranks meet again
     if rank == 0:
-        answers = {i: row for part in by_rank for i, row in part.items()}
-        too_long = [("", 0, "prompt_too_long")] * args.n_samples
-        for column, name in enumerate(COLUMNS):
-            values = [[a[column] for a in answers.get(i, too_long)] for i in range(table.num_rows)]
-            table = table.append_column(name, pa.array(values))
+        while bar.n < len(shards):
+            time.sleep(0.5)
+            bar.update(sum(map(Path.is_file, shards)) - bar.n)
+        bar.close()
+        seconds, answers = time.perf_counter() - start, {path: pq.read_table(path) for path in shards}
+        tokens = sum(sum(map(sum, answers[path]["response_tokens"].to_pylist())) for path in todo)
+        for name in COLUMNS:
+            table = table.append_column(name, pa.concat_tables(answers.values())[name])
         with replacing(args.output) as new:
             pq.write_table(table, new)
-        tokens, seconds = sum(n for row in answers.values() for _, n, _ in row), time.perf_counter() - start
-        print(f"{args.output}: {len(answers)} of {table.num_rows} prompts, {tokens / seconds:.0f} tokens/s")
-    dist.barrier()  # the process group ends with the engine, at exit
+        shutil.rmtree(f"{args.output}.shards")
+        print(f"{args.output}: {len(prompts)} of {table.num_rows} prompts, {tokens / seconds:.0f} tokens/s")
 
 
 if __name__ == "__main__":

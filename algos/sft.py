@@ -4,6 +4,8 @@ Where this differs from the trainers that are in use:
 1. The denominator counts the tokens of all ranks and micro-batches, so neither split changes the gradient.
 2. Every response token is trained, EOS included, and nothing else (verl: the last prompt token, and no EOS).
 3. Batches are dealt to the ranks by tokens, not by rows.
+LoRA (arXiv 2106.09685) by --lora_rank, QLoRA (2305.14314) by --qlora, long rows over several ranks (Ulysses,
+2309.14509) by --sp_size.
 
 CPU:        python algos/sft.py --model models/tiny --train_files data/train.parquet --output_dir runs/sft
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/sft.py ...
@@ -21,25 +23,39 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import jinja2
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_single, all_to_all_single
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
@@ -85,10 +101,14 @@ class Args:
     """Column of the prompt: chat messages, or a string (one user message); dots reach into structs."""
     response_key: str = "extra_info.answer"
     """Column of the response, a string; dots reach into structs."""
+    messages_key: str | None = None
+    """Column of whole conversations, trained on the assistant's turns; None: prompt and response columns."""
     max_length: int = 1024
     """Limit of prompt and response together, in tokens, EOS included."""
     truncation: Literal["error", "left", "right"] = "error"
     """A row over max_length: stop, or cut it there; a row whose whole response is lost is dropped."""
+    packing: bool = is_flash_attn_2_available()
+    """Rows of a micro-batch in one sequence without padding; with SDPA it costs a dense mask."""
 
     attn_implementation: str = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     """Attention kernel of transformers; with flash attention rows are packed without padding."""
@@ -102,6 +122,21 @@ class Args:
     """Recompute activations in the backward pass."""
     max_tokens_per_microbatch: int = 8192
     """Tokens of a forward pass on one rank, padding included."""
+    sp_size: int = 1
+    """Ranks that share the tokens of a sequence (Ulysses); needs packing."""
+    liger: bool = False
+    """Liger's Triton kernels for norm, rotary embedding and MLP; needs a GPU."""
+
+    lora_rank: int = 0
+    """Rank of the LoRA adapters, which are then all that is trained; 0: train the model itself."""
+    lora_alpha: float = 16
+    """The adapters' output is scaled by lora_alpha / lora_rank."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get an adapter; all-linear: every linear layer but the output layer."""
+    qlora: bool = False
+    """Keep the frozen weights in 4 bits (bitsandbytes), a whole copy on every rank; needs lora_rank."""
+    merge_lora: bool = False
+    """hf/ of a checkpoint is the model with the adapters added to its weights; else only the adapters."""
 
     train_batch_size: int = 64
     """Prompts of a step, over all ranks."""
@@ -111,10 +146,14 @@ class Args:
     """Decay after warm-up, to 0 at the last step."""
     warmup_steps: int = 10
     """Steps of linear warm-up."""
+    decay_steps: int = 0
+    """Last steps, to which the decay is confined (warm-up-stable-decay); 0: all after warm-up."""
     weight_decay: float = 0.01
     """AdamW's decoupled weight decay."""
     grad_clip: float = 1.0
     """Largest gradient norm."""
+    val_before_train: bool = True
+    """Validate before the first step."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,12 +225,21 @@ def response_mask(lengths):
 # endregion
 
 
-def sft_loss(logp_nt, tokens):
-    """-sum(log p) of the responses in logp_nt over `tokens`, the response tokens of the whole optimizer step.
+def sft_loss(logp_nt, trained_nt, tokens):
+    """-sum(log p) of the trained tokens over `tokens`, those of the whole optimizer step.
 
-    Log-probs -1 -2 and -3 0 (the 0 is padding) of a step with 3 tokens -> 2. Prompts have no columns.
+    Log-probs -1 -2 -9 of a row whose last token is a tool's, and -3 0 0 (padding), of 3 tokens -> 2.
     """
-    return -logp_nt.sum() / tokens  # eq: sft.loss
+    return -(logp_nt * trained_nt).sum() / tokens  # eq: sft.loss
+
+
+def scheduled_rate(args, step, total_steps):
+    """learning_rate, held at its peak until the last decay_steps.
+
+    Ten steps, two of warm-up, three of linear decay -> 1/2 1 | 1 1 1 1 1 | 1 2/3 1/3 of the peak.
+    """
+    held = max(0, total_steps - args.warmup_steps - args.decay_steps) if args.decay_steps else 0
+    return learning_rate(args, max(min(step, args.warmup_steps + 1), step - held), total_steps - held)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,20 +282,18 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 
 
 # region model
-def load_model(args, mesh, device):
-    """The model as TokenLogps, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
+def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
+    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     disable_progress_bar()  # of transformers: one bar is enough
     param_dtype = getattr(torch, args.param_dtype)
-    config = AutoConfig.from_pretrained(args.model)
+    config = AutoConfig.from_pretrained(args.model, **changes)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config, dtype=param_dtype, attn_implementation=args.attn_implementation
-        )
+        lm = auto.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = TokenLogps(lm)
+    policy = wrap(lm)
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, args.compute_dtype), reduce_dtype=torch.float32
     )
@@ -256,19 +302,16 @@ def load_model(args, mesh, device):
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = (
-        AutoModelForCausalLM.from_pretrained(args.model, dtype=param_dtype) if dist.get_rank() == 0 else None
-    )
+    rank0 = dist.get_rank() == 0
+    full = auto.from_pretrained(args.model, dtype=param_dtype, **changes) if rank0 else None
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
-    if full:
-        lm.generation_config = (
-            full.generation_config
-        )  # saved with the weights: it may name further EOS tokens
+    if full and lm.can_generate():  # saved with the weights: it may name further EOS tokens
+        lm.generation_config = full.generation_config
     return policy
 
 
@@ -369,7 +412,7 @@ def open_run(args):
     return Path(args.resume).resolve()
 
 
-def save_checkpoint(args, step, lm, optimizer, tokenizer):
+def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
     root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
@@ -384,7 +427,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer):
     if rank0:
         tokenizer.save_pretrained(new / "hf")
         (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
-        (new / "trainer_state.json").write_text(json.dumps(dict(step=step)))
+        (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state), default=str))
         shutil.rmtree(final, ignore_errors=True)
         new.rename(final)
         link.unlink(missing_ok=True)
@@ -488,71 +531,265 @@ def matmul_speed(args, device):
 # endregion
 
 
+MAY_CHANGE |= {"packing", "sp_size", "liger", "merge_lora"}
+
+
+class Adapters(nn.Module):
+    """LoRA: trained matrices beside the frozen linear layers of lm; in checkpoints they stand for the model.
+
+    They are small: every rank holds all of them, in float32, and `update` sums their gradients. FSDP shards
+    the frozen weights and knows nothing of them.
+    """
+
+    def __init__(self, lm, args):
+        super().__init__()
+        targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
+        sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
+        self.config = LoraConfig(**sizes, task_type="CAUSAL_LM", base_model_name_or_path=args.model)
+        self.args = args
+        inject_adapter_in_model(self.config, lm)  # also freezes all other weights
+        torch.manual_seed(args.seed)  # the same matrices on every rank
+        for name, layer in lm.named_modules():
+            if isinstance(layer, LoraLayer):
+                # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
+                layer.lora_A["default"].float()
+                out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
+                layer.lora_B["default"] = nn.Linear(args.lora_rank, out, bias=False, device=device)
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+                for part in ("lora_A", "lora_B"):
+                    key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
+                    self.register_parameter(key, getattr(layer, part)["default"].weight)
+
+    def save_pretrained(self, directory, state_dict):
+        """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
+        state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
+        if self.args.merge_lora:
+            dtype = getattr(torch, self.args.param_dtype)
+            lm = get_peft_model(
+                AutoModelForCausalLM.from_pretrained(self.args.model, dtype=dtype), self.config
+            )
+            set_peft_model_state_dict(lm, state)
+            lm.merge_and_unload().save_pretrained(directory)
+        else:
+            self.config.save_pretrained(directory)
+            save_file(state, directory / "adapter_model.safetensors")
+
+
+def load_quantized(args, device):
+    """QLoRA's base model: in 4 bits (NF4), whole on every rank, as FSDP does not shard that format."""
+    dtype = getattr(torch, args.compute_dtype)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    lm = AutoModelForCausalLM.from_pretrained(
+        args.model,
+        dtype=dtype,
+        attn_implementation=args.attn_implementation,
+        quantization_config=four_bits,
+        device_map={"": device},
+    )
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return TokenLogps(lm).train()
+
+
+class SequenceParallel(nn.Module):
+    """Ulysses: each rank of a group runs TokenLogps on its slice of a packed row; attention sees it all."""
+
+    def __init__(self, policy, group):
+        super().__init__()
+        self.policy, self.lm, self.group = policy, policy.lm, group
+
+    def forward(self, input_ids, position_ids, where, target, temperature):
+        """As TokenLogps, but 0 for tokens that another rank of the group predicts."""
+        size, rank = self.group.size(), self.group.rank()
+        short = -input_ids.shape[1] % size  # padding: tokens at position 0, each a sequence of its own
+        input_ids, position_ids = (nn.functional.pad(x, (0, short)) for x in (input_ids, position_ids))
+        width = input_ids.shape[1] // size
+        # labels were shifted before this cut: a slice's last position predicts the first token of the next
+        mine, here = where // width == rank, slice(rank * width, (rank + 1) * width)
+        local = where[mine] - rank * width
+        logp, entropy = self.policy(
+            input_ids[:, here], position_ids[:, here], local, target[mine], temperature
+        )
+        zero = logp.new_zeros(len(where))
+        return zero.masked_scatter(mine, logp), zero.masked_scatter(mine, entropy)
+
+
+def ulysses_attention(
+    module, query, key, value, attention_mask, scaling, position_ids, group, kernel, **unused
+):
+    """Attention of SequenceParallel: trade a slice of all heads for the whole row of some heads, and back.
+
+    query [1, H, T / sp, D], key and value with fewer heads -> [1, T / sp, H, D]; between: [1, H / sp, T, D].
+    """
+    size = group.size()
+    repeats = size // math.gcd(size, key.shape[1])  # fewer key/value heads than ranks: each rank needs one
+
+    def to_heads(x):  # block i of the heads goes to rank i, whose blocks of tokens then follow each other
+        blocks = x[0].unflatten(0, (size, -1)).contiguous()
+        return all_to_all_single(blocks, None, None, group).transpose(0, 1).flatten(1, 2)[None]
+
+    query = to_heads(query)
+    key, value = (to_heads(x.repeat_interleave(repeats, 1)) for x in (key, value))
+    positions = all_gather_single(position_ids[0], 0, group)
+    if kernel == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        starts = nn.functional.pad((positions == 0).nonzero()[:, 0].int(), (0, 1), value=len(positions))
+        longest = starts.diff().max().item()
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        ends = starts, starts, longest, longest
+        out = flash_attn_varlen_func(q, k, v, *ends, softmax_scale=scaling, causal=True).transpose(0, 1)
+    else:
+        sequence = (positions == 0).cumsum(0)
+        mask = (sequence[:, None] == sequence).tril()
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        out = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)[0]
+    # and back: block i of the tokens goes to rank i, whose blocks of heads then follow each other
+    blocks = out.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
+    return all_to_all_single(blocks, None, None, group).flatten(0, 1).transpose(0, 1)[None], None
+
+
+def load_policy(args, mesh, device):
+    """-> what `micro_batches` calls, and what is trained and saved: the model itself, or its adapters."""
+    if args.sp_size > 1:
+        shape = (dist.get_world_size() // args.sp_size, args.sp_size)
+        group = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
+        kernel = partial(ulysses_attention, group=group, kernel=args.attn_implementation)
+        AttentionInterface.register("ulysses", kernel)
+        args = replace(args, attn_implementation="ulysses")
+    if args.liger:
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel
+
+        # replaces classes of transformers' model file; TokenLogps would never call the fused cross-entropy
+        _apply_liger_kernel(
+            AutoConfig.from_pretrained(args.model).model_type, fused_linear_cross_entropy=False
+        )
+    policy = load_quantized(args, device) if args.qlora else load_model(args, mesh, device)
+    trained = Adapters(policy.lm, args) if args.lora_rank else policy.lm
+    return SequenceParallel(policy, group) if args.sp_size > 1 else policy, trained
+
+
 # --------------------------------------------------------------------------------------------------
 # The algorithm
 # --------------------------------------------------------------------------------------------------
 def check_args(args):
     """Stop on combinations that cannot work, before anything is loaded."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % args.hsdp_replicas:
-        fail(f"the number of ranks, {world} is not a multiple of --hsdp_replicas {args.hsdp_replicas}")
-    if args.max_tokens_per_microbatch < args.max_length:
+    for name in ("hsdp_replicas", "sp_size"):
+        if world % getattr(args, name):
+            fail(f"the number of ranks, {world} is not a multiple of --{name} {getattr(args, name)}")
+    if args.sp_size > 1 and not args.packing:
+        fail(f"--sp_size {args.sp_size} cuts packed rows: add --packing")
+    if args.max_tokens_per_microbatch * args.sp_size < args.max_length:
         fail(
-            f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row of --max_length"
-            f" {args.max_length} tokens"
+            f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} times --sp_size {args.sp_size} is"
+            f" less than a row of --max_length {args.max_length} tokens"
         )
+    for name in ("qlora", "merge_lora"):
+        if getattr(args, name) and not args.lora_rank:
+            fail(f"--{name} needs --lora_rank above 0")
+    if args.qlora and not find_spec("bitsandbytes"):
+        fail("--qlora needs bitsandbytes, which is not installed here: pip install bitsandbytes")
+    if args.liger and not (torch.cuda.is_available() and find_spec("liger_kernel")):
+        fail("--liger needs a GPU and Liger's kernels: pip install liger-kernel")
+
+
+def check_model(config, args):
+    """ValueError where the model does not fit --sp_size, --lora_target_modules or --liger."""
+    if args.sp_size > 1:
+        if config.num_attention_heads % args.sp_size:
+            raise ValueError(
+                f"--sp_size {args.sp_size} does not divide the {config.num_attention_heads} attention heads"
+                f" of {args.model}"
+            )
+        for name in ("sliding_window", "attention_chunk_size", "attn_logit_softcapping"):
+            if getattr(config, name, None):
+                raise ValueError(
+                    f"{args.model} has {name}, which --sp_size {args.sp_size} does not implement"
+                )
+    if args.lora_rank and args.lora_target_modules != ("all-linear",):
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(config)
+        linear = {name.rpartition(".")[2] for name, m in lm.named_modules() if isinstance(m, nn.Linear)}
+        if unknown := set(args.lora_target_modules) - linear:
+            raise ValueError(
+                f"--lora_target_modules {' '.join(unknown)}: the linear layers are {sorted(linear)}"
+            )
+    if args.liger:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+
+        if config.model_type not in known:
+            raise ValueError(f"--liger has no kernels for the model type {config.model_type}")
 
 
 def encode(prompt, response, tokenizer):
-    """Token ids of a prompt (chat messages, or a string: one user message) and of its response, EOS added."""
+    """Token ids of a prompt (chat messages, or a string: one user message) and of its response, EOS added.
+
+    Like encode_messages returns all ids, and for each whether it is trained.
+    """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    # CAREFUL: kept apart, as the loss goes by position; by value, EOS would be lost where it is also the pad
-    return prompt_ids, tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
+    response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
+    # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
+    return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
-def truncate(prompt_ids, response_ids, max_length, side):
-    """Keep the first (`right` is cut) or the last (`left`) max_length tokens of a row.
+def encode_messages(messages, tokenizer):
+    """Token ids of a conversation; the assistant's turns are trained, each up to its EOS.
 
-    If the prompt is lost, the first response token that is left takes its place: nothing predicts it.
-    Prompt 1 2 3, response 4 5 6, limit 4 -> right: 1 2 3 | 4 and left: 3 | 4 5 6; limit 2 -> 1 2 | and 5 | 6.
+    A turn lies between what the template writes for the messages before it, with the generation prompt (what
+    a sampler is given), and for those up to it. Both must be the beginning of the whole conversation.
     """
-    ids, start = prompt_ids + response_ids, len(prompt_ids)
-    if side == "right":
-        return prompt_ids[:max_length], ids[:max_length][start:]
-    lost = max(0, len(ids) - max_length)
-    start = max(start, lost + 1)
-    return ids[lost:start], ids[start:]
+    messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up with null
+    template = partial(tokenizer.apply_chat_template, tokenize=False)
+    text = template(messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    trained = [False] * len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, upto = template(messages[:i], add_generation_prompt=True), template(messages[: i + 1])
+            if not (upto.startswith(before) and text.startswith(upto)):
+                raise ValueError(f"the chat template renders message {i} otherwise when others follow it")
+            # a token that begins before the turn is context, even if it ends in it
+            turn = [j for j, (start, _) in enumerate(offsets) if len(before) <= start < len(upto)]
+            ends = [j for j in turn if ids[j] == tokenizer.eos_token_id] or turn
+            for j in turn:
+                trained[j] = j <= ends[-1]
+    return ids, trained
+
+
+def split(ids, trained):
+    """A row; its prompt ends where training begins. None if nothing is trained (nothing predicts ids[0])."""
+    if not any(trained[1:]):
+        return None
+    first, last = trained.index(True, 1), len(trained) - trained[::-1].index(True)
+    return dict(prompt_ids=ids[:first], response_ids=ids[first:last], trained=trained[first:last])
 
 
 def load_examples(paths, args, tokenizer):
-    """Rows with prompt_ids and response_ids, the number of truncated rows, and of those dropped from them."""
+    """Rows as `split` makes them, the number of truncated ones, and of those dropped: nothing is trained."""
+    columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     rows, truncated = [], 0
-    columns = [args.prompt_key, args.response_key]
-    for i, row in enumerate(records := load_rows(paths, columns)):
-        prompt, response = (row[column] for column in columns)
-        if not isinstance(response, str) or not isinstance(prompt, (str, list)):
-            raise ValueError(
-                f"{', '.join(paths)}: row {i}: --response_key {args.response_key} must be a string, and"
-                f" --prompt_key {args.prompt_key} a string or a list of messages"
-            )
-        prompt_ids, response_ids = encode(prompt, response, tokenizer)
-        length = len(prompt_ids) + len(response_ids)
-        if length > args.max_length:
+    keep = slice(args.max_length) if args.truncation == "right" else slice(-args.max_length, None)
+    for i, record in enumerate(load_rows(paths, columns)):
+        where, values = f"{', '.join(paths)}: row {i}", [record[column] for column in columns]
+        try:
+            ids, trained = (encode_messages if args.messages_key else encode)(*values, tokenizer)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
+        if len(ids) > args.max_length:
             if args.truncation == "error":
                 raise ValueError(
-                    f"{', '.join(paths)}: row {i} has {length} tokens, over --max_length {args.max_length};"
+                    f"{where} has {len(ids)} tokens, over --max_length {args.max_length};"
                     " raise it or pass --truncation left or right"
                 )
             truncated += 1
-            prompt_ids, response_ids = truncate(prompt_ids, response_ids, args.max_length, args.truncation)
-        if response_ids:
-            rows.append(dict(prompt_ids=prompt_ids, response_ids=response_ids))
-    if records and not rows:
-        raise ValueError(
-            f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a response; raise it"
-        )
-    return rows, truncated, len(records) - len(rows)
+        rows.append(split(ids[keep], trained[keep]))
+    kept = [row for row in rows if row]
+    if rows and not kept:
+        raise ValueError(f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a trained token")
+    return kept, truncated, len(rows) - len(kept)
 
 
 def lengths(rows):
@@ -560,28 +797,53 @@ def lengths(rows):
     return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
 
 
-def micro_batches(policy, rows, args):
-    """This rank's share of the rows, which are equal on all ranks -> logp_nt of one micro-batch at a time.
+def trained_tokens(rows):
+    return sum(sum(row["trained"]) for row in rows)
 
-    An empty micro-batch runs a dummy row and yields [0, 1]: its sum is a zero that still has a gradient.
+
+def pack(lengths, budget):
+    """Bin-packing: the fewest micro-batches, as many on every rank, over which `deal` keeps to the budget.
+
+    Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
     """
-    mine = [rows[i] for i in deal(lengths(rows), dist.get_world_size())[dist.get_rank()]]
-    packed = args.attn_implementation == "flash_attention_2"
-    for part in cut(lengths(mine), args.max_tokens_per_microbatch, packed):
-        prompts, responses = ([mine[i][name] for i in part] for name in ("prompt_ids", "response_ids"))
-        logp_nt, _ = token_logps(policy, prompts or [[0]], responses or [[0]], 1.0, packed)
-        yield logp_nt[: len(part)]
+    number = max(1, -(-sum(lengths) // budget))
+    while max(sum(lengths[i] for i in hand) for hand in deal(lengths, number)) > budget:
+        number += 1
+    [number] = all_reduce([number], dist.ReduceOp.MAX)  # see `cut`; more hands are never heavier
+    return deal(lengths, int(number))
+
+
+def micro_batches(policy, rows, args):
+    """This rank's share of the rows, which are equal on all ranks -> logp_nt, trained_nt of each micro-batch.
+
+    An empty micro-batch runs a dummy row that is not trained: its sum is a zero that still has a gradient.
+    """
+    group, groups = dist.get_rank() // args.sp_size, dist.get_world_size() // args.sp_size
+    mine = [rows[i] for i in deal(lengths(rows), groups)[group]]
+    dummy = dict(prompt_ids=[0], response_ids=[0], trained=[False])
+    budget = args.max_tokens_per_microbatch * args.sp_size
+    for part in pack(lengths(mine), budget) if args.packing else cut(lengths(mine), budget, packed=False):
+        batch = [mine[i] for i in part] or [dummy]
+        prompts, responses, trained = ([row[name] for row in batch] for name in dummy)
+        logp_nt, _ = token_logps(policy, prompts, responses, 1.0, args.packing)
+        trained_nt = nn.utils.rnn.pad_sequence([torch.tensor(x) for x in trained], batch_first=True)
+        yield logp_nt, trained_nt.to(logp_nt.device)
 
 
 def update(policy, optimizer, rows, args):
     """One optimizer step -> metrics. Every rank knows all rows: the denominator needs no communication."""
-    loss, tokens = 0.0, sum(len(row["response_ids"]) for row in rows)
-    for logp_nt in micro_batches(policy, rows, args):
-        part = sft_loss(logp_nt, tokens)
-        # FSDP averages gradients over the ranks, but `tokens` already counts those of all ranks
-        (part * dist.get_world_size()).backward()
+    loss, tokens = 0.0, trained_tokens(rows)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # `tokens` counts those of all ranks; FSDP averages gradients over the ranks, those of adapters are summed
+    scale = 1 if args.lora_rank else dist.get_world_size()
+    for logp_nt, trained_nt in micro_batches(policy, rows, args):
+        part = sft_loss(logp_nt, trained_nt, tokens)
+        (part * scale).backward()
         loss += part.item()
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
+    for parameter in parameters if args.lora_rank else ():
+        dist.all_reduce(parameter.grad)
+    norm = nn.utils.clip_grad_norm_(parameters, args.grad_clip)
+    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
     if math.isfinite(norm):  # the norm of all ranks: they step or skip together
         optimizer.step()
     optimizer.zero_grad()
@@ -592,8 +854,8 @@ def update(policy, optimizer, rows, args):
 @torch.no_grad()
 def evaluate(policy, rows, args):
     """The loss over all rows, each token weighing the same."""
-    tokens = sum(len(row["response_ids"]) for row in rows)
-    losses = [sft_loss(logp_nt, tokens).item() for logp_nt in micro_batches(policy, rows, args)]
+    tokens = trained_tokens(rows)
+    losses = [sft_loss(*batch, tokens).item() for batch in micro_batches(policy, rows, args)]
     return all_reduce([sum(losses)])[0]
 
 
@@ -603,7 +865,7 @@ def main():
     check_args(args)
     resume = open_run(args)
     try:
-        AutoConfig.from_pretrained(args.model)
+        check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
@@ -618,20 +880,23 @@ def main():
 
     # ---- model
     device, mesh = setup_distributed(args.hsdp_replicas)
-    policy = load_model(args, mesh, device)
+    policy, trained = load_policy(args, mesh, device)
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+        trained.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    first = load_checkpoint(resume, policy.lm, optimizer)["step"] + 1 if resume else 1
+    first = load_checkpoint(resume, trained, optimizer)["step"] + 1 if resume else 1
     peak = matmul_speed(args, device) * dist.get_world_size()
     log = Logger(args, first - 1, total_steps)
     log.say(
         f"{len(train_rows)} training and {len(val_rows)} validation rows ({truncated + val_truncated} cut to"
-        f" --max_length, {dropped + val_dropped} of them dropped), {total_steps} steps,"
+        f" --max_length, {dropped + val_dropped} without a trained token dropped), {total_steps} steps,"
         f" {dist.get_world_size()} ranks on {device.type}" + (f", resumed from {resume}" if resume else "")
     )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    if val_rows and args.val_before_train and not resume:
+        log.log({"val/loss": evaluate(policy, val_rows, args), "training/global_step": 0}, 0)
 
     saving = {}  # seconds of the last checkpoint: reported by the step after it
     for step in range(first, total_steps + 1):
@@ -642,7 +907,7 @@ def main():
 
         # ---- update
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step, total_steps)
+            group["lr"] = scheduled_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args)
 
@@ -655,13 +920,15 @@ def main():
 
         # ---- metrics
         timing["step"], tokens = time.perf_counter() - begin, sum(lengths(rows))
+        # frozen weights are passed through twice, not three times: they get no gradient
+        flops = train_flops(policy, rows) * (2 / 3 if args.lora_rank else 1)
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         metrics |= {
-            "train/lr": learning_rate(args, step, total_steps),
+            "train/lr": scheduled_rate(args, step, total_steps),
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": timing["step"],
             "perf/throughput": tokens / timing["step"] / dist.get_world_size(),
-            "perf/mfu/actor": train_flops(policy, rows) / timing["update_actor"] / peak,
+            "perf/mfu/actor": flops / timing["update_actor"] / peak,
             "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
             "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
             "training/global_step": step,
@@ -672,7 +939,7 @@ def main():
         # ---- checkpoint, after the metrics: a kill in between loses neither
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, policy.lm, optimizer, tokenizer)
+                save_checkpoint(args, step, trained, optimizer, tokenizer)
         if last:
             break
     log.bar.close()

@@ -53,12 +53,13 @@ def read(path):
 
 
 def faults(path, rows):
-    """What the validator says of the rows, one line each."""
-    lines = []
+    """What the validator says of the rows, one line each; a source is checked at its first row."""
+    lines, sources = [], set()
     for i, row in enumerate(rows):
         try:
             check_row(row, "fault")
-            if "reward_model" in row:
+            if "reward_model" in row and row["data_source"] not in sources:
+                sources.add(row["data_source"])
                 check_sources([row["data_source"]])
         except ValueError as error:
             lines.append(f"{path}: row {i}: {str(error).removeprefix('fault: ')}")

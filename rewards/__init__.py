@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,13 +41,26 @@ def _scorer(source):
 
 
 def check_sources(sources):
-    """Raise ValueError, in one line, if one of `sources` (iterable of data_source) has no scorer."""
-    unknown = sorted({str(source) for source in sources if _scorer(source) is None})
+    """Raise ValueError, in one line, if one of `sources` (iterable of data_source) cannot be scored here.
+
+    It has no scorer, or its programs have no sandbox.  Says which sandbox is in use.
+    """
+    scorers = {str(source): _scorer(source) for source in sources}
+    unknown = sorted(source for source, scorer in scorers.items() if scorer is None)
     if unknown:
         raise ValueError(
             f"no reward for data_source {', '.join(map(repr, unknown))}; known: {', '.join(SOURCES)};"
             " for your own give --reward_fn FILE.py:NAME"
         )
+    if "prime_code" in scorers.values():
+        from rewards.sandbox import SandboxError, tier
+
+        try:
+            name = tier()
+        except SandboxError as error:
+            raise ValueError(str(error)) from None
+        if os.environ.get("RANK", "0") == "0":
+            print(f"programs run in a sandbox of the tier {name!r}", flush=True)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -54,8 +68,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
     Raises ValueError for an unknown data_source, and for a ground truth that its scorer cannot read.
     """
-    check_sources([data_source])
-    module = importlib.import_module(f"{__name__}.{_scorer(data_source)}")
+    scorer = _scorer(data_source)
+    if scorer is None:
+        check_sources([data_source])
+    module = importlib.import_module(f"{__name__}.{scorer}")
     return module.compute_score(data_source, solution_str, ground_truth, extra_info)
 
 

@@ -76,8 +76,8 @@ def run_judge(judge, program, timeout_s=10, memory_mb=MEMORY_MB):
     judge_in, program_out = os.pipe()
     program_in, judge_out = os.pipe()
     limits = (memory_mb, OUTPUT_BYTES)
-    with (  # a program that hangs is the judge's time-out
-        _started(name, program, [""], 2 * timeout_s, *limits, streams=(program_in, program_out)),
+    with (  # the program outlasts the judge, so that a hanging one is the judge's time-out
+        _started(name, program, [""], START_S + timeout_s, *limits, streams=(program_in, program_out)),
         _started(name, judge, [""], timeout_s, *limits, streams=(judge_in, judge_out)) as process,
     ):
         return _receive(process, timeout_s)

@@ -14,7 +14,6 @@ MANIFEST = {
     "grpo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
     "dapo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
     "ppo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
-    "generate.py": "distributed",
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
 

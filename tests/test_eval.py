@@ -4,6 +4,7 @@ import json
 import math
 from itertools import combinations
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +12,7 @@ from conftest import ROOT, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algos.eval import bootstrap_error, maj_at_k, pass_at_k
+from algos.eval import maj_at_k, pass_at_k, summarize
 
 REWARD = """
 def first_word(data_source, solution_str, ground_truth, extra_info=None):
@@ -86,10 +87,17 @@ def test_impossible_numbers_are_refused(call):
         call[0](*call[1:])
 
 
-def test_bootstrap_error():
-    values = [0.0, 1.0] * 50
-    assert bootstrap_error(values, 1) == bootstrap_error(values, 1) != bootstrap_error(values, 2)
-    assert bootstrap_error(values, 1) == pytest.approx(0.5 / math.sqrt(100), rel=0.15)
+def test_standard_errors_and_intervals():
+    values = {"a": np.array([0.0, 1.0] * 50), "b": np.full(100, 0.3)}
+    metrics = summarize(values, 1)
+    assert metrics == summarize(values, 1) != summarize(values, 2)
+    error = 0.5 / math.sqrt(100)
+    assert metrics["a"] == 0.5 and metrics["a_stderr"] == pytest.approx(error, rel=0.15)
+    assert metrics["a_low"] == pytest.approx(0.5 - 1.96 * error, abs=0.03)
+    assert metrics["a_high"] == pytest.approx(0.5 + 1.96 * error, abs=0.03)
+    assert [metrics[f"b{end}"] for end in ("", "_stderr", "_low", "_high")] == pytest.approx(
+        [0.3, 0, 0.3, 0.3]
+    )
 
 
 def write(path, *rows, **columns):
@@ -111,6 +119,13 @@ def write(path, *rows, **columns):
     return path
 
 
+def evaluate(tmp_path, *files, **options):
+    (tmp_path / "reward.py").write_text(REWARD)
+    command = ["--reward_fn", f"{tmp_path}/reward.py:first_word", "--output", tmp_path / "out"]
+    done = run(ROOT / "algos/eval.py", "--data", *files, *command, **options)
+    return done, json.loads((tmp_path / "out/results.json").read_text())
+
+
 def test_end_to_end(tmp_path):
     before = write(
         tmp_path / "before.parquet",
@@ -121,32 +136,65 @@ def test_end_to_end(tmp_path):
         response_tokens=[[2, 4, 2, 2], [2, 2, 2, 8], [2, 2, 2, 2], [0] * 4],
         finish_reasons=[["stop"] * 4, ["stop"] * 3 + ["length"], ["stop"] * 4, ["prompt_too_long"] * 4],
     )
-    after = write(tmp_path / "after.parquet", ("one", "4", ["4", "4"]))
-    (tmp_path / "reward.py").write_text(REWARD)
-    command = ["--reward_fn", f"{tmp_path}/reward.py:first_word", "--output", tmp_path / "out"]
-    done = run(ROOT / "algos/eval.py", "--data", before, after, *command)
-    assert "pass@4" in done.stdout and "maj@2" in done.stdout
-    results = json.loads((tmp_path / "out/results.json").read_text())
-    assert list(results) == [str(before), str(after)]
+    other = write(tmp_path / "other.parquet", ("one", "4", ["4", "4"]))
+    done, results = evaluate(tmp_path, before, other)
+    assert "pass@4" in done.stdout and "maj@2" in done.stdout and "pass@3" not in done.stdout
+    assert list(results) == [str(before), str(other)]
     one, two, total = (results[str(before)][name] for name in ("one", "two", "all"))
     expected = {
         "prompts": 2,
         "mean@4": (1 / 2 + 1 / 4) / 2,
         "pass@1": (1 / 2 + 1 / 4) / 2,
         "pass@2": (5 / 6 + 1 / 2) / 2,
+        "pass@3": (1 + 3 / 4) / 2,
         "pass@4": 1,
         # 4 4 5 None: 1 of 6 pairs is right, 4 of 6 half; 7 of four different answers: half of 3 of 6 pairs
         "maj@2": ((1 + 4 / 2) / 6 + 3 / 2 / 6) / 2,
         "maj@4": (1 + 1 / 4) / 2,
-        "reward_errors": 1,
+        "reward_errors": 1 / 8,
         "response_length/mean": 24 / 8,
         "response_length/clip_ratio": 1 / 8,
         "prompts_too_long": 0,
     }
     assert {name: one[name] for name in expected} == pytest.approx(expected)
-    assert two["mean@4"] == 0.5 and two["prompts_too_long"] == 1 and two["response_length/mean"] == 2
-    assert total["mean@4"] == pytest.approx((1 / 2 + 1 / 4 + 1 + 0) / 4) and total["reward_errors"] == 5
-    assert total["mean@4_stderr"] > 0 and results[str(after)]["all"]["pass@2"] == 1
+    assert two["mean@4"] == 0.5 and two["prompts_too_long"] == 0.5 and two["response_length/mean"] == 1
+    assert total["mean@4"] == pytest.approx((1 / 2 + 1 / 4 + 1 + 0) / 4) and total["reward_errors"] == 5 / 16
+    assert total["mean@4_stderr"] > 0
+    other = results[str(other)]["all"]
+    assert other["pass@2"] == 1 and "pass@2_diff" not in other  # its prompts are others
+    scored = pq.read_table(tmp_path / "out/scored_A.parquet")
+    assert scored.drop_columns(["scores", "results"]).equals(pq.read_table(before))
+    assert scored["scores"].to_pylist()[0] == [1, 1, -1, 0]
+    fourth = json.loads(scored["results"].to_pylist()[0][3])
+    assert fourth["score"] == 0 and fourth["error"].startswith("IndexError")
+    assert (tmp_path / "out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_differences_are_paired(tmp_path, monkeypatch):
+    """B has one right answer more to each prompt. The prompts differ by far more, which pairs do not see."""
+    rights = [0, 0, 1, 2, 3, 3]
+    a, b, c = (
+        write(tmp_path / name, *((s, "4", ["4"] * right + ["5"] * (n - right)) for s, right in rows))
+        for name, n, rows in (
+            ("a.parquet", 4, [("one", right) for right in rights]),
+            ("b.parquet", 4, [("one", right + 1) for right in rights]),
+            ("c.parquet", 2, [("one", right % 2) for right in rights]),
+        )
+    )
+    monkeypatch.setenv("COLUMNS", "100")
+    done, results = evaluate(tmp_path, a, b, c)
+    entry = results[str(b)]["all"]
+    assert [entry[f"mean@4_diff{end}"] for end in ("", "_low", "_high")] == [0.25] * 3
+    assert entry["mean@4_low"] < 0.45 and entry["mean@4_high"] > 0.75
+    pairs = (1 / 2 + 1 / 2 + 1 / 3 + 1 / 6 + 0 + 0) / 6  # pass@2 with 0 to 4 right of 4: 0 1/2 5/6 1 1
+    assert entry["pass@2_diff"] == pytest.approx(pairs)
+    assert entry["pass@2_diff_low"] < pairs < entry["pass@2_diff_high"]
+    third, first = results[str(c)]["all"], results[str(a)]["all"]
+    assert "mean@2" in third and "mean@2_diff" not in third
+    assert third["pass@1_diff"] == pytest.approx(third["pass@1"] - first["pass@1"])
+    assert not any(name.endswith("_diff") for name in first)
+    assert "+0.250 [+0.250, +0.250]" in done.stdout
+    assert all(len(line) <= 100 for line in done.stdout.splitlines()) and "…" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -155,11 +203,16 @@ def test_end_to_end(tmp_path):
         (["--k", 3], "--k 3"),
         (["--response_key", "answers"], "answers"),
         (["--reward_fn", "nowhere.py:f"], "nowhere.py"),
+        (["--data", "nowhere.parquet"], "nowhere.parquet"),
+        (["--data", __file__], "test_eval.py"),
+        (["--data", "scored.parquet"], "scores"),
         ([], "nobody/knows"),
     ],
 )
 def test_bad_input_gives_one_line(tmp_path, arguments, message):
     data = write(tmp_path / "data.parquet", ("nobody/knows", "1", ["1", "2"]))
+    scored = write(tmp_path / "scored.parquet", ("nobody/knows", "1", ["1", "2"]), scores=[[0, 1]])
+    arguments = [scored if argument == scored.name else argument for argument in arguments]
     (tmp_path / "reward.py").write_text(REWARD)
     known = ["--reward_fn", f"{tmp_path}/reward.py:first_word"] if "--k" in arguments else []
     done = run(

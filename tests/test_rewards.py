@@ -5,6 +5,7 @@ import math
 import os
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
 from rewards.combined import load_rewards
 from rewards.manager import RewardManager, failure_metrics
+from rewards.sandbox import SandboxError
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
 
@@ -103,6 +105,17 @@ def test_dispatch_names_what_is_known():
         message = str(error.value)
         assert "'nope'" in message and "--reward_fn FILE.py:NAME" in message and "\n" not in message
         assert all(source in message for source in SOURCES)
+
+
+def test_programs_need_a_sandbox(monkeypatch, capsys):
+    check_sources(["kk"])
+    assert capsys.readouterr().out == ""
+    check_sources(["taco", "apps"])
+    assert capsys.readouterr().out.count("sandbox of the tier") == 1
+    message = "no sandbox for untrusted programs"
+    monkeypatch.setattr("rewards.sandbox.tier", Mock(side_effect=SandboxError(message)))
+    with pytest.raises(ValueError, match=message):
+        check_sources(["taco"])
 
 
 def test_load_reward_fn(tmp_path):

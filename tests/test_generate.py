@@ -1,0 +1,161 @@
+"""generate.py as users call it: its output, equal for any number of ranks and after a kill, and bad input."""
+
+import shutil
+import signal
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, run
+from transformers import AutoTokenizer
+
+from algos import generate
+from algos.generate import COLUMNS
+
+GENERATE = ROOT / "algos/generate.py"
+ROWS, SAMPLES, BATCH, LONG = 22, 3, 4, 5  # row LONG has a prompt over the limit
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A file of prompts with the columns of the schema and one more."""
+    questions = [f"{i}+{i * 7 % 90}" for i in range(ROWS)]
+    questions[LONG] = "1+1" * 10
+    rows = [
+        dict(
+            data_source="arithmetic",
+            prompt=[dict(role="user", content=question)],
+            reward_model=dict(style="rule", ground_truth="0"),
+            extra_info=dict(index=i, question=question),
+        )
+        for i, question in enumerate(questions)
+    ]
+    path = tmp_path_factory.mktemp("prompts") / "prompts.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def flags(model, data, output, /, **changed):
+    values = dict(model=model, data=data, output=output, n_samples=SAMPLES, batch_size=BATCH, temperature=1.0)
+    values |= dict(max_prompt_length=16, max_response_length=12) | changed
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, data, tmp_path_factory):
+    """The output of one process."""
+    out = tmp_path_factory.mktemp("alone") / "out.parquet"
+    done = run(GENERATE, *flags(tiny, data, out))
+    assert f"{ROWS - 1} of {ROWS} prompts" in done.stdout
+    return out
+
+
+def test_columns(alone, data, tiny):
+    table, prompts = pq.read_table(alone), pq.read_table(data)
+    assert table.drop_columns(list(COLUMNS)).equals(prompts)
+    assert not list(alone.parent.glob("*.shards"))
+    tokenizer, distinct = AutoTokenizer.from_pretrained(tiny), set()
+    for i, row in enumerate(table.to_pylist()):
+        answers = list(zip(*(row[name] for name in COLUMNS), strict=True))
+        assert len(answers) == SAMPLES
+        if i == LONG:
+            assert answers == [("", 0, "prompt_too_long")] * SAMPLES
+            continue
+        for text, tokens, reason in answers:
+            distinct.add(text)
+            assert reason in ("stop", "length") and 1 <= tokens <= 12
+            assert tokens == 12 or reason == "stop"
+            # characters are tokens here; special ones, EOS among them, are not in the text
+            assert len(tokenizer(text, add_special_tokens=False).input_ids) <= tokens - (reason == "stop")
+    assert len(distinct) > ROWS  # neither rows nor samples repeat each other
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_ranks_do_not_matter(alone, tiny, data, tmp_path, tp_size):
+    run(GENERATE, *flags(tiny, data, tmp_path / "out.parquet", tp_size=tp_size), ranks=2)
+    assert (tmp_path / "out.parquet").read_bytes() == alone.read_bytes()
+
+
+KILLED = """
+import os, runpy, signal, sys
+replace, done = os.replace, []
+def replace_or_die(new, path):
+    done.append(path) if str(path).endswith(".parquet") else None
+    if len(done) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(new, path)
+os.replace, sys.argv = replace_or_die, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""  # kill -9 when the third shard is written but does not have its name
+
+
+def test_a_killed_run_goes_on(alone, tiny, data, tmp_path, refused):
+    out, shards = tmp_path / "out.parquet", tmp_path / "out.parquet.shards"
+    assert run("-c", KILLED, GENERATE, *flags(tiny, data, out), check=False).returncode == -signal.SIGKILL
+    left = {path.name: path.stat().st_mtime_ns for path in shards.glob("*.parquet")}
+    assert list(sorted(left)) == ["00000000.parquet", "00000004.parquet"] and not out.exists()
+    assert len(list(shards.iterdir())) == 3  # and one that is not done
+
+    assert "temperature 1.0 there, 0.5 now" in refused(*flags(tiny, data, out, temperature=0.5))
+    pq.write_table(pq.read_table(data).slice(1), tmp_path / "changed.parquet")
+    assert "digest of the prompts" in refused(*flags(tiny, tmp_path / "changed.parquet", out))
+    assert left == {path.name: path.stat().st_mtime_ns for path in shards.glob("*.parquet")}
+
+    run(GENERATE, *flags(tiny, data, out), ranks=2)
+    assert out.read_bytes() == alone.read_bytes() and not shards.exists()
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Call main with arguments that it must refuse, in one line, before it builds an engine -> the line."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
+        monkeypatch.setattr(generate, "build_engine", lambda args: pytest.fail("an engine for bad input"))
+        with pytest.raises(SystemExit) as stopped:
+            generate.main()
+        assert stopped.value.code.startswith("error: ") and "\n" not in stopped.value.code
+        return stopped.value.code
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(data="nowhere.parquet"), "nowhere.parquet: no such file"),
+        (dict(data=__file__), "not a parquet file"),
+        (dict(model="/"), "--model /: no *.safetensors"),
+        (dict(prompt_key="question"), "no column 'question'"),
+        (dict(n_samples=0), "--n_samples is 0"),
+        (dict(batch_size=-1), "--batch_size is -1"),
+        (dict(max_response_length=0), "--max_response_length is 0"),
+        (dict(seed=-1), "--seed -1"),
+        (dict(temperature=-0.5), "--temperature -0.5"),
+        (dict(temperature="nan"), "--temperature nan"),
+        (dict(top_p=0), "--top_p 0"),
+        (dict(top_p=1.5), "--top_p 1.5"),
+        (dict(top_k=-2), "--top_k -2"),
+        (dict(tp_size=2), "not a multiple of --tp_size 2"),
+    ],
+)
+def test_bad_input_gives_one_line(tiny, data, tmp_path, refused, changed, message):
+    assert message in refused(*flags(tiny, data, tmp_path / "out.parquet", **changed))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_is_not_overwritten(alone, tiny, data, tmp_path, refused):
+    before = alone.read_bytes()
+    assert "is there already" in refused(*flags(tiny, data, alone))
+    assert "column 'responses' already" in refused(*flags(tiny, alone, tmp_path / "again.parquet"))
+    assert alone.read_bytes() == before
+
+
+def test_a_run_is_read_at_its_latest_checkpoint(tiny, tmp_path):
+    step = tmp_path / "run/checkpoints/step_000010"
+    shutil.copytree(tiny, step / "hf")
+    (step.parent / "latest").symlink_to(step.name)
+    for model in (tmp_path / "run", step, step.parent / "latest", step / "hf"):
+        args = generate.Args(model=str(model), data="", output=str(tmp_path / "out.parquet"))
+        assert generate.check_args(args, 1) == str(step / "hf")  # not `latest`, which may move on

@@ -1,0 +1,39 @@
+"""SFT's loss and gradient do not depend on how the work is cut: ranks, slices of a row, packing, budget."""
+
+import pytest
+import torch
+from conftest import ROOT, run
+
+WORKER = ROOT / "tests/workers/sft_gradients.py"
+
+
+@pytest.fixture(scope="module")
+def reference(tiny, tmp_path_factory):
+    """On one rank: {(LoRA rank, packing, budget) or (LoRA rank, "naive"): loss, gradients}."""
+    out = tmp_path_factory.mktemp("gradients") / "one.pt"
+    run(WORKER, tiny, out, 1)
+    return torch.load(out)
+
+
+def check(results, reference):
+    for (lora_rank, *layout), (losses, grads) in results.items():
+        loss, expected = reference[lora_rank, "naive"]
+        assert losses == pytest.approx([loss] * 2, abs=1e-5), layout
+        assert len(grads) == len(expected) > 0
+        for a, b in zip(grads, expected):
+            assert b.abs().max() > 1e-4 and (a - b).abs().max() < 1e-5, (lora_rank, layout)
+
+
+def test_one_rank(reference):
+    results = {key: value for key, value in reference.items() if "naive" not in key}
+    assert len(results) == 2 * 2 * 2
+    check(results, reference)
+
+
+@pytest.mark.parametrize(("sp_size", "layouts"), [(1, 8), (2, 4)])
+def test_two_ranks(reference, tiny, tmp_path, sp_size, layouts):
+    """sp_size 2: the model has one key/value head, which both ranks need."""
+    run(WORKER, tiny, tmp_path / "two.pt", sp_size, ranks=2)
+    results = torch.load(tmp_path / "two.pt")
+    assert len(results) == layouts
+    check(results, reference)

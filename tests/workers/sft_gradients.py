@@ -1,0 +1,79 @@
+"""Loss and gradient of one SFT step on fixed rows, for many ways to cut the same work: MODEL OUT SP_SIZE."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from algos import sft
+
+LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7)]  # prompt and response tokens: very unequal
+
+
+def make_rows():
+    """The middle third of a long response is a tool's: not trained."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for prompt, response in LENGTHS:
+        ids = torch.randint(6, 100, (prompt + response,), generator=generator).tolist()
+        trained = [response < 10 or not response <= 3 * i < 2 * response for i in range(response)]
+        rows.append(dict(prompt_ids=ids[:prompt], response_ids=ids[prompt:], trained=trained))
+    return rows
+
+
+class Capture(torch.optim.SGD):
+    """Keeps the gradient of the step, by name."""
+
+    def step(self):
+        grads = [p.grad for g in self.param_groups for p in g["params"]]
+        self.grads = [(g.full_tensor() if isinstance(g, DTensor) else g).clone() for g in grads]
+
+
+def naive(lm, trained):
+    """Each row alone, with plain logits."""
+    loss, tokens = 0.0, sum(sum(row["trained"]) for row in make_rows())
+    for row in make_rows():
+        logits = lm(input_ids=torch.tensor([row["prompt_ids"] + row["response_ids"]])).logits[0]
+        logp = logits[len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
+        for t, (token, counts) in enumerate(zip(row["response_ids"], row["trained"], strict=True)):
+            loss = loss - counts * logp[t, token] / tokens
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in trained.parameters()]
+
+
+def adapters(lm, args):
+    """LoRA whose second matrices are not 0, as they are at first: the first ones would get no gradient."""
+    made, generator = sft.Adapters(lm, args), torch.Generator().manual_seed(1)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02, generator=generator)
+    return made
+
+
+def main(model, out, sp_size):
+    device, mesh = sft.setup_distributed(1)
+    base = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa", grad_clip=1e9)
+    results = {}
+    for lora_rank in (0, 4):
+        args = sft.Args(**base, sp_size=int(sp_size), lora_rank=lora_rank, packing=True)
+        policy, trained = sft.load_policy(sft.replace(args, lora_rank=0), mesh, device)
+        trained = adapters(policy.lm, args) if lora_rank else trained
+        for packing in (True, False) if args.sp_size == 1 else (True,):
+            for budget in (70, 100_000):
+                args = sft.replace(args, packing=packing, max_tokens_per_microbatch=budget)
+                optimizer = Capture(trained.parameters(), lr=1.0)
+                found = sft.update(policy, optimizer, make_rows(), args)
+                loss = sft.evaluate(policy, make_rows(), args)
+                results[lora_rank, packing, budget] = [found["train/loss"], loss], optimizer.grads
+        if dist.get_world_size() == 1:
+            lm = sft.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            results[lora_rank, "naive"] = naive(lm, adapters(lm, args) if lora_rank else lm)
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
