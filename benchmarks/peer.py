@@ -1,0 +1,166 @@
+"""Our trainer against TRL's on the same model, rows, lengths, precision, threads and processes.
+
+    pip install --no-deps -r requirements-bench.txt
+    python benchmarks/peer.py --model models/smollm2 --algo grpo --ranks 1 2
+    python benchmarks/peer.py --model models/smollm2 --algo sft --prompts 32
+
+A round runs each contestant once, one after the other. All are timed by one stopwatch: the lines of
+metrics.jsonl. A ratio is TRL's time per token over ours in the same round, with the same number of processes.
+"""
+
+import itertools
+import shutil
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from os import getloadavg
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from workload import durations, launch, make_model, make_rows, read_metrics, save
+
+
+@dataclass
+class Args:
+    model: str
+    """Hugging Face directory of the model."""
+    algo: Literal["grpo", "sft"] = "grpo"
+    """Which trainer."""
+    config: dict[str, int] = field(default_factory=dict)
+    """Sizes that replace those of the model's config.json: random weights."""
+    prompts: int = 8
+    """Prompts of a step, or rows for sft."""
+    group_size: int = 4
+    """Responses to each prompt."""
+    prompt_length: int = 96
+    """Mean tokens of a prompt."""
+    response_length: int = 64
+    """Tokens of each response, for sft their mean."""
+    temperature: float = 1.0
+    """Sampling temperature; a low one makes a random model so confident that it does not sample EOS."""
+    max_tokens_per_microbatch: int = 2048
+    """Our tokens of a forward pass on one rank, padding included."""
+    trl_batch: int = 8
+    """TRL's rows of a forward pass on one rank."""
+    max_length: int = 512
+    """TRL's longest sequence, which packing fills."""
+    ranks: tuple[int, ...] = (1,)
+    """Numbers of processes; they share all cores."""
+    rounds: int = 3
+    """Rounds over all contestants."""
+    steps: int = 2
+    """Steps that count; one more, the first, does not."""
+    output: Path | None = None
+    """JSON file for the results; None: the table only."""
+
+
+def ours(args, work):
+    """Script and flags of our trainer."""
+    flags = dict(
+        model=work / "model", train_files=work / "rows.parquet", output_dir=work / "run", save_freq=0
+    )
+    flags |= dict(train_batch_size=args.prompts, total_steps=args.steps + 1)
+    flags |= dict(max_tokens_per_microbatch=args.max_tokens_per_microbatch)
+    if args.algo == "grpo":
+        flags |= dict(ppo_mini_batch_size=args.prompts, temperature=args.temperature)
+        flags |= dict(max_prompt_length=2 * args.prompt_length, max_response_length=args.response_length)
+        flags |= dict(group_size=args.group_size)
+    words = [x for k, v in flags.items() for x in (f"--{k}", v)]
+    return f"algos/{args.algo}.py", [*words, "--no-gradient_checkpointing", "--no-save_hf"]
+
+
+def trl(args, work, ranks, *extra):
+    """Script and flags of TRL's trainer; packed, a step has about as many tokens as ours."""
+    rows = args.prompts * (args.group_size if args.algo == "grpo" else 1)
+    batch = args.trl_batch
+    if "--packing" in extra:
+        rows = rows * (args.prompt_length + args.response_length) // args.max_length
+        batch = max(1, min(rows // ranks, args.max_tokens_per_microbatch // args.max_length))
+    flags = dict(model=work / "model", train_files=work / "rows.parquet", output_dir=work / "run")
+    flags |= dict(algo=args.algo, total_steps=args.steps + 1, max_length=args.max_length)
+    flags |= dict(per_device_batch=batch, accumulation=max(1, rows // batch // ranks))
+    flags |= dict(group_size=args.group_size, response_length=args.response_length)
+    flags |= dict(temperature=args.temperature)
+    return "benchmarks/peer_trl.py", [*(x for k, v in flags.items() for x in (f"--{k}", v)), *extra]
+
+
+def measure(command, work, ranks):
+    """Run a contestant -> milliseconds and CPU milliseconds per token, medians over its steps."""
+    shutil.rmtree(work / "run", ignore_errors=True)
+    before, stamps = getloadavg()[0], []
+    script, flags = command
+    memory = launch(script, *flags, ranks=ranks, watch=(work / "run/metrics.jsonl", stamps))
+    metrics = read_metrics(work / "run", 0)
+    if "num_tokens" in metrics[0]:  # TRL's, counted from the start
+        counts = [b["num_tokens"] - a["num_tokens"] for a, b in itertools.pairwise(metrics)]
+    else:
+        counts = [m["perf/total_num_tokens"] for m in metrics[1:]]
+    wall, cpu = durations(stamps)
+    return dict(
+        step_s=statistics.median(wall),
+        step_cpu_s=statistics.median(cpu),
+        ms_per_token=1000 * statistics.median(s / n for s, n in zip(wall, counts, strict=True)),
+        cpu_ms_per_token=1000 * statistics.median(s / n for s, n in zip(cpu, counts, strict=True)),
+        tokens=statistics.median(counts),
+        peak_memory_gb=memory,
+        load=(before, getloadavg()[0]),
+    )
+
+
+def main():
+    args = tyro.cli(Args)
+    variants = {"TRL": (), "TRL, vLLM": ("--vllm",)}
+    if args.algo == "sft":
+        variants = {"TRL, padded": (), "TRL, packed": ("--packing",)}
+    rounds, failed = [], {}
+    with tempfile.TemporaryDirectory() as work:
+        work = Path(work)
+        make_model(args.model, work / "model", args.config)
+        # TRL packs over all its rows: enough for every step
+        rows = args.prompts * (args.steps + 1 if args.algo == "sft" else 1)
+        make_rows(work / "model", work / "rows.parquet", rows, args.prompt_length, args.response_length)
+        for _ in range(args.rounds):
+            results = {}
+            for ranks in args.ranks:
+                commands = {"ours": ours(args, work)}
+                commands |= {name: trl(args, work, ranks, *extra) for name, extra in variants.items()}
+                for name, command in commands.items():
+                    key = f"{name}, {ranks} rank{'s' * (ranks > 1)}"
+                    if key in failed:
+                        continue
+                    try:
+                        results[key] = measure(command, work, ranks)
+                        print(f"{key}: {results[key]['step_s']:.2f} s a step", flush=True)
+                    except SystemExit as error:
+                        if name == "ours":
+                            raise
+                        failed[key] = str(error)[-600:]
+            rounds.append(results)
+    table = Table(
+        "", "step, s", "CPU s", "ms per token", "ratio", "ratio of CPU s", title=f"{args.algo}, medians"
+    )
+    ratios = {}
+    for key in rounds[0]:
+        us = "ours, " + key.rsplit(", ", 1)[1]
+        both = [(r[key], r[us]) for r in rounds if key in r]
+        ratios[key] = [
+            [them[unit] / we[unit] for them, we in both] for unit in ("ms_per_token", "cpu_ms_per_token")
+        ]
+        middle = [
+            statistics.median(them[unit] for them, _ in both)
+            for unit in ("step_s", "step_cpu_s", "ms_per_token")
+        ]
+        spread = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios[key]]
+        table.add_row(key, *(f"{x:.2f}" for x in middle), *spread)
+    Console().print(table)
+    for key, error in failed.items():
+        print(f"{key} failed: {error}")
+    if args.output:
+        save(args.output, args, dict(ratios=ratios, failed=sorted(failed), rounds=rounds))
+
+
+if __name__ == "__main__":
+    main()

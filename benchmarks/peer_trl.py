@@ -1,0 +1,117 @@
+"""TRL's GRPOTrainer or SFTTrainer on the rows of a benchmark; peer.py starts it.
+
+    pip install --no-deps -r requirements-bench.txt
+
+TRL's defaults, but for what makes the work the same as ours: float32 on a CPU, no gradient checkpointing.
+OUTPUT_DIR/metrics.jsonl gets a line after every step.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow.parquet as pq
+import torch
+import tyro
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+
+@dataclass
+class Args:
+    model: str
+    """Hugging Face directory of the model."""
+    train_files: str
+    """Parquet file of one step's rows."""
+    output_dir: Path
+    """Directory for metrics.jsonl."""
+    algo: Literal["grpo", "sft"]
+    """Which trainer."""
+    total_steps: int
+    """Optimizer steps."""
+    per_device_batch: int
+    """Rows of a forward pass."""
+    accumulation: int
+    """Forward passes of an optimizer step."""
+    group_size: int = 4
+    """Responses to each prompt."""
+    response_length: int = 64
+    """Longest response, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    vllm: bool = False
+    """Sample with vLLM in the same process."""
+    packing: bool = False
+    """Pack SFT rows into sequences of max_length."""
+    max_length: int = 512
+    """Longest sequence, in tokens."""
+
+
+class Stamp(TrainerCallback):
+    """A line in metrics.jsonl after every step, with what TRL has logged."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_log(self, args, state, control, logs, **_):
+        if state.is_world_process_zero and state.global_step and "train_runtime" not in logs:
+            with self.path.open("a") as file:
+                file.write(json.dumps(dict(logs, step=state.global_step)) + "\n")
+
+
+def main():
+    args = tyro.cli(Args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    rows = pq.read_table(args.train_files).to_pylist()
+    cuda = torch.cuda.is_available()
+    common = dict(
+        output_dir=args.output_dir,
+        max_steps=args.total_steps,
+        per_device_train_batch_size=args.per_device_batch,
+        gradient_accumulation_steps=args.accumulation,
+        gradient_checkpointing=False,
+        bf16=cuda,
+        use_cpu=not cuda,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        model_init_kwargs=dict(dtype="float32"),
+    )
+    stamp = Stamp(args.output_dir / "metrics.jsonl")
+    if args.algo == "sft":
+        columns = [
+            dict(prompt=r["prompt"], completion=[dict(role="assistant", content=r["extra_info"]["answer"])])
+            for r in rows
+        ]
+        config = SFTConfig(**common, packing=args.packing, max_length=args.max_length)
+        trainer = SFTTrainer(args.model, config, train_dataset=Dataset.from_list(columns), callbacks=[stamp])
+    else:
+        if args.vllm and not cuda:
+            os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
+            import vllm._custom_ops
+
+            vllm._custom_ops._supports_onednn = False  # or it packs the weights, and TRL's sync fails
+        config = GRPOConfig(
+            **common,
+            num_generations=args.group_size,
+            max_completion_length=args.response_length,
+            temperature=args.temperature,
+            use_vllm=args.vllm,
+            vllm_max_model_length=args.max_length,
+        )
+        trainer = GRPOTrainer(
+            args.model,
+            reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+            args=config,
+            train_dataset=Dataset.from_list([dict(prompt=r["prompt"]) for r in rows]),
+            callbacks=[stamp],
+        )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

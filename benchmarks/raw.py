@@ -1,0 +1,169 @@
+"""The raw limits of a step, without a trainer: a bare LLM.generate, forward and backward, a large matmul.
+
+throughput.py starts it with the ranks, threads, rows and token budget of the trainer. Every rank does its
+share of the rows; a part takes as long as its slowest rank. Medians over --repeats, the parts taking turns.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from algos.grpo import all_reduce, cut, matmul_speed, setup_distributed, train_flops
+from data_prep.schema import load_prompts
+
+
+@dataclass
+class Args:
+    model: str
+    """Hugging Face directory of the model."""
+    train_files: str
+    """Parquet file of one step's rows."""
+    output: Path
+    """JSON file for the seconds of each part."""
+    group_size: int
+    """Responses to each prompt; 0: the rows' own answers (SFT)."""
+    response_length: int
+    """Tokens of each response."""
+    temperature: float
+    """Sampling temperature."""
+    attn_implementation: str
+    """Attention kernel of transformers."""
+    compute_dtype: str
+    """Precision."""
+    max_tokens_per_microbatch: int
+    """Tokens of a forward pass, padding included."""
+    train_only: bool = False
+    """Random responses instead of vLLM's."""
+    repeats: int = 3
+    """Measurements of each part."""
+
+
+def build_engine(args, prompts):
+    """vLLM with its own defaults, but compiled no more than the trainers' (on a CPU not at all)."""
+    os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    import vllm
+
+    cuda, set_num_threads = torch.cuda.is_available(), torch.set_num_threads
+    engine = vllm.LLM(
+        model=args.model,
+        dtype=args.compute_dtype,
+        distributed_executor_backend="external_launcher",
+        max_model_len=max(map(len, prompts)) + args.response_length,
+        kv_cache_memory_bytes=None if cuda else 1 << 30,
+        gpu_memory_utilization=0.5,
+        enforce_eager=not cuda,
+    )
+    torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+    return engine
+
+
+def generate(engine, prompts, args):
+    """Sample group_size responses to each prompt with their log-probs -> rows of (prompt, response)."""
+    from vllm import SamplingParams
+
+    engine.reset_prefix_cache()
+    sampling = dict(
+        temperature=args.temperature, max_tokens=args.response_length, logprobs=0, detokenize=False
+    )
+    prompts = [p for p in prompts for _ in range(args.group_size)]
+    params = [SamplingParams(seed=i, **sampling) for i in range(len(prompts))]
+    outputs = engine.generate([dict(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
+    return [(p, list(o.outputs[0].token_ids)) for p, o in zip(prompts, outputs, strict=True)]
+
+
+def losses(model, rows, args, device):
+    """Cross-entropy of the responses, a micro-batch at a time, in the trainers' layout."""
+    packed = args.attn_implementation == "flash_attention_2"
+    for part in cut([len(p) + len(r) for p, r in rows], args.max_tokens_per_microbatch, packed):
+        ids = [torch.tensor(p + r) for p, r in (rows[i] for i in part)]
+        where = [torch.arange(len(p) - 1, len(p) + len(r) - 1) for p, r in (rows[i] for i in part)]
+        target = torch.cat([torch.tensor(rows[i][1]) for i in part])
+        if packed:
+            starts = torch.tensor([0, *map(len, ids[:-1])]).cumsum(0).tolist()
+            positions = torch.cat([torch.arange(len(x)) for x in ids])[None].to(device)
+            ids = torch.cat(ids)[None]
+        else:
+            positions, ids = None, nn.utils.rnn.pad_sequence(ids, batch_first=True)
+            starts = range(0, ids.numel(), ids.shape[1])
+        where = torch.cat([start + w for start, w in zip(starts, where, strict=True)])
+        output = model.base_model(input_ids=ids.to(device), position_ids=positions, use_cache=False)
+        logits = model.get_output_embeddings()(output.last_hidden_state.flatten(0, 1)[where.to(device)])
+        yield nn.functional.cross_entropy(logits.float(), target.to(device))
+
+
+def main():
+    args = tyro.cli(Args)
+    device, _ = setup_distributed(1)
+    rank, world, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, args.compute_dtype)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    examples = load_prompts([args.train_files], tokenizer, 10**9, True)[0][rank::world]
+    prompts, eos = [x["prompt_ids"] for x in examples], tokenizer.eos_token_id
+    engine = None if args.train_only or not args.group_size else build_engine(args, prompts)
+    if engine:
+        generate(engine, prompts, args)  # warm-up
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=dtype, attn_implementation=args.attn_implementation
+    ).to(device)
+    seconds, cpu = ({name: [] for name in ("generate", "forward", "train")} for _ in range(2))
+
+    def timed(name, function):
+        dist.barrier()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        result = function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds[name] += all_reduce([time.perf_counter() - begin], dist.ReduceOp.MAX)
+        cpu[name] += all_reduce([time.process_time() - cpu_begin])
+        return result
+
+    def forward():
+        with torch.no_grad():
+            for loss in losses(model, rows, args, device):
+                loss.item()
+
+    def train():
+        for loss in losses(model, rows, args, device):
+            loss.backward()
+        model.zero_grad()
+
+    if args.group_size:
+        answer = torch.randint(model.config.vocab_size, (args.response_length,)).tolist()
+        rows = [(p, answer) for p in prompts for _ in range(args.group_size)]
+    else:
+        rows = [
+            (x["prompt_ids"], tokenizer.encode(x["extra_info"]["answer"], add_special_tokens=False) + [eos])
+            for x in examples
+        ]
+    list(map(torch.Tensor.backward, losses(model, rows[:2], args, device)))  # warm-up
+    for _ in range(args.repeats):
+        if engine:
+            rows = timed("generate", lambda: generate(engine, prompts, args))
+        timed("forward", forward)
+        timed("train", train)
+    result = {f"{name}_s": statistics.median(values) for name, values in seconds.items() if values}
+    result |= {f"{name}_cpu_s": statistics.median(values) for name, values in cpu.items() if values}
+    flops = train_flops(
+        SimpleNamespace(parameters=model.parameters, lm=model),
+        [dict(prompt_ids=p, response_ids=r) for p, r in rows],
+    )
+    result["train_flops"] = all_reduce([flops])[0]
+    result["matmul_flops_per_s"] = all_reduce([matmul_speed(args, device)])[0]
+    if rank == 0:
+        args.output.write_text(json.dumps(result))
+    dist.barrier()  # the process group ends with the engine, at exit
+
+
+if __name__ == "__main__":
+    main()
