@@ -512,6 +512,7 @@ def build_engine(args, device):
         kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: else a share of all memory
         enable_sleep_mode=cuda,  # CPU: sleep and wake_up run, and do nothing
         enforce_eager=not cuda,
+        enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over two steps
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature included
         generation_config="vllm",  # not the model's own sampling defaults
         seed=args.seed,  # equal in a tensor-parallel group

@@ -132,6 +132,6 @@ def machine():
 
 def save(path, args, results):
     """Write results with the arguments and the machine; no path of this machine among them."""
-    arguments = {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()}
+    arguments = vars(args) | dict(model=Path(getattr(args, "model", "")).name, output=Path(path).name)
     with replacing(path) as new:
         new.write_text(json.dumps(dict(machine=machine(), arguments=arguments, **results), indent=2) + "\n")
