@@ -29,19 +29,18 @@ HOME_BYTES = 64 << 20
 
 def main():
     """Returns the program's text, in the process that is to run it."""
-    walls.die_with_parent()
-    if os.getppid() != int(sys.argv[1]):
-        os._exit(1)  # the caller died before the line above
+    walls.die_with(os.pidfd_open(int(sys.argv[1])))
     with open(0, "rb", closefd=False) as file:
         request = marshal.load(file)
     try:
         walls.prefer_for_oom_kill()
         if request["tier"] == "namespaces":
             walls.enter_namespaces()
+        supervisor = os.pidfd_open(os.getpid())
         driver = os.fork()
         if driver:
             supervise(driver, request["lifetime_s"])
-        walls.die_with_parent()
+        walls.die_with(supervisor)
         for name in request["imports"]:
             __import__(name)
         if request["tier"] == "namespaces":
@@ -63,6 +62,7 @@ def supervise(driver, lifetime_s):
 
 def drive(request):
     """Run the tests and write a frame for each.  Returns in the process of a program only."""
+    driver = os.pidfd_open(os.getpid())
     for stdin in request["stdins"]:
         if request["tier"] == "namespaces":
             walls.fresh_home(HOME_BYTES + len(stdin))
@@ -77,7 +77,7 @@ def drive(request):
         stderr, stderr_fd = os.pipe()
         pid = os.fork()
         if pid == 0:
-            become_program(request, [stdin_fd, stdout_fd, stderr_fd])
+            become_program(request, [stdin_fd, stdout_fd, stderr_fd, driver])
             return
         for fd in (stdin_fd, stdout_fd, stderr_fd, *request["streams"]):
             os.close(fd)
@@ -128,7 +128,7 @@ def become_program(request, fds):
     fds[: len(request["streams"])] = request["streams"]
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
-    os.closerange(3, OPEN_FILES)
+    os.closerange(4, OPEN_FILES)
     in_namespaces = request["tier"] == "namespaces"
     limits = {
         "AS": request["memory_mb"] << 20,
@@ -142,7 +142,7 @@ def become_program(request, fds):
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     os.chdir(walls.HOME if in_namespaces else "/")
-    walls.give_up_privileges(with_landlock=request["tier"] == "landlock")
+    walls.give_up_privileges(parent=3, with_landlock=request["tier"] == "landlock")
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # Python runs with -S
 
 

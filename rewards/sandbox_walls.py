@@ -6,6 +6,7 @@ sandbox.  The names of constants are the kernel's.
 
 import ctypes
 import os
+import select
 import struct
 import sys
 
@@ -75,8 +76,11 @@ def machine():
     return MACHINES[name]
 
 
-def die_with_parent():
+def die_with(parent):
+    """The kernel ends this process with its parent, whose pidfd this is."""
     prctl(1, 9)  # PR_SET_PDEATHSIG
+    if select.select([parent], [], [], 0)[0]:  # it ended before the line above
+        os._exit(1)
 
 
 def prefer_for_oom_kill():
@@ -159,13 +163,14 @@ def fresh_home(size):
     mount("tmpfs", HOME, "tmpfs", 2 | 4, f"size={size},nr_inodes=4k,mode=1777")
 
 
-def give_up_privileges(with_landlock):
+def give_up_privileges(parent, with_landlock):
     """No root, no capabilities and no way to them, few system calls; Landlock where it is asked for."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    die_with_parent()  # again: a change of user ends it
+    die_with(parent)  # not earlier: a change of user ends it
+    os.close(parent)
     prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
     if with_landlock:
         restrict_files()

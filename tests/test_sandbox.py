@@ -368,9 +368,10 @@ def test_a_thread_can_end_before_its_caller():
 
 
 def test_abandoned_tests_end():
-    results = run_tests("input()\nwhile True: pass", ["", "1", "1"], timeout_s=60)
-    assert next(results).returncode == 1
-    results.close()
+    for _ in range(10):  # the end falls between the fork of the next program and its first line, or later
+        results = run_tests("input()\nwhile True: pass", ["", "1", "1"], timeout_s=60)
+        assert next(results).returncode == 1
+        results.close()
 
 
 def test_a_broken_sandbox_gives_results():
