@@ -13,6 +13,7 @@ Docs: docs/dapo.md
 """
 
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,6 +90,8 @@ class Args:
     """Also write each checkpoint's weights as a Hugging Face directory (hf/)."""
     wandb_project: str | None = None
     """Weights & Biases project; None: only metrics.jsonl."""
+    timeout_s: float = 3600.0
+    """Seconds that a rank waits for the others before the run ends."""
     num_examine: int = 1
     """Responses of each data source that are shown in a table at every validation."""
     rollout_dump: bool = False
@@ -352,7 +356,10 @@ def loss_denominator(mask_nt, mode, max_length=None):
 # The system
 # --------------------------------------------------------------------------------------------------
 # region distributed
-def setup_distributed(hsdp_replicas):
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def setup_distributed(hsdp_replicas, timeout_s=3600.0):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a rendezvous with itself
         with socket.socket() as s:
@@ -369,10 +376,42 @@ def setup_distributed(hsdp_replicas):
         ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(minutes=60))
+    store, rank, world = next(dist.rendezvous("env://"))
+    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
+        fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    enter("start")
+    sys.excepthook = report_failure
     shape = (hsdp_replicas, dist.get_world_size() // hsdp_replicas)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return device, mesh if hsdp_replicas > 1 else mesh["shard"]
+
+
+def enter(phase):
+    """Tell the other ranks what this one does."""
+    now = f"{time.time():.1f} {phase} since {time.strftime('%H:%M:%S')}"
+    dist.distributed_c10d._get_default_store().set(f"phase/{dist.get_rank()}", now)
+
+
+def report_failure(kind, error, trace):
+    """After the traceback: the ranks that answer no more, or else those that failed, the first one first.
+
+    A rank that hangs fails nowhere itself: the others do, --timeout_s later.
+    """
+    sys.__excepthook__(kind, error, trace)
+    store, name = dist.distributed_c10d._get_default_store(), "phase/{}".format
+    phase = store.get(name(dist.get_rank())).decode().partition(" ")[2]
+    enter(f"failed in {phase}; failed")
+    time.sleep(3)  # the time-outs of the others
+    ranks = {rank: store.get(name(rank)).decode() for rank in range(dist.get_world_size())}
+    silent = {rank: text for rank, text in ranks.items() if "failed in" not in text}
+    for rank, text in sorted((silent or ranks).items(), key=lambda item: item[1])[:8]:
+        doing = f"does not answer: {text.partition(' ')[2]}" if silent else text.partition(" ")[2]
+        print(f"rank {dist.get_rank()}: rank {rank} {doing}", file=sys.stderr, flush=True)
 
 
 def fail(message):
@@ -619,35 +658,16 @@ def cut(lengths, budget, packed):
 
 
 # region checkpoint
-MAY_CHANGE = {
-    "output_dir",
-    "resume",
-    "total_epochs",
-    "total_steps",
-    "save_freq",
-    "test_freq",
-    "keep_checkpoints",
-}
-MAY_CHANGE |= {
-    "save_hf",
-    "wandb_project",
-    "num_examine",
-    "rollout_dump",
-    "offload",
-    "hsdp_replicas",
-    "tp_size",
-}
-MAY_CHANGE |= {
-    "gpu_memory_utilization",
-    "sync_check_freq",
-    "max_tokens_per_microbatch",
-    "gradient_checkpointing",
-}
+MAY_CHANGE = set(
+    "output_dir resume total_epochs total_steps save_freq test_freq keep_checkpoints save_hf wandb_project"
+    " timeout_s num_examine rollout_dump offload hsdp_replicas tp_size gpu_memory_utilization sync_check_freq"
+    " max_tokens_per_microbatch gradient_checkpointing".split()
+)
 
 
 def open_run(args):
-    """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
-    out, latest = Path(args.output_dir), Path(args.output_dir) / "checkpoints" / "latest"
+    """Check output_dir against the arguments -> the checkpoints to resume from, the newest first."""
+    out = Path(args.output_dir)
     if (out / "args.json").is_file():
         if args.resume == "never":
             fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
@@ -657,36 +677,91 @@ def open_run(args):
             changes = "; ".join(f"--{k} {there.get(k)} there, {now[k]} now" for k in other)
             fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
     if args.resume in ("auto", "never"):
-        return latest.resolve() if latest.exists() else None
+        latest = (out / "checkpoints/latest").resolve()
+        older = sorted((path for path in latest.parent.glob("step_*") if path < latest), reverse=True)
+        return [path for path in (latest, *older) if path.exists()]
     if not (Path(args.resume) / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    return Path(args.resume).resolve()
+    return [Path(args.resume).resolve()]
+
+
+def sha256(path):
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def first_intact(checkpoints):
+    """The first one whose files are as they were written, or None without any. Each rank reads its share."""
+    damages = [None] * dist.get_world_size()
+    for path in checkpoints:
+        try:
+            written = json.loads((path / "trainer_state.json").read_text())["sha256"]
+            mine = sorted(written)[dist.get_rank() :: dist.get_world_size()]
+            damaged = [name for name in mine if sha256(path / name) != written[name]]
+        except (OSError, ValueError, KeyError) as error:
+            damaged = [f"{type(error).__name__}: {error}"]
+        dist.all_gather_object(damages, damaged)
+        if not (damaged := sum(damages, [])):
+            return path
+        if dist.get_rank() == 0:
+            print(f"{path} is damaged ({', '.join(damaged)}) and left out", file=sys.stderr, flush=True)
+    if checkpoints:
+        fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
+    return None
+
+
+@contextmanager
+def writing(path):
+    """All ranks come out of the block, or all stop with one line: why path could not be written."""
+    problems, by_rank = set(), [None] * dist.get_world_size()
+    try:
+        yield
+    except dcp.CheckpointException as error:  # the same on all ranks
+        problems = {f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()}
+    except (OSError, SafetensorError) as error:
+        problems = {f"rank {dist.get_rank()}: {error}"}
+    dist.all_gather_object(by_rank, problems)
+    if problems := set().union(*by_rank):
+        free = shutil.disk_usage(path.parents[1]).free / 2**30
+        print(file=sys.stderr)  # below the progress bar
+        fail(f"{path} cannot be written: {'; '.join(sorted(problems))}; {free:.1f} GiB are free")
 
 
 def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
     root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
-    if rank0:
-        shutil.rmtree(new, ignore_errors=True)
-        (new / "hf").mkdir(parents=True)
-    dist.barrier()
+    with writing(final):
+        if rank0:
+            for unfinished in root.glob(".step_*"):
+                shutil.rmtree(unfinished)
+            (new / "hf").mkdir(parents=True)
     model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
-    dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
+    with writing(final):
+        dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
+        mine = [f"dcp/__{dist.get_rank()}_*"] + ["dcp/.metadata"] * rank0
+        sums = {str(f.relative_to(new)): sha256(f) for pattern in mine for f in new.glob(pattern)}
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, sums)
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dict(state_dict=dcp_state.get_model_state_dict(lm, options=options)) if args.save_hf else {}
-    if rank0:
-        tokenizer.save_pretrained(new / "hf")
-        (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
-        (new / "trainer_state.json").write_text(json.dumps(dict(step=step, **state), default=str))
-        shutil.rmtree(final, ignore_errors=True)
-        new.rename(final)
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.replace(root / "latest")
-        for old in sorted(root.glob("step_*"))[: -args.keep_checkpoints] if args.keep_checkpoints else []:
-            shutil.rmtree(old)
-    dist.barrier()
+    with writing(final):
+        if rank0:
+            tokenizer.save_pretrained(new / "hf")
+            (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
+            sums = {name: digest for part in by_rank for name, digest in part.items()}
+            state |= dict(step=step, sha256=sums)
+            (new / "trainer_state.json").write_text(json.dumps(state, default=str))
+            shutil.rmtree(final, ignore_errors=True)
+            new.rename(final)
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            link.replace(root / "latest")
+            done = sorted(
+                path for path in root.glob("step_*") if path <= final
+            )  # what is later, `latest` left
+            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
+                shutil.rmtree(old)
 
 
 def load_checkpoint(path, lm, optimizer):
@@ -706,8 +781,10 @@ def load_checkpoint(path, lm, optimizer):
 @contextmanager
 def timed(timing, name):
     """Add the seconds of a block to timing[name]."""
+    enter(name)
     start = time.perf_counter()
     yield
+    enter(f"what follows {name}")
     timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
 
 
@@ -989,7 +1066,7 @@ def main():
     # ---- arguments and data: nothing slow before they are known to be good
     args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
     check_args(args)
-    resume = open_run(args)
+    checkpoints = open_run(args)
     try:
         AutoConfig.from_pretrained(args.model)
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
@@ -1014,7 +1091,8 @@ def main():
     most_prompts = math.inf if args.total_steps else args.total_epochs * len(train_rows)
 
     # ---- models: the engine first, while the GPU is empty; then it sleeps
-    device, mesh = setup_distributed(args.hsdp_replicas)
+    device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
+    resume = first_intact(checkpoints)
     engine, stop_ids = build_engine(args, device), stop_token_ids(args, tokenizer)
     policy = load_model(args, mesh, device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)

@@ -77,7 +77,7 @@ def plot(run_dir, path, size):
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for key, label, style in (
         ("critic/score/mean", "training score (sampled, T = 1)", "-"),
-        ("val-core/arithmetic/reward/mean@1", "validation accuracy (greedy)", "o-"),
+        ("val-core/arithmetic/acc/mean@1", "validation accuracy (greedy)", "o-"),
     ):
         points = [(m["training/global_step"], m[key]) for m in lines if key in m]
         axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)

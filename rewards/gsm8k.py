@@ -1,4 +1,4 @@
-"""GSM8K: 1.0 if the response's final number equals the ground truth, else 0.0.
+"""GSM8K: 1 if the response's final number equals the ground truth, else 0.
 
 Strict: the last `#### number` counts.  Flexible: the last number of the text counts.  Both ways:
 - numbers are compared by value: 1,234 = 1234, 40.00 = 40; a currency sign before the number and a unit,
@@ -21,9 +21,10 @@ BEGAN = re.compile(r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷][ \t]{0,3})\Z")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Return 1.0 or 0.0.  `extra_info["method"]`: strict | flexible (default: strict; arithmetic flexible).
+    """Return {score: 1.0 | 0.0, acc, pred}.  `extra_info["method"]`: strict | flexible.
 
-    A ground truth that is no number scores 0.0.  Raises ValueError for another method.
+    Default: strict; for arithmetic flexible.  A ground truth that is no number scores 0.  Raises ValueError
+    for another method.
     """
     method = (extra_info or {}).get("method") or ("flexible" if data_source == "arithmetic" else "strict")
     if method not in ("strict", "flexible"):
@@ -31,7 +32,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     text = solution_str.rpartition("</think>")[2].translate(TO_ASCII).rstrip()
     answer = _after_last_marker(text) if method == "strict" else _last_number(text)
     truth, _ = _number_at(str(ground_truth).translate(TO_ASCII), 0)
-    return 1.0 if answer is not None and answer == truth else 0.0
+    correct = answer is not None and answer == truth
+    return {"score": float(correct), "acc": correct, "pred": _text(answer) if answer else ""}
 
 
 def _after_last_marker(text):
@@ -98,3 +100,9 @@ def _value(token, is_minus):
         return None
     whole, decimals = whole.lstrip("0"), decimals.rstrip("0")
     return is_minus and bool(whole or decimals), whole, decimals
+
+
+def _text(value):
+    """-1234.5 for what `_value` returns."""
+    is_minus, whole, decimals = value
+    return f"{'-' if is_minus else ''}{whole or 0}{'.' if decimals else ''}{decimals}"

@@ -30,7 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     result = judge(lines[-1] if lines else None, ground_truth)
     if result["acc"]:
         return result
-    score = gsm8k.compute_score(data_source, text, ground_truth, {"method": "flexible"})
+    result = gsm8k.compute_score(data_source, text, ground_truth, {"method": "flexible"})
     number = LAST_NUMBER.search(text)
-    correct = score == 1.0 and number[1] is None
+    correct = result["acc"] and number[1] is None
     return {"score": float(correct), "acc": correct, "pred": number[2] if number else ""}

@@ -11,9 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*command, ranks=0, check=True, timeout=400):
+def run(*command, ranks=0, check=True, timeout=400, restarts=0):
     """Run a script of the repository under python, or under torchrun with `ranks` -> the finished process."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launcher.append(f"--max-restarts={restarts}")
     env = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }

@@ -21,13 +21,13 @@ GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8
 
 
 def score(text, truth, method):
-    return compute_score("openai/gsm8k", text, truth, {"method": method})
+    return compute_score("openai/gsm8k", text, truth, {"method": method})["score"]
 
 
 @pytest.mark.parametrize("case", [c for c in GOLDEN if not c["debatable"]], ids=lambda c: c["id"])
 def test_gsm8k_golden(case):
     got = compute_score(case["data_source"], case["solution_str"], case["ground_truth"], case["extra_info"])
-    assert got == pytest.approx(case["expected"], abs=1e-6), case["why"]
+    assert got["score"] == pytest.approx(case["expected"], abs=1e-6), case["why"]
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,28 @@ def test_gsm8k_rules(text, truth, method, expected):
 
 
 def test_gsm8k_method():
-    assert compute_score("openai/gsm8k", "so 5", "5") == 0.0
-    assert compute_score("openai/gsm8k", "so 5", "5", {"method": None}) == 0.0
-    assert compute_score("arithmetic", "so 5", "5") == 1.0
-    assert compute_score("arithmetic", "so 5", "5", {"method": "strict"}) == 0.0
+    assert compute_score("openai/gsm8k", "so 5", "5")["score"] == 0
+    assert compute_score("openai/gsm8k", "so 5", "5", {"method": None})["score"] == 0
+    assert compute_score("arithmetic", "so 5", "5")["score"] == 1
+    assert compute_score("arithmetic", "so 5", "5", {"method": "strict"})["score"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "pred"),
+    [
+        ("so 007", "7"),
+        ("-$1,234.50", "-1234.5"),
+        (".5", "0.5"),
+        ("-0.00", "0"),
+        ("3/4", ""),
+        ("", ""),
+    ],
+)
+def test_gsm8k_votes_by_value(text, pred):
+    assert compute_score("arithmetic", text, "7")["pred"] == pred
+
+
+def test_gsm8k_unknown_method():
     with pytest.raises(ValueError, match="loose"):
         score("5", "5", "loose")
 

@@ -133,7 +133,7 @@ def checkpoint(policy, critic, critic_optimizer, args, device):
         ppo.save_checkpoint(args, 7, trained, optimizers, ppo.AutoTokenizer.from_pretrained(args.model))
     else:
         path = Path(args.output_dir) / "checkpoints/latest"
-        assert ppo.load_checkpoint(path, trained, optimizers) == dict(step=7)
+        assert ppo.load_checkpoint(path, trained, optimizers)["step"] == 7
     moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
     return {name: full(x) for name, x in trained.state_dict().items()} | dict(enumerate(moments))
 

@@ -1,0 +1,120 @@
+"""The weights of a trainer's checkpoint as a Hugging Face directory that transformers and vLLM load.
+
+For checkpoints without weights in hf/ (`--no-save_hf`), and to add LoRA adapters to their model. One process,
+no GPU; the checkpoint may come from any number of ranks. Of a PPO run it takes the actor: the critic is of
+use only to go on with the run.
+
+Command:    python algos/export.py runs/grpo/checkpoints/latest models/mine
+Docs: docs/distributed.md
+"""
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.atomic import replacing
+
+
+@dataclass
+class Args:
+    checkpoint: tyro.conf.Positional[str]
+    """A run's directory (its latest checkpoint) or one of its checkpoints."""
+    output: tyro.conf.Positional[str]
+    """Directory to write; it must not exist."""
+    merge_lora: bool = False
+    """Add LoRA adapters to the weights of their model; else they are written as peft loads them."""
+
+
+def check(checkpoint):
+    """ValueError if a file of a checkpoint is not as the trainer wrote it."""
+    for name, written in json.loads((checkpoint / "trainer_state.json").read_text())["sha256"].items():
+        with (checkpoint / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != written:
+                raise ValueError(f"{checkpoint} is damaged: {name} is not as it was written")
+
+
+def read_weights(directory):
+    """{name: tensor} of the model in a directory of torch.distributed.checkpoint."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+    known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    [prefix, *_] = [p for p in ("model.actor.", "model.") if any(name.startswith(p) for name in known)]
+    entries = {name: entry for name, entry in known.items() if name.startswith(prefix)}
+    weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(weights, checkpoint_id=directory, no_dist=True)
+    return {name.removeprefix(prefix): weight for name, weight in weights.items()}
+
+
+def full_model(weights, hf, run):
+    """The model that hf/ describes, with these weights."""
+    dtype = getattr(torch, run["param_dtype"])
+    lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf), dtype=dtype)
+    lm.load_state_dict(weights)
+    for source in (run["model"], hf):  # it names the tokens that end a response
+        with suppress(OSError):
+            lm.generation_config = GenerationConfig.from_pretrained(source)
+    return lm
+
+
+def adapters(weights, run):
+    """peft's configuration and names for the adapters of sft.py."""
+    names = run["lora_target_modules"]
+    targets = "all-linear" if names == ["all-linear"] else names
+    sizes = dict(r=run["lora_rank"], lora_alpha=run["lora_alpha"], target_modules=targets)
+    config = LoraConfig(**sizes, task_type="CAUSAL_LM", base_model_name_or_path=run["model"])
+    return config, {f"base_model.model.{name.replace('/', '.')}": w for name, w in weights.items()}
+
+
+def merged_model(config, weights, run):
+    """The model that the adapters were trained on, with them in its weights."""
+    lm = AutoModelForCausalLM.from_pretrained(run["model"], dtype=getattr(torch, run["param_dtype"]))
+    lm = get_peft_model(lm, config)
+    set_peft_model_state_dict(lm, weights)
+    return lm.merge_and_unload()
+
+
+def main():
+    args = tyro.cli(Args)
+    root = Path(args.checkpoint)
+    found = [path for path in (root, root / "checkpoints/latest") if (path / "dcp/.metadata").is_file()]
+    if not found:
+        sys.exit(f"error: {root}: no checkpoint of a trainer, it has no dcp/ and no checkpoints/latest/dcp/")
+    if os.path.lexists(args.output):
+        sys.exit(f"error: {args.output} is there already: choose another directory, or remove it")
+    checkpoint = found[0].resolve()
+    try:
+        run = json.loads((checkpoint.parents[1] / "args.json").read_text())
+        with_lora = run.get("lora_rank", 0) > 0
+        if args.merge_lora and not with_lora:
+            raise ValueError(f"--merge_lora: {checkpoint} has no adapters, the run was without --lora_rank")
+        check(checkpoint)
+        weights = read_weights(checkpoint / "dcp")
+        with replacing(args.output) as new:
+            AutoTokenizer.from_pretrained(checkpoint / "hf").save_pretrained(new)
+            if not with_lora:
+                full_model(weights, checkpoint / "hf", run).save_pretrained(new)
+            elif args.merge_lora:
+                merged_model(*adapters(weights, run), run).save_pretrained(new)
+            else:
+                config, state = adapters(weights, run)
+                config.save_pretrained(new)
+                save_file(state, new / "adapter_model.safetensors")
+    except (ValueError, OSError, dcp.CheckpointException) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+    print(f"{args.output}: {sum(weight.numel() for weight in weights.values()):,} weights of {checkpoint}")
+
+
+if __name__ == "__main__":
+    main()

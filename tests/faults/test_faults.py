@@ -1,0 +1,154 @@
+"""Ranks that die or hang, full disks, damaged checkpoints: a run goes on, or ends in one clear line."""
+
+import os
+import shutil
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, metrics, run
+from transformers import AutoModelForCausalLM
+
+FAULTY = ROOT / "tests/faults/faulty.py"
+SFT = ROOT / "algos/sft.py"
+
+
+def same(a, b):
+    """The metrics of two runs that no clock touches, and the final weights."""
+    assert list(metrics(a)) == list(metrics(b))
+    for step, expected in metrics(a).items():
+        kept = {k: v for k, v in expected.items() if not k.startswith(("timing", "perf", "global_seqlen"))}
+        assert {k: metrics(b)[step][k] for k in kept} == pytest.approx(kept, rel=1e-6, abs=1e-6), step
+    a, b = (
+        AutoModelForCausalLM.from_pretrained(out / "checkpoints/latest/hf").state_dict() for out in (a, b)
+    )
+    assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in a)
+
+
+def nothing_is_left(out):
+    """No process of the run, and nothing half-written."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        alive = [p for p in psutil.process_iter(["cmdline"]) if str(out) in (p.info["cmdline"] or [])]
+        if not alive:
+            break
+        time.sleep(0.1)
+    assert not alive and not [*(out / "checkpoints").glob(".*")]
+
+
+def rl_flags(tiny, arithmetic, out):
+    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
+    sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
+    steps = "--total_steps 6 --save_freq 2 --test_freq 3 --lr 3e-3"
+    reward = "--reward_manager prime --reward_workers 1 --reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
+    rest = [*sizes.split(), *steps.split(), *reward[0].split(), reward[1]]
+    return ["--model", tiny, "--output_dir", out, *files, *rest]
+
+
+def test_killed_while_sampling_and_while_syncing(tiny, arithmetic, tmp_path):
+    run(ROOT / "algos/grpo.py", *rl_flags(tiny, arithmetic, tmp_path / "straight"), ranks=2)
+    (tmp_path / "notes").mkdir()
+    out = tmp_path / "killed"
+    faults = "grpo", "gen:1:2:kill,sync:0:4:kill", tmp_path / "notes"
+    run(FAULTY, *faults, *rl_flags(tiny, arithmetic, out), ranks=2, restarts=3)
+    assert len(os.listdir(tmp_path / "notes")) == 2
+    same(tmp_path / "straight", out)
+    nothing_is_left(out)
+
+
+@pytest.fixture(scope="module")
+def sft(tiny, arithmetic, tmp_path_factory):
+    """Flags of a run with four checkpoints, and such a run."""
+    files = (
+        "--train_files",
+        arithmetic / "train.parquet",
+        "--max_length",
+        32,
+        "--lr",
+        1e-2,
+        "--warmup_steps",
+        1,
+    )
+    sizes = (
+        "--train_batch_size 16 --total_steps 8 --save_freq 2 --keep_checkpoints 0 --total_epochs 2".split()
+    )
+
+    def flags(out, *more):
+        return ["--model", tiny, "--output_dir", out, *files, *sizes, *more]
+
+    out = tmp_path_factory.mktemp("straight")
+    run(SFT, *flags(out), ranks=2)
+    return flags, out
+
+
+def test_killed_while_updating_and_while_saving(sft, tmp_path):
+    (tmp_path / "notes").mkdir()
+    flags, straight = sft
+    out = tmp_path / "killed"
+    faults = "sft", "update_actor:1:3:kill,save_checkpoint:0:6:kill", tmp_path / "notes"
+    run(FAULTY, *faults, *flags(out), ranks=2, restarts=3)
+    assert len(os.listdir(tmp_path / "notes")) == 2
+    same(straight, out)
+    nothing_is_left(out)
+
+
+def test_a_rank_that_hangs_is_named(sft, tmp_path):
+    (tmp_path / "notes").mkdir()
+    flags, out = sft[0], tmp_path / "hangs"
+    hangs = "sft", "update_actor:1:3:hang", tmp_path / "notes"
+    done = run(FAULTY, *hangs, *flags(out, "--timeout_s", 5), ranks=2, check=False)
+    assert done.returncode != 0
+    assert "rank 0: rank 1 does not answer: update_actor since " in done.stderr, done.stderr
+    nothing_is_left(out)
+
+
+def test_a_full_disk(sft, tmp_path):
+    (tmp_path / "notes").mkdir()
+    flags, straight = sft
+    out = tmp_path / "full"
+    full = "sft", "save_checkpoint:1:4:full", tmp_path / "notes"
+    done = run(FAULTY, *full, *flags(out), ranks=2, check=False)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "step_000004 cannot be written: rank 1: " in lines[0]
+    assert lines[0].endswith("GiB are free")
+    assert os.readlink(out / "checkpoints/latest") == "step_000002"
+    run(SFT, *flags(out), ranks=2)
+    same(straight, out)
+    nothing_is_left(out)
+
+
+@pytest.mark.parametrize("damage", ("truncated", "changed", "missing", "state"))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(sft, tmp_path, damage):
+    flags, straight = sft
+    out = tmp_path / "damaged"
+    shutil.copytree(straight, out, symlinks=True)
+    shard = out / "checkpoints/step_000008/dcp/__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    if damage == "truncated":
+        shard.write_bytes(data[:-1])
+    elif damage == "changed":
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        (out / "checkpoints/step_000008/trainer_state.json").write_text("{")
+    done = run(SFT, *flags(out, "--total_steps", 8))
+    assert "step_000008 is damaged (" in done.stderr
+    assert ("__1_0.distcp" in done.stderr) == (damage != "state")
+    assert "resumed from" in (out / "log.txt").read_text().splitlines()[-1]
+    assert "step_000006" in (out / "log.txt").read_text().splitlines()[-1]
+    same(straight, out)
+
+
+def test_no_checkpoint_is_intact(sft, tmp_path):
+    flags, straight = sft
+    out = tmp_path / "damaged"
+    shutil.copytree(straight, out, symlinks=True)
+    for path in out.glob("checkpoints/*/dcp/.metadata"):
+        path.write_bytes(b"")
+    done = run(SFT, *flags(out), check=False)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: no checkpoint is intact")
+    assert len([*out.glob("checkpoints/step_*")]) == 4

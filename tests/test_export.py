@@ -1,0 +1,77 @@
+"""export.py: the weights are those that the trainer itself writes to hf/."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, run
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+EXPORT = ROOT / "algos/export.py"
+
+
+def train(model, arithmetic, out, *flags, ranks):
+    files = "--train_files", arithmetic / "train.parquet", "--max_length", 32, "--total_steps", 1
+    run(ROOT / "algos/sft.py", "--model", model, "--output_dir", out, *files, *flags, ranks=ranks)
+    return out / "checkpoints/step_000001"
+
+
+@pytest.fixture(scope="module")
+def full(tiny, arithmetic, tmp_path_factory):
+    """A checkpoint of two ranks, with weights in hf/, of a model whose responses end with two tokens."""
+    model = tmp_path_factory.mktemp("model") / "two_ends"
+    shutil.copytree(tiny, model)
+    GenerationConfig(eos_token_id=[1, 2]).save_pretrained(model)
+    return train(model, arithmetic, tmp_path_factory.mktemp("full"), ranks=2)
+
+
+@pytest.fixture(scope="module")
+def lora(tiny, arithmetic, tmp_path_factory):
+    """A checkpoint with merged weights in hf/."""
+    flags = "--lora_rank", 4, "--merge_lora", "--lr", 0.1
+    return train(tiny, arithmetic, tmp_path_factory.mktemp("lora"), *flags, ranks=1)
+
+
+def equal(*paths):
+    a, b = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
+    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+    return a.dtype == b.dtype and all(x == y and torch.equal(v, w) for (x, v), (y, w) in pairs)
+
+
+def test_a_model(full, tmp_path):
+    run(EXPORT, full.parents[1], tmp_path / "out")
+    assert equal(tmp_path / "out", full / "hf")
+    assert (tmp_path / "out/config.json").read_text() == (full / "hf/config.json").read_text()
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_adapters(lora, tiny, tmp_path):
+    run(EXPORT, lora, tmp_path / "merged", "--merge_lora")
+    assert equal(tmp_path / "merged", lora / "hf")
+    run(EXPORT, lora, tmp_path / "adapters")
+    lm = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "adapters"
+    )  # transformers finds the model by its path
+    lm = lm.merge_and_unload() if hasattr(lm, "merge_and_unload") else lm
+    ids = torch.arange(8)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(lm(ids).logits, merged(ids).logits, atol=1e-4, rtol=0)
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    assert (base(ids).logits - merged(ids).logits).abs().max() > 1e-2
+
+
+def test_errors_are_one_line(full, tmp_path):
+    (tmp_path / "there").mkdir()
+    shutil.copytree(full.parents[1], tmp_path / "broken", symlinks=True)
+    [shard, *_] = sorted((tmp_path / "broken/checkpoints/step_000001/dcp").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:1000])
+    for arguments, part in [
+        ([tmp_path, tmp_path / "out"], "no checkpoint"),
+        ([full, tmp_path / "there"], "there already"),
+        ([full, tmp_path / "out", "--merge_lora"], "has no adapters"),
+        ([tmp_path / "broken", tmp_path / "out"], "broken"),
+    ]:
+        done = run(EXPORT, *arguments, check=False)
+        assert done.returncode == 1 and part in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert not (tmp_path / "out").exists() and not any(tmp_path.glob(".out*"))

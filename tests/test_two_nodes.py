@@ -1,0 +1,51 @@
+"""Two agents of torchrun on this machine, a rank each, find each other and compute what one with two does."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, metrics, run
+
+FILES = "--train_files {0}/train.parquet --total_steps 1 --save_freq 0 --test_freq 0 --train_batch_size 8"
+RL = " --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12 --reward_fn {1}/tests/{2}"
+DIGITS, MIXED = "digit_reward.py:digits", "dapo_reward.py:mixed"
+
+
+def two_nodes(*command):
+    """Run a script under two agents with a rendezvous -> both ended well."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    agent += [
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=127.0.0.1:{port}",
+        "--rdzv_id=two",
+        "--local_addr=127.0.0.1",
+    ]
+    env = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
+    env |= dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
+    command = [*agent, *map(str, command)]
+    nodes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in "ab"
+    ]
+    texts = [node.communicate(timeout=300)[0].decode() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(texts)[-8000:]
+
+
+@pytest.mark.parametrize(
+    ("algo", "flags"),
+    [("sft", " --max_length 32"), ("grpo", RL), ("ppo", RL), ("dapo", RL + " --allow_partial_batch")],
+)
+def test_two_nodes_equal_one_with_two_ranks(algo, flags, tiny, arithmetic, tmp_path):
+    words = (FILES + flags).format(arithmetic, ROOT, MIXED if algo == "dapo" else DIGITS).split()
+    script = ROOT / f"algos/{algo}.py"
+    run(script, "--model", tiny, "--output_dir", tmp_path / "one", *words, ranks=2)
+    two_nodes(script, "--model", tiny, "--output_dir", tmp_path / "two", *words)
+    one, two = (metrics(tmp_path / name)[1] for name in ("one", "two"))
+    kept = {k: v for k, v in one.items() if not k.startswith(("timing", "perf"))}
+    assert {k: two[k] for k in kept} == pytest.approx(kept, rel=1e-6, abs=1e-6)
