@@ -1109,6 +1109,8 @@ def main():
         f" dropped: over {args.max_prompt_length} tokens), at most {total_steps} steps,"
         f" {dist.get_world_size()} ranks on {device.type}" + (f", resumed from {resume}" if resume else "")
     )
+    if args.offload and device.type == "cpu":
+        log.say("--offload does nothing on a CPU")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     sample = partial(rollout, engine, [policy], optimizer, args, stop_ids)

@@ -1071,6 +1071,8 @@ def main():
         f" dropped: over {args.max_prompt_length} tokens), {total_steps} steps, {dist.get_world_size()} ranks"
         f" on {device.type}" + (f", resumed from {resume}" if resume else "")
     )
+    if args.offload and device.type == "cpu":
+        log.say("--offload does nothing on a CPU")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     sample = partial(rollout, engine, models, optimizer, args, stop_ids)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,14 @@ def metrics(out):
     """{step: metrics} of a run."""
     lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
     return {int(m["training/global_step"]): m for m in map(json.loads, lines)}
+
+
+def documented(name):
+    """Whether docs/metrics.md has a metric; {...} and * there stand for anything."""
+    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    patterns = [re.sub(r"\{.*?\}", "*", x) for x in re.findall(r"`([^`]+)`", " ".join(names))]
+    name = re.sub(r"\{.*?\}", "*", name)
+    return any(fnmatch(name, pattern) or fnmatch(pattern, name) for pattern in patterns)
 
 
 def rollouts(out, step):

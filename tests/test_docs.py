@@ -1,0 +1,99 @@
+"""What README and docs/ say of flags, commands, metrics and files is so."""
+
+import importlib.util
+import re
+import shlex
+import sys
+from dataclasses import fields
+from functools import cache
+
+import pytest
+import tyro
+from conftest import ROOT, documented
+
+sys.path.append(str(ROOT / "benchmarks"))
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
+CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+FOREIGN = """--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --max-restarts --standalone
+ --no-deps --no-build-isolation --pid --nodes --ntasks-per-node --gpus-per-node --signal --security-opt""".split()
+METRIC = re.compile(
+    r"(actor|critic|reward|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
+    r"|response_length|prompt_length)/[\w/*{}, @-]+"
+)
+
+
+@cache
+def script_args(name):
+    """The Args of a script of this repository, not run."""
+    spec = importlib.util.spec_from_file_location("script_" + re.sub(r"\W", "_", name), ROOT / name)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Args
+
+
+def flags_of(name):
+    names = [f.name for f in fields(script_args(name))]
+    return (
+        {f"--{x}" for x in names} | {f"--no-{x}" for x in names} | {f"--no_{x}" for x in names} | {"--help"}
+    )
+
+
+def commands(page):
+    """[script, arguments] of the commands in a page's code blocks."""
+    for block in CODE.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            scripts = [
+                i
+                for i, word in enumerate(words)
+                if re.fullmatch(r"(algos|data_prep|benchmarks)/\w+\.py", word)
+            ]
+            if scripts and re.match(r"(srun |\w+=\S+ )*(python|torchrun)", line.strip()):
+                yield words[scripts[0]], words[scripts[0] + 1 :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands(page):
+    for script, words in commands(page):
+        assert (ROOT / script).is_file(), script
+        unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - flags_of(script)
+        assert not unknown, f"{script}: {unknown}"
+        if "..." not in words and not any(word.startswith("$") for word in words):
+            tyro.cli(script_args(script), args=words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_flags(page):
+    folders = ["algos", "data_prep"] + ["benchmarks"] * (page.parent.name == "benchmarks")
+    scripts = [f"{d}/{p.name}" for d in folders for p in (ROOT / d).glob("*.py") if p.stem != "peer_trl"]
+    known = set().union(*(flags_of(s) for s in scripts if "class Args" in (ROOT / s).read_text()))
+    said = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+    assert not said - known - set(FOREIGN)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_metrics(page):
+    said = [name for name in re.findall(r"`([^`\n]+)`", page.read_text()) if METRIC.fullmatch(name)]
+    assert not [name for name in said if not documented(name)]
+
+
+def test_documented_metrics_are_computed():
+    code = "".join(path.read_text() for path in [*ROOT.glob("algos/*.py"), ROOT / "rewards/manager.py"])
+    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    for name in re.findall(r"`([^`]+)`", " ".join(names)):
+        stem, _, last = re.sub(r"\{.*", "", name).rpartition("/")
+        assert f"{stem}/{last}".rstrip("/") in code or last in code, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links(page):
+    text = CODE.sub("", page.read_text())
+    for target in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], (
+                target
+            )
