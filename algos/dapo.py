@@ -249,11 +249,8 @@ def token_logps(policy, prompts, responses, temperature, packed):
         input_ids, start_n = torch.cat(rows)[None], length_n.cumsum(0) - length_n
         position_ids = torch.cat([torch.arange(n) for n in length_n])[None].to(device)
     else:
-        input_ids, start_n = (
-            nn.utils.rnn.pad_sequence(rows, batch_first=True),
-            torch.arange(len(rows)) * length_n.max(),
-        )
-        position_ids = None
+        input_ids, position_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True), None
+        start_n = torch.arange(len(rows)) * length_n.max()
     # the one place where logits are shifted against labels: position p - 1 predicts token p
     first_n = [int(s) + len(p) - 1 for s, p in zip(start_n, prompts, strict=True)]
     where = torch.cat([torch.arange(f, f + len(r)) for f, r in zip(first_n, responses, strict=True)])
@@ -640,9 +637,8 @@ def cut(lengths, budget, packed):
     """
     batches, tokens = [], 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        cost = (
-            tokens + lengths[i] if packed or not batches else lengths[batches[-1][0]] * (len(batches[-1]) + 1)
-        )
+        padded = lengths[batches[-1][0]] * (len(batches[-1]) + 1) if batches else 0
+        cost = tokens + lengths[i] if packed else padded
         if batches and cost <= budget:
             batches[-1].append(i)
             tokens = cost
@@ -1168,9 +1164,8 @@ def main():
         # ---- advantage, then balance over the ranks
         with timed(timing, "adv"):
             score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
-            group_n, length_n = (
-                torch.tensor(x) for x in zip(*((r["group"], len(r["response_ids"])) for r in rows))
-            )
+            group_n = torch.tensor([row["group"] for row in rows])
+            length_n = torch.tensor([len(row["response_ids"]) for row in rows])
             buffer = args.max_response_length // 5 if args.overlong_buffer is None else args.overlong_buffer
             penalty_n = overlong_penalty(length_n, args.max_response_length, buffer)
             reward_n = score_n + args.overlong_penalty * penalty_n

@@ -242,11 +242,8 @@ def token_logps(policy, prompts, responses, temperature, packed):
         input_ids, start_n = torch.cat(rows)[None], length_n.cumsum(0) - length_n
         position_ids = torch.cat([torch.arange(n) for n in length_n])[None].to(device)
     else:
-        input_ids, start_n = (
-            nn.utils.rnn.pad_sequence(rows, batch_first=True),
-            torch.arange(len(rows)) * length_n.max(),
-        )
-        position_ids = None
+        input_ids, position_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True), None
+        start_n = torch.arange(len(rows)) * length_n.max()
     # the one place where logits are shifted against labels: position p - 1 predicts token p
     first_n = [int(s) + len(p) - 1 for s, p in zip(start_n, prompts, strict=True)]
     where = torch.cat([torch.arange(f, f + len(r)) for f, r in zip(first_n, responses, strict=True)])
@@ -627,9 +624,8 @@ def cut(lengths, budget, packed):
     """
     batches, tokens = [], 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        cost = (
-            tokens + lengths[i] if packed or not batches else lengths[batches[-1][0]] * (len(batches[-1]) + 1)
-        )
+        padded = lengths[batches[-1][0]] * (len(batches[-1]) + 1) if batches else 0
+        cost = tokens + lengths[i] if packed else padded
         if batches and cost <= budget:
             batches[-1].append(i)
             tokens = cost
@@ -1057,11 +1053,9 @@ def main():
     resume = first_intact(checkpoints)
     engine, stop_ids = build_engine(args, device), stop_token_ids(args, tokenizer)
     policy = load_model(args, mesh, device)
-    models = (
-        [policy, load_model(args, mesh, device).eval().requires_grad_(False)]
-        if args.use_kl_loss
-        else [policy]
-    )
+    models = [policy]
+    if args.use_kl_loss:
+        models.append(load_model(args, mesh, device).eval().requires_grad_(False))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     first = load_checkpoint(resume, policy.lm, optimizer)["step"] + 1 if resume else 1
     peak = matmul_speed(args, device) * dist.get_world_size()
@@ -1106,9 +1100,8 @@ def main():
         # ---- advantage, then balance over the ranks
         with timed(timing, "adv"):
             score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
-            group_n, length_n = (
-                torch.tensor(x) for x in zip(*((r["group"], len(r["response_ids"])) for r in rows))
-            )
+            group_n = torch.tensor([row["group"] for row in rows])
+            length_n = torch.tensor([len(row["response_ids"]) for row in rows])
             adv_n = advantages(args, score_n, group_n, length_n)
             batch, mini_batches, load = make_batch(rows, adv_n, args, device)
 

@@ -270,11 +270,8 @@ def token_logps(policy, prompts, responses, temperature, packed):
         input_ids, start_n = torch.cat(rows)[None], length_n.cumsum(0) - length_n
         position_ids = torch.cat([torch.arange(n) for n in length_n])[None].to(device)
     else:
-        input_ids, start_n = (
-            nn.utils.rnn.pad_sequence(rows, batch_first=True),
-            torch.arange(len(rows)) * length_n.max(),
-        )
-        position_ids = None
+        input_ids, position_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True), None
+        start_n = torch.arange(len(rows)) * length_n.max()
     # the one place where logits are shifted against labels: position p - 1 predicts token p
     first_n = [int(s) + len(p) - 1 for s, p in zip(start_n, prompts, strict=True)]
     where = torch.cat([torch.arange(f, f + len(r)) for f, r in zip(first_n, responses, strict=True)])
@@ -696,9 +693,8 @@ def cut(lengths, budget, packed):
     """
     batches, tokens = [], 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        cost = (
-            tokens + lengths[i] if packed or not batches else lengths[batches[-1][0]] * (len(batches[-1]) + 1)
-        )
+        padded = lengths[batches[-1][0]] * (len(batches[-1]) + 1) if batches else 0
+        cost = tokens + lengths[i] if packed else padded
         if batches and cost <= budget:
             batches[-1].append(i)
             tokens = cost
@@ -953,10 +949,8 @@ def check_args(args):
 def check_models(args):
     """Stop unless critic and reward model fit, by their configurations -> the reward model's tokenizer."""
     if args.critic_model:
-        known, needed = (
-            AutoConfig.from_pretrained(path).get_text_config().vocab_size
-            for path in (args.critic_model, args.model)
-        )
+        configs = map(AutoConfig.from_pretrained, (args.critic_model, args.model))
+        known, needed = (config.get_text_config().vocab_size for config in configs)
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
     if not args.reward_model:
@@ -1305,15 +1299,11 @@ def main():
     resume = first_intact(checkpoints)
     engine, stop_ids = build_engine(args, device), stop_token_ids(args, tokenizer)
     policy = load_model(args, mesh, device)
-    models = (
-        [policy, load_model(args, mesh, device).eval().requires_grad_(False)]
-        if args.use_kl_loss or args.use_kl_in_reward
-        else [policy]
-    )
-    critic, kl_weight = (
-        load_critic(args, mesh, device),
-        AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon),
-    )
+    models = [policy]
+    if args.use_kl_loss or args.use_kl_in_reward:
+        models.append(load_model(args, mesh, device).eval().requires_grad_(False))
+    critic = load_critic(args, mesh, device)
+    kl_weight = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
     reward_model = load_reward_model(args, mesh, device) if args.reward_model else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     critic_optimizer = torch.optim.AdamW(
