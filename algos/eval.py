@@ -185,6 +185,8 @@ def main():
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
         limits = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
         manager = RewardManager(args.reward_manager, reward_fn, **limits)
+        if len(args.data) > len(ascii_uppercase):
+            raise ValueError(f"--data: {len(args.data)} files, at most {len(ascii_uppercase)}")
         for path in args.data:
             loaded[path] = rows = load_responses(path, args.response_key)
             if wrong := [k for k in args.k if not 1 <= k <= len(rows[0]["texts"])]:
