@@ -15,8 +15,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
 CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 FOREIGN = set(  # of torchrun, Slurm, pip and other programs
-    "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --max-restarts --standalone --no-deps"
-    " --no-build-isolation --pid --nodes --ntasks-per-node --gpus-per-node --signal --security-opt".split()
+    "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
+    " --standalone --no-deps --no-build-isolation --pid --nodes --ntasks-per-node --gpus-per-node --signal"
+    " --security-opt".split()
 )
 METRIC = re.compile(
     r"(actor|critic|reward|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
