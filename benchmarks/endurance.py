@@ -82,7 +82,11 @@ def main():
     while process.poll() is None:
         time.sleep(1)
         step = metrics.read_bytes().count(b"\n") - 1 if metrics.exists() else 0
-        seen += [(step, rank, *values) for rank, values in look(process).items() if step > args.steps / 3]
+        seen += [
+            (step, rank, *values)
+            for rank, values in look(process).items()
+            if args.steps / 3 < step < args.steps
+        ]
     if process.returncode:
         raise SystemExit((work / "log").read_text()[-4000:])
     table, results = Table("rank", "memory, MB", "slope, MB per 100 steps", "open files", "threads"), []

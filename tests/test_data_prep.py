@@ -142,7 +142,7 @@ def test_arithmetic(tmp_path):
             assert 10 <= a <= 99 and 10 <= b <= 99 and str(a + b) == truth
             answer = row["extra_info"]["answer"]
             assert row["extra_info"] == {"split": split, "index": i, "question": question, "answer": answer}
-            assert compute_score(row["data_source"], answer, truth, row["extra_info"]) == 1.0
+            assert compute_score(row["data_source"], answer, truth, row["extra_info"])["score"] == 1
             seen[split].add((min(a, b), max(a, b)))
     assert len(seen["val"]) == 256 and len(seen["test"]) == 512
     assert not (seen["train"] & seen["val"] or seen["train"] & seen["test"] or seen["val"] & seen["test"])
