@@ -1,10 +1,11 @@
 """export.py: the weights are those that the trainer itself writes to hf/."""
 
+import json
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, metrics, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 EXPORT = ROOT / "algos/export.py"
@@ -12,6 +13,7 @@ EXPORT = ROOT / "algos/export.py"
 
 def train(model, arithmetic, out, *flags, ranks):
     files = "--train_files", arithmetic / "train.parquet", "--max_length", 32, "--total_steps", 1
+    files += "--train_batch_size", 16
     run(ROOT / "algos/sft.py", "--model", model, "--output_dir", out, *files, *flags, ranks=ranks)
     return out / "checkpoints/step_000001"
 
@@ -44,6 +46,18 @@ def test_a_model(full, tmp_path):
     assert (tmp_path / "out/config.json").read_text() == (full / "hf/config.json").read_text()
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_a_checkpoint_goes_on_with_other_replicas(full, arithmetic, tmp_path):
+    """Two shards become two copies, or one rank: the next step is the same."""
+    model = json.loads((full.parents[1] / "args.json").read_text())["model"]
+    losses = []
+    for ranks, replicas in ((2, 1), (2, 2), (1, 1)):
+        out = tmp_path / f"{ranks}_{replicas}"
+        shutil.copytree(full.parents[1], out, symlinks=True)
+        train(model, arithmetic, out, "--total_steps", 2, "--hsdp_replicas", replicas, ranks=ranks)
+        losses.append([metrics(out)[2][name] for name in ("train/loss", "train/grad_norm")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_adapters(lora, tiny, tmp_path):
