@@ -32,6 +32,9 @@ FLAGS = {
         grpo="--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 32"
         " --group_size 16 --total_steps 150 --lr 3e-4 --lr_schedule linear --warmup_steps 5 --weight_decay 0"
         " --test_freq 10 --no-gradient_checkpointing",
+        # for seeds.py: TRL's flags for the same work
+        trl="--algo grpo --total_steps 150 --group_size 16 --response_length 8 --accumulation 1 --lr 3e-4"
+        " --warmup_steps 5",
         generate="--max_prompt_length 16 --max_response_length 8",
     ),
     "smollm2": dict(

@@ -3,11 +3,13 @@
     pip install --no-deps -r requirements-bench.txt
 
 TRL's defaults, but for what makes the work the same as ours: float32 on a CPU, no gradient checkpointing.
-OUTPUT_DIR/metrics.jsonl gets a line after every step.
+OUTPUT_DIR/metrics.jsonl gets a line after every step. With --lr it learns, for seeds.py: GRPO's rewards are
+the rules of `rewards`, and the model is saved to OUTPUT_DIR/hf.
 """
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -48,6 +50,12 @@ class Args:
     """Pack SFT rows into sequences of max_length."""
     max_length: int = 512
     """Longest sequence, in tokens."""
+    lr: float | None = None
+    """Peak learning rate, which then falls linearly; None: no learning, only its time."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    seed: int = 42
+    """Seed."""
 
 
 class Stamp(TrainerCallback):
@@ -60,6 +68,22 @@ class Stamp(TrainerCallback):
         if state.is_world_process_zero and state.global_step and "train_runtime" not in logs:
             with self.path.open("a") as file:
                 file.write(json.dumps(dict(logs, step=state.global_step)) + "\n")
+
+
+def alternating(completions, **_):
+    """Advantages that are not zero, whatever the model says."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def rules(completions, source, truth, **_):
+    """The score that our trainers see."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from rewards import compute_score
+
+    results = [
+        compute_score(s, c[0]["content"], t) for c, s, t in zip(completions, source, truth, strict=True)
+    ]
+    return [float(r["score"] if isinstance(r, dict) else r) for r in results]
 
 
 def main():
@@ -81,6 +105,8 @@ def main():
         disable_tqdm=True,
         model_init_kwargs=dict(dtype="float32"),
     )
+    if args.lr:
+        common |= dict(learning_rate=args.lr, warmup_steps=args.warmup_steps, seed=args.seed)
     stamp = Stamp(args.output_dir / "metrics.jsonl")
     if args.algo == "sft":
         columns = [
@@ -105,12 +131,19 @@ def main():
         )
         trainer = GRPOTrainer(
             args.model,
-            reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+            reward_funcs=rules if args.lr else alternating,
             args=config,
-            train_dataset=Dataset.from_list([dict(prompt=r["prompt"]) for r in rows]),
+            train_dataset=Dataset.from_list(
+                [
+                    dict(prompt=r["prompt"], source=r["data_source"], truth=r["reward_model"]["ground_truth"])
+                    for r in rows
+                ]
+            ),
             callbacks=[stamp],
         )
     trainer.train()
+    if args.lr:
+        trainer.save_model(str(args.output_dir / "hf"))
 
 
 if __name__ == "__main__":

@@ -134,4 +134,5 @@ def save(path, args, results):
     """Write results with the arguments and the machine; no path of this machine among them."""
     arguments = vars(args) | dict(model=Path(getattr(args, "model", "")).name, output=Path(path).name)
     with replacing(path) as new:
-        new.write_text(json.dumps(dict(machine=machine(), arguments=arguments, **results), indent=2) + "\n")
+        report = dict(machine=machine(), arguments=arguments, **results)
+        new.write_text(json.dumps(report, indent=2, default=lambda path: path.name) + "\n")
