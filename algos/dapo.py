@@ -28,7 +28,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -112,6 +113,8 @@ class Args:
     """Precision of forward, backward and sampler."""
     hsdp_replicas: int = 1
     """Copies of the sharded model (HSDP); 1: shard over all ranks."""
+    share_prefix: bool = False
+    """Compute a prompt once for all responses to it that fit in a micro-batch; pays if they are short."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     max_tokens_per_microbatch: int = 8192
@@ -217,10 +220,11 @@ class TokenLogps(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, input_ids, position_ids, where, target, temperature):
+    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
-        output = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        hidden, head = output.last_hidden_state.flatten(0, 1)[where], self.lm.get_output_embeddings()
+        layout = dict(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
+        hidden = self.lm.base_model(**layout, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        head = self.lm.get_output_embeddings()
 
         def chunk(hidden, target):
             # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
@@ -235,29 +239,38 @@ class TokenLogps(nn.Module):
         return torch.cat(logp), torch.cat(entropy)
 
 
-def token_logps(policy, prompts, responses, temperature, packed):
+def padded(prompts, responses):
+    """A row each, padded on the right, which causal attention never looks at: a layout for `token_logps`.
+
+    Returns input_ids, position_ids, attention_mask, and for each response the flat positions that predict it.
+    """
+    pairs = list(zip(prompts, responses, strict=True))
+    input_ids = nn.utils.rnn.pad_sequence([torch.tensor(p + r) for p, r in pairs], batch_first=True)
+    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
+    return input_ids, None, None, [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
+
+
+def packed(prompts, responses):
+    """One row without padding, for attention kernels that tell sequences apart by position ids."""
+    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+    position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    ends = accumulate(map(len, rows))
+    where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
+    return torch.cat(rows)[None], position_ids, None, where
+
+
+def token_logps(policy, prompts, responses, temperature, layout):
     """Log-probs of the response tokens, and the entropy of the distributions that they come from.
 
-    prompts, responses: N lists of token ids, none empty. packed: one row without padding, for kernels that
-    tell sequences apart by position ids; else right padding, which causal attention never looks at.
+    prompts, responses: N lists of token ids, none empty; layout: how they become rows.
     Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
     """
     device = next(policy.parameters()).device
-    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
-    length_n = torch.tensor([len(row) for row in rows])
-    if packed:
-        input_ids, start_n = torch.cat(rows)[None], length_n.cumsum(0) - length_n
-        position_ids = torch.cat([torch.arange(n) for n in length_n])[None].to(device)
-    else:
-        input_ids, position_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True), None
-        start_n = torch.arange(len(rows)) * length_n.max()
-    # the one place where logits are shifted against labels: position p - 1 predicts token p
-    first_n = [int(s) + len(p) - 1 for s, p in zip(start_n, prompts, strict=True)]
-    where = torch.cat([torch.arange(f, f + len(r)) for f, r in zip(first_n, responses, strict=True)])
-    target = torch.cat([torch.tensor(r) for r in responses])
-    logp, entropy = policy(
-        input_ids.to(device), position_ids, where.to(device), target.to(device), temperature
-    )
+    *inputs, where = layout(prompts, responses)
+    target = torch.tensor([token for response in responses for token in response])
+    inputs = [x if x is None else x.to(device) for x in (*inputs, torch.cat(where), target)]
+    logp, entropy = policy(*inputs, temperature)
     mask_nt = response_mask([len(r) for r in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
     return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
@@ -266,6 +279,46 @@ def token_logps(policy, prompts, responses, temperature, packed):
 def response_mask(lengths):
     """[N, T] bool, True on response tokens (EOS included)."""
     return torch.arange(max(lengths)) < torch.as_tensor(lengths)[:, None]
+
+
+# endregion
+
+
+# region share_prefix
+def shared(prompts, responses):
+    """Neighbours with one prompt share a row, which computes it once: see `padded`.
+
+    Prompt a b, responses c d and e -> row a b c d e at positions 0 1 2 3 2, where e sees a, b and itself.
+    """
+    pairs = groupby(zip(prompts, responses, strict=True), itemgetter(0))
+    trees = [(prompt, [response for _, response in same]) for prompt, same in pairs]
+    width, where, columns = max(len(p) + sum(map(len, rs)) for p, rs in trees), [], []
+    for number, (prompt, answers) in enumerate(trees):
+        ids, position, branch = [*prompt], [*range(len(prompt))], [0] * len(prompt)
+        for name, answer in enumerate(answers, 1):
+            here = torch.arange(len(answer)) + len(ids) - 1
+            here[0] = len(prompt) - 1  # the prompt's last token predicts the first token of every response
+            where.append(here + number * width)
+            ids += answer
+            position += range(len(prompt), len(prompt) + len(answer))
+            branch += [name] * len(answer)
+        columns.append([torch.tensor(x) for x in (ids, position, branch)])
+    input_ids, position_ids, branch = (nn.utils.rnn.pad_sequence(x, batch_first=True) for x in zip(*columns))
+    related = (branch[:, None] == 0) | (branch[:, None] == branch[:, :, None])  # [B, query, key]
+    return input_ids, position_ids, related.tril()[:, None], where
+
+
+def bundles_of(rows, args):
+    """What is computed as one row: a response, or the responses to a prompt that fit in a micro-batch."""
+    size, fit = args.group_size, args.max_tokens_per_microbatch - args.max_prompt_length
+    step = max(1, min(size, fit // args.max_response_length)) if args.share_prefix else 1
+    groups = range(0, len(rows), size)
+    return [list(range(i, min(i + step, g + size))) for g in groups for i in range(g, g + size, step)]
+
+
+def bundle_tokens(bundle, prompts, responses):
+    """Tokens of the row that a bundle becomes."""
+    return len(prompts[bundle[0]]) + sum(len(responses[i]) for i in bundle)
 
 
 # endregion
@@ -610,7 +663,7 @@ def sync_weights(engine, lm):
 def check_sync(policy, rows, args, step):
     """Stop the run unless the trainer gives the sampler's tokens the sampler's log-probs."""
     prompts, responses = [row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows]
-    logp_nt, _ = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, packed=False)
+    logp_nt, _ = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, padded)
     sampled = [torch.tensor(row["rollout_logps"]) for row in rows]
     gaps = [(a - b[: len(a)]).abs() for a, b in zip(sampled, logp_nt.cpu(), strict=False)]
     total, count = all_reduce([sum(gap.sum().item() for gap in gaps), sum(map(len, gaps))])
@@ -666,7 +719,7 @@ def cut(lengths, budget, packed):
 MAY_CHANGE = set(
     "output_dir resume total_epochs total_steps save_freq test_freq keep_checkpoints save_hf wandb_project"
     " timeout_s num_examine rollout_dump offload hsdp_replicas tp_size gpu_memory_utilization sync_check_freq"
-    " max_tokens_per_microbatch gradient_checkpointing".split()
+    " max_tokens_per_microbatch share_prefix gradient_checkpointing".split()
 )
 
 
@@ -846,10 +899,9 @@ def stats(name, values):
     return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
 
 
-def train_flops(policy, rows):
+def train_flops(policy, lengths):
     """FLOPs of forward and backward: 6 a weight and token, and causal attention's 6 L H T^2 a row."""
     weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
-    lengths = [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
     return sum(6 * weights * n + 6 * config.num_hidden_layers * config.hidden_size * n**2 for n in lengths)
 
 
@@ -882,6 +934,9 @@ def check_args(args):
             fail(f"{world} ranks are not a multiple of --{name} {getattr(args, name)}")
     if args.max_tokens_per_microbatch < row:
         fail(f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row, {row} tokens")
+    if args.share_prefix and args.attn_implementation != "sdpa":
+        kernel = f"--attn_implementation {args.attn_implementation}"
+        fail(f"--share_prefix needs sdpa, whose mask can be any; {kernel} knows causal attention only")
     if args.temperature <= 0:
         fail(f"--temperature {args.temperature}: training needs samples, so it must be above 0")
     if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
@@ -930,26 +985,28 @@ def make_batch(rows, adv_n, args, device):
     """Deal the N rows of a step to the ranks -> this rank's batch and mini-batches, and each rank's tokens.
 
     Every rank knows all rows: loss denominators, over all ranks and micro-batches, need no communication.
-    A mini-batch is a list of row numbers of the batch: one optimizer step.
+    A mini-batch is one optimizer step: a list of bundles, each the numbers of its rows in the batch.
     """
-    lengths, size = [len(row["response_ids"]) for row in rows], args.ppo_mini_batch_size * args.group_size
-    tokens = [len(row["prompt_ids"]) + n for row, n in zip(rows, lengths, strict=True)]
-    mask_nt = response_mask(lengths)
+    prompts, responses = ([row[name] for row in rows] for name in ("prompt_ids", "response_ids"))
+    mask_nt, size = response_mask([len(r) for r in responses]), args.ppo_mini_batch_size * args.group_size
     counted_n = torch.tensor(
         [row["finish_reason"] != "length" or not args.overlong_filtering for row in rows]
     )
     counted_nt = mask_nt & counted_n[:, None]
     weight_nt, token_weight_nt = torch.zeros(mask_nt.shape), torch.zeros(mask_nt.shape)
-    mine, mini_batches, load = [], [], np.zeros(dist.get_world_size())
+    mini_batches, load = [], [[] for _ in range(dist.get_world_size())]
     for start in range(0, len(rows), size):
         mini = slice(start, start + size)
         weight_nt[mini] = loss_denominator(counted_nt[mini], args.loss_agg, args.max_response_length)
         token_weight_nt[mini] = loss_denominator(mask_nt[mini], "token-mean")
-        hands = [[start + i for i in hand] for hand in deal(tokens[mini], dist.get_world_size())]
-        load += [sum(tokens[i] for i in hand) for hand in hands]
-        hand = hands[dist.get_rank()]
-        mini_batches.append(list(range(len(mine), len(mine) + len(hand))))
-        mine += hand
+        bundles = [bundle for bundle in bundles_of(rows, args) if start <= bundle[0] < start + size]
+        tokens = [bundle_tokens(bundle, prompts, responses) for bundle in bundles]
+        hands = deal(tokens, len(load))
+        load = [before + [tokens[b] for b in hand] for before, hand in zip(load, hands, strict=True)]
+        mini_batches.append([bundles[b] for b in hands[dist.get_rank()]])
+    mine = [i for mini in mini_batches for bundle in mini for i in bundle]
+    number = {i: n for n, i in enumerate(mine)}
+    mini_batches = [[[number[i] for i in bundle] for bundle in mini] for mini in mini_batches]
     logp_nt = torch.zeros(mask_nt.shape)
     logp_nt[mask_nt] = torch.tensor([logp for row in rows for logp in row["rollout_logps"]])
     by_token = dict(
@@ -960,30 +1017,30 @@ def make_batch(rows, adv_n, args, device):
         token_weight_nt=token_weight_nt,
     )
     batch = {name: value[mine].to(device) for name, value in by_token.items()}
-    batch["prompts"], batch["responses"] = (
-        [rows[i][name] for i in mine] for name in ("prompt_ids", "response_ids")
-    )
-    return batch | dict(tokens=[tokens[i] for i in mine]), mini_batches, load
+    batch |= dict(prompts=[prompts[i] for i in mine], responses=[responses[i] for i in mine])
+    return batch, mini_batches, load
 
 
-def micro_batches(policy, batch, rows, args):
-    """Run rows of the batch, a micro-batch at a time -> their numbers [n], logp_nt, entropy_nt.
+def micro_batches(policy, batch, bundles, args):
+    """Run bundles of the batch, a micro-batch at a time -> numbers of their rows [n], logp_nt, entropy_nt.
 
     An empty micro-batch runs a dummy row; what its empty row numbers index sums to zero against it.
     """
-    packed = args.attn_implementation == "flash_attention_2"
-    for part in cut([batch["tokens"][i] for i in rows], args.max_tokens_per_microbatch, packed):
-        part = [rows[i] for i in part]
+    layout = shared if args.share_prefix else padded
+    layout = packed if args.attn_implementation == "flash_attention_2" else layout
+    tokens = [bundle_tokens(bundle, batch["prompts"], batch["responses"]) for bundle in bundles]
+    for part in cut(tokens, args.max_tokens_per_microbatch, layout is packed):
+        part = [i for b in part for i in bundles[b]]
         prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
-        logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, packed)
+        logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
         yield torch.tensor(part, dtype=torch.long), *logps
 
 
 @torch.no_grad()
-def all_logps(policy, batch, args):
+def all_logps(policy, batch, mini_batches, args):
     """Log-probs of this rank's responses, [N, T]."""
     logp_nt = torch.zeros_like(batch["rollout_logp_nt"])
-    for rows, got_nt, _ in micro_batches(policy, batch, range(len(logp_nt)), args):
+    for rows, got_nt, _ in micro_batches(policy, batch, [*chain(*mini_batches)], args):
         logp_nt[rows, : got_nt.shape[1]] = got_nt
     return logp_nt
 
@@ -1040,7 +1097,7 @@ def step_metrics(rows, reward_n, adv_n, rank_tokens, load, timing, args):
     """Metrics that need no model: scores, lengths, balance, time."""
     scores = [row["reward"]["score"] for row in rows]
     responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
-    total, world = sum(load), len(load)
+    total, load = sum(responses) + sum(prompts), [sum(tokens) for tokens in load]
     metrics = stats("critic/score", scores) | stats("critic/rewards", reward_n)
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
     metrics |= stats("critic/advantages", adv_n) | failure_metrics([row["reward"] for row in rows])
@@ -1052,10 +1109,10 @@ def step_metrics(rows, reward_n, adv_n, rank_tokens, load, timing, args):
         "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
         "global_seqlen/balanced_min": min(load),
         "global_seqlen/balanced_max": max(load),
-        "global_seqlen/mean": total / world,
+        "global_seqlen/mean": total / len(load),
         "perf/total_num_tokens": total,
         "perf/time_per_step": timing["step"],
-        "perf/throughput": total / timing["step"] / world,
+        "perf/throughput": total / timing["step"] / len(load),
         "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
@@ -1184,7 +1241,7 @@ def main():
         # ---- log-probs: the old ones only if there will be a second optimizer step
         if len(mini_batches) * args.ppo_epochs > 1:
             with timed(timing, "old_log_prob"):
-                batch["old_logp_nt"] = all_logps(policy, batch, args)
+                batch["old_logp_nt"] = all_logps(policy, batch, mini_batches, args)
 
         # ---- update
         for group in optimizer.param_groups:
@@ -1205,7 +1262,7 @@ def main():
         metrics |= step_metrics(rows, reward_n, adv_n, rank_tokens, load, timing, args)
         metrics |= {
             "actor/lr": learning_rate(args, step, total_steps),
-            "perf/mfu/actor": train_flops(policy, rows) / timing["update_actor"] / peak,
+            "perf/mfu/actor": train_flops(policy, chain(*load)) / timing["update_actor"] / peak,
             "training/global_step": step,
             "dapo/gen_batches": gen_batches,
             "dapo/dropped_all_right": dropped_right,

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -175,10 +176,11 @@ class TokenLogps(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, input_ids, position_ids, where, target, temperature):
+    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
-        output = self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        hidden, head = output.last_hidden_state.flatten(0, 1)[where], self.lm.get_output_embeddings()
+        layout = dict(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
+        hidden = self.lm.base_model(**layout, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        head = self.lm.get_output_embeddings()
 
         def chunk(hidden, target):
             # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
@@ -193,29 +195,38 @@ class TokenLogps(nn.Module):
         return torch.cat(logp), torch.cat(entropy)
 
 
-def token_logps(policy, prompts, responses, temperature, packed):
+def padded(prompts, responses):
+    """A row each, padded on the right, which causal attention never looks at: a layout for `token_logps`.
+
+    Returns input_ids, position_ids, attention_mask, and for each response the flat positions that predict it.
+    """
+    pairs = list(zip(prompts, responses, strict=True))
+    input_ids = nn.utils.rnn.pad_sequence([torch.tensor(p + r) for p, r in pairs], batch_first=True)
+    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
+    return input_ids, None, None, [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
+
+
+def packed(prompts, responses):
+    """One row without padding, for attention kernels that tell sequences apart by position ids."""
+    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+    position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    ends = accumulate(map(len, rows))
+    where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
+    return torch.cat(rows)[None], position_ids, None, where
+
+
+def token_logps(policy, prompts, responses, temperature, layout):
     """Log-probs of the response tokens, and the entropy of the distributions that they come from.
 
-    prompts, responses: N lists of token ids, none empty. packed: one row without padding, for kernels that
-    tell sequences apart by position ids; else right padding, which causal attention never looks at.
+    prompts, responses: N lists of token ids, none empty; layout: how they become rows.
     Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
     """
     device = next(policy.parameters()).device
-    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
-    length_n = torch.tensor([len(row) for row in rows])
-    if packed:
-        input_ids, start_n = torch.cat(rows)[None], length_n.cumsum(0) - length_n
-        position_ids = torch.cat([torch.arange(n) for n in length_n])[None].to(device)
-    else:
-        input_ids, position_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True), None
-        start_n = torch.arange(len(rows)) * length_n.max()
-    # the one place where logits are shifted against labels: position p - 1 predicts token p
-    first_n = [int(s) + len(p) - 1 for s, p in zip(start_n, prompts, strict=True)]
-    where = torch.cat([torch.arange(f, f + len(r)) for f, r in zip(first_n, responses, strict=True)])
-    target = torch.cat([torch.tensor(r) for r in responses])
-    logp, entropy = policy(
-        input_ids.to(device), position_ids, where.to(device), target.to(device), temperature
-    )
+    *inputs, where = layout(prompts, responses)
+    target = torch.tensor([token for response in responses for token in response])
+    inputs = [x if x is None else x.to(device) for x in (*inputs, torch.cat(where), target)]
+    logp, entropy = policy(*inputs, temperature)
     mask_nt = response_mask([len(r) for r in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
     return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
@@ -412,7 +423,7 @@ def cut(lengths, budget, packed):
 MAY_CHANGE = set(
     "output_dir resume total_epochs total_steps save_freq test_freq keep_checkpoints save_hf wandb_project"
     " timeout_s num_examine rollout_dump offload hsdp_replicas tp_size gpu_memory_utilization sync_check_freq"
-    " max_tokens_per_microbatch gradient_checkpointing".split()
+    " max_tokens_per_microbatch share_prefix gradient_checkpointing".split()
 )
 
 
@@ -592,10 +603,9 @@ def stats(name, values):
     return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
 
 
-def train_flops(policy, rows):
+def train_flops(policy, lengths):
     """FLOPs of forward and backward: 6 a weight and token, and causal attention's 6 L H T^2 a row."""
     weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
-    lengths = [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
     return sum(6 * weights * n + 6 * config.num_hidden_layers * config.hidden_size * n**2 for n in lengths)
 
 
@@ -677,7 +687,7 @@ class SequenceParallel(nn.Module):
         super().__init__()
         self.policy, self.lm, self.group = policy, policy.lm, group
 
-    def forward(self, input_ids, position_ids, where, target, temperature):
+    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
         """As TokenLogps, but 0 for tokens that another rank of the group predicts."""
         size, rank = self.group.size(), self.group.rank()
         short = -input_ids.shape[1] % size  # padding: tokens at position 0, each a sequence of its own
@@ -687,7 +697,7 @@ class SequenceParallel(nn.Module):
         mine, here = where // width == rank, slice(rank * width, (rank + 1) * width)
         local = where[mine] - rank * width
         logp, entropy = self.policy(
-            input_ids[:, here], position_ids[:, here], local, target[mine], temperature
+            input_ids[:, here], position_ids[:, here], attention_mask, local, target[mine], temperature
         )
         zero = logp.new_zeros(len(where))
         return zero.masked_scatter(mine, logp), zero.masked_scatter(mine, entropy)
@@ -904,7 +914,7 @@ def micro_batches(policy, rows, args):
     for part in pack(lengths(mine), budget) if args.packing else cut(lengths(mine), budget, packed=False):
         batch = [mine[i] for i in part] or [dummy]
         prompts, responses, trained = ([row[name] for row in batch] for name in dummy)
-        logp_nt, _ = token_logps(policy, prompts, responses, 1.0, args.packing)
+        logp_nt, _ = token_logps(policy, prompts, responses, 1.0, packed if args.packing else padded)
         trained_nt = nn.utils.rnn.pad_sequence([torch.tensor(x) for x in trained], batch_first=True)
         yield logp_nt, trained_nt.to(logp_nt.device)
 
@@ -1001,7 +1011,7 @@ def main():
         # ---- metrics
         timing["step"], tokens = time.perf_counter() - begin, sum(lengths(rows))
         # frozen weights are passed through twice, not three times: they get no gradient
-        flops = train_flops(policy, rows) * (2 / 3 if args.lora_rank else 1)
+        flops = train_flops(policy, lengths(rows)) * (2 / 3 if args.lora_rank else 1)
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         metrics |= {
             "train/lr": scheduled_rate(args, step, total_steps),

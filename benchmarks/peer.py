@@ -6,6 +6,7 @@
 
 A round runs each contestant once, one after the other. All are timed by one stopwatch: the lines of
 metrics.jsonl. A ratio is TRL's time per token over ours in the same round, with the same number of processes.
+GRPO runs here twice, with --share_prefix and without.
 """
 
 import itertools
@@ -125,7 +126,10 @@ def main():
         for _ in range(args.rounds):
             results = {}
             for ranks in args.ranks:
-                commands = {"ours": ours(args, work)}
+                script, flags = ours(args, work)
+                commands = {"ours": (script, flags)}
+                if args.algo == "grpo":
+                    commands["ours, shared prefix"] = script, [*flags, "--share_prefix"]
                 commands |= {name: trl(args, work, ranks, *extra) for name, extra in variants.items()}
                 for name, command in commands.items():
                     key = f"{name}, {ranks} rank{'s' * (ranks > 1)}"
@@ -135,23 +139,27 @@ def main():
                         results[key] = measure(command, work, ranks)
                         print(f"{key}: {results[key]['step_s']:.2f} s a step", flush=True)
                     except SystemExit as error:
-                        if name == "ours":
+                        if name.startswith("ours"):
                             raise
                         failed[key] = str(error)[-600:]
             rounds.append(results)
-    table = Table(
-        "", "step, s", "CPU s", "ms per token", "ratio", "ratio of CPU s", title=f"{args.algo}, medians"
-    )
+    table = Table("", "step, s", "CPU s", "ms per token", "ratio", "CPU s", title=f"{args.algo}, medians")
+    if args.algo == "grpo":
+        table.add_column("ratio to shared prefix")
     ratios = {}
     for key in rounds[0]:
-        us = "ours, " + key.rsplit(", ", 1)[1]
-        both = [(r[key], r[us]) for r in rounds if key in r]
+        ran, ranks = [r for r in rounds if key in r], key.rsplit(", ", 1)[1]
+        pairs = [
+            ("ours", "ms_per_token"),
+            ("ours", "cpu_ms_per_token"),
+            ("ours, shared prefix", "ms_per_token"),
+        ]
         ratios[key] = [
-            [them[unit] / we[unit] for them, we in both] for unit in ("ms_per_token", "cpu_ms_per_token")
+            [r[key][unit] / r[f"{us}, {ranks}"][unit] for r in ran]
+            for us, unit in pairs[: len(table.columns) - 4]
         ]
         middle = [
-            statistics.median(them[unit] for them, _ in both)
-            for unit in ("step_s", "step_cpu_s", "ms_per_token")
+            statistics.median(r[key][unit] for r in ran) for unit in ("step_s", "step_cpu_s", "ms_per_token")
         ]
         spread = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios[key]]
         table.add_row(key, *(f"{x:.2f}" for x in middle), *spread)

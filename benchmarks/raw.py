@@ -20,7 +20,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from algos.grpo import all_reduce, cut, matmul_speed, setup_distributed, train_flops
+from algos.grpo import (
+    all_reduce,
+    bundle_tokens,
+    bundles_of,
+    cut,
+    matmul_speed,
+    packed,
+    padded,
+    setup_distributed,
+    shared,
+    train_flops,
+)
 from data_prep.schema import load_prompts
 
 
@@ -44,6 +55,8 @@ class Args:
     """Precision."""
     max_tokens_per_microbatch: int
     """Tokens of a forward pass, padding included."""
+    share_prefix: bool = False
+    """Compute each prompt once, as the trainers do with this flag."""
     train_only: bool = False
     """Random responses instead of vLLM's."""
     repeats: int = 3
@@ -83,24 +96,30 @@ def generate(engine, prompts, args):
     return [(p, list(o.outputs[0].token_ids)) for p, o in zip(prompts, outputs, strict=True)]
 
 
+def trees(rows, args):
+    """-> bundles of the rows, and the tokens of each."""
+    prompts, responses = zip(*rows, strict=True)
+    sizes = dict(group_size=args.group_size or 1, max_prompt_length=max(map(len, prompts)))
+    sizes |= dict(max_response_length=max(map(len, responses)), share_prefix=args.share_prefix)
+    sizes |= dict(max_tokens_per_microbatch=args.max_tokens_per_microbatch)
+    bundles = bundles_of(rows, SimpleNamespace(**sizes))
+    return bundles, [bundle_tokens(bundle, prompts, responses) for bundle in bundles]
+
+
 def losses(model, rows, args, device):
     """Cross-entropy of the responses, a micro-batch at a time, in the trainers' layout."""
-    packed = args.attn_implementation == "flash_attention_2"
-    for part in cut([len(p) + len(r) for p, r in rows], args.max_tokens_per_microbatch, packed):
-        ids = [torch.tensor(p + r) for p, r in (rows[i] for i in part)]
-        where = [torch.arange(len(p) - 1, len(p) + len(r) - 1) for p, r in (rows[i] for i in part)]
-        target = torch.cat([torch.tensor(rows[i][1]) for i in part])
-        if packed:
-            starts = torch.tensor([0, *map(len, ids[:-1])]).cumsum(0).tolist()
-            positions = torch.cat([torch.arange(len(x)) for x in ids])[None].to(device)
-            ids = torch.cat(ids)[None]
-        else:
-            positions, ids = None, nn.utils.rnn.pad_sequence(ids, batch_first=True)
-            starts = range(0, ids.numel(), ids.shape[1])
-        where = torch.cat([start + w for start, w in zip(starts, where, strict=True)])
-        output = model.base_model(input_ids=ids.to(device), position_ids=positions, use_cache=False)
-        logits = model.get_output_embeddings()(output.last_hidden_state.flatten(0, 1)[where.to(device)])
-        yield nn.functional.cross_entropy(logits.float(), target.to(device))
+    layout = shared if args.share_prefix else padded
+    layout = packed if args.attn_implementation == "flash_attention_2" else layout
+    prompts, responses = zip(*rows, strict=True)
+    bundles, tokens = trees(rows, args)
+    for part in cut(tokens, args.max_tokens_per_microbatch, layout is packed):
+        part = [i for b in part for i in bundles[b]]
+        target = torch.tensor([token for i in part for token in responses[i]])
+        *inputs, where = layout([prompts[i] for i in part], [responses[i] for i in part])
+        ids, positions, mask = (x if x is None else x.to(device) for x in inputs)
+        output = model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+        hidden = output.last_hidden_state.flatten(0, 1)[torch.cat(where).to(device)]
+        yield nn.functional.cross_entropy(model.get_output_embeddings()(hidden).float(), target.to(device))
 
 
 def main():
@@ -146,7 +165,7 @@ def main():
             (x["prompt_ids"], tokenizer.encode(x["extra_info"]["answer"], add_special_tokens=False) + [eos])
             for x in examples
         ]
-    list(map(torch.Tensor.backward, losses(model, rows[:2], args, device)))  # warm-up
+    list(map(torch.Tensor.backward, losses(model, rows[: args.group_size or 2], args, device)))  # warm-up
     for _ in range(args.repeats):
         if engine:
             rows = timed("generate", lambda: generate(engine, prompts, args))
@@ -154,10 +173,7 @@ def main():
         timed("train", train)
     result = {f"{name}_s": statistics.median(values) for name, values in seconds.items() if values}
     result |= {f"{name}_cpu_s": statistics.median(values) for name, values in cpu.items() if values}
-    flops = train_flops(
-        SimpleNamespace(parameters=model.parameters, lm=model),
-        [dict(prompt_ids=p, response_ids=r) for p, r in rows],
-    )
+    flops = train_flops(SimpleNamespace(parameters=model.parameters, lm=model), trees(rows, args)[1])
     result["train_flops"] = all_reduce([flops])[0]
     result["matmul_flops_per_s"] = all_reduce([matmul_speed(args, device)])[0]
     if rank == 0:

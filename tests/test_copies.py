@@ -11,9 +11,9 @@ from pathlib import Path
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
 MANIFEST = {
     "sft.py": "token_logps distributed model balance checkpoint logging",
-    "grpo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
-    "dapo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
-    "ppo.py": "token_logps distributed model rollout weight_sync balance checkpoint logging",
+    "grpo.py": "token_logps share_prefix distributed model rollout weight_sync balance checkpoint logging",
+    "dapo.py": "token_logps share_prefix distributed model rollout weight_sync balance checkpoint logging",
+    "ppo.py": "token_logps share_prefix distributed model rollout weight_sync balance checkpoint logging",
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
 

@@ -91,7 +91,7 @@ def test_overlong_filtering(monkeypatch, filtering):
         for n, why in ((1, "stop"), (4, "length"), (2, "stop"))
     ]
     batch, [mini_batch], _ = dapo.make_batch(rows, f64(1, 0, -1), args, torch.device("cpu"))
-    weight = {len(batch["responses"][i]): batch["weight_nt"][i].tolist() for i in mini_batch}
+    weight = {len(batch["responses"][i]): batch["weight_nt"][i].tolist() for [i] in mini_batch}
     each = 1 / 3 if filtering else 1 / 7
     assert weight[1] == pytest.approx([each, 0, 0, 0]) and weight[2] == pytest.approx([each, each, 0, 0])
     assert weight[4] == pytest.approx([0 if filtering else each] * 4)

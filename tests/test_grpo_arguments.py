@@ -34,6 +34,11 @@ def test_unknown_flag(refused):
     assert "--learning_rat" in refused("--learning_rat", 1)
 
 
+def test_shared_prefix_needs_a_mask(refused):
+    line = refused("--share_prefix", attn_implementation="eager")
+    assert "--share_prefix needs sdpa" in line and "--attn_implementation eager" in line
+
+
 def test_missing_file(refused):
     assert "nowhere.parquet" in refused(train_files="nowhere.parquet")
 

@@ -26,12 +26,12 @@ class LookUp(nn.Module):
         self.get_output_embeddings = lambda: self.head
 
 
-@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("layout", (grpo.padded, grpo.packed, grpo.shared))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
-def test_token_logps_of_a_lookup_table(packed, temperature):
+def test_token_logps_of_a_lookup_table(layout, temperature):
     policy = grpo.TokenLogps(LookUp(6))
-    prompts, responses = [[1, 2], [3], [4, 4, 4]], [[5, 1, 3], [2], [0, 5]]
-    logp_nt, entropy_nt = grpo.token_logps(policy, prompts, responses, temperature, packed)
+    prompts, responses = [[1, 2], [3], [3], [4, 4, 4]], [[5, 1, 3], [2], [1, 4], [0, 5]]
+    logp_nt, entropy_nt = grpo.token_logps(policy, prompts, responses, temperature, layout)
     table = (policy.lm.embed.weight / temperature).log_softmax(-1)
     for n, (p, r) in enumerate(zip(prompts, responses, strict=True)):
         before = [p[-1], *r[:-1]]  # the token that predicts each response token
@@ -45,10 +45,20 @@ def test_token_logps_of_a_lookup_table(packed, temperature):
 def test_chunks_of_logits_change_nothing(monkeypatch):
     policy = grpo.TokenLogps(LookUp(6))
     rows = [[1, 2], [3]], [[5, 1, 3], [2]]
-    whole, _ = grpo.token_logps(policy, *rows, 1.0, False)
+    whole, _ = grpo.token_logps(policy, *rows, 1.0, grpo.padded)
     monkeypatch.setattr(grpo, "LOGIT_CHUNK", 2)
-    cut, _ = grpo.token_logps(policy, *rows, 1.0, False)
+    cut, _ = grpo.token_logps(policy, *rows, 1.0, grpo.padded)
     assert torch.equal(whole, cut)
+
+
+def test_a_tree_by_hand():
+    """Two responses to prompt 7 8, then one to 9: see the docstring of `shared`."""
+    ids, positions, mask, where = grpo.shared([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
+    assert ids.tolist() == [[7, 8, 1, 2, 3], [9, 4, 0, 0, 0]]
+    assert positions.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0]]
+    seen = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4]]
+    assert [row.nonzero().flatten().tolist() for row in mask[0, 0]] == seen
+    assert [x.tolist() for x in where] == [[1, 2], [1], [5]]
 
 
 def test_group_advantages():

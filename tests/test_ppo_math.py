@@ -106,14 +106,14 @@ def test_model_score_without_rules(how):
     assert ppo.add_model_score({"score": ppo.load_rules(flags)()}, 1.5, flags)["score"] == 1.5
 
 
-@pytest.mark.parametrize("packed", (False, True))
-def test_values_of_a_lookup_table(packed):
+@pytest.mark.parametrize("layout", (ppo.padded, ppo.packed, ppo.shared))
+def test_values_of_a_lookup_table(layout):
     """V of a response token is that of the state before it: of the token that predicts it."""
     lm = nn.Module()
     lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, 1, bias=False)
     lm.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=lm.embed(input_ids))
     prompts, responses = [[1, 2], [3]], [[5, 1, 3], [2]]
-    value_nt, _ = ppo.token_logps(ppo.TokenValues(lm), prompts, responses, 1.0, packed)
+    value_nt, _ = ppo.token_logps(ppo.TokenValues(lm), prompts, responses, 1.0, layout)
     table = lm.score(lm.embed.weight)[:, 0].tolist()
     expected = [table[2], table[5], table[1], table[3], 0, 0]
     assert value_nt.flatten().tolist() == pytest.approx(expected)

@@ -46,7 +46,7 @@ def columns(rows):
 def loss_of(lm, rows):
     """The loss of plain rows, all of whose response tokens are trained."""
     prompts, responses, _ = columns(rows)
-    logp_nt, _ = sft.token_logps(sft.TokenLogps(lm), prompts, responses, 1.0, packed=False)
+    logp_nt, _ = sft.token_logps(sft.TokenLogps(lm), prompts, responses, 1.0, sft.padded)
     return sft.sft_loss(logp_nt, 1, sft.trained_tokens(rows)).item()
 
 
@@ -57,21 +57,21 @@ class Spy(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
 
-    def forward(self, input_ids, position_ids, where, target, temperature):
+    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
         self.asked = [input_ids.flatten()[p + 1].item() for p in where], target.tolist(), temperature
         return torch.zeros(len(target)), torch.zeros(len(target))
 
 
 @pytest.mark.parametrize("pad", ("<|pad|>", "<|eos|>"))
-@pytest.mark.parametrize("packed", (False, True))
-def test_response_and_eos_are_trained_and_nothing_else(pad, packed):
+@pytest.mark.parametrize("layout", (sft.padded, sft.packed))
+def test_response_and_eos_are_trained_and_nothing_else(pad, layout):
     tokenizer, spy = make_tokenizer(), Spy()
     tokenizer.pad_token = pad
     questions = (("1+2=", "3"), ("37+85=", "122"))
     rows = [sft.split(*sft.encode([{"role": "user", "content": q}], a, tokenizer)) for q, a in questions]
     assert tokenizer.decode(rows[1]["prompt_ids"]) == PROMPT
     assert tokenizer.decode(rows[1]["response_ids"]) == RESPONSE and all(rows[1]["trained"])
-    sft.token_logps(spy, *columns(rows)[:2], 1.0, packed)
+    sft.token_logps(spy, *columns(rows)[:2], 1.0, layout)
     at_next_position, target, temperature = spy.asked
     assert tokenizer.decode(target) == "3<|eos|>" + RESPONSE
     assert at_next_position == target and temperature == 1.0

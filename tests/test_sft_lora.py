@@ -34,7 +34,7 @@ def val_loss(lm, arithmetic):
     args = sft.Args(model="", train_files=(), output_dir="")
     rows, _, _ = sft.load_examples([str(arithmetic / "val.parquet")], args, tokenizer)
     prompts, responses = ([row[name] for row in rows] for name in ("prompt_ids", "response_ids"))
-    logp_nt, _ = sft.token_logps(sft.TokenLogps(lm), prompts, responses, 1.0, packed=False)
+    logp_nt, _ = sft.token_logps(sft.TokenLogps(lm), prompts, responses, 1.0, sft.padded)
     return sft.sft_loss(logp_nt, 1, sft.trained_tokens(rows)).item()
 
 

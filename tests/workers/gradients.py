@@ -11,18 +11,19 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7)]  # prompt and response tokens: very unequal
+# tokens of the prompts and of three responses to each: very unequal
+LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 
 
 def make_rows():
     generator = torch.Generator().manual_seed(0)
     rows = []
-    for i, (prompt, response) in enumerate(LENGTHS):
-        ids = torch.randint(6, 100, (prompt + response,), generator=generator).tolist()
-        logps = (-4.6 + 0.3 * torch.randn(response, generator=generator)).tolist()
-        rows.append(
-            dict(prompt_ids=ids[:prompt], response_ids=ids[prompt:], rollout_logps=logps, group=i // 2)
-        )
+    for group, (prompt, responses) in enumerate(LENGTHS.items()):
+        prompt_ids = torch.randint(6, 100, (prompt,), generator=generator).tolist()
+        for n in responses:
+            ids = torch.randint(6, 100, (n,), generator=generator).tolist()
+            logps = (-4.6 + 0.3 * torch.randn(n, generator=generator)).tolist()
+            rows.append(dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logps=logps, group=group))
     return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
 
 
@@ -41,7 +42,7 @@ class Capture(torch.optim.SGD):
 def naive(policy, args):
     """The loss of each row alone, written out with plain logits and no shared code but the loss formulas."""
     rows, adv_n = make_rows()
-    tokens, lengths = sum(r for _, r in LENGTHS), [r for _, r in LENGTHS]
+    lengths = [len(row["response_ids"]) for row in rows]
     loss = 0.0
     for row, adv, length in zip(rows, adv_n.tolist(), lengths, strict=True):
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
@@ -58,7 +59,7 @@ def naive(policy, args):
         pg = pg * (old - rollout).exp().clamp(max=2.0)
         kl = (ref - logp).exp() - (ref - logp) - 1
         weight = {
-            "token-mean": 1 / tokens,
+            "token-mean": 1 / sum(lengths),
             "seq-mean-token-sum": 1 / len(rows),
             "seq-mean-token-mean": 1 / len(rows) / length,
             "seq-mean-token-sum-norm": 1 / len(rows) / args.max_response_length,
@@ -75,24 +76,23 @@ def main(model, out, hsdp_replicas):
     base = grpo.Args(
         model=model, train_files=(), output_dir="", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01
     )
-    base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=3, group_size=2)
-    base = dataclasses.replace(base, attn_implementation="sdpa", max_response_length=64)
+    base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
+    base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
     policy, results = grpo.load_model(base, mesh, device), {}
     for mode in MODES:
-        for budget in (70, 100_000):
-            for packed in (False, True):
+        for budget in (70, 200, 100_000):  # 200: two of three responses share a row
+            for layout in ("padded", "packed", "shared"):
                 # only the layout follows the argument from here on: the model itself is built with SDPA
-                kernel = "flash_attention_2" if packed else "sdpa"
-                args = dataclasses.replace(
-                    base, loss_agg=mode, max_tokens_per_microbatch=budget, attn_implementation=kernel
-                )
+                kernel = "flash_attention_2" if layout == "packed" else "sdpa"
+                args = dataclasses.replace(base, loss_agg=mode, max_tokens_per_microbatch=budget)
+                args = dataclasses.replace(args, attn_implementation=kernel, share_prefix=layout == "shared")
                 rows, adv_n = make_rows()
                 batch, mini_batches, _ = grpo.make_batch(rows, adv_n, args, device)
                 batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05
                 batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1
                 optimizer = Capture(policy.parameters(), lr=1.0)
                 grpo.update_actor(policy, optimizer, batch, mini_batches, args)
-                results[mode, budget, packed] = optimizer.grads
+                results[mode, budget, layout] = optimizer.grads
     # a NaN in one row, on one rank: all ranks skip the first optimizer step of two, and take the second
     rows, adv_n = make_rows()
     adv_n[0] = float("nan")

@@ -16,19 +16,22 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
 
-LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7)]  # prompt and response tokens: very unequal
+# tokens of the prompts and of three responses to each: very unequal
+LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 TEXTS = ["7", "1234", "", "a9", "no digit", "5 and a long end 3"]  # responses for the reward model
 
 
 def make_rows():
     generator = torch.Generator().manual_seed(0)
     rows = []
-    for i, (prompt, response) in enumerate(LENGTHS):
-        ids = torch.randint(6, 100, (prompt + response,), generator=generator).tolist()
-        logps = (-4.6 + 0.3 * torch.randn(response, generator=generator)).tolist()
-        row = dict(prompt_ids=ids[:prompt], response_ids=ids[prompt:], rollout_logps=logps, group=i // 2)
-        row |= dict(prompt=[dict(role="user", content="?")], sampled=dict(solution_str=TEXTS[i]))
-        rows.append(row | dict(reward=dict(score=torch.randn((), generator=generator).item())))
+    for group, (prompt, responses) in enumerate(LENGTHS.items()):
+        prompt_ids = torch.randint(6, 100, (prompt,), generator=generator).tolist()
+        for n in responses:
+            ids = torch.randint(6, 100, (n,), generator=generator).tolist()
+            logps = (-4.6 + 0.3 * torch.randn(n, generator=generator)).tolist()
+            row = dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logps=logps, group=group)
+            row |= dict(prompt=[dict(role="user", content="?")], sampled=dict(solution_str=TEXTS[len(rows)]))
+            rows.append(row | dict(reward=dict(score=torch.randn((), generator=generator).item())))
     return rows
 
 
@@ -45,7 +48,7 @@ def prepare(rows, critic, args, device):
     batch, mini_batches, _ = ppo.make_batch(rows, args, device)
     batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05 * batch["mask_nt"]
     batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1 * batch["mask_nt"]
-    batch["value_nt"] = ppo.all_logps(critic, batch, args)
+    batch["value_nt"] = ppo.all_logps(critic, batch, mini_batches, args)
     step_nt = ppo.advantages(rows, batch, 0.2, args)
     return batch | {name: step_nt[name][batch["rows"]] for name in ("adv_nt", "return_nt")}, mini_batches
 
@@ -84,16 +87,17 @@ def naive(lm, critic, args):
 def gradients(policy, critic, base, device):
     """(actor's, critic's) gradients by budget and layout."""
     results = {}
-    for budget in (70, 100_000):
-        for packed in (False, True):
+    for budget in (70, 200, 100_000):  # 200: two of three responses share a row
+        for layout in ("padded", "packed", "shared"):
             # only the layout follows this argument: the models themselves are built with SDPA
-            kernel = "flash_attention_2" if packed else "sdpa"
+            kernel = "flash_attention_2" if layout == "packed" else "sdpa"
             args = dataclasses.replace(base, max_tokens_per_microbatch=budget, attn_implementation=kernel)
+            args = dataclasses.replace(args, share_prefix=layout == "shared")
             batch, mini_batches = prepare(make_rows(), critic, args, device)
             optimizer, critic_optimizer = (Capture(model.parameters(), lr=1.0) for model in (policy, critic))
             ppo.update_critic(critic, critic_optimizer, batch, mini_batches, args)
             ppo.update_actor(policy, optimizer, batch, mini_batches, args)
-            results[budget, packed] = optimizer.grads, critic_optimizer.grads
+            results[budget, layout] = optimizer.grads, critic_optimizer.grads
     return results
 
 
@@ -113,7 +117,7 @@ def fit(critic, optimizer, args, device):
     for _ in range(60):
         batch, mini_batches = prepare(rows, critic, args, device)
         step_nt = ppo.advantages(rows, batch, 0.0, args)
-        metrics = ppo.step_metrics(rows, step_nt, ranks, ranks, dict(step=1.0), args)
+        metrics = ppo.step_metrics(rows, step_nt, ranks, [ranks], dict(step=1.0), args)
         explained.append(metrics["critic/vf_explained_var"].item())
         ppo.update_critic(critic, optimizer, batch, mini_batches, args)
     return explained
@@ -142,7 +146,9 @@ def main(model, critic_model, reward_model, out):
     device, mesh = ppo.setup_distributed(1)
     args = ppo.Args(model=model, train_files=(), output_dir=str(Path(out).parent), attn_implementation="sdpa")
     args = dataclasses.replace(args, critic_model=critic_model, reward_model=reward_model, grad_clip=1e9)
-    args = dataclasses.replace(args, ppo_mini_batch_size=3, group_size=2, max_response_length=64)
+    args = dataclasses.replace(
+        args, max_prompt_length=60, ppo_mini_batch_size=2, group_size=3, max_response_length=64
+    )
     plain = dataclasses.replace(args, critic_model=None, reward_model=None, grad_clip=1.0)
     args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, use_kl_in_reward=True)
     policy, critic = ppo.load_model(args, mesh, device), ppo.load_critic(args, mesh, device)

@@ -17,7 +17,7 @@ def gap(engine, policy, args, temperature):
     rows = grpo.generate(engine, rows, args, [1], 1, temperature=temperature, max_tokens=12)
     with torch.no_grad():
         responses = [row["response_ids"] for row in rows]
-        logp_nt, _ = grpo.token_logps(policy, prompts, responses, temperature, packed=False)
+        logp_nt, _ = grpo.token_logps(policy, prompts, responses, temperature, grpo.padded)
     rollout = torch.tensor([x for row in rows for x in row["rollout_logps"]])
     return (logp_nt[grpo.response_mask([len(r) for r in responses])] - rollout).abs().max().item()
 
@@ -37,7 +37,7 @@ def main(model, tp_size):
 
     wake()
     gaps = {"start": gap(engine, policy, args, 1.0)}
-    logp_nt, _ = grpo.token_logps(policy, [[8, 9, 10]], [[20, 21, 22]], 1.0, packed=False)
+    logp_nt, _ = grpo.token_logps(policy, [[8, 9, 10]], [[20, 21, 22]], 1.0, grpo.padded)
     (-logp_nt.sum()).backward()
     optimizer.step()
     gaps["stale"] = gap(engine, policy, args, 1.0)
