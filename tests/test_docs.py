@@ -100,3 +100,9 @@ def test_links(page):
             assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], (
                 target
             )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page):
+    for file, name in re.findall(r"(test_\w+\.py)::(test_\w+)", page.read_text()):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name

@@ -58,11 +58,15 @@ def test_sampler_and_trainer_agree_every_step(straight):
 
 
 def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path):
-    run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 1, "--ppo_mini_batch_size", 8, "--lr", 0))
-    [_, first] = metrics(tmp_path).values()
-    assert first["actor/pg_clipfrac"] == first["actor/ppo_kl"] == 0
-    assert "timing_s/old_log_prob" not in first  # one optimizer step: not computed twice
-    assert first["actor/grad_norm"] > 0
+    one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--warmup_steps", 0
+    run(GRPO, *flags(tiny, arithmetic, tmp_path, *one))
+    [_, first, second] = metrics(tmp_path).values()
+    for step in (first, second):
+        assert step["actor/pg_clipfrac"] == step["actor/ppo_kl"] == 0
+        assert "timing_s/old_log_prob" not in step  # one optimizer step: not computed twice
+        assert step["actor/grad_norm"] > 0
+    # the reference is the model of the start, and stays so
+    assert first["actor/kl_loss"] == 0 and second["actor/kl_loss"] > 1e-6
 
 
 def same(a, b, steps, tolerance):
