@@ -575,10 +575,8 @@ def learning_rate(args, step, total_steps):
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    return (
-        args.lr
-        * {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
-    )
+    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.lr * decay[args.lr_schedule]
 
 
 # endregion
@@ -643,10 +641,8 @@ def generate(engine, rows, args, stop_ids, step, **sampling):
         )
 
     prompts = [dict(prompt_token_ids=row["prompt_ids"]) for row in rows]
-    answered = []
-    for row, output in zip(
-        rows, engine.generate(prompts, list(map(params, rows)), use_tqdm=False), strict=True
-    ):
+    outputs, answered = engine.generate(prompts, list(map(params, rows)), use_tqdm=False), []
+    for row, output in zip(rows, outputs, strict=True):
         o = output.outputs[0]
         logps = [position[token].logprob for position, token in zip(o.logprobs, o.token_ids, strict=True)]
         new = dict(response_ids=list(o.token_ids), rollout_logps=logps, finish_reason=o.finish_reason)
@@ -872,9 +868,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
             link.unlink(missing_ok=True)
             link.symlink_to(final.name)
             link.replace(root / "latest")
-            done = sorted(
-                path for path in root.glob("step_*") if path <= final
-            )  # what is later, `latest` left
+            done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
             for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
                 shutil.rmtree(old)
 
@@ -1485,14 +1479,9 @@ def main():
             "training/global_step": step,
             "training/epoch": epoch,
         }
-        speed = f"{metrics['perf/total_num_tokens'] / timing['step']:.0f}"
-        log.log(
-            metrics,
-            step,
-            score=f"{metrics['critic/score/mean']:.3f}",
-            length=f"{metrics['response_length/mean']:.0f}",
-            tok_s=speed,
-        )
+        speed = metrics["perf/total_num_tokens"] / timing["step"]
+        score, length = metrics["critic/score/mean"], metrics["response_length/mean"]
+        log.log(metrics, step, score=f"{score:.3f}", length=f"{length:.0f}", tok_s=f"{speed:.0f}")
         if args.rollout_dump:
             log.dump(rows, step)
 

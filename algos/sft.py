@@ -373,10 +373,8 @@ def learning_rate(args, step, total_steps):
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    return (
-        args.lr
-        * {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
-    )
+    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.lr * decay[args.lr_schedule]
 
 
 # endregion
@@ -519,9 +517,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
             link.unlink(missing_ok=True)
             link.symlink_to(final.name)
             link.replace(root / "latest")
-            done = sorted(
-                path for path in root.glob("step_*") if path <= final
-            )  # what is later, `latest` left
+            done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
             for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
                 shutil.rmtree(old)
 
