@@ -60,7 +60,7 @@ class Args:
     """Processes of the trainers, one thread each."""
 
 
-def run(name, seconds, script, *flags, ranks=0):
+def run(name, seconds, script, *flags, ranks=0, **options):
     """Run one script as a user would, and note how long it took."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(launcher if ranks else [sys.executable]), ROOT / script, *flags]
@@ -69,7 +69,7 @@ def run(name, seconds, script, *flags, ranks=0):
     )
     begin = time.perf_counter()
     env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
-    if subprocess.run(list(map(str, command)), env=env).returncode:
+    if subprocess.run(list(map(str, command)), env=env, **options).returncode:
         raise SystemExit(f"error: the stage {name} failed")
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
 

@@ -12,6 +12,7 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
 
 import matplotlib
 import numpy as np
@@ -70,7 +71,8 @@ def held_out(args, runs):
                 *FLAGS["tiny"]["generate"].split(),
                 ranks=args.ranks,
             )
-    run("eval", {}, "algos/eval.py", "--data", *files, "--output", args.output_dir / "eval")
+    flags = "--data", *files, "--output", args.output_dir / "eval"
+    run("eval", {}, "algos/eval.py", *flags, stdout=DEVNULL)  # its tables are too wide for so many files
     results = json.loads((args.output_dir / "eval/results.json").read_text())
     return [file["all"]["mean@1"] for file in results.values()]
 
