@@ -1157,6 +1157,7 @@ def make_batch(rows, args, device):
     return batch, mini_batches, load
 
 
+# region micro_batches
 def micro_batches(policy, batch, bundles, args):
     """Run bundles of the batch, a micro-batch at a time -> numbers of their rows [n], logp_nt, entropy_nt.
 
@@ -1170,6 +1171,9 @@ def micro_batches(policy, batch, bundles, args):
         prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
         logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
         yield torch.tensor(part, dtype=torch.long), *logps
+
+
+# endregion
 
 
 @torch.no_grad()

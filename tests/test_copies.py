@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
+RL = "token_logps share_prefix distributed model rollout weight_sync balance micro_batches checkpoint logging"
 MANIFEST = {
     "sft.py": "token_logps distributed model balance checkpoint logging",
-    "grpo.py": "token_logps share_prefix distributed model rollout weight_sync balance checkpoint logging",
-    "dapo.py": "token_logps share_prefix distributed model rollout weight_sync balance checkpoint logging",
-    "ppo.py": "token_logps share_prefix distributed model rollout weight_sync balance checkpoint logging",
+    "grpo.py": RL,
+    "dapo.py": RL,
+    "ppo.py": RL,
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
 

@@ -30,6 +30,13 @@ def test_update_equals_plain_loss(gradients, mode, ranks, budget, layout):
     assert distance(gradients[ranks][mode, budget, layout], gradients["1"][mode, "naive"]) < 1e-5
 
 
+def test_a_shared_prompt_is_computed_once(gradients):
+    """Six rows padded to 85 tokens, or two to 95; with less budget each of the two is its own micro-batch."""
+    tokens = {key[1:]: value for key, value in gradients["1"].items() if key[0] == "tokens"}
+    assert tokens[100_000, "padded"] == 6 * 85 and tokens[100_000, "shared"] == 2 * 95
+    assert tokens[200, "shared"] == 95 + 48 < tokens[200, "padded"]
+
+
 def test_the_comparison_can_fail(gradients):
     assert (
         distance(gradients["1"]["token-mean", "naive"], gradients["1"]["seq-mean-token-mean", "naive"]) > 0.1

@@ -78,7 +78,8 @@ def main(model, out, hsdp_replicas):
     )
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
-    policy, results = grpo.load_model(base, mesh, device), {}
+    policy, results, tokens = grpo.load_model(base, mesh, device), {}, []
+    policy.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel()))
     for mode in MODES:
         for budget in (70, 200, 100_000):  # 200: two of three responses share a row
             for layout in ("padded", "packed", "shared"):
@@ -93,6 +94,8 @@ def main(model, out, hsdp_replicas):
                 optimizer = Capture(policy.parameters(), lr=1.0)
                 grpo.update_actor(policy, optimizer, batch, mini_batches, args)
                 results[mode, budget, layout] = optimizer.grads
+                results["tokens", budget, layout] = sum(tokens)
+                tokens.clear()
     # a NaN in one row, on one rank: all ranks skip the first optimizer step of two, and take the second
     rows, adv_n = make_rows()
     adv_n[0] = float("nan")
