@@ -41,11 +41,11 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from safetensors import SafetensorError
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.benchmark import Timer
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import is_flash_attn_2_available
@@ -206,6 +206,62 @@ class Args:
 LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
 
 
+class LogProbs(torch.autograd.Function):
+    """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets and entropy [L], in float32.
+
+    A chunk of logits at a time, in both directions, in two buffers. torch.utils.checkpoint takes fewer lines,
+    but glibc's malloc finds no room for a chunk where the one before was: small blocks lie there by then.
+    """
+
+    @staticmethod
+    def chunks(length):
+        return [slice(i, min(i + LOGIT_CHUNK, length)) for i in range(0, length or 1, LOGIT_CHUNK)]
+
+    @staticmethod
+    def log_softmax(hidden, weight, temperature, buffers):
+        """Put the log-probs of a chunk into the second buffer."""
+        logits, logp_lv = buffers
+        if weight.dtype is logits.dtype:
+            torch.mm(hidden, weight.t(), out=logits)
+        else:
+            logits.copy_(hidden @ weight.t())
+        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
+        torch.log_softmax(logits.div_(temperature), -1, out=logp_lv)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target, temperature):
+        logp, entropy = torch.empty(2, len(target), device=target.device)
+        buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
+        for part in LogProbs.chunks(len(target)):
+            p_lv, logp_lv = chunk = buffers[:, : part.stop - part.start]
+            LogProbs.log_softmax(hidden[part], weight, temperature, chunk)
+            logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
+            entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
+        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
+        ctx.temperature = temperature
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_logp, d_entropy):
+        """With p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
+        hidden, weight, target, entropy, buffers = ctx.saved_tensors
+        d_logp, d_entropy = (x[:, None] / ctx.temperature for x in (d_logp, d_entropy))
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for i, part in enumerate(reversed(LogProbs.chunks(len(target)))):
+            p_lv, logp_lv = chunk = buffers[:, : part.stop - part.start]
+            if i:  # the last chunk is still there
+                LogProbs.log_softmax(hidden[part], weight, ctx.temperature, chunk)
+            torch.exp(logp_lv, out=p_lv)
+            d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).sub_(d_logp[part]).mul_(p_lv)
+            d_lv = d_lv.scatter_add_(-1, target[part, None], d_logp[part]).to(weight.dtype)
+            torch.mm(d_lv, weight, out=d_hidden[part])
+            if d_weight is not None:
+                d_weight.addmm_(d_lv.t(), hidden[part])
+        return d_hidden, d_weight, None, None
+
+
 class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
 
@@ -217,19 +273,7 @@ class TokenLogps(nn.Module):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         layout = dict(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
         hidden = self.lm.base_model(**layout, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-        head = self.lm.get_output_embeddings()
-
-        def chunk(hidden, target):
-            # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-            logits = head(hidden).float() / temperature
-            logp = logits.log_softmax(-1)
-            return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-
-        *pieces, last = zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK), strict=True)
-        chunks = [checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]
-        chunks.append(chunk(*last))  # the backward pass begins here: computing it again would save nothing
-        logp, entropy = zip(*chunks, strict=True)
-        return torch.cat(logp), torch.cat(entropy)
+        return LogProbs.apply(hidden, self.lm.get_output_embeddings().weight, target, temperature)
 
 
 def padded(prompts, responses):
@@ -476,6 +520,8 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        fail(f"{args.model}: its output layer has a bias, which the log-probs here leave out")
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -675,15 +721,16 @@ def deal(lengths, ranks):
     return hands
 
 
-def cut(lengths, budget, packed):
+def cut(lengths, budget, one_row):
     """Cut rows into micro-batches of at most `budget` tokens (padding counted), longest first.
 
-    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
+    one_row: each micro-batch is one packed row, without padding. Every rank gets the same number of
+    micro-batches, the largest needed by any: the missing ones are empty.
     """
     batches, tokens = [], 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        padded = lengths[batches[-1][0]] * (len(batches[-1]) + 1) if batches else 0
-        cost = tokens + lengths[i] if packed else padded
+        longest, rows = (lengths[batches[-1][0]], len(batches[-1])) if batches else (0, 0)
+        cost = tokens + lengths[i] if one_row else longest * (rows + 1)
         if batches and cost <= budget:
             batches[-1].append(i)
             tokens = cost

@@ -3,11 +3,14 @@
     python benchmarks/memory.py --output benchmarks/results/memory.json
 
 A one-layer model, so that the output layer is what counts. `chunked` is the trainers' TokenLogps, `whole` has
-the logits of all tokens at once. Peaks are above what stood before, which includes the gradients.
+the logits of all tokens at once. Each figure is of a fresh process with the trainers' allocator: the most
+that forward and backward take above what stood before, which includes the gradients.
 """
 
-import gc
+import itertools
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from workload import save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from algos.grpo import TokenLogps
+from algos.grpo import TokenLogps, setup_distributed
 
 
 @dataclass
@@ -42,60 +45,43 @@ def whole(lm, ids, where, target):
 
 def chunked(lm, ids, where, target):
     """Log-probs as the trainers take them."""
-    return TokenLogps(lm)(ids, None, where, target, 1.0)[0]
+    return TokenLogps(lm)(ids, None, None, where, target, 1.0)[0]
 
 
-class Peak:
-    """Bytes by which memory rose at most between enter and exit."""
+def resident(field):
+    """Bytes of this process's memory: VmRSS now, VmHWM at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
-    def __enter__(self):
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
-            self.before = self.resident("VmRSS")
-        return self
 
-    def __exit__(self, *_):
-        after = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self.resident("VmHWM")
-        self.bytes = after - self.before
-
-    def resident(self, field):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+def peak(function, vocabulary, tokens, hidden_size):
+    """MB by which memory rises at most."""
+    device, _ = setup_distributed(1)
+    sizes = dict(hidden_size=hidden_size, intermediate_size=hidden_size, num_hidden_layers=1)
+    lm = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_attention_heads=2, **sizes)).to(device)
+    for parameter in lm.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.randint(vocabulary, (tokens // 256, 256), device=device)
+    where = torch.arange(tokens, device=device)
+    function(lm, ids[:1], where[:1], ids[0, :1]).sum().backward()  # warm-up
+    if cuda := device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else resident("VmRSS")
+    function(lm, ids, where, ids.flatten()).sum().backward()
+    return ((torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")) - before) / 2**20
 
 
 def main():
-    args, device = tyro.cli(Args), "cuda" if torch.cuda.is_available() else "cpu"
+    args = tyro.cli(Args)
     results = []
-    table = Table(
-        "vocabulary", "tokens", "chunked, MB", "whole, MB", "ratio", title="peak of forward and backward"
-    )
-    for vocabulary in args.vocabularies:
-        sizes = dict(hidden_size=args.hidden_size, intermediate_size=args.hidden_size, num_hidden_layers=1)
-        config = LlamaConfig(vocab_size=vocabulary, num_attention_heads=2, **sizes)
-        lm = LlamaForCausalLM(config).to(device)
-        for parameter in lm.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for tokens in args.tokens:
-            ids = torch.randint(vocabulary, (tokens // 256, 256), device=device)
-            where = torch.arange(tokens, device=device)
-            peaks = {}
-            for function in (chunked, whole):
-                function(lm, ids[:1], where[:256], ids[0]).sum().backward()  # warm-up
-                with Peak() as peak:
-                    function(lm, ids, where, ids.flatten()).sum().backward()
-                peaks[function.__name__] = peak.bytes / 2**20
-            results.append(dict(vocabulary=vocabulary, tokens=tokens, **peaks))
-            row = (
-                f"{peaks['chunked']:.0f}",
-                f"{peaks['whole']:.0f}",
-                f"{peaks['whole'] / peaks['chunked']:.1f}",
-            )
-            table.add_row(str(vocabulary), str(tokens), *row)
-        del lm
+    title = "peak of forward and backward"
+    table = Table("vocabulary", "tokens", "chunked, MB", "whole, MB", "ratio", title=title)
+    fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+    for vocabulary, tokens in itertools.product(args.vocabularies, args.tokens):
+        sizes = vocabulary, tokens, args.hidden_size
+        ours, whole_mb = fresh.map(peak, (chunked, whole), *([x] * 2 for x in sizes))
+        results.append(dict(vocabulary=vocabulary, tokens=tokens, chunked=ours, whole=whole_mb))
+        table.add_row(*map(str, sizes[:2]), f"{ours:.0f}", f"{whole_mb:.0f}", f"{whole_mb / ours:.1f}")
     Console().print(table)
     if args.output:
         save(args.output, args, dict(peaks_mb=results))

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import PhiConfig
 
 from algos import grpo
 
@@ -45,6 +46,14 @@ def test_missing_file(refused):
 
 def test_missing_model(refused):
     assert "no_such_model" in refused(model="./no_such_model")
+
+
+def test_model_with_a_bias_on_its_logits(tmp_path):
+    sizes = dict(num_hidden_layers=1, num_attention_heads=2, hidden_size=16, vocab_size=9)
+    PhiConfig(**sizes).save_pretrained(tmp_path)
+    args = grpo.Args(model=str(tmp_path), train_files="", output_dir=tmp_path)
+    with pytest.raises(SystemExit, match="its output layer has a bias"):
+        grpo.load_model(args, None, None)
 
 
 def test_missing_column(refused, tmp_path):

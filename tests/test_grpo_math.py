@@ -21,7 +21,8 @@ class LookUp(nn.Module):
 
     def __init__(self, vocab):
         super().__init__()
-        self.embed, self.head = nn.Embedding(vocab, vocab), nn.Identity()
+        self.embed, self.head = nn.Embedding(vocab, vocab), nn.Linear(vocab, vocab, bias=False)
+        nn.init.eye_(self.head.weight)
         self.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=self.embed(input_ids))
         self.get_output_embeddings = lambda: self.head
 
@@ -42,13 +43,39 @@ def test_token_logps_of_a_lookup_table(layout, temperature):
             assert entropy_nt[n, t].item() == pytest.approx(-(row.exp() * row).sum().item() if inside else 0)
 
 
-def test_chunks_of_logits_change_nothing(monkeypatch):
-    policy = grpo.TokenLogps(LookUp(6))
-    rows = [[1, 2], [3]], [[5, 1, 3], [2]]
-    whole, _ = grpo.token_logps(policy, *rows, 1.0, grpo.padded)
-    monkeypatch.setattr(grpo, "LOGIT_CHUNK", 2)
-    cut, _ = grpo.token_logps(policy, *rows, 1.0, grpo.padded)
-    assert torch.equal(whole, cut)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("temperature", (1.0, 0.7))
+@pytest.mark.parametrize("chunk", (1, 2, 3, 100))
+def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype):
+    """Log-probs, entropies and all gradients are those of plain autograd, whatever the chunk."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(grpo, "LOGIT_CHUNK", chunk)
+    inputs = [torch.randn(n, 4, dtype=dtype, requires_grad=True) for n in (5, 7)]
+    target, a, b = torch.tensor([0, 6, 2, 2, 5]), torch.randn(5), torch.randn(5)
+    logp_lv = (inputs[0].float() @ inputs[1].float().t() / temperature).log_softmax(-1)
+    plain = logp_lv[torch.arange(5), target], -(logp_lv.exp() * logp_lv).sum(-1)
+    chunked = grpo.LogProbs.apply(*inputs, target, temperature)
+    near = dict(rtol=1e-4, atol=1e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
+    torch.testing.assert_close(chunked, plain, **near)
+    ours, theirs = (torch.autograd.grad((x * a + y * b).sum(), inputs) for x, y in (chunked, plain))
+    torch.testing.assert_close(ours, theirs, **near)
+
+
+def test_a_frozen_output_layer_gets_no_gradient():
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)  # LoRA
+    grpo.LogProbs.apply(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0)[0].sum().backward()
+    assert weight.grad is None and hidden.grad.abs().sum() > 0
+
+
+def test_logits_take_two_buffers_of_a_chunk(monkeypatch):
+    """No pass, forward or backward, makes a tensor as large as a chunk of logits but those two."""
+    monkeypatch.setattr(grpo, "LOGIT_CHUNK", 64)
+    hidden, weight = torch.randn(640, 8, requires_grad=True), torch.randn(999, 8)
+    target = torch.zeros(640, dtype=torch.long)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        grpo.LogProbs.apply(hidden, weight, target, 1.0)[0].sum().backward()
+    made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert sum(n for n in made if n >= 64 * 999 * 4) == 2 * 64 * 999 * 4
 
 
 def test_a_tree_by_hand():

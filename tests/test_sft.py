@@ -392,6 +392,7 @@ def test_sequence_parallelism_needs_packed_rows(monkeypatch):
             {},
             "_modules q_prj: the linear layers are .*q_proj",
         ),
+        (dict(lora_rank=4, lora_target_modules=("lm_head",)), {}, "_modules lm_head: the linear layers are"),
     ],
 )
 def test_models_that_do_not_fit(tiny, changes, model, message):
