@@ -69,6 +69,7 @@ def trainer_flags(args, model, rows, out):
     flags |= dict(max_tokens_per_microbatch=args.max_tokens_per_microbatch)
     if args.algo != "sft":
         flags |= dict(ppo_mini_batch_size=args.prompts, temperature=args.temperature)
+        flags |= dict(reward_fn=f"{Path(__file__).parent / 'alternating.py'}:score")
         flags |= dict(max_prompt_length=2 * args.prompt_length, max_response_length=args.response_length)
         flags |= {} if args.algo == "ppo" else dict(group_size=args.group_size)
     return [x for k, v in flags.items() for x in (f"--{k}", v)] + [
@@ -115,7 +116,7 @@ def measure(args, work):
     cpu = statistics.median(durations(stamps[args.warmup - 1 :])[1])
     parts = {name: seconds for name, seconds in step.items() if name not in ("step", "save_checkpoint")}
     if args.train_only:
-        step["step"] -= parts.pop("gen") + parts.pop("sync")
+        step["step"] -= parts.pop("gen", 0) + parts.pop("sync", 0)  # SFT has neither
     passes = {name: run.get("ppo_epochs", 1) if name.startswith("update") else 1 for name in parts}
     limits, cpu_limits = (
         {name: raw[LIMITS[name] + unit] * passes[name] for name in parts if name in LIMITS}

@@ -1,1 +1,3 @@
 """The trainers set a switch here."""
+
+_supports_onednn = False
