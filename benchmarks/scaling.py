@@ -77,7 +77,8 @@ def main():
         measured = [
             measure(args, Path(work), size) for _, size in itertools.product(range(args.rounds), sizes)
         ]
-    table = Table(*lists, "tokens", "update, s", "ms per token", "peak, GB", title=f"algos/{args.algo}.py")
+    columns = "width", "response", "group", "ranks", "tokens", "update, s", "ms/token", "peak, GB"
+    table = Table(*columns, title=f"algos/{args.algo}.py")
     for size in sizes:
         runs = [m for m in measured if m.items() >= size.items()]
         middle = {
