@@ -222,7 +222,7 @@ class LogProbs(torch.autograd.Function):
         """Put the log-probs of a chunk into the second buffer."""
         logits, logp_lv = buffers
         if weight.dtype is logits.dtype:
-            torch.mm(hidden, weight.t(), out=logits)
+            torch.mm(hidden, weight.t(), out=logits)  # no new memory
         else:
             logits.copy_(hidden @ weight.t())
         # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
@@ -268,6 +268,8 @@ class TokenLogps(nn.Module):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
+        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+            fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
 
     def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
@@ -520,8 +522,6 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
-    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-        fail(f"{args.model}: its output layer has a bias, which the log-probs here leave out")
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)

@@ -52,7 +52,7 @@ def test_model_with_a_bias_on_its_logits(tmp_path):
     sizes = dict(num_hidden_layers=1, num_attention_heads=2, hidden_size=16, vocab_size=9)
     PhiConfig(**sizes).save_pretrained(tmp_path)
     args = grpo.Args(model=str(tmp_path), train_files="", output_dir=tmp_path)
-    with pytest.raises(SystemExit, match="its output layer has a bias"):
+    with pytest.raises(SystemExit, match=f"{tmp_path.name}: its output layer has a bias"):
         grpo.load_model(args, None, None)
 
 
