@@ -112,6 +112,7 @@ def test_values_of_a_lookup_table(layout):
     lm = nn.Module()
     lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, 1, bias=False)
     lm.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=lm.embed(input_ids))
+    lm.get_output_embeddings = lambda: None  # as transformers has it for a model without an output layer
     prompts, responses = [[1, 2], [3]], [[5, 1, 3], [2]]
     value_nt, _ = ppo.token_logps(ppo.TokenValues(lm), prompts, responses, 1.0, layout)
     table = lm.score(lm.embed.weight)[:, 0].tolist()
