@@ -12,8 +12,9 @@ export GOMP_SPINCOUNT := 0
 	$(BIN)/pip install --no-deps -r requirements-cpu.txt
 	touch $@
 
+# two files at a time: half of a test is a start, which takes one core
 test: .venv/installed lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -97,7 +97,7 @@ def test_a_rank_that_hangs_is_named(sft, tmp_path):
     (tmp_path / "notes").mkdir()
     flags, out = sft[0], tmp_path / "hangs"
     hangs = "sft", "update_actor:1:3:hang", tmp_path / "notes"
-    done = run(FAULTY, *hangs, *flags(out, "--timeout_s", 5), ranks=2, check=False)
+    done = run(FAULTY, *hangs, *flags(out, "--timeout_s", 10), ranks=2, check=False)
     assert done.returncode != 0
     assert "rank 0: rank 1 does not answer: update_actor since " in done.stderr, done.stderr
     nothing_is_left(out)
