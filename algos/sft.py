@@ -193,7 +193,7 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature):
-        logp, entropy = torch.empty(2, len(target), device=target.device)
+        logp, entropy = (torch.empty(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for part in LogProbs.chunks(len(target)):
             p_lv, logp_lv = chunk = buffers[:, : part.stop - part.start]

@@ -33,9 +33,9 @@ def weights(out, step):
 
 @pytest.fixture(scope="module")
 def straight(tiny, arithmetic, tmp_path_factory):
-    """Six steps on one rank, undisturbed."""
+    """Six steps on one rank, undisturbed, and without a warning."""
     out = tmp_path_factory.mktemp("straight")
-    run(GRPO, *flags(tiny, arithmetic, out))
+    assert "UserWarning" not in run(GRPO, *flags(tiny, arithmetic, out)).stderr
     return out
 
 

@@ -238,9 +238,9 @@ def flags(model, data, out, **changes):
 
 @pytest.fixture(scope="module")
 def straight(tiny, arithmetic, tmp_path_factory):
-    """A run on one rank, with many micro-batches in a step."""
+    """A run on one rank, with many micro-batches in a step, and without a warning."""
     out = tmp_path_factory.mktemp("sft") / "straight"
-    run(SCRIPT, *flags(tiny, arithmetic, out))
+    assert "Warning: " not in run(SCRIPT, *flags(tiny, arithmetic, out)).stderr
     return out
 
 
