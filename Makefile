@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT := 0
 	$(BIN)/pip install --no-deps -r requirements-cpu.txt
 	touch $@
 
-# two files at a time: half of a test is a start, which takes one core
+# two files at a time: half of a test is a start, which takes one core (on a GPU: pytest without -n)
 test: .venv/installed lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

@@ -9,11 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
-settings.register_profile("repeatable", derandomize=True)  # for other examples: --hypothesis-profile default
-settings.load_profile("repeatable")
 
 
 def run(*command, ranks=0, check=True, timeout=400, restarts=0):
