@@ -127,11 +127,11 @@ def measure(rows, results, ks):
     columns = {f"mean@{n}": [sum(v) / n for v in values]}
     for k in range(1, n + 1):
         columns[f"pass@{k}"] = [pass_at_k(n, sum(x >= 1 for x in v), k) for v in values]
-    if all("pred" in result or "error" in result for row in results for result in row):
-        votes = [[str(result.get("pred")) for result in row] for row in results]  # an error: for None
+    if all("pred" in result or "failure" in result for row in results for result in row):
+        votes = [[str(result.get("pred")) for result in row] for row in results]  # a failure: for None
         for k in ks:
             columns[f"maj@{k}"] = [maj_at_k(*pair, k) for pair in zip(votes, values, strict=True)]
-    columns["reward_errors"] = [sum("error" in result for result in row) / n for row in results]
+    columns["reward_errors"] = [sum("failure" in result for result in row) / n for row in results]
     if "response_tokens" in rows[0]:
         columns["response_length/mean"] = [np.mean(row["response_tokens"]) for row in rows]
     if "finish_reasons" in rows[0]:

@@ -1,5 +1,6 @@
 """Scores a batch of responses, in this process or in a pool, and shows some of them."""
 
+import json
 import math
 import queue
 import threading
@@ -40,9 +41,10 @@ class RewardManager:
     def score(self, rows):
         """Score dicts with data_source, solution_str, ground_truth, extra_info (and prompt_str, to be shown).
 
-        Returns one dict a row, in their order: `score` (float) and the extra keys of the reward.  A reward
-        that fails gives score 0.0 and `error`, e.g. "TypeError: ...", "TimeoutError: ...", "WorkerError: ..."
-        (its process died); no row can raise, so that one bad row ends no training.
+        Returns one dict a row, in their order: `score` (float) and the extra keys of the reward, as JSON has
+        them (`acc` a float).  A reward that fails gives score 0.0 and `failure`, e.g. "TypeError: ...",
+        "TimeoutError: ...", "WorkerError: ..." (its process died); no row can raise, so that one bad row ends
+        no training.  `failure` means that and nothing else: a reward's own key of this name is left out.
         """
         if self.mode == "naive":
             results = [score_row(self.compute_score, row) for row in rows]
@@ -87,22 +89,38 @@ def score_row(compute_score, row):
             extra_info=row.get("extra_info"),
         )
         result = dict(result) if isinstance(result, dict) else {"score": result}
-        if not math.isfinite(result["score"]):  # TypeError if it is no number
-            raise ValueError(f"the reward returned {result['score']}")
-        return {**result, "score": float(result["score"])}
+        result.pop("failure", None)
+        result["score"] = _number(result["score"])
+        if (acc := result.pop("acc", None)) is not None:
+            result["acc"] = _number(acc)
+        return json.loads(json.dumps(result, default=_as_json, skipkeys=True))
     # CAREFUL: the one place that catches everything. A reward is anybody's code run on anything a model
     # writes; its failure is reported in the row, where the trainer counts it, not disguised as a 0.
     except Exception as error:
         return _failed(error)
 
 
+def _number(value):
+    value = value.item() if hasattr(value, "item") else value  # one element, of numpy or torch
+    if not math.isfinite(value):  # TypeError if it is no number
+        raise ValueError(f"the reward returned {value}")
+    return float(value)
+
+
+def _as_json(value):
+    """For JSON: a number for one element of numpy or torch, lists for an array, the text of all else."""
+    if hasattr(value, "shape") and hasattr(value, "tolist"):
+        return value.item() if math.prod(value.shape) == 1 else value.tolist()
+    return str(value)
+
+
 def _failed(error):
-    return {"score": 0.0, "error": f"{type(error).__name__}: {error}"}
+    return {"score": 0.0, "failure": f"{type(error).__name__}: {error}"}
 
 
 def failure_metrics(results):
     """Failed rewards: reward/timeouts, reward/crashes (a process died) and reward/errors (all others)."""
-    kinds = [result["error"].partition(":")[0] for result in results if "error" in result]
+    kinds = [result["failure"].partition(":")[0] for result in results if "failure" in result]
     timeouts, crashes = kinds.count("TimeoutError"), kinds.count("WorkerError")
     return {
         "reward/timeouts": timeouts,

@@ -166,7 +166,7 @@ def test_end_to_end(tmp_path):
     assert scored.drop_columns(["scores", "results"]).equals(pq.read_table(before))
     assert scored["scores"].to_pylist()[0] == [1, 1, -1, 0]
     fourth = json.loads(scored["results"].to_pylist()[0][3])
-    assert fourth["score"] == 0 and fourth["error"].startswith("IndexError")
+    assert fourth["score"] == 0 and fourth["failure"].startswith("IndexError")
     assert (tmp_path / "out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
 
 

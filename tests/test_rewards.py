@@ -9,12 +9,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
-from rewards.combined import load_rewards
-from rewards.manager import RewardManager, failure_metrics
+from rewards.combined import CombinedReward, load_rewards
+from rewards.manager import RewardManager, failure_metrics, validation_metrics
 from rewards.sandbox import SandboxError
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
@@ -192,12 +193,113 @@ def test_manager_scores_and_survives_bad_rows():
     assert results[:3] == [{"score": 1.0}, {"score": 1.0}, {"score": 0.5, "acc": 1}]
     for result in results[3:]:
         assert result["score"] == 0.0
-    names = [result["error"].split(":")[0] for result in results[3:]]
+    names = [result["failure"].split(":")[0] for result in results[3:]]
     assert names == ["ValueError", "TypeError", "TypeError", "KeyError", "TypeError", "OverflowError"] + [
         "ZeroDivisionError",
         "KeyError",
     ]
     assert all(type(result["score"]) is float and math.isfinite(result["score"]) for result in results)
+
+
+class Odd:
+    def __str__(self):
+        return "odd"
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2),
+        (np.bool_(True), True),
+        (np.array(0.5), 0.5),
+        (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
+        (torch.tensor([[2]]), 2),
+        (torch.tensor([True]), True),
+        ([np.float64(1), {"a": np.uint8(2)}], [1.0, {"a": 2}]),
+        (np.array([[1, 2]]), [[1, 2]]),
+        (torch.zeros(0, 2), []),
+        ({"x"}, "{'x'}"),
+        (b"x", "b'x'"),
+        (1 - 2j, "(1-2j)"),
+        (Odd(), "odd"),
+        ({(1, 2): 3, "x": 4}, {"x": 4}),
+        (None, None),
+    ],
+)
+def test_results_are_plain(value, plain):
+    """Whatever the extra keys are; a number of numpy or torch is a score and an accuracy too."""
+    is_number = type(plain) in (float, int, bool)
+
+    def reward(**_):
+        return {"score": value, "acc": value, "extra": value} if is_number else {"score": 1, "extra": value}
+
+    combined = CombinedReward({"a": reward, "b": reward}, [1.0, 2.0], "sum")
+    for mode in ("naive", "prime"):
+        results = [RewardManager(mode, function).score([make_row("5")])[0] for function in (reward, combined)]
+        assert "failure" not in results[0] | results[1]
+        assert json.loads(json.dumps(results)) == results
+        for result in results:
+            assert result["extra"] == plain and type(result["extra"]) is type(plain)
+        if is_number:
+            assert results[0] == {"score": plain, "acc": plain, "extra": plain}
+            assert (results[1]["score"], results[1]["score/a"]) == (3 * plain, plain)
+
+
+@pytest.mark.parametrize("acc", ["yes", math.nan, [1], np.ones(2)])
+def test_an_accuracy_is_a_finite_number(acc):
+    [result] = RewardManager("naive", lambda **_: {"score": 1, "acc": acc}).score([make_row("5")])
+    assert result["score"] == 0 and "failure" in result
+
+
+def test_failure_is_the_manager_s_own_key():
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str), "error": 0.25, "failure": "mine"}
+
+    for mode in ("naive", "prime"):
+        results = RewardManager(mode, reward).score([make_row("1"), make_row("x")])
+        assert results[0] == {"score": 1.0, "error": 0.25}
+        assert set(results[1]) == {"score", "failure"} and results[1]["failure"].startswith("ValueError")
+        assert failure_metrics(results) == {"reward/timeouts": 0, "reward/crashes": 0, "reward/errors": 1}
+
+
+def failed(score=0.0):
+    return {"score": score, "failure": "TimeoutError: no result after 30 s"}
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        (
+            [{"score": 1.0}, failed(), {"score": -1.0}, failed()],
+            {"reward/mean@2": (0.5 - 0.5) / 2, "reward/best@2": 0.5},
+        ),
+        (
+            [
+                {"score": 1.0, "acc": 1.0, "pred": "4"},
+                failed(),
+                {"score": -1.0, "acc": 0.0, "pred": None},
+                failed(),
+            ],
+            {"acc/mean@2": 0.25, "acc/best@2": 0.5, "acc/maj@2": 0.5},
+        ),
+        ([failed()] * 4, {"reward/mean@2": 0, "reward/best@2": 0}),
+    ],
+)
+def test_validation_counts_a_failure_as_0(results, expected):
+    rows = [dict(data_source="x", index=i // 2, reward=result) for i, result in enumerate(results)]
+    assert validation_metrics(rows) == {f"val-core/x/{name}": value for name, value in expected.items()}
+
+
+def test_validation_without_an_accuracy():
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": 1, "acc": None if solution_str == "?" else np.bool_(True), "pred": None}
+
+    rows = [make_row("5"), make_row("?")]
+    rewards = RewardManager("naive", reward).score(rows)
+    assert rewards == [{"score": 1, "acc": 1, "pred": None}, {"score": 1, "pred": None}]
+    metrics = validation_metrics([dict(row, index=0, reward=r) for row, r in zip(rows, rewards, strict=True)])
+    assert metrics["val-core/arithmetic/acc/mean@2"] == 0.5
 
 
 def test_manager_unknown_mode():
@@ -237,9 +339,9 @@ def test_prime_manager_replaces_what_hangs_or_dies():
             assert result == {"score": float(text), "acc": True, "pred": 2.0}
         else:
             kind = {"hang": "TimeoutError", "crash": "WorkerError", "raise": "ValueError"}[text]
-            assert result["score"] == 0.0 and result["error"].startswith(kind)
+            assert result["score"] == 0.0 and result["failure"].startswith(kind)
     assert failure_metrics(results) == {"reward/timeouts": 3, "reward/crashes": 1, "reward/errors": 1}
-    assert manager.score([]) == [] and manager.score([{}])[0]["error"].startswith("KeyError")
+    assert manager.score([]) == [] and manager.score([{}])[0]["failure"].startswith("KeyError")
 
 
 def test_hanging_samples_time_out_together():
