@@ -118,6 +118,25 @@ def _failed(error):
     return {"score": 0.0, "failure": f"{type(error).__name__}: {error}"}
 
 
+def demote_failures(results, groups):
+    """Results in which a failed one scores as the lowest of its group, where that is below its own score.
+
+    A failure tells nothing of the response, but as a 0 it would beat the wrong ones of a reward of +1 and -1.
+    groups: of each result the number of its group.  Where all of a group failed, they stay as they are.
+      scores  1  -1  0 failed | 1  0.5  0 failed | 0 failed  0 failed
+      become  1  -1 -1        | 1  0.5  0        | 0         0
+    """
+    lowest = {}  # of those that did not fail
+    for result, group in zip(results, groups, strict=True):
+        if "failure" not in result:
+            lowest[group] = min(result["score"], lowest.get(group, math.inf))
+    floors = [lowest.get(group, math.inf) for group in groups]
+    return [
+        result | {"score": min(result["score"], floor)} if "failure" in result else result
+        for result, floor in zip(results, floors, strict=True)
+    ]
+
+
 def failure_metrics(results):
     """Failed rewards: reward/timeouts, reward/crashes (a process died) and reward/errors (all others)."""
     kinds = [result["failure"].partition(":")[0] for result in results if "failure" in result]

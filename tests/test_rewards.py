@@ -1,5 +1,6 @@
 """Rewards: the golden table, hostile input, dispatch, own reward functions, the manager."""
 
+import copy
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
 from rewards.combined import CombinedReward, load_rewards
-from rewards.manager import RewardManager, failure_metrics, validation_metrics
+from rewards.manager import RewardManager, demote_failures, failure_metrics, validation_metrics
 from rewards.sandbox import SandboxError
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
@@ -265,6 +266,35 @@ def test_failure_is_the_manager_s_own_key():
 
 def failed(score=0.0):
     return {"score": score, "failure": "TimeoutError: no result after 30 s"}
+
+
+@pytest.mark.parametrize(
+    ("scores", "groups", "expected"),
+    [
+        ([1, -1, "failed"], [0, 0, 0], [1, -1, -1]),
+        ([1, 0.5, "failed"], [0, 0, 0], [1, 0.5, 0]),
+        (["failed", "failed"], [0, 0], [0, 0]),
+        (["failed", -3, "failed", -0.5, 1, "failed"], [7, 7, 5, 5, 7, 7], [-3, -3, -0.5, -0.5, 1, -3]),
+        (["failed", -1], [0, 1], [0, -1]),
+        ([], [], []),
+    ],
+)
+def test_demote_failures(scores, groups, expected):
+    results = [failed() if score == "failed" else {"score": score, "pred": "4"} for score in scores]
+    before = copy.deepcopy(results)
+    demoted = demote_failures(results, groups)
+    assert [result["score"] for result in demoted] == expected
+    assert [result | {"score": 0} for result in demoted] == [result | {"score": 0} for result in results]
+    assert results == before
+    assert demote_failures(demoted, groups) == demoted
+
+
+def test_demote_failures_never_promotes():
+    """Scores of failed ones that a trainer has changed, as PPO with its reward model's."""
+    assert demote_failures([failed(-2.0), {"score": -1.0}], [0, 0])[0]["score"] == -2
+    assert demote_failures([failed(-2.0), failed(0.0)], [0, 0]) == [failed(-2.0), failed(0.0)]
+    with pytest.raises(ValueError):
+        demote_failures([failed()], [0, 0])
 
 
 @pytest.mark.parametrize(
