@@ -93,9 +93,9 @@ def test_gsm8k_unknown_method():
 )
 def test_gsm8k_is_linear(unit, method):
     text = "#### " + unit * (1_000_000 // len(unit)) + "5"
-    start = time.perf_counter()
+    start = time.process_time()
     score(text, text[:100_000], method)
-    assert time.perf_counter() - start < 5  # about 0.3 s; a quadratic scan takes hours
+    assert time.process_time() - start < 5  # about 0.3 s of this process; a quadratic scan takes hours
 
 
 @given(st.text(), st.text(), st.sampled_from(["strict", "flexible"]))
@@ -362,7 +362,7 @@ def hostile_reward(data_source, solution_str, ground_truth, extra_info=None):
 
 def test_prime_manager_replaces_what_hangs_or_dies():
     texts = ["1", "hang", "2", "crash", "3", "raise", *map(str, range(20)), "hang", "hang"]
-    manager = RewardManager("prime", hostile_reward, timeout_s=2, workers=2)
+    manager = RewardManager("prime", hostile_reward, timeout_s=5, workers=2)
     results = manager.score([make_row(text) for text in texts])
     for text, result in zip(texts, results, strict=True):
         if text.isdigit():
@@ -374,20 +374,19 @@ def test_prime_manager_replaces_what_hangs_or_dies():
     assert manager.score([]) == [] and manager.score([{}])[0]["failure"].startswith("KeyError")
 
 
-def test_hanging_samples_time_out_together():
-    """More hang than there are workers: the others are scored before the first time-out."""
+def test_hanging_samples_hold_up_nobody(tmp_path):
+    """More hang than there are workers, each until all others are scored: no one runs into its time-out."""
 
     def reward(data_source, solution_str, ground_truth, extra_info=None):
-        if solution_str == "hang":
-            time.sleep(1000)
-        return time.time()
+        while solution_str == "hang" and len(os.listdir(ground_truth)) < 50:
+            time.sleep(0.01)
+        if solution_str != "hang":
+            Path(ground_truth, solution_str).touch()
+        return 1.0
 
-    texts = ["hang"] * 5 + ["1"] * 50
-    start = time.time()
-    done = [
-        r["score"] for r in RewardManager("prime", reward, timeout_s=8, workers=2).score(map(make_row, texts))
-    ]
-    assert all(0 < finished - start < 8 for finished in done[5:])
+    texts = ["hang"] * 5 + list(map(str, range(50)))
+    rows = [make_row(text) | {"ground_truth": str(tmp_path)} for text in texts]
+    assert RewardManager("prime", reward, timeout_s=60, workers=2).score(rows) == [{"score": 1.0}] * 55
 
 
 def test_prime_manager_equals_naive():

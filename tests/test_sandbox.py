@@ -38,7 +38,7 @@ def processes(pid):
 
 
 def wait_until_gone(pid):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while processes(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert processes(pid) == []
@@ -104,10 +104,18 @@ def test_each_test_starts_clean():
 
 
 def test_time_outs_halve():
-    start = time.monotonic()
-    results = run_tests("n = int(input())\nwhile n: pass\nprint(n)", "0" + "1" * 40, timeout_s=1)
+    """A program's limit of CPU seconds is 2 above its time-out; one that is killed at once prints nothing."""
+    source = """
+        import resource
+        print(resource.getrlimit(resource.RLIMIT_CPU)[0], flush=True)
+        n = int(input())
+        while n: pass
+    """
+    results = list(run_tests(textwrap.dedent(source), "0" + "1" * 40, timeout_s=2))
     assert [r.reason for r in results] == [None] + ["timeout"] * 40
-    assert time.monotonic() - start < 20  # about 2
+    limits = [4, 4, 3] + [2] * 38
+    assert all(r.stdout in ("", f"{limit}\n") for r, limit in zip(results, limits, strict=True))
+    assert results[1].stdout
 
 
 @pytest.mark.parametrize(
@@ -151,10 +159,8 @@ def test_time_outs_halve():
     ],
 )
 def test_time_out(source):
-    start = time.monotonic()
     result = run(source, timeout_s=0.5)
     assert (result.reason, result.returncode) == ("timeout", -9)
-    assert time.monotonic() - start < 20
 
 
 def test_memory():
@@ -319,9 +325,9 @@ def test_secret():
 def test_namespaces():
     """System calls are denied first, so that these walls show only to a look from outside."""
     source = """
-        import os
+        import os, time
         print([os.statvfs(path).f_flag & os.ST_RDONLY for path in ("/", os.__file__, "/dev/null")])
-        while input(): pass
+        if input(): time.sleep(60)
     """
 
     def namespaces(pid):
@@ -354,7 +360,10 @@ def test_many_at_once():
     bad = ["import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "x = bytes(1 << 40)"]
     good = "import threading\nfor _ in range(8): threading.Thread(target=print).start()\nprint(6 * 7)"
     with ThreadPoolExecutor(6) as pool:
-        jobs = [pool.submit(run_python, source, "", 5) for source in [good, *bad, good, good] * 2]
+        limits = {good: 60, bad[0]: 5, bad[1]: 60}  # the first bad one takes all its time
+        jobs = [
+            pool.submit(run_python, source, "", limits[source]) for source in [good, *bad, good, good] * 2
+        ]
         results = [job.result() for job in jobs]
     assert [r.stdout.split() for r in results if r.reason is None and r.returncode == 0] == [["42"]] * 6
 
@@ -389,7 +398,7 @@ def test_a_broken_sandbox_gives_results():
 def test_dies_with_its_caller():
     script = """
         from rewards.sandbox import run_tests
-        for result in run_tests("while input(): pass", ["\\n", "x"], timeout_s=60):
+        for result in run_tests("import time\\nif input(): time.sleep(60)", ["\\n", "x"], timeout_s=60):
             print(result, flush=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]

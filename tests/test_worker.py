@@ -65,13 +65,12 @@ def test_timeout_in_a_thread(function):
         except TimeoutError as error:
             outcome.append(str(error))
         outcome.append(before != call_in_worker(pid, timeout_s=5))
-        with pytest.raises(ProcessLookupError):
-            os.kill(before, 0)
+        outcome.append(_alive(before))
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(60)
-    assert outcome == ["no result after 0.5 s", True]
+    thread.join()
+    assert outcome == ["no result after 0.5 s", True, False]
 
 
 def test_crash_memory_exception():
@@ -90,7 +89,7 @@ def test_crash_memory_exception():
 
 def test_slow_calls_are_told():
     worker, slow = Worker(), []
-    assert worker.call(add, 1, 2, timeout_s=5, patience_s=4, on_slow=lambda: slow.append(1)) == {"sum": 3}
+    assert worker.call(add, 1, 2, timeout_s=60, patience_s=60, on_slow=lambda: slow.append(1)) == {"sum": 3}
     assert slow == []
     with pytest.raises(TimeoutError):
         worker.call(hang, timeout_s=1, patience_s=0.1, on_slow=lambda: slow.append(1))
@@ -106,7 +105,7 @@ def test_a_worker_does_not_outlive_its_thread_or_its_caller():
     pids = []
     thread = threading.Thread(target=lambda: pids.append(call_in_worker(pid, timeout_s=5)))
     thread.start()
-    thread.join(60)
+    thread.join()
     script = """
         import os, signal
         from rewards.worker import call_in_worker
@@ -118,12 +117,15 @@ def test_a_worker_does_not_outlive_its_thread_or_its_caller():
         [sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, check=False
     )
     pids.append(int(out.stdout))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(_alive(p) for p in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(_alive(p) for p in pids)
 
 
 def _alive(p):
-    status = Path(f"/proc/{p}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    """Whether p is still a worker's number: what has ended has no command line, others have another."""
+    try:
+        return b"rewards.worker" in Path(f"/proc/{p}/cmdline").read_bytes()
+    except OSError:
+        return False
