@@ -1,0 +1,140 @@
+"""Tiny random models of many families, as Hugging Face directories: what a script assumes of a model.
+
+    write("gemma2", directory)
+
+Each has every kind of layer of its family, and whatever the family does to its logits or its attention scores
+is set so that leaving it out shows: soft caps, scales, biases, windows of WINDOW tokens.
+"""
+
+import sys
+
+import torch
+import transformers
+from torch import nn
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from data_prep.tiny_model import make_tokenizer
+
+WINDOW = 4
+COMMON = dict(
+    vocab_size=128,
+    hidden_size=64,
+    num_hidden_layers=2,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=1,
+)
+ATTENTION = COMMON | dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64)
+MIXED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(moe_intermediate_size=32, num_experts_per_tok=2)
+DELTA = dict(
+    linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4
+)
+DELTA |= dict(layer_types=["linear_attention", "full_attention"])
+LATENT = dict(num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32)
+LATENT |= dict(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32)
+MAMBA = COMMON | dict(state_size=16)
+SSM = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=4)
+GRANITE = dict(
+    logits_scaling=8.0, embedding_multiplier=3.0, residual_multiplier=0.7, attention_multiplier=0.3
+)
+
+# family -> configuration class and what differs from its defaults
+FAMILIES = {
+    "llama": ("Llama", ATTENTION),
+    "qwen2": ("Qwen2", ATTENTION),
+    "qwen2_window": ("Qwen2", ATTENTION | MIXED | dict(use_sliding_window=True)),
+    "qwen3": ("Qwen3", ATTENTION),
+    "mistral": ("Mistral", ATTENTION | dict(sliding_window=WINDOW)),
+    "phi": ("Phi", {k: v for k, v in ATTENTION.items() if k != "head_dim"} | dict(num_key_value_heads=2)),
+    "gemma2": (
+        "Gemma2",
+        ATTENTION
+        | MIXED
+        | dict(query_pre_attn_scalar=16, final_logit_softcapping=5.0, attn_logit_softcapping=1.0),
+    ),
+    "gemma3_text": ("Gemma3Text", ATTENTION | MIXED | dict(query_pre_attn_scalar=16)),
+    "granite": ("Granite", ATTENTION | GRANITE),
+    "cohere": ("Cohere", ATTENTION | dict(logit_scale=0.0625)),
+    "cohere2": ("Cohere2", ATTENTION | MIXED | dict(logit_scale=0.0625)),
+    "minicpm3": ("MiniCPM3", ATTENTION | LATENT | dict(head_dim=32, dim_model_base=8)),
+    "gpt_oss": ("GptOss", ATTENTION | MIXED | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": ("Mixtral", ATTENTION | dict(num_local_experts=4)),
+    "qwen3_moe": ("Qwen3Moe", ATTENTION | EXPERTS | dict(num_experts=4, norm_topk_prob=True)),
+    "glm4_moe": ("Glm4Moe", ATTENTION | EXPERTS | dict(n_routed_experts=4, num_mtp_layers=0)),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {k: v for k, v in ATTENTION.items() if k != "head_dim"}
+        | LATENT
+        | EXPERTS
+        | dict(first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1, num_mtp_layers=0)
+        | dict(topk_method="noaux_tc"),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        ATTENTION | DELTA | EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=32),
+    ),
+    "qwen3_5_text": ("Qwen3_5Text", ATTENTION | DELTA),
+    "lfm2": (
+        "Lfm2",
+        {k: v for k, v in ATTENTION.items() if k != "head_dim"}
+        | dict(block_multiple_of=32, layer_types=["conv", "full_attention"]),
+    ),
+    "mamba": ("Mamba", MAMBA),
+    "falcon_mamba": ("FalconMamba", MAMBA),
+    "mamba2": ("Mamba2", MAMBA | dict(num_heads=4, head_dim=32, n_groups=1, chunk_size=4)),
+    "jamba": (
+        "Jamba",
+        {k: v for k, v in ATTENTION.items() if k != "head_dim"}
+        | dict(attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_dt_rank=8),
+    ),
+    "falcon_h1": ("FalconH1", ATTENTION | SSM | dict(lm_head_multiplier=0.125, mamba_d_ssm=128)),
+    "bamba": (
+        "Bamba",
+        {k: v for k, v in ATTENTION.items() if k != "head_dim"} | SSM | dict(attn_layer_indices=[1]),
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {k: v for k, v in ATTENTION.items() if k != "head_dim"}
+        | SSM
+        | GRANITE
+        | dict(layer_types=["linear_attention", "full_attention"], num_local_experts=4)
+        | dict(shared_intermediate_size=32, mamba_n_groups=1),
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {k: v for k, v in ATTENTION.items() if k != "num_hidden_layers"}
+        | EXPERTS
+        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], n_routed_experts=4)
+        | dict(mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=1, chunk_size=4)
+        | dict(moe_shared_expert_intermediate_size=32),
+    ),
+}
+
+
+def build(family, **changes):
+    """The model of a family with seeded random weights, large enough for every part of it to matter."""
+    name, fields = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**fields | changes)
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in [*lm.named_parameters(), *lm.named_buffers()]:
+            if name.endswith(("A_log", "dt_bias", "D", "inv_freq")):
+                continue  # these keep a state-space layer stable
+            if name.endswith(("bias", "sinks")):
+                nn.init.normal_(weight, std=0.5)
+            elif weight.dim() > 1:
+                nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5)
+        *_, norm = [module for name, module in lm.base_model.named_children() if "norm" in name]
+        # logits of standard deviation 3; an addition, for the families whose norms multiply by 1 + weight
+        norm.weight.add_(3 / lm.eval()(torch.arange(8, 40)[None]).logits.std() - 1)
+    lm.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=0)
+    return lm
+
+
+def write(family, directory, **changes):
+    """Save the model and the tokenizer of data_prep/tiny_model.py, whose tokens all fit."""
+    build(family, **changes).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
