@@ -96,7 +96,7 @@ def main():
     for i in range(args.hanging):
         texts.insert(i * step, "hang")
     both, scores = seconds(pool, [dict(row, solution_str=text) for text in texts])
-    timeouts = sum(result.get("error", "").startswith("TimeoutError") for result in scores)
+    timeouts = sum(result.get("failure", "").startswith("TimeoutError") for result in scores)
     results["hanging"] = dict(
         samples=args.hanging, timeouts=timeouts, timeout_s=args.timeout_s, others_s=others, all_s=both
     )

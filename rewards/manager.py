@@ -57,6 +57,21 @@ class RewardManager:
             _print_samples(rows, results, self.num_examine)
         return results
 
+    def score_responses(self, rows, tokenizer):
+        """Score a trainer's rows -> the rows with `sampled`, what was scored, and `reward`."""
+        samples = [
+            dict(
+                data_source=row["data_source"],
+                prompt_str=row["prompt"][-1]["content"],
+                solution_str=tokenizer.decode(row["response_ids"], skip_special_tokens=True),
+                ground_truth=row["reward_model"]["ground_truth"],
+                extra_info=row["extra_info"],
+            )
+            for row in rows
+        ]
+        results = zip(rows, samples, self.score(samples), strict=True)
+        return [dict(row, sampled=sample, reward=reward) for row, sample, reward in results]
+
     def _score_in_worker(self, row):
         row = {name: row.get(name) for name in row.keys() - {"prompt_str"}}
         with ExitStack() as place:
@@ -118,22 +133,28 @@ def _failed(error):
     return {"score": 0.0, "failure": f"{type(error).__name__}: {error}"}
 
 
-def demote_failures(results, groups):
-    """Results in which a failed one scores as the lowest of its group, where that is below its own score.
+def demote_failures(rows):
+    """Rows, with `group` and `reward`, in which a failed reward counts as the lowest of its group.
 
     A failure tells nothing of the response, but as a 0 it would beat the wrong ones of a reward of +1 and -1.
-    groups: of each result the number of its group.  Where all of a group failed, they stay as they are.
+    Where all of a group failed, they stay as they are.
       scores  1  -1  0 failed | 1  0.5  0 failed | 0 failed  0 failed
       become  1  -1 -1        | 1  0.5  0        | 0         0
     """
-    lowest = {}  # of those that did not fail
-    for result, group in zip(results, groups, strict=True):
-        if "failure" not in result:
-            lowest[group] = min(result["score"], lowest.get(group, math.inf))
-    floors = [lowest.get(group, math.inf) for group in groups]
+    lowest = {}  # of each group, of those that did not fail
+    for row in rows:
+        if "failure" not in row["reward"]:
+            known = lowest.setdefault(row["group"], row["reward"])
+            lowest[row["group"]] = min(known, row["reward"], key=lambda result: result["score"])
+
+    def demoted(result, floor):
+        return result | {k: min(result.get(k, 0.0), floor[k]) for k in ("score", "acc") if k in floor}
+
     return [
-        result | {"score": min(result["score"], floor)} if "failure" in result else result
-        for result, floor in zip(results, floors, strict=True)
+        row | dict(reward=demoted(row["reward"], lowest.get(row["group"], {})))
+        if "failure" in row["reward"]
+        else row
+        for row in rows
     ]
 
 
@@ -146,6 +167,14 @@ def failure_metrics(results):
         "reward/crashes": crashes,
         "reward/errors": len(kinds) - timeouts - crashes,
     }
+
+
+def write_rollouts(rows, path):
+    """Write scored rows of a trainer to a file, one JSON line each."""
+    keep = ("index", "sample", "finish_reason", "response_ids")
+    lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def validation_metrics(rows):

@@ -281,20 +281,28 @@ def failed(score=0.0):
 )
 def test_demote_failures(scores, groups, expected):
     results = [failed() if score == "failed" else {"score": score, "pred": "4"} for score in scores]
-    before = copy.deepcopy(results)
-    demoted = demote_failures(results, groups)
-    assert [result["score"] for result in demoted] == expected
-    assert [result | {"score": 0} for result in demoted] == [result | {"score": 0} for result in results]
-    assert results == before
-    assert demote_failures(demoted, groups) == demoted
+    rows = [dict(group=group, reward=result) for group, result in zip(groups, results, strict=True)]
+    before = copy.deepcopy(rows)
+    demoted = demote_failures(rows)
+    assert [row["reward"]["score"] for row in demoted] == expected
+    assert [row["reward"] | {"score": 0} for row in demoted] == [result | {"score": 0} for result in results]
+    assert rows == before
+    assert demote_failures(demoted) == demoted
 
 
 def test_demote_failures_never_promotes():
     """Scores of failed ones that a trainer has changed, as PPO with its reward model's."""
-    assert demote_failures([failed(-2.0), {"score": -1.0}], [0, 0])[0]["score"] == -2
-    assert demote_failures([failed(-2.0), failed(0.0)], [0, 0]) == [failed(-2.0), failed(0.0)]
-    with pytest.raises(ValueError):
-        demote_failures([failed()], [0, 0])
+    rows = [dict(group=0, reward=result) for result in (failed(-2.0), {"score": -1.0})]
+    assert demote_failures(rows)[0]["reward"]["score"] == -2
+    rows = [dict(group=0, reward=result) for result in (failed(-2.0), failed(0.0))]
+    assert demote_failures(rows) == rows
+
+
+def test_a_failure_is_as_wrong_as_the_worst_of_its_group():
+    """DAPO goes by accuracy: a group of wrong ones and a failure has no spread."""
+    wrong = {"score": -1.0, "acc": 0.0}
+    rows = [dict(group=0, reward=result) for result in (wrong, failed(), {"score": 1.0, "acc": 1.0})]
+    assert demote_failures(rows)[1]["reward"] == failed() | wrong
 
 
 @pytest.mark.parametrize(
