@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.atomic import replacing
@@ -68,15 +68,6 @@ class Args:
     """Ranks that share one sampler by tensor parallelism."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the sampler takes."""
-
-
-def stop_token_ids(args, tokenizer):
-    """Every token that ends a response: the tokenizer's EOS and those of the model's generation config."""
-    try:
-        eos = GenerationConfig.from_pretrained(args.model).eos_token_id
-    except OSError:  # a model without one
-        eos = None
-    return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
 
 
 def check_args(args, world):
@@ -130,7 +121,11 @@ def build_engine(args):
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
+    # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
+    arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ.get('MASTER_PORT')}"
+    Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
@@ -147,17 +142,17 @@ def build_engine(args):
         # CAREFUL: for a prompt in chunks vLLM sets back the generator of its seed, which raises on a CPU
         enable_chunked_prefill=cuda,
         use_tqdm_on_load=False,
-        generation_config="vllm",  # not the model's own sampling defaults
+        generation_config="vllm",  # not the model's own sampling defaults, but its EOS tokens
         seed=args.seed,  # equal in a tensor-parallel group
     )
 
 
-def generate(engine, rows, prompts, args, tokenizer, stop_ids, bar):
+def generate(engine, rows, prompts, args, tokenizer, bar):
     """Answer `rows` -> a table of their COLUMNS. Seeds: as in a trainer's validation, step 0."""
     from vllm import SamplingParams
 
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, detokenize=False)
-    limits = dict(max_tokens=args.max_response_length, stop_token_ids=stop_ids)
+    limits = dict(max_tokens=args.max_response_length, stop_token_ids=[tokenizer.eos_token_id])
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
     seeds = [int(np.random.SeedSequence((args.seed, 0, *job)).generate_state(1)[0]) for job in jobs]
     requests = [dict(prompt_token_ids=prompts[row]) for row, _ in jobs]
@@ -183,7 +178,7 @@ def main():
         prompts, table = load_prompts(args, tokenizer)
         shards, made_by = plan_shards(args, prompts, table.num_rows)
         todo = [path for path in shards if not path.is_file()]  # before the ranks meet, so equal on all
-        stop_ids, engine = stop_token_ids(args, tokenizer), build_engine(args)
+        engine = build_engine(args)
     except (ValueError, OSError, jinja2.TemplateError) as error:
         raise SystemExit(1 if rank else "error: " + " ".join(str(error).split())) from None
 
@@ -192,7 +187,7 @@ def main():
     bar = tqdm(total=len(shards), initial=len(shards) - len(todo), desc="shards", disable=rank > 0)
     own_bar = rank == 0 and partial(tqdm, position=1, leave=False)
     for path in todo[sampler :: world // args.tp_size]:
-        answers = generate(engine, shards[path], prompts, args, tokenizer, stop_ids, own_bar)
+        answers = generate(engine, shards[path], prompts, args, tokenizer, own_bar)
         if not follower:
             with replacing(path) as new:
                 pq.write_table(answers.replace_schema_metadata(dict(made_by=made_by)), new)

@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -22,15 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.grpo import (
     all_reduce,
-    bundle_tokens,
-    bundles_of,
-    cut,
     matmul_speed,
     packed,
     padded,
     setup_distributed,
     shared,
-    train_flops,
+    split_micro_batches,
 )
 from data_prep.schema import load_prompts
 
@@ -96,14 +92,17 @@ def generate(engine, prompts, args):
     return [(p, list(o.outputs[0].token_ids)) for p, o in zip(prompts, outputs, strict=True)]
 
 
-def trees(rows, args):
-    """-> bundles of the rows, and the tokens of each."""
+def sequences(rows, args):
+    """Numbers of the rows that a trainer computes as one, and the tokens of each: see deal_batch."""
     prompts, responses = zip(*rows, strict=True)
-    sizes = dict(group_size=args.group_size or 1, max_prompt_length=max(map(len, prompts)))
-    sizes |= dict(max_response_length=max(map(len, responses)), share_prefix=args.share_prefix)
-    sizes |= dict(max_tokens_per_microbatch=args.max_tokens_per_microbatch)
-    bundles = bundles_of(rows, SimpleNamespace(**sizes))
-    return bundles, [bundle_tokens(bundle, prompts, responses) for bundle in bundles]
+    fit = (args.max_tokens_per_microbatch - max(map(len, prompts))) // max(map(len, responses))
+    fit, size = max(1, fit) if args.share_prefix else 1, args.group_size or 1
+    parts = [
+        list(range(i, min(i + fit, g + size)))
+        for g in range(0, len(rows), size)
+        for i in range(g, g + size, fit)
+    ]
+    return parts, [len(prompts[part[0]]) + sum(len(responses[i]) for i in part) for part in parts]
 
 
 def losses(model, rows, args, device):
@@ -111,9 +110,9 @@ def losses(model, rows, args, device):
     layout = shared if args.share_prefix else padded
     layout = packed if args.attn_implementation == "flash_attention_2" else layout
     prompts, responses = zip(*rows, strict=True)
-    bundles, tokens = trees(rows, args)
-    for part in cut(tokens, args.max_tokens_per_microbatch, layout is packed):
-        part = [i for b in part for i in bundles[b]]
+    parts, tokens = sequences(rows, args)
+    for part in split_micro_batches(tokens, args.max_tokens_per_microbatch, layout is packed):
+        part = [i for s in part for i in parts[s]]
         target = torch.tensor([token for i in part for token in responses[i]])
         *inputs, where = layout([prompts[i] for i in part], [responses[i] for i in part])
         ids, positions, mask = (x if x is None else x.to(device) for x in inputs)
@@ -173,9 +172,12 @@ def main():
         timed("train", train)
     result = {f"{name}_s": statistics.median(values) for name, values in seconds.items() if values}
     result |= {f"{name}_cpu_s": statistics.median(values) for name, values in cpu.items() if values}
-    flops = train_flops(SimpleNamespace(parameters=model.parameters, lm=model), trees(rows, args)[1])
+    # as perf/mfu/actor: 6 a weight and token, and causal attention's 6 L H T^2 a row
+    weights, config = sum(p.numel() for p in model.parameters()), model.config
+    lengths = sequences(rows, args)[1]
+    flops = sum(6 * n * (weights + config.num_hidden_layers * config.hidden_size * n) for n in lengths)
     result["train_flops"] = all_reduce([flops])[0]
-    result["matmul_flops_per_s"] = all_reduce([matmul_speed(args, device)])[0]
+    result["matmul_flops_per_s"] = all_reduce([matmul_speed(args.compute_dtype, device)])[0]
     if rank == 0:
         args.output.write_text(json.dumps(result))
     dist.barrier()  # the process group ends with the engine, at exit

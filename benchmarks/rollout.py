@@ -54,12 +54,12 @@ def bare(engine, prompts, args, stop_ids):
     return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
 
 
-def ours(engine, prompts, args, tokenizer, stop_ids):
+def ours(engine, prompts, args, tokenizer):
     """The same by generate.py, shard for shard -> tokens."""
     rows, tokens = list(prompts), 0
     for first in range(0, len(rows), args.batch_size):
         part = rows[first : first + args.batch_size]
-        table = generate.generate(engine, part, prompts, args, tokenizer, stop_ids, False)
+        table = generate.generate(engine, part, prompts, args, tokenizer, False)
         tokens += sum(map(sum, table["response_tokens"].to_pylist()))
     return tokens
 
@@ -79,12 +79,12 @@ def main():
     options.model = generate.check_args(options, 1)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = dict(list(generate.load_prompts(options, tokenizer)[0].items())[: args.rows])
-    stop_ids, engine = generate.stop_token_ids(options, tokenizer), generate.build_engine(options)
+    stop_ids, engine = [tokenizer.eos_token_id], generate.build_engine(options)
     bare(engine, dict(list(prompts.items())[:2]), options, stop_ids)  # warm-up
     pairs = []
     for _ in range(args.pairs):
         one = rate(bare, engine, prompts, options, stop_ids)
-        two = rate(ours, engine, prompts, options, tokenizer, stop_ids)
+        two = rate(ours, engine, prompts, options, tokenizer)
         for clock, x, y in zip(("wall", "cpu"), one, two, strict=True):
             pairs.append(dict(clock=clock, bare=x, generate=y, ratio=y / x))
     ratio = {c: statistics.median(p["ratio"] for p in pairs if p["clock"] == c) for c in ("wall", "cpu")}

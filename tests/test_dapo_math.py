@@ -86,23 +86,36 @@ def test_overlong_filtering(monkeypatch, filtering):
     monkeypatch.setattr(dapo.dist, "get_rank", lambda: 0)
     args = dapo.Args(model="", train_files=(), output_dir="", overlong_filtering=filtering, group_size=3)
     args = dataclasses.replace(args, train_batch_size=1, ppo_mini_batch_size=1)
+    common = dict(prompt_ids=[1], group=0, carried_over=False)
     rows = [
-        dict(prompt_ids=[1], response_ids=[2] * n, rollout_logps=[-1.0] * n, finish_reason=why, fresh=True)
+        common | dict(response_ids=[2] * n, rollout_logps=[-1.0] * n, finish_reason=why)
         for n, why in ((1, "stop"), (4, "length"), (2, "stop"))
     ]
-    batch, [mini_batch], _ = dapo.make_batch(rows, f64(1, 0, -1), args, torch.device("cpu"))
-    weight = {len(batch["responses"][i]): batch["weight_nt"][i].tolist() for [i] in mini_batch}
+    batch, _ = dapo.make_batch(rows, f64(1, 0, -1), args, torch.device("cpu"))
+    weight = {len(batch["responses"][i]): batch["weight_nt"][i].tolist() for i in range(3)}
     each = 1 / 3 if filtering else 1 / 7
     assert weight[1] == pytest.approx([each, 0, 0, 0]) and weight[2] == pytest.approx([each, each, 0, 0])
     assert weight[4] == pytest.approx([0 if filtering else each] * 4)
 
 
-def test_gap_is_of_fresh_responses(monkeypatch):
-    """A surplus group of the step before was sampled by other weights: that is no disagreement."""
-    monkeypatch.setattr(dapo, "all_reduce", lambda values, op=None: values)
-    batch = dict(
-        rollout_logp_nt=f64([0.0, 0.0], [-9.0, -9.0]), fresh_nt=torch.tensor([[True] * 2, [False] * 2])
-    )
-    assert set(dapo.rollout_gap(torch.zeros(2, 2), batch).values()) == {0}
-    batch["fresh_nt"] = torch.zeros(2, 2, dtype=torch.bool)
-    assert set(dapo.rollout_gap(torch.zeros(2, 2), batch).values()) == {0}
+def test_surplus_groups_keep_their_log_probs(monkeypatch):
+    """Their sampler was one with other weights: no disagreement, and each row keeps its own log-probs."""
+    monkeypatch.setattr(dapo.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dapo.dist, "get_rank", lambda: 0)
+    args = dapo.Args(model="", train_files=(), output_dir="", group_size=2, ppo_mini_batch_size=2)
+    rows = [
+        dict(
+            prompt_ids=[n],
+            response_ids=[2] * n,
+            rollout_logps=[-1.0 * n] * n,
+            group=n // 3,
+            finish_reason="stop",
+            carried_over=n > 2,
+        )
+        for n in (1, 2, 3, 4)
+    ]
+    batch, _ = dapo.make_batch(rows, f64(1, 0, -1, 0), args, torch.device("cpu"))
+    for i, prompt in enumerate(batch["prompts"]):
+        [n] = prompt
+        assert batch["rollout_logp_nt"][i].tolist() == [-1.0 * n] * n + [0] * (4 - n)
+        assert batch["sampled_nt"][i].tolist() == [n <= 2] * n + [False] * (4 - n)

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from families import build, write
 from transformers import PhiConfig
 
 from algos import grpo
@@ -114,10 +115,22 @@ def test_temperature(refused):
 
 
 def test_output_dir_of_another_run(refused, tmp_path):
+    """A run goes on with another learning rate, but not with other data."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/args.json").write_text(json.dumps(dict(lr=1.0)))
+    (tmp_path / "out/args.json").write_text(json.dumps(dict(seed=7, lr=1.0)))
     line = refused()
-    assert "--lr 1.0 there, 1e-06 now" in line
+    assert "(--seed 7 there, 1 now)" in line
     assert "already holds a run" in refused("--resume", "never")
-    assert "--lr 1.0 there" in refused("--resume", tmp_path)
-    assert json.loads((tmp_path / "out/args.json").read_text()) == dict(lr=1.0)
+    assert "--seed 7 there" in refused("--resume", tmp_path)
+    assert json.loads((tmp_path / "out/args.json").read_text()) == dict(seed=7, lr=1.0)
+
+
+def test_a_kl_loss_without_a_gradient(refused):
+    assert "--kl_kind k1 has an expected gradient of 0" in refused("--use_kl_loss", "--kl_kind", "k1")
+
+
+@pytest.mark.parametrize("family", ("mistral", "gemma3_text", "lfm2", "qwen3_next"))
+def test_shared_prefix_needs_full_attention(refused, tmp_path, family):
+    write(family, tmp_path / family)
+    line = refused("--share_prefix", model=tmp_path / family)
+    assert "--share_prefix needs full attention" in line and build(family).config.model_type in line

@@ -8,11 +8,12 @@ RANKS = {"1": (1, 1), "2": (2, 1), "2 hsdp": (2, 2)}  # ranks and replicas of th
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-@pytest.fixture(scope="module")
-def gradients(tiny, tmp_path_factory):
+@pytest.fixture(scope="module", params=("grpo", "dapo"))
+def gradients(request, tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("gradients")
     for name, (ranks, replicas) in RANKS.items():
-        run(ROOT / "tests/workers/gradients.py", tiny, out / f"{name}.pt", replicas, ranks=ranks)
+        arguments = request.param, tiny, out / f"{name}.pt", replicas
+        run(ROOT / "tests/workers/gradients.py", *arguments, ranks=ranks)
     return {name: torch.load(out / f"{name}.pt") for name in RANKS}
 
 
@@ -41,3 +42,9 @@ def test_the_comparison_can_fail(gradients):
     assert (
         distance(gradients["1"]["token-mean", "naive"], gradients["1"]["seq-mean-token-mean", "naive"]) > 0.1
     )
+
+
+def test_the_gradient_is_clipped(gradients):
+    for ranks in RANKS:
+        norm, reported = gradients[ranks]["clipped"]
+        assert norm.item() == pytest.approx(1e-3, rel=1e-3) and reported > 1e-2

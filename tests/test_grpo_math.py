@@ -1,5 +1,6 @@
 """The mathematics of GRPO against tables computed by hand."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from algos import grpo
+from algos import dapo, grpo, ppo
 
 
 def f64(*values):
@@ -25,6 +26,7 @@ class LookUp(nn.Module):
         nn.init.eye_(self.head.weight)
         self.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=self.embed(input_ids))
         self.get_output_embeddings = lambda: self.head
+        self.config = SimpleNamespace()
 
 
 @pytest.mark.parametrize("layout", (grpo.padded, grpo.packed, grpo.shared))
@@ -46,15 +48,18 @@ def test_token_logps_of_a_lookup_table(layout, temperature):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
 @pytest.mark.parametrize("chunk", (1, 2, 3, 100))
-def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype):
+@pytest.mark.parametrize("softcap", (None, 0.5))
+def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype, softcap):
     """Log-probs, entropies and all gradients are those of plain autograd, whatever the chunk."""
     torch.manual_seed(0)
     monkeypatch.setattr(grpo, "LOGIT_CHUNK", chunk)
     inputs = [torch.randn(n, 4, dtype=dtype, requires_grad=True) for n in (5, 7)]
     target, a, b = torch.tensor([0, 6, 2, 2, 5]), torch.randn(5), torch.randn(5)
-    logp_lv = (inputs[0].float() @ inputs[1].float().t() / temperature).log_softmax(-1)
+    logits = inputs[0].float() @ inputs[1].float().t()
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logp_lv = (logits / temperature).log_softmax(-1)
     plain = logp_lv[torch.arange(5), target], -(logp_lv.exp() * logp_lv).sum(-1)
-    chunked = grpo.LogProbs.apply(*inputs, target, temperature)
+    chunked = grpo.LogProbs.apply(*inputs, target, temperature, softcap)
     near = dict(rtol=1e-4, atol=1e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
     torch.testing.assert_close(chunked, plain, **near)
     ours, theirs = (torch.autograd.grad((x * a + y * b).sum(), inputs) for x, y in (chunked, plain))
@@ -63,7 +68,7 @@ def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype)
 
 def test_a_frozen_output_layer_gets_no_gradient():
     hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)  # LoRA
-    grpo.LogProbs.apply(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0)[0].sum().backward()
+    grpo.LogProbs.apply(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0, None)[0].sum().backward()
     assert weight.grad is None and hidden.grad.abs().sum() > 0
 
 
@@ -73,7 +78,7 @@ def test_logits_take_two_buffers_of_a_chunk(monkeypatch):
     hidden, weight = torch.randn(640, 8, requires_grad=True), torch.randn(999, 8)
     target = torch.zeros(640, dtype=torch.long)
     with torch.profiler.profile(profile_memory=True) as profile:
-        grpo.LogProbs.apply(hidden, weight, target, 1.0)[0].sum().backward()
+        grpo.LogProbs.apply(hidden, weight, target, 1.0, None)[0].sum().backward()
     made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert sum(n for n in made if n >= 64 * 999 * 4) == 2 * 64 * 999 * 4
 
@@ -88,7 +93,8 @@ def test_a_tree_by_hand():
     assert [x.tolist() for x in where] == [[1, 2], [1], [5]]
 
 
-def test_group_advantages():
+@pytest.mark.parametrize("grpo", (grpo, dapo))
+def test_group_advantages(grpo):
     score_n, group_n = (
         f64(1, 5, 0, 0, 5, 1, 7),
         torch.tensor([0, 1, 0, 0, 1, 0, 2]),
@@ -117,7 +123,8 @@ def test_group_advantages_do_not_depend_on_order(scores, random):
     assert torch.allclose(straight[order], shuffled, atol=1e-9)
 
 
-def test_rloo_and_reinforce_plus_plus_baseline():
+@pytest.mark.parametrize("grpo", (grpo, dapo))
+def test_rloo_and_reinforce_plus_plus_baseline(grpo):
     score_n, group_n, length_n = (
         f64(1, 0, 0, 1, 3, 0),
         torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -132,7 +139,8 @@ def test_rloo_and_reinforce_plus_plus_baseline():
     assert tokens.var().item() == pytest.approx(1)
 
 
-def test_policy_loss():
+@pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
+def test_policy_loss(grpo):
     ratio, high, low = [0.5, 1.0, 1.5, 5.0], 0.3, 0.2
     logp, old = torch.tensor([ratio]).log(), torch.zeros(1, 4)
     loss, clipped, lower = grpo.policy_loss(logp, old, torch.ones(1, 4), low, high, 3.0)
@@ -148,14 +156,16 @@ def test_policy_loss():
     ]
 
 
-def test_ratio_is_bounded():
+@pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
+def test_ratio_is_bounded(grpo):
     loss, _, _ = grpo.policy_loss(
         torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1), 0.2, 0.2, 3.0
     )
     assert loss.isfinite().all()
 
 
-def test_kl_estimates():
+@pytest.mark.parametrize("grpo", (grpo, ppo))
+def test_kl_estimates(grpo):
     logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
     expected = {
         "k1": [0.5, -1.0],
@@ -177,9 +187,10 @@ def test_kl_estimates():
         ("seq-mean-token-sum-norm", [[1 / 20, 0, 0], [1 / 20, 1 / 20, 1 / 20], [0, 0, 0]]),
     ],
 )
-def test_loss_denominator(mode, expected):
+@pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
+def test_loss_weights(grpo, mode, expected):
     mask_nt = grpo.response_mask([1, 3, 0])
-    assert grpo.loss_denominator(mask_nt, mode, max_length=10).tolist() == [
+    assert grpo.loss_weights(mask_nt, mode, max_length=10).tolist() == [
         pytest.approx(row) for row in expected
     ]
 
@@ -194,19 +205,36 @@ def test_learning_rate():
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 5))
-def test_deal(lengths, ranks):
-    hands = grpo.deal(lengths, ranks)
-    assert sorted(i for hand in hands for i in hand) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in hand) for hand in hands]
+def test_balance(lengths, ranks):
+    parts = grpo.balance(lengths, ranks)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in part) for part in parts]
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 @pytest.mark.parametrize("packed", (False, True))
-def test_cut(packed, monkeypatch):
+def test_split_micro_batches(packed, monkeypatch):
     monkeypatch.setattr(grpo, "all_reduce", lambda values, op: [values[0] + 1])  # another rank needs one more
     lengths = [3, 9, 1, 4, 4, 2]
-    *batches, empty = grpo.cut(lengths, 10, packed)
+    *batches, empty = grpo.split_micro_batches(lengths, 10, packed)
     assert empty == [] and sorted(i for b in batches for i in b) == list(range(6))
     for b in batches:
         cost = sum(lengths[i] for i in b) if packed else max(lengths[i] for i in b) * len(b)
         assert cost <= 10
+
+
+def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
+    """Only what this step sampled counts, and not where the sampler cuts its distribution."""
+    monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: values)
+    args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
+    sampled_nt = torch.tensor([[True] * 2, [False] * 2])
+    batch = dict(rollout_logp_nt=torch.tensor([[0.0, 0.0], [-9.0, -9.0]]), sampled_nt=sampled_nt)
+    assert set(grpo.check_sampler(torch.zeros(2, 2), batch, args, 1).values()) == {0}
+    empty = batch | dict(sampled_nt=torch.zeros(2, 2, dtype=torch.bool))
+    assert set(grpo.check_sampler(torch.zeros(2, 2), empty, args, 1).values()) == {0}
+    for wrong in (0.01, math.nan):
+        with pytest.raises(SystemExit, match="weight sync failed at step 1: the sampler does not hold"):
+            grpo.check_sampler(torch.full((2, 2), wrong), batch, args, 1)
+    assert grpo.check_sampler(torch.full((2, 2), -0.01), batch, dataclasses.replace(args, top_p=0.9), 1)
+    with pytest.raises(SystemExit):  # at the start the whole distribution is sampled
+        grpo.check_sampler(torch.full((2, 2), -0.01), batch, dataclasses.replace(args, top_p=0.9), 0)

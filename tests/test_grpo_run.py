@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, documented, metrics, rollouts, run
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 GRPO = ROOT / "algos/grpo.py"
 
@@ -134,8 +136,10 @@ def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
 
 
 @pytest.mark.parametrize("tp_size", (1, 2))
-def test_sync(tiny, tp_size):
-    print(run(ROOT / "tests/workers/sync.py", tiny, tp_size, ranks=2).stdout)
+def test_sync(tiny, tp_size, tmp_path):
+    model = shutil.copytree(tiny, tmp_path / "model")
+    GenerationConfig(eos_token_id=[1, *range(20, 50)]).save_pretrained(model)
+    print(run(ROOT / "tests/workers/sync.py", model, tp_size, ranks=2).stdout)
 
 
 def test_sync_that_does_nothing_stops_the_run(tiny, arithmetic, tmp_path):

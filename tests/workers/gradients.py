@@ -1,6 +1,7 @@
-"""Gradients of GRPO's actor update on fixed rows, for many ways to cut the same work: MODEL OUT REPLICAS."""
+"""Gradients of an actor update on fixed rows, for many ways to cut the same work: ALGO MODEL OUT REPLICAS."""
 
 import dataclasses
+import importlib
 import sys
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from algos import grpo
+grpo = importlib.import_module(f"algos.{sys.argv[1]}")  # or dapo
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # tokens of the prompts and of three responses to each: very unequal
@@ -23,7 +24,8 @@ def make_rows():
         for n in responses:
             ids = torch.randint(6, 100, (n,), generator=generator).tolist()
             logps = (-4.6 + 0.3 * torch.randn(n, generator=generator)).tolist()
-            rows.append(dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logps=logps, group=group))
+            row = dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logps=logps, group=group)
+            rows.append(row | dict(finish_reason="stop", carried_over=False))
     return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
 
 
@@ -53,7 +55,7 @@ def naive(policy, args):
         rollout = torch.tensor(row["rollout_logps"])
         old, ref = rollout + 0.05, rollout - 0.1
         ratio = (logp - old).exp()
-        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.2) * adv)
+        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.3) * adv)
         if adv < 0:
             pg = pg.clamp(max=-3.0 * adv)
         pg = pg * (old - rollout).exp().clamp(max=2.0)
@@ -64,7 +66,8 @@ def naive(policy, args):
             "seq-mean-token-mean": 1 / len(rows) / length,
             "seq-mean-token-sum-norm": 1 / len(rows) / args.max_response_length,
         }[args.loss_agg]
-        loss = loss + weight * (pg + args.kl_loss_coef * kl - args.entropy_coeff * entropy).sum()
+        pg = pg + args.kl_loss_coef * kl if hasattr(args, "use_kl_loss") else pg
+        loss = loss + weight * (pg - args.entropy_coeff * entropy).sum()
     loss.backward()
     grads = [p.grad.clone() for p in policy.parameters()]
     policy.zero_grad()
@@ -73,8 +76,9 @@ def naive(policy, args):
 
 def main(model, out, hsdp_replicas):
     device, mesh = grpo.setup_distributed(int(hsdp_replicas))
+    kl = dict(use_kl_loss=True, kl_loss_coef=0.1) if hasattr(grpo.Args, "use_kl_loss") else {}
     base = grpo.Args(
-        model=model, train_files=(), output_dir="", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01
+        model=model, train_files=(), output_dir="", entropy_coeff=0.01, clip_ratio_high=0.3, **kl
     )
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
@@ -88,25 +92,31 @@ def main(model, out, hsdp_replicas):
                 args = dataclasses.replace(base, loss_agg=mode, max_tokens_per_microbatch=budget)
                 args = dataclasses.replace(args, attn_implementation=kernel, share_prefix=layout == "shared")
                 rows, adv_n = make_rows()
-                batch, mini_batches, _ = grpo.make_batch(rows, adv_n, args, device)
+                batch, _ = grpo.make_batch(rows, adv_n, args, device)
                 batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05
                 batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1
                 optimizer = Capture(policy.parameters(), lr=1.0)
-                grpo.update_actor(policy, optimizer, batch, mini_batches, args)
+                grpo.update_actor(policy, optimizer, batch, args)
                 results[mode, budget, layout] = optimizer.grads
                 results["tokens", budget, layout] = sum(tokens)
                 tokens.clear()
+    # a small limit: the optimizer sees a gradient of that norm, the metric is the norm without it
+    args = dataclasses.replace(base, grad_clip=1e-3)
+    metrics, _ = grpo.update_actor(policy, optimizer, batch, args)
+    norm = torch.stack([g.norm() for g in optimizer.grads]).norm()
+    results["clipped"] = norm, float(metrics["actor/grad_norm"])
     # a NaN in one row, on one rank: all ranks skip the first optimizer step of two, and take the second
     rows, adv_n = make_rows()
     adv_n[0] = float("nan")
-    args = dataclasses.replace(base, ppo_mini_batch_size=1, use_kl_loss=False)
+    args = dataclasses.replace(base, ppo_mini_batch_size=1)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
     before = [p.full_tensor().clone() for p in policy.parameters()]
-    batch, mini_batches, _ = grpo.make_batch(rows, adv_n, args, device)
-    metrics, _ = grpo.update_actor(policy, optimizer, batch, mini_batches[:1], args)
+    batch, _ = grpo.make_batch(rows, adv_n, args, device)
+    bad, good = batch["mini_batches"]
+    metrics, _ = grpo.update_actor(policy, optimizer, batch | dict(mini_batches=[bad]), args)
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert all(same) and metrics["actor/skipped_updates"] == 1
-    metrics, _ = grpo.update_actor(policy, optimizer, batch, mini_batches[1:], args)
+    metrics, _ = grpo.update_actor(policy, optimizer, batch | dict(mini_batches=[good]), args)
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert not any(same) and metrics["actor/skipped_updates"] == 0
 
@@ -120,4 +130,4 @@ def main(model, out, hsdp_replicas):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[2:])

@@ -9,14 +9,16 @@ import torch.distributed as dist
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
 
+EOS = [1, *range(20, 50)]  # of the model's generation config
+
 
 def gap(engine, policy, args, temperature):
     """Largest log-prob difference on sampled tokens."""
-    prompts = [[8, 9, 10 + i] for i in range(3)]
-    rows = [dict(prompt_ids=p, index=i, sample=0) for i, p in enumerate(prompts)]
-    rows = grpo.generate(engine, rows, args, [1], 1, temperature=temperature, max_tokens=12)
+    prompts = [dict(prompt_ids=[8, 9, 10 + i], index=i) for i in range(3)]
+    sampling = dict(temperature=temperature, max_tokens=12, stop_token_ids=[1])
+    rows = grpo.rollout(engine, [policy], None, args, prompts * args.tp_size, 1, {}, 1, **sampling)
+    prompts, responses = ([row[name] for row in rows] for name in ("prompt_ids", "response_ids"))
     with torch.no_grad():
-        responses = [row["response_ids"] for row in rows]
         logp_nt, _ = grpo.token_logps(policy, prompts, responses, temperature, grpo.padded)
     rollout = torch.tensor([x for row in rows for x in row["rollout_logps"]])
     return (logp_nt[grpo.response_mask([len(r) for r in responses])] - rollout).abs().max().item()
@@ -30,24 +32,27 @@ def main(model, tp_size):
     policy = grpo.load_model(args, mesh, device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
 
-    def wake():
-        engine.wake_up(tags=["weights"])
-        grpo.sync_weights(engine, policy.lm)
-        engine.wake_up(tags=["kv_cache"])
-
-    wake()
     gaps = {"start": gap(engine, policy, args, 1.0)}
     logp_nt, _ = grpo.token_logps(policy, [[8, 9, 10]], [[20, 21, 22]], 1.0, grpo.padded)
     (-logp_nt.sum()).backward()
     optimizer.step()
+    sync_weights, grpo.sync_weights = grpo.sync_weights, lambda engine, lm: None
     gaps["stale"] = gap(engine, policy, args, 1.0)
-    engine.sleep(level=2)
-    wake()
+    grpo.sync_weights = sync_weights
     for temperature in (1.0, 0.7):
         gaps[f"synced {temperature}"] = gap(engine, policy, args, temperature)
     # more prompt tokens than vLLM takes in one step: no prompt may be cut, or its seed fails on a CPU
-    many = [dict(prompt_ids=[8 + i // 20, 8 + i % 20] + [9] * 21, index=i, sample=0) for i in range(300)]
-    assert len(grpo.generate(engine, many, args, [1], 1, temperature=1.0, max_tokens=1)) == 300
+    many = [dict(prompt_ids=[8 + i // 20, 8 + i % 20] + [9] * 14, index=i) for i in range(300)]
+    rows = grpo.rollout(engine, [policy], None, args, many, 1, {}, 1, temperature=1.0, max_tokens=1)
+    assert len(rows) == 300 // dist.get_world_size()
+    # every EOS token of the model's generation config ends a response
+    many = grpo.rollout(engine, [policy], None, args, many, 1, {}, 1, temperature=1.0, max_tokens=16)
+    ends = {row["response_ids"][-1] for row in many if row["finish_reason"] == "stop"}
+    assert (
+        len(ends) > 5
+        and ends <= set(EOS)
+        and not any(set(EOS) & set(row["response_ids"][:-1]) for row in many)
+    )
     if dist.get_rank() == 0:
         print("GAPS", gaps)
     assert gaps.pop("stale") > 0.05, gaps

@@ -29,9 +29,9 @@ class LLM:
         function(self.model)
 
     def load_weights(self, stream):
-        parameters = dict(self.model.named_parameters())
+        state = self.model.state_dict()
         for name, weight in stream:
-            parameters[name].data.copy_(weight)
+            state[name].copy_(weight)
 
     @torch.no_grad()
     def generate(self, prompts, params, use_tqdm):
