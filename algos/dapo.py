@@ -313,9 +313,7 @@ def main():
     log = Logger(args, done, total_steps)
     log.say(f"{about}, at most {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{origin}")
     if args.carry_over and not args.tis_cap:
-        log.say(
-            "warning: --tis_cap 0 leaves surplus groups, a step old, uncorrected; --no-carry_over drops them"
-        )
+        log.say("warning: --carry_over with --tis_cap 0: surplus groups, a step old, are not corrected")
     sample = partial(rollout, engine, [policy], optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     check_engines(sample, policy, train_rows, args)
     stop = []  # by SIGTERM: the step in progress is the last
@@ -352,9 +350,8 @@ def main():
             kept = zip(new, acc, keep_n.tolist(), strict=True)
             new = [dict(row, acc=a, keep=keep, carried_over=False) for row, a, keep in kept]
             rows, sampled = rows + [row for row in new if row["keep"]], sampled + new
-            state["drawn"] += number
-            state["sampled"] += number
-            state["kept"] += int(keep_n.sum()) // args.group_size
+            counts = dict(drawn=number, sampled=number, kept=int(keep_n.sum()) // args.group_size)
+            state |= {name: state[name] + n for name, n in counts.items()}
             gen_batches, rank_tokens = gen_batches + 1, rank_tokens + tokens
         thrown = [row for row in sampled if not row["keep"]]
         right = sum(row["acc"] > 0 for row in thrown)
@@ -865,6 +862,10 @@ def load_data(args):
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         if args.share_prefix and (window or recurrent(config)):
             raise ValueError(f"--share_prefix needs full attention, and {config.model_type} has other layers")
+        if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+            raise ValueError(f"{config.model_type} caps attention, sdpa cannot: --attn_implementation eager")
+        with torch.device("meta"):  # what these two refuse, before anything is loaded
+            TokenLogps(AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation))
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
         managers = [RewardManager(args.reward_manager, reward_fn, n, **pool) for n in (0, shown)]
@@ -874,7 +875,7 @@ def load_data(args):
             check_sources({row["data_source"] for row in train_rows + val_rows})
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
@@ -899,9 +900,8 @@ def build_engine(args, device):
     ops._supports_onednn = False
     model = dict(model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype=args.compute_dtype)
     group = dict(tensor_parallel_size=args.tp_size, distributed_executor_backend="external_launcher")
-    # CPU: sleep and wake_up run and do nothing; seeds fail where a prompt is cut over two steps
+    # CPU: sleep does nothing; seeds fail where a prompt is cut over steps, and states are cached at such cuts
     paths = dict(enable_sleep_mode=cuda, enforce_eager=not cuda, enable_chunked_prefill=cuda)
-    # states of recurrent layers are cached with chunked prefill only
     paths |= dict(enable_prefix_caching=cuda or not recurrent(AutoConfig.from_pretrained(args.model)))
     sizes = dict(gpu_memory_utilization=args.gpu_memory_utilization)  # CPU: a fixed size, else a share of all
     sizes |= dict(kv_cache_memory_bytes=None if cuda else 1 << 30)
@@ -1003,8 +1003,8 @@ def check_sampler(logp_nt, batch, args, step):
     truncated = step and (args.top_p < 1 or args.top_k > 0)  # then the sampler's distribution is another
     if not truncated and not gap < limit:  # so that NaN fails too
         fail(
-            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights;"
-            f" log-probs of {tokens:.0f} tokens differ by {gap:.3g} on average, more than {limit}"
+            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights, or computes"
+            f" otherwise; {tokens:.0f} log-probs differ by {gap:.3g} on average, more than {limit}"
         )
     return {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
 
@@ -1141,9 +1141,7 @@ def check_dapo_args(args):
     if args.group_size < 2:
         fail(f"--group_size {args.group_size}: one response has no spread, so its group would be dropped")
     if not 0 <= (args.overlong_buffer or 0) <= args.max_response_length:
-        fail(
-            f"--overlong_buffer {args.overlong_buffer}: not within --max_response_length {args.max_response_length}"
-        )
+        fail(f"--overlong_buffer {args.overlong_buffer}: it lies within --max_response_length")
     if args.lr_schedule != "constant" and not args.total_steps:
         fail(f"--lr_schedule {args.lr_schedule} needs --total_steps: dropped groups make epochs end sooner")
 

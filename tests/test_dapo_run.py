@@ -10,6 +10,8 @@ import torch
 from conftest import ROOT, documented, metrics, rollouts, run
 from safetensors.torch import load_file
 
+from algos.dapo import group_advantages, overlong_penalty
+
 DAPO = ROOT / "algos/dapo.py"
 PROMPTS, SAMPLES = 8, 8  # groups of a step, responses of a group
 TOKENS = 8  # of most groups of dapo_loop.py
@@ -66,6 +68,19 @@ def test_the_batch_is_as_asked_for_and_each_group_has_spread(straight):
         min(m["dapo/dropped_all_right"] for m in steps) > 0 < min(m["dapo/dropped_all_wrong"] for m in steps)
     )
     assert all(m["training/rollout_probs_diff_max"] < 1e-4 for m in steps)
+
+
+def test_advantages_are_those_of_the_groups(straight):
+    """Recomputed from the dumped scores and lengths, by place in the stream."""
+    for step in range(1, 7):
+        rows = rollouts(straight, step)
+        score_n, index_n = (torch.tensor([float(row[name]) for row in rows]) for name in ("score", "index"))
+        length_n = torch.tensor([len(row["response_ids"]) for row in rows])
+        reward_n = score_n.double() + overlong_penalty(length_n, 12, 12 // 5)
+        adv_n = group_advantages(reward_n, index_n)
+        for name in ("max", "min", "mean"):
+            expected = getattr(adv_n, name)().item()
+            assert metrics(straight)[step][f"critic/advantages/{name}"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_killed_while_sampling_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path):
@@ -147,6 +162,12 @@ def test_surplus_groups_are_trained_next_or_thrown_away(loop):
     assert list(groups(loop[0] / "thrown", 1)) == first
     assert min(groups(loop[0] / "thrown", 2)) == 16
     assert thrown[1]["dapo/tokens_thrown_away"] / TOKENS == 9 + 3
+
+
+def test_surplus_groups_without_correction_are_warned_of(loop):
+    log = "warning: --carry_over with --tis_cap 0"
+    assert log in (loop[0] / "one more/log.txt").read_text()
+    assert log not in (loop[0] / "surplus/log.txt").read_text()
 
 
 def test_an_epoch_ends_with_its_data(loop):

@@ -134,3 +134,16 @@ def test_shared_prefix_needs_full_attention(refused, tmp_path, family):
     write(family, tmp_path / family)
     line = refused("--share_prefix", model=tmp_path / family)
     assert "--share_prefix needs full attention" in line and build(family).config.model_type in line
+
+
+@pytest.mark.parametrize(
+    ("family", "line"),
+    [
+        ("phi", "its output layer has a bias"),
+        ("gemma2", "gemma2 caps attention, sdpa cannot: --attn_implementation eager"),
+        ("gpt_oss", "does not support an attention implementation through torch.nn.functional"),
+    ],
+)
+def test_models_that_the_trainer_would_compute_otherwise(refused, tmp_path, family, line):
+    write(family, tmp_path / family)
+    assert line in refused(model=tmp_path / family)

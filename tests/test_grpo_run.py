@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -14,6 +15,8 @@ import torch
 from conftest import ROOT, documented, metrics, rollouts, run
 from safetensors.torch import load_file
 from transformers import GenerationConfig
+
+from algos.grpo import group_advantages
 
 GRPO = ROOT / "algos/grpo.py"
 
@@ -57,6 +60,20 @@ def test_every_metric_is_documented(straight):
 
 def test_sampler_and_trainer_agree_every_step(straight):
     assert all(m["training/rollout_probs_diff_max"] < 1e-4 for s, m in metrics(straight).items() if s)
+
+
+def test_advantages_are_those_of_the_groups(straight):
+    """Recomputed from the dumped scores by prompt; and the responses to a prompt are sampled independently."""
+    for step in range(1, 7):
+        rows = rollouts(straight, step)
+        score_n, index_n = (torch.tensor([float(row[name]) for row in rows]) for name in ("score", "index"))
+        adv_n = group_advantages(score_n.double(), index_n)
+        for name in ("max", "min", "mean"):
+            expected = getattr(adv_n, name)().item()
+            assert metrics(straight)[step][f"critic/advantages/{name}"] == pytest.approx(expected, abs=1e-6)
+        assert adv_n.abs().max() > 0
+        texts = [[tuple(r["response_ids"]) for r in rows if r["index"] == i] for i in index_n.unique()]
+        assert all(len(set(text)) > 1 for text in texts)
 
 
 def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path):
@@ -139,7 +156,11 @@ def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
 def test_sync(tiny, tp_size, tmp_path):
     model = shutil.copytree(tiny, tmp_path / "model")
     GenerationConfig(eos_token_id=[1, *range(20, 50)]).save_pretrained(model)
-    print(run(ROOT / "tests/workers/sync.py", model, tp_size, ranks=2).stdout)
+    worker = ROOT / "tests/workers/sync.py"
+    with ThreadPoolExecutor() as threads:  # two runs at once do not share what their ranks share
+        runs = [threads.submit(run, worker, model, tp_size, ranks=2) for _ in range(tp_size)]
+    for done in runs:
+        print(done.result().stdout)
 
 
 def test_sync_that_does_nothing_stops_the_run(tiny, arithmetic, tmp_path):

@@ -1,0 +1,27 @@
+"""What models do besides attention and linear layers is in the sampler and in the trainer, or it is refused."""
+
+import pytest
+from conftest import ROOT, run
+from families import build
+
+RIGHT = "granite cohere gemma2:eager gemma3_text qwen3_moe mixtral glm4_moe gpt_oss:eager falcon_h1".split()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """{family[:attention]: "right", or the line that the run stops with}."""
+    out = tmp_path_factory.mktemp("families")
+    done = run(ROOT / "tests/workers/families.py", out, *RIGHT, "cohere2")
+    return dict(line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("FAMILY"))
+
+
+@pytest.mark.parametrize("family", RIGHT)
+def test_sampler_and_trainer_agree(found, family):
+    """Scales and caps of logits, windows, experts, buffers that are weights, layers with a state."""
+    assert found[family] == "right"
+
+
+def test_a_model_that_the_sampler_computes_otherwise_is_refused(found):
+    """vLLM's cohere2 sees one token more through its window."""
+    assert "weight sync failed at step 0: the sampler does not hold" in found["cohere2"]
+    assert build("cohere2").config.sliding_window

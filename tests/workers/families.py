@@ -1,0 +1,45 @@
+"""Sampler against trainer for families of models, after a sync: DIRECTORY FAMILY[:ATTENTION]...
+
+Prints for each what the check before the first step says: "right", or the line that the run stops with.
+"""
+
+import dataclasses
+import sys
+from functools import partial
+
+import torch.distributed as dist
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+sys.path.insert(0, __file__.rsplit("/workers/", 1)[0])
+from families import write
+
+from algos import grpo
+
+
+def check(directory, family, attention, mesh, device, engines):
+    write(family, f"{directory}/{family}")
+    args = grpo.Args(model=f"{directory}/{family}", train_files=(), output_dir="")
+    args = dataclasses.replace(args, attn_implementation=attention or "sdpa", max_prompt_length=32)
+    args = dataclasses.replace(args, max_response_length=16, compute_dtype="float32")
+    try:
+        engines.append(grpo.build_engine(args, device))
+        policy = grpo.load_model(args, mesh, device)
+        sample = partial(grpo.rollout, engines[-1], [policy], None, args, stop_token_ids=[1])
+        rows = [dict(prompt_ids=list(range(8, 12 + i)), index=i) for i in range(2)]
+        grpo.check_engines(sample, policy, rows, args)
+    except SystemExit as stop:
+        return str(stop.code)
+    return "right"
+
+
+def main(directory, *families):
+    device, mesh = grpo.setup_distributed(1)
+    engines = []  # the process group ends with the first one
+    for family in families:
+        name, _, attention = family.partition(":")
+        print("FAMILY", family, check(directory, name, attention, mesh, device, engines), sep="|", flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
