@@ -63,7 +63,7 @@ def test_sampler_and_trainer_agree_every_step(straight):
 
 
 def test_advantages_are_those_of_the_groups(straight):
-    """Recomputed from the dumped scores by prompt; and the responses to a prompt are sampled independently."""
+    """Recomputed from the dumped scores by prompt; the responses to a prompt are not one and the same."""
     for step in range(1, 7):
         rows = rollouts(straight, step)
         score_n, index_n = (torch.tensor([float(row[name]) for row in rows]) for name in ("score", "index"))
