@@ -1254,9 +1254,8 @@ def check_models(args):
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
         if not args.reward_model:
             return None
-        labels = AutoConfig.from_pretrained(args.reward_model).num_labels
         tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
-        if labels != 1:
+        if (labels := AutoConfig.from_pretrained(args.reward_model).num_labels) != 1:
             fail(f"--reward_model {args.reward_model} gives {labels} numbers, not 1 score")
         if tokenizer.chat_template is None:
             fail(f"--reward_model {args.reward_model}: its tokenizer has no chat template")
@@ -1308,11 +1307,10 @@ def model_scores(model, tokenizer, rows, args, device):
             score_n[i] = score
     if args.offload:
         model.to("cpu")
-    score_n = all_reduce(score_n)  # each is 0 on all ranks but one
     why = "ValueError: the reward model gives {} for a conversation of {} tokens; it takes {}".format
     return [
         dict(score=score) if math.isfinite(score) else dict(score=0.0, failure=why(score, n, limit))
-        for n, score in zip(lengths, score_n, strict=True)
+        for n, score in zip(lengths, all_reduce(score_n), strict=True)  # 0 on all ranks but one
     ]
 
 
