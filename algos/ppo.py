@@ -419,21 +419,17 @@ def main():
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         chosen = order[number * args.train_batch_size :][: args.train_batch_size]
         prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
-
         # ---- rollout
         sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
         rows = sample(prompts, step, timing, args.group_size, **sampling)
-
         # ---- reward: from here every rank knows all rows
         with timed(timing, "reward"):
             rows, rank_tokens = score_rows(rows, manager, tokenizer)
             if args.reward_model:
                 results = model_scores(reward_model, reward_tokenizer, rows, args, device)
                 rows = add_model_scores(rows, results, args)
-
         # ---- balance over the ranks
         batch, load = make_batch(rows, args, device)
-
         # ---- log-probs: the old ones only if more than the first optimizer step of the actor needs them
         learns, first_nt = step > args.critic_warmup, None
         if args.use_kl_in_reward or not learns or len(batch["mini_batches"]) * args.ppo_epochs > 1:
@@ -442,13 +438,11 @@ def main():
         if args.use_kl_loss or args.use_kl_in_reward:
             with timed(timing, "ref"):
                 batch["ref_logp_nt"] = all_logps(models[1], batch, args)
-
         # ---- values
         if args.offload:
             move(device, [critic], critic_optimizer)
         with timed(timing, "values"):
             batch["value_nt"] = all_logps(critic, batch, args)
-
         # ---- advantage
         with timed(timing, "adv"):
             kl_coef = kl_weight.value.item() * args.use_kl_in_reward
@@ -456,7 +450,6 @@ def main():
             batch |= {name: step_nt[name][batch["rows"]].to(device) for name in ("adv_nt", "return_nt")}
             if learns:
                 kl_weight.update(step_nt["kl_nt"][step_nt["mask_nt"]].mean().item(), len(rows))
-
         # ---- update: the critic, then the actor
         critic_lr = learning_rate(replace(args, lr=args.critic_lr), step, total_steps)
         critic_optimizer.param_groups[0]["lr"] = critic_lr
@@ -474,13 +467,11 @@ def main():
                 actor_metrics, first_nt = update_actor(policy, optimizer, batch, args)
             metrics |= actor_metrics | {"actor/lr": lr}
         metrics |= check_sampler(batch.get("old_logp_nt", first_nt), batch, args, step)
-
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics |= validate()
-
         # ---- metrics
         timing["step"] = time.perf_counter() - begin
         metrics |= step_metrics(rows, rank_tokens, load, policy, timing, args)
@@ -494,7 +485,6 @@ def main():
         log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
         if args.rollout_dump and log.rank0:
             write_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
-
         # ---- checkpoint, after the metrics: a kill in between loses neither
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
@@ -514,8 +504,7 @@ ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that
 class LogProbs(torch.autograd.Function):
     """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets and entropy [L], in float32.
 
-    A chunk of logits at a time, in two buffers both ways: after those of torch.utils.checkpoint, glibc's
-    malloc finds no room for a chunk where the one before was.
+    A chunk of logits at a time, in two buffers both ways: malloc's gaps would not fit those of a checkpoint.
     """
 
     @staticmethod
@@ -595,11 +584,8 @@ class TokenLogps(nn.Module):
 def recurrent(config):
     """Whether a layer passes a state on along the row, over the borders of what is packed or shared there."""
     model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kinds, stateful = (
-        {"conv", "linear_attention", "hybrid", "hybrid_sliding"},
-        getattr(model, "_is_stateful", 0),
-    )
-    return bool(stateful) or not kinds.isdisjoint(getattr(config, "layer_types", None) or [])
+    stateful, kinds = getattr(model, "_is_stateful", False), getattr(config, "layer_types", None) or []
+    return stateful or not {"conv", "linear_attention", "hybrid", "hybrid_sliding"}.isdisjoint(kinds)
 
 
 def pad(rows):
@@ -667,8 +653,7 @@ def setup_distributed(hsdp_replicas, timeout_s=3600.0):
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(new_store):  # counted per node
         fail(f"--max-restarts on several nodes: set {new_store}=1 for torchrun on each of them")
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(backend, None, timedelta(seconds=timeout_s), world, rank, store)
     sys.excepthook = partial(report_failure, store, rank, world)
     shape = hsdp_replicas, world // hsdp_replicas
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
@@ -701,12 +686,11 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     logging.disable_progress_bar()  # of transformers: one bar is enough
-    param_dtype = getattr(torch, args.param_dtype)
     config = AutoConfig.from_pretrained(args.model, **changes)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
-        lm = auto.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
+        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -718,7 +702,7 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
     rank0 = dist.get_rank() == 0
-    full = auto.from_pretrained(args.model, dtype=param_dtype, **changes) if rank0 else None
+    full = auto.from_pretrained(args.model, dtype=args.param_dtype, **changes) if rank0 else None
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -753,10 +737,9 @@ def balance(lengths, ranks):
 
 
 def split_micro_batches(lengths, budget, one_row):
-    """Split rows into micro-batches of at most `budget` tokens (padding counted), longest first.
+    """Split rows, longest first, into micro-batches of at most `budget` tokens (padding, if any, counted).
 
-    one_row: each micro-batch is one packed row, without padding. Every rank gets the same number of
-    micro-batches, the largest needed by any: the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
     """
     batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -951,9 +934,7 @@ def load_data(args):
         config = AutoConfig.from_pretrained(args.model)
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         if args.share_prefix and (window or recurrent(config)):
-            raise ValueError(
-                f"--share_prefix needs full attention in all layers, unlike {config.model_type}'s"
-            )
+            raise ValueError(f"--share_prefix needs full attention, and {config.model_type} has other layers")
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
         managers = [RewardManager(args.reward_manager, reward_fn, n, **pool) for n in (0, shown)]
@@ -980,10 +961,9 @@ def build_engine(args, device):
     from vllm import _custom_ops as ops
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
-    # CPU: vLLM names shared memory by what follows the last colon, the same in all runs of a machine
-    run = "-".join(os.environ.get(x, "0") for x in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
-    ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    Executor._distributed_args = lambda _: (f"env://:{run}", *ranks)
+    # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
+    arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
+    Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, set_num_threads, onednn = device.type == "cuda", torch.set_num_threads, ops._supports_onednn
     # CAREFUL: on a CPU vLLM packs the weights for oneDNN and drops what a sync writes to; sync_weights packs
     ops._supports_onednn = False
@@ -991,6 +971,8 @@ def build_engine(args, device):
     group = dict(tensor_parallel_size=args.tp_size, distributed_executor_backend="external_launcher")
     # CPU: sleep and wake_up run and do nothing; seeds fail where a prompt is cut over two steps
     paths = dict(enable_sleep_mode=cuda, enforce_eager=not cuda, enable_chunked_prefill=cuda)
+    # states of recurrent layers are cached with chunked prefill only
+    paths |= dict(enable_prefix_caching=cuda or not recurrent(AutoConfig.from_pretrained(args.model)))
     sizes = dict(gpu_memory_utilization=args.gpu_memory_utilization)  # CPU: a fixed size, else a share of all
     sizes |= dict(kv_cache_memory_bytes=None if cuda else 1 << 30)
     sizes |= dict(max_model_len=args.max_prompt_length + args.max_response_length)
@@ -1005,10 +987,9 @@ def build_engine(args, device):
 
 
 def rollout(engine, models, optimizer, args, prompts, step, timing, group_size, **sampling):
-    """Sync the sampler, let it answer, and give its memory back to the trainer -> this rank's answered rows.
+    """Sync the sampler, let it answer the step's prompts, and give its memory back -> this rank's rows.
 
-    prompts: the rows of the whole step, equal on every rank. The ranks of a tensor-parallel group answer the
-    union of their prompts and keep their own. Seeds depend on step, prompt and sample, and on no other row.
+    The ranks of a tensor-parallel group answer the union of their prompts and keep their own.
     """
     from vllm import SamplingParams
 
@@ -1073,7 +1054,7 @@ def move(device, models, optimizer):
 def check_engines(sample, policy, rows, args):
     """Before the first step: sampler and trainer, in the layout that trains, agree on short responses."""
     rows = [dict(rows[i % len(rows)]) for i in range(2 * dist.get_world_size())]
-    rows = [dict(row, prompt_ids=row["prompt_ids"][-32:]) for row in rows]
+    rows = [row | dict(prompt_ids=row["prompt_ids"][-32:]) for row in rows]
     rows = sample(rows, 0, {}, 2, temperature=args.temperature, max_tokens=8)
     texts = [[row[name] for row in rows] for name in ("prompt_ids", "response_ids")]
     with torch.no_grad():
@@ -1167,9 +1148,8 @@ def micro_batches(policy, batch, sequences, args):
 
     An empty micro-batch runs a dummy row; what its empty row numbers index sums to zero against it.
     """
-    layout = layout_of(policy.lm.config, args)
-    tokens = [n for n, _ in sequences]
-    for part in split_micro_batches(tokens, args.max_tokens_per_microbatch, layout is packed):
+    budget, layout = args.max_tokens_per_microbatch, layout_of(policy.lm.config, args)
+    for part in split_micro_batches([n for n, _ in sequences], budget, layout is packed):
         part = [i for s in part for i in sequences[s][1]]
         prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
         logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
@@ -1223,7 +1203,7 @@ def step_metrics(rows, rank_tokens, load, policy, timing, args):
 # endregion
 
 
-# ---- Critic and reward model -------------------------------------------------------------------------------
+# what PPO has over the scripts without a critic
 class TokenValues(TokenLogps):
     """A critic, called as TokenLogps is: the value of the state in which each target was sampled."""
 
