@@ -15,22 +15,19 @@ Docs: docs/ppo.md
 """
 
 import ctypes
-import hashlib
+import faulthandler
 import json
 import math
 import os
 import shutil
 import signal
-import socket
 import sys
-import threading
 import time
-import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
-from itertools import accumulate, chain, groupby
+from functools import cache, partial
+from itertools import accumulate, chain, count, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -43,27 +40,26 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from safetensors import SafetensorError
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.benchmark import Timer
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
-from transformers.utils import is_flash_attn_2_available
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import is_flash_attn_2_available, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.atomic import replacing
 from data_prep.schema import load_prompts
 from rewards import check_sources
 from rewards.combined import aggregate, load_rewards
-from rewards.manager import RewardManager, failure_metrics, validation_metrics
+from rewards.manager import (
+    RewardManager,
+    demote_failures,
+    failure_metrics,
+    validation_metrics,
+    write_rollouts,
+)
 
 # Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
 # names the axes (logp_nt). T is aligned with the response: column t speaks of response token t.
@@ -71,223 +67,497 @@ from rewards.manager import RewardManager, failure_metrics, validation_metrics
 
 @dataclass
 class Args:
-    model: str
-    """Hugging Face directory or hub name of the model to train."""
-    train_files: tuple[str, ...]
-    """Parquet files of training prompts."""
-    output_dir: str
-    """Directory of the run: arguments, metrics, log, rollouts, checkpoints."""
-    val_files: tuple[str, ...] = ()
-    """Parquet files of validation prompts; none: no validation."""
-    tokenizer: str | None = None
-    """Hugging Face directory or hub name of the tokenizer; None: the model's."""
-    critic_model: str | None = None
-    """Hugging Face directory or hub name of the critic, a causal LM or sequence classifier; None: model."""
+    model: str  # Hugging Face directory or hub name of the model to train
+    train_files: tuple[str, ...]  # parquet files of training prompts
+    output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
+    val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
+    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
+    critic_model: str | None = None  # causal LM or sequence classifier to start from; None: model
+    # sequence classifier whose score is one more reward, weighed last; None: reward_fn only
     reward_model: str | None = None
-    """Hugging Face sequence classifier whose score is one more reward, weighed last; None: reward_fn only."""
-    resume: str = "auto"
-    """auto: from output_dir's latest checkpoint, if any; never: refuse a used output_dir; or a checkpoint."""
-    seed: int = 1
-    """Seed of the data order and, with step, prompt and sample number, of every response."""
-    total_epochs: int = 1
-    """Passes over the training data."""
-    total_steps: int | None = None
-    """RL steps in all; None: total_epochs."""
-    save_freq: int = 50
-    """Steps between checkpoints; 0: only at the end."""
-    test_freq: int = 10
-    """Steps between validations; 0: only before and after training."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints that are kept; 0: all."""
-    save_hf: bool = True
-    """Also write each checkpoint's weights as a Hugging Face directory (hf/)."""
-    wandb_project: str | None = None
-    """Weights & Biases project; None: only metrics.jsonl."""
-    timeout_s: float = 3600.0
-    """Seconds that a rank waits for the others before the run ends."""
-    num_examine: int = 1
-    """Responses of each data source that are shown in a table at every validation."""
-    rollout_dump: bool = False
-    """Write every training response to output_dir/rollouts."""
+    resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
+    seed: int = 1  # of the data order and, with step, prompt and sample number, of every response
+    total_epochs: int = 1  # passes over the training data
+    total_steps: int | None = None  # RL steps in all; None: total_epochs
+    save_freq: int = 50  # steps between checkpoints; 0: only at the end
+    test_freq: int = 10  # steps between validations; 0: only before and after training
+    keep_checkpoints: int = 2  # newest checkpoints that are kept; 0: all
+    save_hf: bool = True  # also write each checkpoint's weights as a Hugging Face directory (hf/)
+    wandb_project: str | None = None  # Weights & Biases project; None: only metrics.jsonl
+    timeout_s: float = 3600.0  # seconds that a rank waits for the others before the run ends
+    num_examine: int = 1  # responses of each data source that every validation shows in a table
+    rollout_dump: bool = False  # write every training response to output_dir/rollouts
+    max_prompt_length: int = 512  # limit of the prompt in tokens
+    max_response_length: int = 1024  # limit of the response in tokens
+    filter_overlong_prompts: bool = True  # drop and count prompts over the limit; else they are an error
 
-    max_prompt_length: int = 512
-    """Limit of the prompt in tokens."""
-    max_response_length: int = 1024
-    """Limit of the response in tokens."""
-    filter_overlong_prompts: bool = True
-    """Drop and count prompts over the limit; otherwise they are an error."""
-
+    # attention kernel of transformers; with flash attention rows are packed without padding
     attn_implementation: str = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-    """Attention kernel of transformers; with flash attention rows are packed without padding."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of parameters and optimizer state."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
+    # precision of forward, backward and sampler
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
-    """Precision of forward, backward and sampler."""
-    hsdp_replicas: int = 1
-    """Copies of the sharded model (HSDP); 1: shard over all ranks."""
-    share_prefix: bool = False
-    """Compute a prompt once for all responses to it that fit in a micro-batch; pays if they are short."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass."""
-    max_tokens_per_microbatch: int = 8192
-    """Tokens of a forward pass on one rank, padding included."""
-    offload: bool = False
-    """Move parameters and optimizer state to host memory while the sampler runs (GPU only)."""
+    hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
+    share_prefix: bool = False  # compute a prompt once for all responses to it that fit in a micro-batch
+    gradient_checkpointing: bool = True  # recompute activations in the backward pass
+    max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
+    offload: bool = False  # parameters and optimizer state to host memory during sampling (GPU only)
+    tp_size: int = 1  # ranks that share one sampler by tensor parallelism
+    gpu_memory_utilization: float = 0.5  # share of the GPU's memory that the awake sampler takes
 
-    train_batch_size: int = 64
-    """Prompts of a step, over all ranks."""
-    ppo_mini_batch_size: int = 64
-    """Prompts of an optimizer step, over all ranks."""
-    ppo_epochs: int = 1
-    """Passes over the responses of a step."""
-    group_size: int = 1
-    """Responses to each prompt."""
-    temperature: float = 1.0
-    """Sampling temperature; log-probs of the trainer are taken at the same."""
-    top_p: float = 1.0
-    """Nucleus sampling; below 1 only without tis_cap."""
-    top_k: int = -1
-    """Top-k sampling; -1: off, else only without tis_cap."""
-    tp_size: int = 1
-    """Ranks that share one sampler by tensor parallelism."""
-    gpu_memory_utilization: float = 0.5
-    """Share of the GPU's memory that the awake sampler takes."""
-    sync_check_freq: int = 10
-    """Steps between checks that sampler and trainer hold the same weights; the first is always checked."""
+    train_batch_size: int = 64  # prompts of a step, over all ranks
+    ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
+    ppo_epochs: int = 1  # passes over the responses of a step
+    group_size: int = 1  # responses to each prompt
+    temperature: float = 1.0  # of sampling; log-probs of the trainer are taken at the same
+    top_p: float = 1.0  # nucleus sampling; below 1 only without tis_cap
+    top_k: int = -1  # top-k sampling; -1: off, else only without tis_cap
+    lr: float = 1e-6  # peak learning rate of the actor
+    critic_lr: float = 1e-5  # peak learning rate of the critic
+    critic_warmup: int = 0  # first steps in which only the critic learns; the actor's schedule follows them
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
+    warmup_steps: int = 0  # steps of linear warm-up; the actor's begins after critic_warmup
+    weight_decay: float = 0.01  # AdamW's decoupled weight decay
+    grad_clip: float = 1.0  # largest gradient norm
 
-    lr: float = 1e-6
-    """Peak learning rate."""
-    critic_lr: float = 1e-5
-    """Peak learning rate of the critic; schedule and warm-up are the actor's."""
-    critic_warmup: int = 0
-    """First steps in which only the critic learns."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after warm-up, to 0 at the last step."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    weight_decay: float = 0.01
-    """AdamW's decoupled weight decay."""
-    grad_clip: float = 1.0
-    """Largest gradient norm."""
-
-    gamma: float = 1.0
-    """Discount of later rewards, a token."""
-    lam: float = 1.0
-    """GAE's lambda; 1: returns minus values, 0: one-step differences."""
-    cliprange_value: float = 0.5
-    """How far an update may move a value from where the step began before its gradient ends."""
-    clip_ratio_low: float = 0.2
-    """Ratios below 1 - this are clipped."""
-    clip_ratio_high: float = 0.2
-    """Ratios above 1 + this are clipped."""
-    clip_ratio_c: float = 3.0
-    """Dual clip: bound of the ratio for negative advantages."""
+    gamma: float = 1.0  # discount of later rewards, a token
+    lam: float = 1.0  # GAE's lambda; 1: returns minus values, 0: one-step differences
+    cliprange_value: float = 0.5  # how far an update may move a value before its gradient ends
+    clip_ratio_low: float = 0.2  # ratios below 1 - this are clipped
+    clip_ratio_high: float = 0.2  # ratios above 1 + this are clipped
+    clip_ratio_c: float = 3.0  # dual clip: bound of the ratio for negative advantages
+    # how token losses of an optimizer step are averaged; the last is Dr. GRPO's
     loss_agg: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
-    """How token losses of an optimizer step are averaged; the last is Dr. GRPO's."""
-    use_kl_loss: bool = False
-    """Add the KL divergence from the initial model to the loss."""
-    kl_loss_coef: float = 0.001
-    """Weight of the KL loss."""
-    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Estimator of the KL loss; k3 is verl's low_var_kl."""
-    use_kl_in_reward: bool = False
-    """Take the KL divergence from the initial model off each token's reward."""
-    kl_coef: float = 0.001
-    """Weight of the KL in the reward; with kl_target, its first value."""
-    kl_penalty: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Estimator of the KL in the reward."""
-    kl_target: float | None = None
-    """KL a token that the weight is adapted towards; None: the weight is fixed."""
-    kl_horizon: float = 10000.0
-    """Responses over which the adaptive weight reacts."""
-    entropy_coeff: float = 0.0
-    """Weight of the entropy bonus."""
-    tis_cap: float = 2.0
-    """Cap of the importance weight of trainer against sampler; 0: no correction."""
+    use_kl_loss: bool = False  # add the KL divergence from the initial model to the loss
+    kl_loss_coef: float = 0.001  # weight of the KL loss
+    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"  # estimator of the KL loss; k3 is verl's low_var_kl
+    use_kl_in_reward: bool = False  # take the KL from the initial model off each token's reward
+    kl_coef: float = 0.001  # weight of the KL in the reward; with kl_target, its first value
+    kl_penalty: Literal["k1", "abs", "k2", "k3"] = "k1"  # estimator of the KL in the reward
+    kl_target: float | None = None  # KL a token that the weight is adapted towards; None: it is fixed
+    kl_horizon: float = 10000.0  # responses over which the adaptive weight reacts
+    entropy_coeff: float = 0.0  # weight of the entropy bonus
+    tis_cap: float = 2.0  # cap of the importance weight of trainer against sampler; 0: no correction
 
-    reward_manager: Literal["naive", "prime"] = "naive"
-    """How rewards are computed; naive: in process, one by one; prime: a pool of processes with a time-out."""
-    reward_fn: tuple[str, ...] = ("rewards",)
-    """Rewards: FILE.py:NAME for your own; `rewards` is the scorer of each row's data_source."""
-    reward_weights: tuple[float, ...] = ()
-    """Weight of each reward_fn; none: all 1."""
-    reward_aggregation: Literal["sum", "mean", "min"] = "sum"
-    """How several rewards become one; min: the worst case."""
-    reward_workers: int = 4
-    """Processes of the prime manager on each rank."""
-    reward_timeout_s: float = 30.0
-    """Seconds that the prime manager gives a sample before it scores 0."""
-    val_group_size: int = 1
-    """Responses to each validation prompt."""
-    val_temperature: float = 0.0
-    """Sampling temperature of validation."""
-    val_before_train: bool = True
-    """Validate before the first step."""
+    reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
+    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the scorer of the data_source
+    reward_weights: tuple[float, ...] = ()  # weight of each reward_fn, and last of reward_model; none: all 1
+    reward_aggregation: Literal["sum", "mean", "min"] = "sum"  # of several rewards; min: the worst case
+    reward_workers: int = 4  # processes of the prime manager on each rank
+    reward_timeout_s: float = 30.0  # seconds that the prime manager gives a sample before it fails
+    val_group_size: int = 1  # responses to each validation prompt
+    val_temperature: float = 0.0  # of sampling in validation
+    val_before_train: bool = True  # validate before the first step
 
 
-# --------------------------------------------------------------------------------------------------
-# The mathematics
-# --------------------------------------------------------------------------------------------------
-# region token_logps
+# ---- The mathematics ---------------------------------------------------------------------------------------
+def token_rewards(score_n, kl_nt, mask_nt, kl_coef):
+    """Minus kl_coef * KL on every token, plus the response's score on its last.
+
+    Score 1, KL .1 .2 .3 of which the last is masked, coefficient 1 -> -.1, .8, 0.
+    """
+    last_n1 = mask_nt.long().cumsum(-1).argmax(-1, keepdim=True)
+    reward_nt = -kl_coef * kl_nt * mask_nt  # eq: ppo.kl_reward
+    return reward_nt.scatter_add(-1, last_n1, score_n[:, None].to(reward_nt))
+
+
+def gae(reward_nt, value_nt, mask_nt, gamma, lam):
+    """Generalised advantage estimation (1506.02438, eq. 16) -> adv_nt, not whitened, and return_nt = A + V.
+
+    A masked token (tool output, padding) passes the V and A of its successor through; V after the end is 0.
+    Rewards 0 0 1, values .5 .6 .7, gamma = lam = 1 -> A .5 .4 .3, returns 1 1 1.
+    """
+    adv_nt, mask_nt = torch.zeros_like(value_nt), mask_nt.bool()
+    next_value_n = next_adv_n = torch.zeros_like(value_nt[:, 0])
+    for t in reversed(range(value_nt.shape[1])):
+        delta_n = reward_nt[:, t] + gamma * next_value_n - value_nt[:, t]  # eq: ppo.delta
+        next_adv_n = torch.where(mask_nt[:, t], delta_n + gamma * lam * next_adv_n, next_adv_n)  # eq: ppo.gae
+        next_value_n = torch.where(mask_nt[:, t], value_nt[:, t], next_value_n)
+        adv_nt[:, t] = next_adv_n
+    return adv_nt, adv_nt + value_nt
+
+
+def masked_whiten(x_nt, mask_nt):
+    """Zero mean and unit variance (unbiased) over the tokens of the mask, 0 elsewhere: 1 3 -> -.71 .71."""
+    mask_nt = mask_nt.to(x_nt)
+    centred_nt = (x_nt - (x_nt * mask_nt).sum() / mask_nt.sum()) * mask_nt
+    variance = (centred_nt**2).sum() / (mask_nt.sum() - 1).clamp(min=1)
+    return centred_nt * (variance + 1e-8).rsqrt()  # eq: ppo.whiten
+
+
+class AdaptiveKL(nn.Module):
+    """Weight of the KL in the reward; target None: fixed. A module, so that a checkpoint holds its value."""
+
+    def __init__(self, value, target, horizon):
+        super().__init__()
+        self.register_buffer("value", torch.tensor(value, dtype=torch.float64))
+        self.target, self.horizon = target, horizon
+
+    def update(self, kl, n):
+        """After n responses with a KL of `kl`: at most 20 % in `horizon` responses (1909.08593, 2.2)."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            # CAREFUL: without the bound a step of over five times the horizon could make the weight negative
+            self.value *= 1 + error * min(n, self.horizon) / self.horizon  # eq: ppo.adaptive_kl
+
+
+def kl_estimate(logp_nt, ref_logp_nt, kind):
+    """Estimators of KL(policy || reference) a sampled token (Schulman 2020); k3 is clamped as in verl."""
+    d_nt = logp_nt - ref_logp_nt
+    if kind == "k3":
+        d_nt = d_nt.clamp(-20, 20)
+        return ((-d_nt).exp() + d_nt - 1).clamp(-10, 10)  # eq: grpo.kl
+    return {"k1": d_nt, "abs": d_nt.abs(), "k2": d_nt**2 / 2}[kind]
+
+
+def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
+    """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
+
+    Returns loss_nt, and where the clip and where the dual clip decided (bool).
+    A = 1, r = 1.5, high = .2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
+    """
+    ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
+    plain_nt = -ratio_nt * adv_nt
+    clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
+    loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
+    dual_nt = -clip_c * adv_nt
+    lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
+    return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
+
+
+def loss_weights(mask_nt, mode, max_length=None):
+    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss; mask_nt: all responses of an optimizer step.
+
+    Lengths 1 and 3, token-mean: weights 1/4; seq-mean-token-mean: 1/2 and 1/6. Empty ones do not count.
+    """
+    mask_nt = mask_nt.float()
+    length_n1 = mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    responses = (mask_nt.sum(-1) > 0).sum().clamp(min=1)
+    denominator = {
+        "token-mean": mask_nt.sum().clamp(min=1),
+        "seq-mean-token-sum": responses,
+        "seq-mean-token-mean": length_n1 * responses,
+        "seq-mean-token-sum-norm": responses * (max_length or mask_nt.shape[1]),
+    }
+    return mask_nt / denominator[mode]  # eq: grpo.aggregation
+
+
+def actor_loss(args, logp_nt, entropy_nt, part):
+    """The whole loss of each token -> loss_nt, and the terms that metrics are sums of.
+
+    part: columns of the batch; without old_logp_nt (a single optimizer step) the policy is its own old one.
+    """
+    old_nt = part.get("old_logp_nt", logp_nt.detach())
+    clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
+    pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, part["adv_nt"], *clip)
+    if args.tis_cap:
+        pg_nt = pg_nt * (old_nt - part["rollout_logp_nt"]).exp().clamp(max=args.tis_cap)  # eq: grpo.tis
+    kl_nt = kl_estimate(logp_nt, part.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
+    loss_nt = pg_nt - args.entropy_coeff * entropy_nt
+    if args.use_kl_loss:
+        loss_nt = loss_nt + args.kl_loss_coef * kl_nt
+    terms = dict(pg_loss=pg_nt, kl_loss=kl_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
+    return loss_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+
+
+def value_loss(value_nt, old_value_nt, return_nt, clip):
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: V gains nothing by going further than c.
+
+    V = 2, V_old = 1, R = 2, c = .5: the clipped value 1.5 decides, loss .125, and no gradient.
+    """
+    clipped_nt = value_nt.clamp(old_value_nt - clip, old_value_nt + clip)
+    return torch.maximum((value_nt - return_nt) ** 2, (clipped_nt - return_nt) ** 2) / 2  # eq: ppo.value_loss
+
+
+def critic_loss(args, value_nt, part):
+    """The loss of each token -> loss_nt, and the terms that metrics are sums of; part: as for the actor."""
+    loss_nt = value_loss(value_nt, part["value_nt"], part["return_nt"], args.cliprange_value)
+    clipped_nt = loss_nt > (value_nt - part["return_nt"]) ** 2 / 2
+    return loss_nt, dict(vf_loss=loss_nt, vf_clipfrac=clipped_nt, vpred_mean=value_nt)
+
+
+# ---- The step ----------------------------------------------------------------------------------------------
+def make_batch(rows, args, device):
+    """A step's rows, dealt to the ranks by tokens -> this rank's batch, and the tokens of every rank."""
+    mask_nt = response_mask([len(row["response_ids"]) for row in rows])
+    # weights are of all ranks and micro-batches of an optimizer step: no way to cut them changes the gradient
+    mini_batches = mask_nt.split(args.ppo_mini_batch_size * args.group_size)
+    weights = [loss_weights(m_nt, args.loss_agg, args.max_response_length) for m_nt in mini_batches]
+    about = dict(
+        sampled_nt=mask_nt,
+        weight_nt=torch.cat(weights),
+        token_weight_nt=torch.cat([loss_weights(m_nt, "token-mean") for m_nt in mini_batches]),
+    )
+    return deal_batch(rows, about, args, device)
+
+
+def advantages(rows, batch, kl_coef, args):
+    """Token rewards, advantages and returns of all rows of the step, equal on every rank -> dict of [N, T].
+
+    All rows, not this rank's: advantages are whitened over the step.
+    """
+    mask_nt = response_mask([len(row["response_ids"]) for row in rows])
+    kl_nt = torch.zeros(mask_nt.shape)
+
+    def whole(name):
+        x_nt = torch.zeros(mask_nt.shape)
+        x_nt[batch["rows"]] = batch[name].cpu()
+        dist.all_reduce(x_nt)  # every row is 0 on all ranks but one
+        return x_nt
+
+    score_n, value_nt = torch.tensor([row["reward"]["score"] for row in rows]), whole("value_nt")
+    if args.use_kl_in_reward:
+        kl_nt = kl_estimate(whole("old_logp_nt"), whole("ref_logp_nt"), args.kl_penalty)
+    reward_nt = token_rewards(score_n, kl_nt, mask_nt, kl_coef)
+    adv_nt, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, args.lam)
+    about = dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, value_nt=value_nt, return_nt=return_nt)
+    return about | dict(adv_nt=masked_whiten(adv_nt, mask_nt))
+
+
+def update_critic(critic, optimizer, batch, args):
+    """One optimizer step a mini-batch -> metrics, means over the steps."""
+    sums, norms = 0.0, []
+    for mini_batch in batch["mini_batches"] * args.ppo_epochs:
+        for rows, value_nt, _ in micro_batches(critic, batch, mini_batch, args):
+            here = rows, slice(value_nt.shape[1])
+            part = {name: x[here] for name, x in batch.items() if name.endswith("_nt")}
+            loss_nt, terms = critic_loss(args, value_nt, part)
+            # FSDP averages gradients over the ranks, but the weights already divide by all ranks' tokens
+            ((part["weight_nt"] * loss_nt).sum() * dist.get_world_size()).backward()
+            with torch.no_grad():
+                kinds = [part["weight_nt" if "loss" in name else "token_weight_nt"] for name in terms]
+                sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
+        norms.append(nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip).full_tensor().item())
+        if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
+            optimizer.step()
+        optimizer.zero_grad()
+    means = [total / len(norms) for total in all_reduce(sums.tolist())]
+    metrics = {f"critic/{name}": mean for name, mean in zip(terms, means, strict=True)}
+    skipped = np.sum(~np.isfinite(norms))
+    return metrics | {"critic/grad_norm": np.mean(norms), "critic/skipped_updates": skipped}
+
+
+def update_actor(policy, optimizer, batch, args):
+    """One optimizer step a mini-batch -> metrics, means over the steps, and log-probs as first seen."""
+    sums, norms, first_nt = 0.0, [], torch.zeros_like(batch["rollout_logp_nt"])
+    for epoch in range(args.ppo_epochs):
+        for mini_batch in batch["mini_batches"]:
+            for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
+                here = rows, slice(logp_nt.shape[1])
+                part = {name: x[here] for name, x in batch.items() if name.endswith("_nt")}
+                loss_nt, terms = actor_loss(args, logp_nt, entropy_nt, part)
+                # FSDP averages gradients over the ranks, but the weights already divide by all ranks' tokens
+                ((part["weight_nt"] * loss_nt).sum() * dist.get_world_size()).backward()
+                with torch.no_grad():
+                    kinds = [part["weight_nt" if "loss" in name else "token_weight_nt"] for name in terms]
+                    sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
+                    if epoch == 0:
+                        first_nt[here] = logp_nt
+            norms.append(nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item())
+            if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
+                optimizer.step()
+            optimizer.zero_grad()
+    means = [total / len(norms) for total in all_reduce(sums.tolist())]
+    metrics = {f"actor/{name}": mean for name, mean in zip(terms, means, strict=True)}
+    metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": np.sum(~np.isfinite(norms))}
+    return metrics, first_nt
+
+
+def main():
+    # ---- arguments and data: nothing slow before they are known to be good
+    args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
+    check_args(args)
+    if args.use_kl_loss and args.kl_kind == "k1":
+        fail("--kl_kind k1 has an expected gradient of 0 as a loss: take k2 or k3")
+    reward_tokenizer = check_models(args)
+    checkpoints = open_run(args)
+    rules = args
+    if args.reward_model:  # its weight is the last; it may be the only reward
+        rules = replace(args, reward_fn=args.reward_fn or ("none",), reward_weights=args.reward_weights[:-1])
+    tokenizer, manager, val_manager, train_rows, val_rows, about = load_data(rules)
+    steps_per_epoch = len(train_rows) // args.train_batch_size
+    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+
+    # ---- models: the engine first, while the GPU is empty; then it sleeps
+    device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
+    engine = build_engine(args, device)
+    models = [load_model(args, mesh, device)]
+    if args.use_kl_loss or args.use_kl_in_reward:
+        models.append(load_model(args, mesh, device).eval().requires_grad_(False))
+    policy, critic = models[0], load_critic(args, mesh, device)
+    reward_model = load_reward_model(args, mesh, device) if args.reward_model else None
+    kl_weight = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
+    adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
+    optimizer = adamw(policy.parameters(), lr=args.lr)
+    critic_optimizer = adamw(critic.parameters(), lr=args.critic_lr)
+    trained, optimizers = Trained(policy.lm, critic.lm, kl_weight), [optimizer, critic_optimizer]
+    state = load_checkpoint(checkpoints, trained, optimizers)
+    if args.offload:  # critic and reward model are in host memory but for their uses
+        move("cpu", [critic, *filter(None, [reward_model])], critic_optimizer)
+    log = Logger(args, state["step"], total_steps)
+    log.say(f"{about}, {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    sample = partial(rollout, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
+    check_engines(sample, policy, train_rows, args)
+    stop = []  # by SIGTERM: the step in progress is the last
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+
+    def validate():
+        rows = sample(val_rows, 0, {}, args.val_group_size, temperature=args.val_temperature)
+        metrics = validation_metrics(score_rows(rows, val_manager, tokenizer)[0])
+        log.say("validation: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        return metrics
+
+    if val_rows and args.val_before_train and not state["step"]:
+        log.log(validate() | {"training/global_step": 0}, 0)
+
+    saving = {}  # seconds of the last checkpoint: reported by the step after it
+    for step in range(state["step"] + 1, total_steps + 1):
+        timing, saving, begin = saving, {}, time.perf_counter()
+        faulthandler.dump_traceback_later(args.timeout_s)  # where this rank hangs
+        epoch, number = divmod(step - 1, steps_per_epoch)
+        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
+        # ---- rollout
+        sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+        rows = sample(prompts, step, timing, args.group_size, **sampling)
+        # ---- reward: from here every rank knows all rows
+        with timed(timing, "reward"):
+            rows, rank_tokens = score_rows(rows, manager, tokenizer)
+            if args.reward_model:
+                results = model_scores(reward_model, reward_tokenizer, rows, args, device)
+                rows = add_model_scores(rows, results, args)
+        # ---- balance over the ranks
+        batch, load = make_batch(rows, args, device)
+        # ---- log-probs: the old ones only if more than the first optimizer step of the actor needs them
+        learns, first_nt = step > args.critic_warmup, None
+        if args.use_kl_in_reward or not learns or len(batch["mini_batches"]) * args.ppo_epochs > 1:
+            with timed(timing, "old_log_prob"):
+                batch["old_logp_nt"] = all_logps(policy, batch, args)
+        if args.use_kl_loss or args.use_kl_in_reward:
+            with timed(timing, "ref"):
+                batch["ref_logp_nt"] = all_logps(models[1], batch, args)
+        # ---- values
+        if args.offload:
+            move(device, [critic], critic_optimizer)
+        with timed(timing, "values"):
+            batch["value_nt"] = all_logps(critic, batch, args)
+        # ---- advantage
+        with timed(timing, "adv"):
+            kl_coef = kl_weight.value.item() * args.use_kl_in_reward
+            step_nt = advantages(rows, batch, kl_coef, args)
+            batch |= {name: step_nt[name][batch["rows"]].to(device) for name in ("adv_nt", "return_nt")}
+            if learns:
+                kl_weight.update(step_nt["kl_nt"][step_nt["mask_nt"]].mean().item(), len(rows))
+        # ---- update: the critic, then the actor
+        critic_lr = learning_rate(replace(args, lr=args.critic_lr), step, total_steps)
+        critic_optimizer.param_groups[0]["lr"] = critic_lr
+        with timed(timing, "update_critic"):
+            metrics = update_critic(critic, critic_optimizer, batch, args) | {"critic/lr": critic_lr}
+        if args.offload:
+            move("cpu", [critic], critic_optimizer)
+        if learns:
+            if step == args.critic_warmup + 1:
+                optimizer.state.clear()  # a checkpoint of the warm-up left zeros that count as a step
+            # warm-up and decay are of the steps in which the actor learns
+            lr = learning_rate(args, step - args.critic_warmup, total_steps - args.critic_warmup)
+            optimizer.param_groups[0]["lr"] = lr
+            with timed(timing, "update_actor"):
+                actor_metrics, first_nt = update_actor(policy, optimizer, batch, args)
+            metrics |= actor_metrics | {"actor/lr": lr}
+        metrics |= check_sampler(batch.get("old_logp_nt", first_nt), batch, args, step)
+        # ---- validation
+        last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
+        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+            with timed(timing, "testing"):
+                metrics |= validate()
+        # ---- metrics
+        timing["step"] = time.perf_counter() - begin
+        metrics |= step_metrics(rows, rank_tokens, load, policy, timing, args)
+        metrics |= critic_metrics(rows, step_nt, args)
+        metrics |= {
+            "actor/kl_coef": args.kl_loss_coef * args.use_kl_loss,
+            "actor/reward_kl_penalty_coeff": kl_coef,
+            "training/global_step": step,
+            "training/epoch": epoch,
+        }
+        log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
+        if args.rollout_dump and log.rank0:
+            write_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
+        # ---- checkpoint, after the metrics: a kill in between loses neither
+        if last or (args.save_freq and step % args.save_freq == 0):
+            with timed(saving, "save_checkpoint"):
+                save_checkpoint(args, step, trained, optimizers, tokenizer)
+        if last:
+            break
+    log.bar.close()
+    dist.barrier()  # the process group ends with the engine, at exit
+
+
+# ---- The system --------------------------------------------------------------------------------------------
+# region system
 LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
 
 
 class LogProbs(torch.autograd.Function):
     """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets and entropy [L], in float32.
 
-    A chunk of logits at a time, in both directions, in two buffers. torch.utils.checkpoint takes fewer lines,
-    but glibc's malloc finds no room for a chunk where the one before was: small blocks lie there by then.
+    A chunk of logits at a time, in two buffers both ways: malloc's gaps would not fit those of a checkpoint.
     """
 
     @staticmethod
-    def chunks(length):
-        return [slice(i, min(i + LOGIT_CHUNK, length)) for i in range(0, length or 1, LOGIT_CHUNK)]
-
-    @staticmethod
-    def log_softmax(hidden, weight, temperature, buffers):
-        """Put the log-probs of a chunk into the second buffer."""
-        logits, logp_lv = buffers
-        if weight.dtype is logits.dtype:
-            torch.mm(hidden, weight.t(), out=logits)  # no new memory
+    def logits(hidden, weight, temperature, softcap, out):
+        """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
+        if weight.dtype is out.dtype:
+            torch.mm(hidden, weight.t(), out=out)  # no new memory
         else:
-            logits.copy_(hidden @ weight.t())
+            out.copy_(hidden @ weight.t())
+        if softcap:
+            out.div_(softcap).tanh_().mul_(softcap)
         # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-        torch.log_softmax(logits.div_(temperature), -1, out=logp_lv)
+        return out.div_(temperature)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature):
+    def forward(ctx, hidden, weight, target, temperature, softcap=None):
+        ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
         logp, entropy = (torch.empty(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
-        for part in LogProbs.chunks(len(target)):
-            p_lv, logp_lv = chunk = buffers[:, : part.stop - part.start]
-            LogProbs.log_softmax(hidden[part], weight, temperature, chunk)
+        for part in ctx.chunks:
+            p_lv, logp_lv = buffers[:, : len(target[part])]
+            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
+            torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
             entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.softcap = temperature, softcap
         return logp, entropy
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, d_logp, d_entropy):
         """With p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
         hidden, weight, target, entropy, buffers = ctx.saved_tensors
         d_logp, d_entropy = (x[:, None] / ctx.temperature for x in (d_logp, d_entropy))
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for i, part in enumerate(reversed(LogProbs.chunks(len(target)))):
-            p_lv, logp_lv = chunk = buffers[:, : part.stop - part.start]
+        for i, part in enumerate(reversed(ctx.chunks)):
+            p_lv, logp_lv = buffers[:, : len(target[part])]
+            logits = partial(LogProbs.logits, hidden[part], weight, ctx.temperature, ctx.softcap, p_lv)
             if i:  # the last chunk is still there
-                LogProbs.log_softmax(hidden[part], weight, ctx.temperature, chunk)
+                torch.log_softmax(logits(), -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
             d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).sub_(d_logp[part]).mul_(p_lv)
-            d_lv = d_lv.scatter_add_(-1, target[part, None], d_logp[part]).to(weight.dtype)
+            d_lv = d_lv.scatter_add_(-1, target[part, None], d_logp[part])
+            if ctx.softcap:  # d tanh = 1 - tanh^2
+                tanh_lv = logits().mul_(ctx.temperature / ctx.softcap)
+                d_lv = d_lv.addcmul_(d_lv, tanh_lv.square_(), value=-1)
+            d_lv = d_lv.to(weight.dtype)
             torch.mm(d_lv, weight, out=d_hidden[part])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[part])
-        return d_hidden, d_weight, None, None
+        return d_hidden, d_weight, None, None, None
 
 
 class TokenLogps(nn.Module):
@@ -298,21 +568,37 @@ class TokenLogps(nn.Module):
         self.lm = lm
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
+        # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
+        known = lambda *names: next((x for x in (getattr(lm.config, name, None) for name in names) if x), 1)
+        self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
+        self.softcap = getattr(lm.config, "final_logit_softcapping", None)
 
     def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         layout = dict(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
         hidden = self.lm.base_model(**layout, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-        return LogProbs.apply(hidden, self.lm.get_output_embeddings().weight, target, temperature)
+        weight = self.lm.get_output_embeddings().weight
+        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap)
+
+
+def recurrent(config):
+    """Whether a layer passes a state on along the row, over the borders of what is packed or shared there."""
+    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    stateful, kinds = getattr(model, "_is_stateful", False), getattr(config, "layer_types", None) or []
+    return stateful or not {"conv", "linear_attention", "hybrid", "hybrid_sliding"}.isdisjoint(kinds)
+
+
+def pad(rows):
+    """Lists of numbers as a tensor, [rows, longest], with zeros behind the shorter ones."""
+    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def padded(prompts, responses):
-    """A row each, padded on the right, which causal attention never looks at: a layout for `token_logps`.
+    """A layout for `token_logps`: a row each, padded on the right, which causal attention never looks at.
 
     Returns input_ids, position_ids, attention_mask, and for each response the flat positions that predict it.
     """
-    pairs = list(zip(prompts, responses, strict=True))
-    input_ids = nn.utils.rnn.pad_sequence([torch.tensor(p + r) for p, r in pairs], batch_first=True)
+    input_ids = pad([p + r for p, r in zip(prompts, responses, strict=True)])
     # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
     before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
     return input_ids, None, None, [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
@@ -348,223 +634,41 @@ def response_mask(lengths):
     return torch.arange(max(lengths)) < torch.as_tensor(lengths)[:, None]
 
 
-# endregion
-
-
-# region share_prefix
-def shared(prompts, responses):
-    """Neighbours with one prompt share a row, which computes it once: see `padded`.
-
-    Prompt a b, responses c d and e -> row a b c d e at positions 0 1 2 3 2, where e sees a, b and itself.
-    """
-    pairs = groupby(zip(prompts, responses, strict=True), itemgetter(0))
-    trees = [(prompt, [response for _, response in same]) for prompt, same in pairs]
-    width, where, columns = max(len(p) + sum(map(len, rs)) for p, rs in trees), [], []
-    for number, (prompt, answers) in enumerate(trees):
-        ids, position, branch = [*prompt], [*range(len(prompt))], [0] * len(prompt)
-        for name, answer in enumerate(answers, 1):
-            here = torch.arange(len(answer)) + len(ids) - 1
-            here[0] = len(prompt) - 1  # the prompt's last token predicts the first token of every response
-            where.append(here + number * width)
-            ids += answer
-            position += range(len(prompt), len(prompt) + len(answer))
-            branch += [name] * len(answer)
-        columns.append([torch.tensor(x) for x in (ids, position, branch)])
-    input_ids, position_ids, branch = (nn.utils.rnn.pad_sequence(x, batch_first=True) for x in zip(*columns))
-    related = (branch[:, None] == 0) | (branch[:, None] == branch[:, :, None])  # [B, query, key]
-    return input_ids, position_ids, related.tril()[:, None], where
-
-
-def bundles_of(rows, args):
-    """What is computed as one row: a response, or the responses to a prompt that fit in a micro-batch."""
-    size, fit = args.group_size, args.max_tokens_per_microbatch - args.max_prompt_length
-    step = max(1, min(size, fit // args.max_response_length)) if args.share_prefix else 1
-    groups = range(0, len(rows), size)
-    return [list(range(i, min(i + step, g + size))) for g in groups for i in range(g, g + size, step)]
-
-
-def bundle_tokens(bundle, prompts, responses):
-    """Tokens of the row that a bundle becomes."""
-    return len(prompts[bundle[0]]) + sum(len(responses[i]) for i in bundle)
-
-
-# endregion
-
-
-class TokenValues(TokenLogps):
-    """A critic, called as TokenLogps is: the value of the state in which each target was sampled."""
-
-    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
-        """-> value [L], float32, in both places of log-prob and entropy: `token_logps` lays out two."""
-        layout = dict(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
-        hidden = self.lm.base_model(**layout, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-        value = self.lm.score(hidden).float().sum(-1)  # of one column
-        return value, value
-
-
-def token_rewards(score_n, kl_nt, mask_nt, kl_coef):
-    """Minus kl_coef * KL on every token, plus the response's score on its last.
-
-    Score 1, KL .1 .2 .3 of which the last is masked, coefficient 1 -> -.1, .8, 0.
-    """
-    last_n1 = mask_nt.long().cumsum(-1).argmax(-1, keepdim=True)
-    reward_nt = -kl_coef * kl_nt * mask_nt  # eq: ppo.kl_reward
-    return reward_nt.scatter_add(-1, last_n1, score_n[:, None].to(reward_nt))
-
-
-def gae(reward_nt, value_nt, mask_nt, gamma, lam):
-    """Generalised advantage estimation (1506.02438, eq. 16) -> adv_nt, not whitened, and return_nt = A + V.
-
-    A masked token (tool output, padding) passes the V and A of its successor through; V after the end is 0.
-    Rewards 0 0 1, values .5 .6 .7, gamma = lam = 1 -> A .5 .4 .3, returns 1 1 1.
-    """
-    adv_nt, mask_nt = torch.zeros_like(value_nt), mask_nt.bool()
-    next_value_n = next_adv_n = torch.zeros_like(value_nt[:, 0])
-    for t in reversed(range(value_nt.shape[1])):
-        delta_n = reward_nt[:, t] + gamma * next_value_n - value_nt[:, t]  # eq: ppo.delta
-        next_adv_n = torch.where(mask_nt[:, t], delta_n + gamma * lam * next_adv_n, next_adv_n)  # eq: ppo.gae
-        next_value_n = torch.where(mask_nt[:, t], value_nt[:, t], next_value_n)
-        adv_nt[:, t] = next_adv_n
-    return adv_nt, adv_nt + value_nt
-
-
-def masked_whiten(x_nt, mask_nt):
-    """Zero mean and unit variance (unbiased) over the tokens of the mask, 0 elsewhere: 1 3 -> -.71 .71."""
-    mask_nt = mask_nt.to(x_nt)
-    centred_nt = (x_nt - (x_nt * mask_nt).sum() / mask_nt.sum()) * mask_nt
-    variance = (centred_nt**2).sum() / (mask_nt.sum() - 1).clamp(min=1)
-    return centred_nt * (variance + 1e-8).rsqrt()  # eq: ppo.whiten
-
-
-def value_loss(value_nt, old_value_nt, return_nt, clip):
-    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: V gains nothing by going further than c.
-
-    V = 2, V_old = 1, R = 2, c = .5: the clipped value 1.5 decides, loss .125, and no gradient.
-    """
-    clipped_nt = value_nt.clamp(old_value_nt - clip, old_value_nt + clip)
-    return torch.maximum((value_nt - return_nt) ** 2, (clipped_nt - return_nt) ** 2) / 2  # eq: ppo.value_loss
-
-
-class AdaptiveKL(nn.Module):
-    """Weight of the KL in the reward; target None: fixed. A module, so that a checkpoint holds its value."""
-
-    def __init__(self, value, target, horizon):
-        super().__init__()
-        self.register_buffer("value", torch.tensor(value, dtype=torch.float64))
-        self.target, self.horizon = target, horizon
-
-    def update(self, kl, n):
-        """After n responses with a KL of `kl`: at most 20 % in `horizon` responses (1909.08593, 2.2)."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * n / self.horizon  # eq: ppo.adaptive_kl
-
-
-def kl_estimate(logp_nt, ref_logp_nt, kind):
-    """Estimators of KL(policy || reference) a sampled token (Schulman 2020); k3 is clamped as in verl."""
-    d_nt = logp_nt - ref_logp_nt
-    if kind == "k1":
-        return d_nt
-    if kind == "abs":
-        return d_nt.abs()
-    if kind == "k2":
-        return d_nt**2 / 2
-    d_nt = d_nt.clamp(-20, 20)
-    return ((-d_nt).exp() + d_nt - 1).clamp(-10, 10)  # eq: grpo.kl
-
-
-def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
-    """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
-
-    Returns loss_nt, and where the clip and where the dual clip decided (bool).
-    A = 1, r = 1.5, high = .2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
-    """
-    ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
-    plain_nt = -ratio_nt * adv_nt
-    clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
-    loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
-    dual_nt = -clip_c * adv_nt
-    lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
-    return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
-
-
-def loss_denominator(mask_nt, mode, max_length=None):
-    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss; mask_nt: all responses of an optimizer step.
-
-    Lengths 1 and 3, token-mean: weights 1/4; seq-mean-token-mean: 1/2 and 1/6. Empty ones do not count.
-    """
-    mask_nt = mask_nt.float()
-    length_n1 = mask_nt.sum(-1, keepdim=True).clamp(min=1)
-    responses = (mask_nt.sum(-1) > 0).sum().clamp(min=1)
-    if mode == "token-mean":
-        return mask_nt / mask_nt.sum().clamp(min=1)
-    if mode == "seq-mean-token-sum":
-        return mask_nt / responses
-    if mode == "seq-mean-token-mean":
-        return mask_nt / length_n1 / responses
-    return mask_nt / (responses * (max_length or mask_nt.shape[1]))  # eq: grpo.aggregation
-
-
-# --------------------------------------------------------------------------------------------------
-# The system
-# --------------------------------------------------------------------------------------------------
-# region distributed
-NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-
-
 def setup_distributed(hsdp_replicas, timeout_s=3600.0):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
-    if "RANK" not in os.environ:  # plain `python`: a rendezvous with itself
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        os.environ |= dict(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-        )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if "RANK" not in os.environ:  # plain `python`: a world of one
+        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
         torch.cuda.set_device(device)
     elif sys.platform == "linux":  # keep freed memory: getting it anew is 30 % of an update
         ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     store, rank, world = next(dist.rendezvous("env://"))
     # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
-        fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    enter("start")
-    sys.excepthook = report_failure
-    shape = (hsdp_replicas, dist.get_world_size() // hsdp_replicas)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(new_store):  # counted per node
+        fail(f"--max-restarts on several nodes: set {new_store}=1 for torchrun on each of them")
+    dist.init_process_group(backend, None, timedelta(seconds=timeout_s), world, rank, store)
+    sys.excepthook = partial(report_failure, store, rank, world)
+    shape = hsdp_replicas, world // hsdp_replicas
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return device, mesh if hsdp_replicas > 1 else mesh["shard"]
 
 
-def enter(phase):
-    """Tell the other ranks what this one does."""
-    now = f"{time.time():.1f} {phase} since {time.strftime('%H:%M:%S')}"
-    dist.distributed_c10d._get_default_store().set(f"phase/{dist.get_rank()}", now)
-
-
-def report_failure(kind, error, trace):
-    """After the traceback: the ranks that answer no more, or else those that failed, the first one first.
-
-    A rank that hangs fails nowhere itself: the others do, --timeout_s later.
-    """
-    sys.__excepthook__(kind, error, trace)
-    store, name = dist.distributed_c10d._get_default_store(), "phase/{}".format
-    phase = store.get(name(dist.get_rank())).decode().partition(" ")[2]
-    enter(f"failed in {phase}; failed")
+def report_failure(store, rank, world, *error):
+    """After the traceback: the ranks that answer no more (they hang, or are dead), or who failed first."""
+    sys.__excepthook__(*error)
+    store.set(f"failed/{rank}", f"{time.time()}")
     time.sleep(3)  # the time-outs of the others
-    ranks = {rank: store.get(name(rank)).decode() for rank in range(dist.get_world_size())}
-    silent = {rank: text for rank, text in ranks.items() if "failed in" not in text}
-    for rank, text in sorted((silent or ranks).items(), key=lambda item: item[1])[:8]:
-        doing = f"does not answer: {text.partition(' ')[2]}" if silent else text.partition(" ")[2]
-        print(f"rank {dist.get_rank()}: rank {rank} {doing}", file=sys.stderr, flush=True)
+    failed = {r: store.get(f"failed/{r}") for r in range(world) if store.check([f"failed/{r}"])}
+    silent = ", ".join(f"rank {r}" for r in range(world) if r not in failed)
+    what = f"no answer from {silent}" if silent else f"rank {min(failed, key=failed.get)} failed first"
+    print(f"rank {rank}: {what}", file=sys.stderr, flush=True)
 
 
 def fail(message):
@@ -579,32 +683,26 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return total.tolist()
 
 
-# endregion
-
-
-# region model
 def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
-    disable_progress_bar()  # of transformers: one bar is enough
-    param_dtype = getattr(torch, args.param_dtype)
+    logging.disable_progress_bar()  # of transformers: one bar is enough
     config = AutoConfig.from_pretrained(args.model, **changes)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
-        lm = auto.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
+        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, args.compute_dtype), reduce_dtype=torch.float32
-    )
+    compute_dtype = getattr(torch, args.compute_dtype)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
     rank0 = dist.get_rank() == 0
-    full = auto.from_pretrained(args.model, dtype=param_dtype, **changes) if rank0 else None
+    full = auto.from_pretrained(args.model, dtype=args.param_dtype, **changes) if rank0 else None
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -625,291 +723,102 @@ def learning_rate(args, step, total_steps):
     return args.lr * decay[args.lr_schedule]
 
 
-# endregion
-
-
-# region rollout
-def build_engine(args, device):
-    """A vLLM engine in this process, asleep. It starts with random weights: only a sync makes it useful."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    import vllm
-    from vllm import _custom_ops as ops
-
-    cuda, set_num_threads, onednn = device.type == "cuda", torch.set_num_threads, ops._supports_onednn
-    # CAREFUL: on a CPU vLLM packs the weights for oneDNN and drops what a sync writes to; sync_weights packs
-    ops._supports_onednn = False
-    engine = vllm.LLM(
-        model=args.model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=args.compute_dtype,
-        tensor_parallel_size=args.tp_size,
-        distributed_executor_backend="external_launcher",
-        max_model_len=args.max_prompt_length + args.max_response_length,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: else a share of all memory
-        enable_sleep_mode=cuda,  # CPU: sleep and wake_up run, and do nothing
-        enforce_eager=not cuda,
-        enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over two steps
-        logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature included
-        generation_config="vllm",  # not the model's own sampling defaults
-        seed=args.seed,  # equal in a tensor-parallel group
-    )
-    torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
-    ops._supports_onednn = onednn
-    torch.manual_seed(args.seed)  # vLLM overwrites the global generator
-    engine.sleep(level=2)
-    return engine
-
-
-def stop_token_ids(args, tokenizer):
-    """Every token that ends a response: the tokenizer's EOS and those of the model's generation config."""
-    try:
-        eos = GenerationConfig.from_pretrained(args.model).eos_token_id
-    except OSError:  # a model without one
-        eos = None
-    return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
-
-
-def generate(engine, rows, args, stop_ids, step, **sampling):
-    """Answer each row -> rows with response_ids, rollout_logps and finish_reason.
-
-    The seed of a response is a function of (seed, step, prompt, sample): no other row or rank matters.
-    """
-    from vllm import SamplingParams
-
-    def params(row):
-        seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"])).generate_state(1)[0]
-        return SamplingParams(
-            seed=int(seed), stop_token_ids=stop_ids, logprobs=0, detokenize=False, **sampling
-        )
-
-    prompts = [dict(prompt_token_ids=row["prompt_ids"]) for row in rows]
-    outputs, answered = engine.generate(prompts, list(map(params, rows)), use_tqdm=False), []
-    for row, output in zip(rows, outputs, strict=True):
-        o = output.outputs[0]
-        logps = [position[token].logprob for position, token in zip(o.logprobs, o.token_ids, strict=True)]
-        new = dict(response_ids=list(o.token_ids), rollout_logps=logps, finish_reason=o.finish_reason)
-        answered.append(row | new)
-    return answered
-
-
-def rollout(engine, models, optimizer, args, stop_ids, prompts, step, check, timing, group_size, **sampling):
-    """Sync the sampler, let it answer, and give its memory back to the trainer -> this rank's answered rows.
-
-    prompts: the rows of the whole step, equal on every rank. The ranks of a tensor-parallel group answer the
-    union of their prompts and keep their own. check: compare both engines' log-probs on a few tokens.
-    """
-    rank, world, device = dist.get_rank(), dist.get_world_size(), next(models[0].parameters()).device
-    own = prompts[rank // args.tp_size :: world // args.tp_size]
-    rows = [dict(row, sample=g) for row in own for g in range(group_size)]
-    probes = [dict(row, sample=0) for row in own[:2]] if check else []
-    with timed(timing, "sync"):
-        engine.wake_up(tags=["weights"])
-        sync_weights(engine, models[0].lm)
-    with timed(timing, "gen"):
-        if args.offload:
-            move("cpu", models, optimizer)
-        engine.wake_up(tags=["kv_cache"])
-        rows = generate(engine, rows, args, stop_ids, step, max_tokens=args.max_response_length, **sampling)
-        probes = generate(engine, probes, args, stop_ids, step, max_tokens=16, temperature=args.temperature)
-        engine.sleep(level=2)
-        if args.offload:
-            move(device, models, optimizer)
-    if check:
-        check_sync(models[0], probes, args, step)
-    return rows[rank % args.tp_size :: args.tp_size]
-
-
-def move(device, models, optimizer):
-    """Move shards and optimizer state between GPU and host."""
-    for model in models:
-        model.to(device)
-    for state in optimizer.state.values():
-        state.update({name: value.to(device) for name, value in state.items() if value.dim()})
-    torch.cuda.empty_cache()
-
-
-# endregion
-
-
-# region weight_sync
-SYNC_LIMIT = {"float32": 1e-3, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
-
-
-def sync_weights(engine, lm):
-    """Stream the sharded parameters into the sampler, one full tensor at a time; tied weights go once."""
-
-    def stream():  # full_tensor is a collective: every rank iterates in the same order
-        for name, parameter in lm.named_parameters():
-            yield name, parameter.detach().full_tensor()
-
-    def load(model):
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        model.load_weights(stream())
-        for layer in model.modules():
-            if hasattr(layer, "cpu_linear"):  # on a CPU only: packed copies, twice as fast in sampling
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-
-    engine.apply_model(load)
-    engine.reset_prefix_cache()
-
-
-@torch.no_grad()
-def check_sync(policy, rows, args, step):
-    """Stop the run unless the trainer gives the sampler's tokens the sampler's log-probs."""
-    prompts, responses = [row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows]
-    logp_nt, _ = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, padded)
-    sampled = [torch.tensor(row["rollout_logps"]) for row in rows]
-    gaps = [(a - b[: len(a)]).abs() for a, b in zip(sampled, logp_nt.cpu(), strict=False)]
-    total, count = all_reduce([sum(gap.sum().item() for gap in gaps), sum(map(len, gaps))])
-    limit = SYNC_LIMIT[args.compute_dtype]
-    if not total / count < limit:  # so that NaN fails too
-        fail(
-            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights;"
-            f" log-probs of {count:.0f} tokens differ by {total / count:.3g} on average, more than {limit}"
-        )
-
-
-# endregion
-
-
-# region balance
-def deal(lengths, ranks):
+def balance(lengths, ranks):
     """Deal rows to ranks so that each gets about the same number of tokens -> list of lists of row numbers.
 
     Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
     """
-    hands, load = [[] for _ in range(ranks)], [0] * ranks
+    parts, load = [[] for _ in range(ranks)], [0] * ranks
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         lightest = load.index(min(load))
-        hands[lightest].append(i)
+        parts[lightest].append(i)
         load[lightest] += lengths[i]
-    return hands
+    return parts
 
 
-def cut(lengths, budget, one_row):
-    """Cut rows into micro-batches of at most `budget` tokens (padding counted), longest first.
+def split_micro_batches(lengths, budget, one_row):
+    """Split rows, longest first, into micro-batches of at most `budget` tokens (padding, if any, counted).
 
-    one_row: each micro-batch is one packed row, without padding. Every rank gets the same number of
-    micro-batches, the largest needed by any: the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
     """
-    batches, tokens = [], 0
+    batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        longest, rows = (lengths[batches[-1][0]], len(batches[-1])) if batches else (0, 0)
-        cost = tokens + lengths[i] if one_row else longest * (rows + 1)
-        if batches and cost <= budget:
-            batches[-1].append(i)
-            tokens = cost
-        else:
+        rows = [*batches[-1], i]
+        cost = sum(lengths[j] for j in rows) if one_row else lengths[rows[0]] * len(rows)
+        if len(rows) > 1 and cost > budget:
             batches.append([i])
-            tokens = lengths[i]
+        else:
+            batches[-1].append(i)
     # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
     [most] = all_reduce([len(batches)], dist.ReduceOp.MAX)
     return batches + [[]] * (int(most) - len(batches))
 
 
-# endregion
-
-
-# region checkpoint
-MAY_CHANGE = set(
-    "output_dir resume total_epochs total_steps save_freq test_freq keep_checkpoints save_hf wandb_project"
-    " timeout_s num_examine rollout_dump offload hsdp_replicas tp_size gpu_memory_utilization sync_check_freq"
-    " max_tokens_per_microbatch share_prefix gradient_checkpointing".split()
+MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
+    "model tokenizer critic_model reward_model lora_rank train_files messages_key max_length seed loss_agg"
+    " train_batch_size group_size max_prompt_length max_response_length adv_estimator reward_fn".split()
 )
 
 
 def open_run(args):
-    """Check output_dir against the arguments -> the checkpoints to resume from, the newest first."""
-    out = Path(args.output_dir)
-    if (out / "args.json").is_file():
+    """Check output_dir against the arguments -> the checkpoints to go on from, the newest first."""
+    out, there, now = Path(args.output_dir), {}, json.loads(json.dumps(asdict(args)))
+    if (out / "args.json").exists():
         if args.resume == "never":
             fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
-        there, now = json.loads((out / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
-        other = [k for k in now if k not in MAY_CHANGE and there.get(k) != now[k]]
-        if other:
-            changes = "; ".join(f"--{k} {there.get(k)} there, {now[k]} now" for k in other)
-            fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
+        with suppress(ValueError):  # of a disk that was full
+            there = json.loads((out / "args.json").read_text())
+    other = [k for k in there if k in MUST_AGREE and k in now and there[k] != now[k]]
+    if changes := "; ".join(f"--{k} {there[k]} there, {now[k]} now" for k in other):
+        fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
+    latest = (out / "checkpoints/latest").resolve()
+    own = sorted((path for path in latest.parent.glob("step_*") if path <= latest), reverse=True)
     if args.resume in ("auto", "never"):
-        latest = (out / "checkpoints/latest").resolve()
-        older = sorted((path for path in latest.parent.glob("step_*") if path < latest), reverse=True)
-        return [path for path in (latest, *older) if path.exists()]
+        return own
     if not (Path(args.resume) / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    return [Path(args.resume).resolve()]
+    return [*own, Path(args.resume).resolve()]  # the same command again goes on with its own run
 
 
-def sha256(path):
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def first_intact(checkpoints):
-    """The first one whose files are as they were written, or None without any. Each rank reads its share."""
-    damages = [None] * dist.get_world_size()
+def load_checkpoint(checkpoints, lm, optimizer):
+    """Load the first checkpoint that can be, at any world size -> the trainer's state; none: step 0."""
     for path in checkpoints:
+        model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
         try:
-            written = json.loads((path / "trainer_state.json").read_text())["sha256"]
-            mine = sorted(written)[dist.get_rank() :: dist.get_world_size()]
-            damaged = [name for name in mine if sha256(path / name) != written[name]]
-        except (OSError, ValueError, KeyError) as error:
-            damaged = [f"{type(error).__name__}: {error}"]
-        dist.all_gather_object(damages, damaged)
-        if not (damaged := sum(damages, [])):
-            return path
-        if dist.get_rank() == 0:
-            print(f"{path} is damaged ({', '.join(damaged)}) and left out", file=sys.stderr, flush=True)
+            state = json.loads((path / "trainer_state.json").read_text())
+            dcp.load(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=path / "dcp")
+        except (dcp.CheckpointException, OSError, ValueError) as error:
+            if dist.get_rank() == 0:
+                print(f"{path} is damaged ({causes(error)}) and left out", file=sys.stderr, flush=True)
+            continue
+        dcp_state.set_state_dict(
+            lm, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
+        return state | dict(origin=f", resumed from {path}")
     if checkpoints:
         fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
-    return None
+    return dict(step=0, origin="")
 
 
-@contextmanager
-def writing(path):
-    """All ranks come out of the block, or all stop with one line: why path could not be written."""
-    problems, by_rank = set(), [None] * dist.get_world_size()
-    try:
-        yield
-    except dcp.CheckpointException as error:  # the same on all ranks
-        problems = {f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()}
-    except (OSError, SafetensorError) as error:
-        problems = {f"rank {dist.get_rank()}: {error}"}
-    dist.all_gather_object(by_rank, problems)
-    if problems := set().union(*by_rank):
-        free = shutil.disk_usage(path.parents[1]).free / 2**30
-        print(file=sys.stderr)  # below the progress bar
-        fail(f"{path} cannot be written: {'; '.join(sorted(problems))}; {free:.1f} GiB are free")
+def causes(error):
+    """An error of a checkpoint in one line; dcp's have a cause for each rank."""
+    by_rank = getattr(error, "failures", {dist.get_rank(): (error, None)})
+    return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
 
 
 def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
-    root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
+    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, None
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
-    with writing(final):
-        if rank0:
-            for unfinished in root.glob(".step_*"):
-                shutil.rmtree(unfinished)
-            (new / "hf").mkdir(parents=True)
-    model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
-    with writing(final):
+    try:
+        model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
         dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
-        mine = [f"dcp/__{dist.get_rank()}_*"] + ["dcp/.metadata"] * rank0
-        sums = {str(f.relative_to(new)): sha256(f) for pattern in mine for f in new.glob(pattern)}
-    by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, sums)
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dict(state_dict=dcp_state.get_model_state_dict(lm, options=options)) if args.save_hf else {}
-    with writing(final):
+        options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = dict(state_dict=dcp_state.get_model_state_dict(lm, options=options)) if args.save_hf else {}
         if rank0:
             tokenizer.save_pretrained(new / "hf")
             (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
-            sums = {name: digest for part in by_rank for name, digest in part.items()}
-            state |= dict(step=step, sha256=sums)
-            (new / "trainer_state.json").write_text(json.dumps(state, default=str))
+            (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
             shutil.rmtree(final, ignore_errors=True)
             new.rename(final)
             link.unlink(missing_ok=True)
@@ -918,29 +827,21 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
             done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
             for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
                 shutil.rmtree(old)
+    except (dcp.CheckpointException, OSError, SafetensorError) as error:  # the first, on all ranks alike
+        problem = causes(error)
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if problems := {*problems} - {None}:
+        print(file=sys.stderr)  # below the progress bar
+        free = f"{shutil.disk_usage(root).free / 2**30:.1f} GiB are free"
+        fail(f"{final} cannot be written: {'; '.join(sorted(problems))}; {free}")
 
 
-def load_checkpoint(path, lm, optimizer):
-    """Load model and optimizer, at any world size -> the trainer's state."""
-    model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
-    state = dict(model=model_state, optimizer=optimizer_state)
-    dcp.load(state, checkpoint_id=path / "dcp")
-    loaded = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    dcp_state.set_state_dict(lm, optimizer, **loaded)
-    return json.loads((path / "trainer_state.json").read_text())
-
-
-# endregion
-
-
-# region logging
 @contextmanager
 def timed(timing, name):
     """Add the seconds of a block to timing[name]."""
-    enter(name)
     start = time.perf_counter()
     yield
-    enter(f"what follows {name}")
     timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
 
 
@@ -952,12 +853,16 @@ class Logger:
         self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
         if not self.rank0:
             return
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        for unfinished in self.out.glob("checkpoints/.step_*"):
+            shutil.rmtree(unfinished)
         self.metrics = self.out / "metrics.jsonl"
-        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
-        # steps after the checkpoint are done again: their old lines go
-        self.metrics.write_text("".join(x for x in lines if json.loads(x)["training/global_step"] <= step))
+        lines = self.metrics.read_text().splitlines() if step and self.metrics.exists() else []
+        # steps after the checkpoint, without one all steps, are done again: their lines go, and one cut short
+        keep = lambda line: line.endswith("}") and json.loads(line)["training/global_step"] <= step
+        kept = "".join(f"{line}\n" for line in filter(keep, lines))
+        for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
+            with replacing(self.out / name) as new:
+                new.write_text(text)
         if args.wandb_project:
             import wandb
 
@@ -968,28 +873,19 @@ class Logger:
         """A line for people, in the terminal and in log.txt."""
         if self.rank0:
             self.bar.write(message)
-            with (self.out / "log.txt").open("a") as f:
-                f.write(message + "\n")
+            with (self.out / "log.txt").open("a") as file:
+                file.write(message + "\n")
 
-    def log(self, metrics, step, **postfix):
-        """One dict a step; postfix goes to the progress bar."""
+    def log(self, metrics, step, **shown):
+        """One dict a step; shown: metrics at the progress bar, under shorter names."""
         metrics = {name: float(value) for name, value in metrics.items()}
         if self.rank0:
-            with self.metrics.open("a") as f:
-                f.write(json.dumps(metrics) + "\n")
-            self.bar.set_postfix(postfix, refresh=False)
+            with self.metrics.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+            self.bar.set_postfix({k: f"{metrics[name]:.4g}" for k, name in shown.items()}, refresh=False)
             self.bar.update(step - self.bar.n)
         if self.wandb:
             self.wandb.log(metrics, step=step)
-
-    def dump(self, rows, step):
-        """Write the responses of a step to rollouts/, one JSON line each."""
-        if self.rank0:
-            (self.out / "rollouts").mkdir(exist_ok=True)
-            keep = ("index", "sample", "finish_reason", "response_ids")
-            lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (self.out / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
 
 
 def stats(name, values):
@@ -997,85 +893,356 @@ def stats(name, values):
     return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
 
 
-def train_flops(policy, lengths):
-    """FLOPs of forward and backward: 6 a weight and token, and causal attention's 6 L H T^2 a row."""
-    weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
-    return sum(6 * weights * n + 6 * config.num_hidden_layers * config.hidden_size * n**2 for n in lengths)
-
-
-def matmul_speed(args, device):
-    """FLOP/s of a large matrix product on this rank, measured now: the yardstick of perf/mfu."""
+@cache
+def matmul_speed(dtype, device):
+    """FLOP/s of a large matrix product on this rank: the yardstick of perf/mfu."""
     n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=getattr(torch, args.compute_dtype))
-    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
-    return 2 * n**3 / timer.blocked_autorange().median
+    a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
+    return 2 * n**3 / Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads()).timeit(10).mean
+
+
+# endregion
+# region sampling
+def check_args(args):
+    """Stop on combinations that cannot work, before anything is loaded."""
+    world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
+    flag = lambda name: f"--{name} {getattr(args, name)}"
+    if args.train_batch_size % args.ppo_mini_batch_size:
+        fail(f"{flag('train_batch_size')} is not a multiple of {flag('ppo_mini_batch_size')}")
+    for name in ("tp_size", "hsdp_replicas"):
+        if world % getattr(args, name):
+            fail(f"{world} ranks are not a multiple of {flag(name)}")
+    if args.max_tokens_per_microbatch < row:
+        fail(f"{flag('max_tokens_per_microbatch')} is less than a row, {row} tokens")
+    if args.share_prefix and args.attn_implementation != "sdpa":
+        fail(f"--share_prefix needs sdpa, whose mask can be any, unlike {flag('attn_implementation')}")
+    if args.temperature <= 0:
+        fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
+    if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
+        fail(
+            f"{flag('top_p')} {flag('top_k')} with {flag('tis_cap')}: a truncated sampler's log-probs do not"
+            " compare with the trainer's; sample from all tokens, or pass --tis_cap 0"
+        )
+
+
+def load_data(args):
+    """-> tokenizer, reward managers of training and of validation, rows of both, and a line about them."""
+    limits = args.max_prompt_length, args.filter_overlong_prompts
+    pool = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
+    shown = 0 if int(os.environ.get("RANK", 0)) else args.num_examine
+    try:
+        config = AutoConfig.from_pretrained(args.model)
+        window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+        if args.share_prefix and (window or recurrent(config)):
+            raise ValueError(f"--share_prefix needs full attention, and {config.model_type} has other layers")
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
+        managers = [RewardManager(args.reward_manager, reward_fn, n, **pool) for n in (0, shown)]
+        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, *limits)
+        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, *limits)
+        if "rewards" in args.reward_fn:
+            check_sources({row["data_source"] for row in train_rows + val_rows})
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
+    except (ValueError, OSError) as error:
+        fail(" ".join(str(error).split()))
+    if len(train_rows) < args.train_batch_size:
+        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
+    dropped = f"{train_dropped + val_dropped} dropped: over {args.max_prompt_length} tokens"
+    about = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
+    return tokenizer, *managers, train_rows, val_rows, about
+
+
+def build_engine(args, device):
+    """A vLLM engine in this process, asleep. It starts with random weights: only a sync makes it useful."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm
+    from vllm import _custom_ops as ops
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
+
+    # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
+    arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
+    Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
+    cuda, set_num_threads, onednn = device.type == "cuda", torch.set_num_threads, ops._supports_onednn
+    # CAREFUL: on a CPU vLLM packs the weights for oneDNN and drops what a sync writes to; sync_weights packs
+    ops._supports_onednn = False
+    model = dict(model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype=args.compute_dtype)
+    group = dict(tensor_parallel_size=args.tp_size, distributed_executor_backend="external_launcher")
+    # CPU: sleep and wake_up run and do nothing; seeds fail where a prompt is cut over two steps
+    paths = dict(enable_sleep_mode=cuda, enforce_eager=not cuda, enable_chunked_prefill=cuda)
+    # states of recurrent layers are cached with chunked prefill only
+    paths |= dict(enable_prefix_caching=cuda or not recurrent(AutoConfig.from_pretrained(args.model)))
+    sizes = dict(gpu_memory_utilization=args.gpu_memory_utilization)  # CPU: a fixed size, else a share of all
+    sizes |= dict(kv_cache_memory_bytes=None if cuda else 1 << 30)
+    sizes |= dict(max_model_len=args.max_prompt_length + args.max_response_length)
+    # log-probs of the distribution sampled from; the model's EOS tokens, but not its temperature
+    sampling = dict(logprobs_mode="processed_logprobs", generation_config="vllm", seed=args.seed)
+    engine = vllm.LLM(**model, **group, **paths, **sizes, **sampling)
+    torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+    ops._supports_onednn = onednn
+    torch.manual_seed(args.seed)  # vLLM overwrites the global generator
+    engine.sleep(level=2)
+    return engine
+
+
+def rollout(engine, models, optimizer, args, prompts, step, timing, group_size, **sampling):
+    """Sync the sampler, let it answer the step's prompts, and give its memory back -> this rank's rows.
+
+    The ranks of a tensor-parallel group answer the union of their prompts and keep their own.
+    """
+    from vllm import SamplingParams
+
+    rank, world, device = dist.get_rank(), dist.get_world_size(), next(models[0].parameters()).device
+    own = prompts[rank // args.tp_size :: world // args.tp_size]
+    rows = [dict(row, sample=g) for row in own for g in range(group_size)]
+    sampling = dict(max_tokens=args.max_response_length, logprobs=0, detokenize=False) | sampling
+    seeds = [np.random.SeedSequence((args.seed, step, row["index"], row["sample"])) for row in rows]
+    params = [SamplingParams(seed=int(seed.generate_state(1)[0]), **sampling) for seed in seeds]
+    with timed(timing, "sync"):
+        engine.wake_up(tags=["weights"])
+        sync_weights(engine, models[0].lm)
+    with timed(timing, "gen"):
+        if args.offload:
+            move("cpu", models, optimizer)
+        engine.wake_up(tags=["kv_cache"])
+        texts = [dict(prompt_token_ids=row["prompt_ids"]) for row in rows]
+        outputs = engine.generate(texts, params, use_tqdm=False)
+        engine.sleep(level=2)
+        if args.offload:
+            move(device, models, optimizer)
+    for row, o in zip(rows, [output.outputs[0] for output in outputs], strict=True):
+        logps = [position[token].logprob for position, token in zip(o.logprobs, o.token_ids, strict=True)]
+        row |= dict(response_ids=list(o.token_ids), rollout_logps=logps, finish_reason=o.finish_reason)
+    return rows[rank % args.tp_size :: args.tp_size]
+
+
+def sync_weights(engine, lm):
+    """Stream the sharded model into the sampler, one full tensor at a time; tied weights go once."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    tied = lm.all_tied_weights_keys if lm.config.tie_word_embeddings else ()
+
+    def stream():  # full_tensor is a collective: every rank iterates in the same order
+        for name, x in lm.state_dict().items():  # persistent buffers too
+            if name not in tied:
+                yield from revert_weight_conversion(
+                    lm, {name: getattr(x, "full_tensor", lambda x=x: x)()}
+                ).items()
+
+    def load(model):
+        model.load_weights(stream())
+        for layer in model.modules():  # on a CPU only: packed copies, twice as fast in sampling
+            if hasattr(layer, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            elif hasattr(layer, "w13_weight") and layer.w13_weight.device.type == "cpu":
+                layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    engine.apply_model(load)
+    engine.reset_prefix_cache()
+
+
+def move(device, models, optimizer):
+    """Move shards and optimizer state between GPU and host."""
+    for model in models:
+        model.to(device)
+    for state in optimizer.state.values():
+        state.update({name: value.to(device) for name, value in state.items() if value.dim()})
+    torch.cuda.empty_cache()
+
+
+def check_engines(sample, policy, rows, args):
+    """Before the first step: sampler and trainer, in the layout that trains, agree on short responses."""
+    rows = [dict(rows[i % len(rows)]) for i in range(2 * dist.get_world_size())]
+    rows = [row | dict(prompt_ids=row["prompt_ids"][-32:]) for row in rows]
+    rows = sample(rows, 0, {}, 2, temperature=args.temperature, max_tokens=8)
+    texts = [[row[name] for row in rows] for name in ("prompt_ids", "response_ids")]
+    with torch.no_grad():
+        logp_nt, _ = token_logps(policy, *texts, args.temperature, layout_of(policy.lm.config, args))
+    rollout_logp_nt = pad([row["rollout_logps"] for row in rows]).to(logp_nt.device)
+    check_sampler(logp_nt, dict(sampled_nt=logp_nt != 0, rollout_logp_nt=rollout_logp_nt), args, 0)
+
+
+def check_sampler(logp_nt, batch, args, step):
+    """Sampler against trainer, on what this step sampled -> metrics; stop if more than rounding differs."""
+    gap = (logp_nt - batch["rollout_logp_nt"]).abs()[batch["sampled_nt"]]
+    diff = (logp_nt.exp() - batch["rollout_logp_nt"].exp()).abs()[batch["sampled_nt"]]
+    gap, mean, tokens = all_reduce([gap.sum().item(), diff.sum().item(), diff.numel()])
+    gap, mean, limit = gap / max(tokens, 1), mean / max(tokens, 1), ROUNDING[args.compute_dtype]
+    [largest] = all_reduce([max(diff.tolist(), default=0.0)], dist.ReduceOp.MAX)
+    truncated = step and (args.top_p < 1 or args.top_k > 0)  # then the sampler's distribution is another
+    if not truncated and not gap < limit:  # so that NaN fails too
+        fail(
+            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights;"
+            f" log-probs of {tokens:.0f} tokens differ by {gap:.3g} on average, more than {limit}"
+        )
+    return {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
+
+
+def score_rows(rows, manager, tokenizer):
+    """Score this rank's responses -> the rows of all ranks by prompt and sample, and each rank's tokens."""
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, manager.score_responses(rows, tokenizer))
+    tokens = [sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in part) for part in by_rank]
+    return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample"))), tokens
+
+
+def shared(prompts, responses):
+    """Neighbours with one prompt share a row, which computes it once: see `padded`.
+
+    Prompt a b, responses c d and e -> row a b c d e at positions 0 1 2 3 2, where e sees a, b and itself.
+    """
+    pairs = groupby(zip(prompts, responses, strict=True), itemgetter(0))
+    trees = [(prompt, [response for _, response in same]) for prompt, same in pairs]
+    width, where, columns = max(len(p) + sum(map(len, rs)) for p, rs in trees), [], []
+    for number, (prompt, answers) in enumerate(trees):
+        ids, position, branch = [*prompt], [*range(len(prompt))], [0] * len(prompt)
+        for name, answer in enumerate(answers, 1):
+            # the prompt's last token predicts the first token of every response
+            before = [len(prompt) - 1, *range(len(ids), len(ids) + len(answer) - 1)]
+            where.append(torch.tensor(before) + number * width)
+            ids += answer
+            position += range(len(prompt), len(prompt) + len(answer))
+            branch += [name] * len(answer)
+        columns.append((ids, position, branch))
+    input_ids, position_ids, branch = map(pad, zip(*columns))
+    related = (branch[:, None] == 0) | (branch[:, None] == branch[:, :, None])  # [B, query, key]
+    return input_ids, position_ids, related.tril()[:, None], where
+
+
+def layout_of(config, args):
+    """The layout that this run trains in."""
+    layout = shared if args.share_prefix else padded
+    return packed if args.attn_implementation == "flash_attention_2" and not recurrent(config) else layout
+
+
+def deal_batch(rows, by_token, args, device):
+    """Deal the N rows of a step to the ranks, each optimizer step's evenly by tokens.
+
+    by_token: [N, T] tensors of all rows -> a batch of these, of this rank's rows in the order of their use,
+    with mini_batches: for each optimizer step (tokens, row numbers) of every sequence; and all ranks' tokens.
+    """
+    prompts, responses = ([row[name] for row in rows] for name in ("prompt_ids", "response_ids"))
+    size, load = args.ppo_mini_batch_size * args.group_size, [[] for _ in range(dist.get_world_size())]
+    # a sequence is a response, or with --share_prefix the responses to a prompt that fit in a micro-batch
+    fit = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
+    fit, mini_batches = max(1, fit) if args.share_prefix else 1, []
+    for start in range(0, len(rows), size):
+        numbers = range(start, min(start + size, len(rows)))
+        groups = [[*same] for _, same in groupby(numbers, lambda i: rows[i]["group"])]
+        sequences = [group[i : i + fit] for group in groups for i in range(0, len(group), fit)]
+        tokens = [len(prompts[part[0]]) + sum(len(responses[i]) for i in part) for part in sequences]
+        parts = balance(tokens, len(load))
+        load = [before + [tokens[i] for i in part] for before, part in zip(load, parts, strict=True)]
+        mini_batches.append([(tokens[i], sequences[i]) for i in parts[dist.get_rank()]])
+    mine, number = [i for mini in mini_batches for _, sequence in mini for i in sequence], count()
+    by_token = by_token | dict(rollout_logp_nt=pad([row["rollout_logps"] for row in rows]))
+    batch = {name: x_nt[mine].to(device) for name, x_nt in by_token.items()}
+    batch |= dict(rows=mine, prompts=[prompts[i] for i in mine], responses=[responses[i] for i in mine])
+    batch["mini_batches"] = [[(n, [next(number) for _ in part]) for n, part in mini] for mini in mini_batches]
+    return batch, load
+
+
+def micro_batches(policy, batch, sequences, args):
+    """Run sequences of the batch, a micro-batch at a time -> numbers of their rows [n], logp_nt, entropy_nt.
+
+    An empty micro-batch runs a dummy row; what its empty row numbers index sums to zero against it.
+    """
+    budget, layout = args.max_tokens_per_microbatch, layout_of(policy.lm.config, args)
+    for part in split_micro_batches([n for n, _ in sequences], budget, layout is packed):
+        part = [i for s in part for i in sequences[s][1]]
+        prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
+        logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
+        yield torch.tensor(part, dtype=torch.long), *logps
+
+
+@torch.no_grad()
+def all_logps(policy, batch, args):
+    """Log-probs of this rank's responses, [N, T]; of a critic, values."""
+    logp_nt = torch.zeros_like(batch["rollout_logp_nt"])
+    for rows, got_nt, _ in micro_batches(policy, batch, [*chain(*batch["mini_batches"])], args):
+        logp_nt[rows, : got_nt.shape[1]] = got_nt
+    return logp_nt
+
+
+def step_metrics(rows, rank_tokens, load, policy, timing, args):
+    """Scores, lengths, balance and time of a step: what all algorithms have."""
+    responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
+    results, balanced = [row["reward"] for row in rows], [sum(tokens) for tokens in load]
+    total, seconds = sum(responses) + sum(prompts), timing["step"]
+    metrics = stats("critic/score", [result["score"] for result in results]) | failure_metrics(results)
+    metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
+    metrics |= {
+        "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
+        "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
+        "global_seqlen/mean": total / len(load),
+        "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
+        "perf/total_num_tokens": total,
+        "perf/time_per_step": seconds,
+        "perf/throughput": total / seconds / len(load),
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
+    }
+    for kind, tokens in (("", rank_tokens), ("balanced_", balanced)):
+        metrics |= {f"global_seqlen/{kind}min": min(tokens), f"global_seqlen/{kind}max": max(tokens)}
+    if "update_actor" in timing:  # FLOPs: 6 a weight and token, and causal attention's 6 L H T^2 a row
+        weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
+        flops = sum(
+            6 * n * (weights + config.num_hidden_layers * config.hidden_size * n) for n in chain(*load)
+        )
+        peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * len(load)
+        metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
+    for name, seconds in timing.items():
+        metrics[f"timing_s/{name}"] = seconds
+        if name in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
+            tokens = sum(responses) if name == "gen" else total
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
+    return metrics
 
 
 # endregion
 
 
-# --------------------------------------------------------------------------------------------------
-# The algorithm
-# --------------------------------------------------------------------------------------------------
-def check_args(args):
-    """Stop on combinations that cannot work, before anything is loaded."""
-    world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
-    if args.train_batch_size % args.ppo_mini_batch_size:
-        batch = f"--train_batch_size {args.train_batch_size}"
-        fail(f"{batch} is not a multiple of --ppo_mini_batch_size {args.ppo_mini_batch_size}")
-    for name in ("tp_size", "hsdp_replicas"):
-        if world % getattr(args, name):
-            fail(f"{world} ranks are not a multiple of --{name} {getattr(args, name)}")
-    if args.max_tokens_per_microbatch < row:
-        fail(f"--max_tokens_per_microbatch {args.max_tokens_per_microbatch} is less than a row, {row} tokens")
-    if args.share_prefix and args.attn_implementation != "sdpa":
-        kernel = f"--attn_implementation {args.attn_implementation}"
-        fail(f"--share_prefix needs sdpa, whose mask can be any; {kernel} knows causal attention only")
-    if args.temperature <= 0:
-        fail(f"--temperature {args.temperature}: training needs samples, so it must be above 0")
-    if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
-        fail(
-            f"--top_p {args.top_p} --top_k {args.top_k} with --tis_cap {args.tis_cap}: a truncated sampler's"
-            " log-probs do not compare with the trainer's; sample from all tokens, or pass --tis_cap 0"
-        )
-    if args.reward_model and len(args.reward_weights) not in (0, len(args.reward_fn) + 1):
-        rewards = f"{len(args.reward_fn)} --reward_fn and --reward_model"
-        fail(
-            f"{len(args.reward_weights)} --reward_weights for {rewards}: give one for each, the model's last"
-        )
-    if args.reward_aggregation == "mean" and args.reward_weights and not sum(args.reward_weights) > 0:
-        fail(f"--reward_aggregation mean: the sum of --reward_weights {args.reward_weights} must be above 0")
-    if args.val_files and not args.reward_fn:
-        fail("--val_files without --reward_fn: validation scores by rules, not by the reward model")
-    for name in ("kl_target", "kl_horizon"):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            fail(f"--{name} {getattr(args, name)} must be above 0")
+# what PPO has over the scripts without a critic
+class TokenValues(TokenLogps):
+    """A critic, called as TokenLogps is: the value of the state in which each target was sampled."""
+
+    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
+        """-> value [L], float32, in both places of log-prob and entropy: `token_logps` lays out two."""
+        layout = dict(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
+        hidden = self.lm.base_model(**layout, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        value = self.lm.score(hidden).float().sum(-1)  # of one column
+        return value, value
 
 
 def check_models(args):
-    """Stop unless critic and reward model fit, by their configurations -> the reward model's tokenizer."""
-    if args.critic_model:
-        configs = map(AutoConfig.from_pretrained, (args.critic_model, args.model))
-        known, needed = (config.get_text_config().vocab_size for config in configs)
+    """Stop on what critic, reward model and KL cannot be, before a load -> the reward model's tokenizer."""
+    for name in ("kl_target", "kl_horizon"):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
+            fail(f"--{name} {getattr(args, name)} must be above 0")
+    weights, rewards = args.reward_weights, f"{len(args.reward_fn)} --reward_fn and --reward_model"
+    if args.reward_model and len(weights) not in (0, len(args.reward_fn) + 1):
+        fail(f"{len(weights)} --reward_weights for {rewards}: give one for each, the model's last")
+    if args.reward_aggregation == "mean" and weights and not sum(weights) > 0:
+        fail(f"--reward_aggregation mean: the sum of --reward_weights {weights} must be above 0")
+    if args.val_files and not args.reward_fn:
+        fail("--val_files without --reward_fn: validation scores by rules, not by the reward model")
+    try:
+        names = args.critic_model or args.model, args.model
+        known, needed = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in names]
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
-    if not args.reward_model:
-        return None
-    labels = AutoConfig.from_pretrained(args.reward_model).num_labels
-    if labels != 1:
-        fail(f"--reward_model {args.reward_model} gives {labels} numbers, not 1 score")
-    tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
-    if tokenizer.chat_template is None:
-        fail(f"--reward_model {args.reward_model}: its tokenizer has no chat template")
+        if not args.reward_model:
+            return None
+        tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+        if (labels := AutoConfig.from_pretrained(args.reward_model).num_labels) != 1:
+            fail(f"--reward_model {args.reward_model} gives {labels} numbers, not 1 score")
+        if tokenizer.chat_template is None:
+            fail(f"--reward_model {args.reward_model}: its tokenizer has no chat template")
+        load_prompts(args.train_files, tokenizer, math.inf, False)  # which its chat template takes too
+    except (ValueError, OSError) as error:
+        fail(" ".join(str(error).split()))
     return tokenizer
-
-
-def load_rules(args):
-    """The reward function of the flags; a reward model has the last weight, and may be the only reward."""
-    if args.reward_model and not args.reward_fn:
-        return lambda **_: 0.0
-    weights = args.reward_weights[:-1] if args.reward_model else args.reward_weights
-    return load_rewards(args.reward_fn, weights, args.reward_aggregation)
 
 
 def load_critic(args, mesh, device):
@@ -1094,6 +1261,69 @@ def load_reward_model(args, mesh, device):
     return model.eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def model_scores(model, tokenizer, rows, args, device):
+    """The reward model's result for each row of the step, on every rank: a score, or 0 and why it failed.
+
+    CAREFUL: ids of the actor mean nothing to it. The conversation goes through its own chat template.
+    """
+    talk = lambda row: [*row["prompt"], dict(role="assistant", content=row["sampled"]["solution_str"])]
+    ids = tokenizer.apply_chat_template([talk(row) for row in rows], return_dict=False)
+    config, lengths = model.config.get_text_config(), [len(x) for x in ids]
+    limit = min(getattr(config, "max_position_embeddings", None) or math.inf, args.max_tokens_per_microbatch)
+    fit = [i for i, n in enumerate(lengths) if n <= limit]
+    score_n = [0.0 if n <= limit else math.nan for n in lengths]
+    mine = [fit[i] for i in balance([lengths[i] for i in fit], dist.get_world_size())[dist.get_rank()]]
+    pad_id = config.pad_token_id  # none: one row at a time
+    budget = 0 if pad_id is None else args.max_tokens_per_microbatch
+    model.to(device)  # with --offload it is in host memory
+    for part in split_micro_batches([lengths[i] for i in mine], budget, one_row=False):
+        part = [mine[i] for i in part]
+        texts = [torch.tensor(ids[i]) for i in part] or [torch.tensor([0])]  # a dummy row
+        input_ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad_id or 0)
+        mask = response_mask([len(x) for x in texts]).long()
+        logits_n1 = model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
+        for i, score in zip(part, logits_n1[:, 0].tolist(), strict=False):
+            score_n[i] = score
+    if args.offload:
+        model.to("cpu")
+    why = "ValueError: the reward model gives {} for a conversation of {} tokens; it takes {}".format
+    return [
+        dict(score=score) if math.isfinite(score) else dict(score=0.0, failure=why(score, n, limit))
+        for n, score in zip(lengths, all_reduce(score_n), strict=True)  # 0 on all ranks but one
+    ]
+
+
+def add_model_scores(rows, results, args):
+    """Rows with the model's results combined into those of the rules, as if the flags listed all of them.
+
+    Aggregates nest: the rules' is one more score, of weight 1, or for the mean of all the rules' weight.
+    """
+    *weights, last = args.reward_weights or [1.0] * (len(args.reward_fn) + 1)
+    of_rules = sum(weights) if args.reward_aggregation == "mean" else 1.0
+    combined = []
+    for row, result in zip(rows, results, strict=True):
+        rules, model = row["reward"]["score"], result["score"]
+        parts = [(model, last), *([(rules, of_rules)] if weights else [])]
+        scores = {"score/rules": rules, "score/model": model}
+        scores["score"] = aggregate(*zip(*parts), args.reward_aggregation)
+        combined.append(row | dict(reward=result | row["reward"] | scores))
+    return demote_failures(combined)
+
+
+def critic_metrics(rows, step_nt, args):
+    """Rewards, advantages, returns and values of a step, and how much of the returns the values explain."""
+    results, mask_nt = [row["reward"] for row in rows], step_nt["mask_nt"]
+    metrics = stats("critic/rewards", step_nt["reward_nt"].sum(-1))
+    for name, key in (("advantages", "adv_nt"), ("returns", "return_nt"), ("values", "value_nt")):
+        metrics |= stats(f"critic/{name}", step_nt[key][mask_nt])
+    for name in ("rules", "model") if args.reward_model else ():
+        metrics |= stats(f"critic/score_{name}", [result[f"score/{name}"] for result in results])
+    returns, error = step_nt["return_nt"][mask_nt], (step_nt["return_nt"] - step_nt["value_nt"])[mask_nt]
+    metrics["critic/vf_explained_var"] = 1 - error.var(correction=0) / (returns.var(correction=0) + 1e-8)
+    return metrics | {"actor/reward_kl_penalty": step_nt["kl_nt"][mask_nt].mean()}
+
+
 class Trained(nn.Module):
     """Actor, critic and KL weight as the one model that a checkpoint holds; as Hugging Face: hf/, critic/."""
 
@@ -1106,444 +1336,6 @@ class Trained(nn.Module):
             prefix = f"{name}."
             own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
             getattr(self, name).save_pretrained(directory, state_dict=own)
-
-
-def score_and_gather(rows, manager, tokenizer):
-    """Score this rank's responses -> the rows of all ranks by prompt and sample, and each rank's tokens."""
-    samples = [
-        dict(
-            data_source=row["data_source"],
-            prompt_str=row["prompt"][-1]["content"],
-            solution_str=tokenizer.decode(row["response_ids"], skip_special_tokens=True),
-            ground_truth=row["reward_model"]["ground_truth"],
-            extra_info=row["extra_info"],
-        )
-        for row in rows
-    ]
-    results = zip(rows, samples, manager.score(samples), strict=True)
-    by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, [dict(row, sampled=s, reward=reward) for row, s, reward in results])
-    tokens = [sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in part) for part in by_rank]
-    return sorted(chain(*by_rank), key=lambda row: (row["group"], row["sample"])), tokens
-
-
-@torch.no_grad()
-def model_scores(model, tokenizer, rows, args, device):
-    """The reward model's score of each row of the step, on every rank.
-
-    CAREFUL: ids of the actor mean nothing to it. The conversation goes through its own chat template.
-    """
-    ids = []
-    for row in rows:
-        answer = dict(role="assistant", content=row["sampled"]["solution_str"])
-        ids.append(tokenizer.apply_chat_template([*row["prompt"], answer], return_dict=False))
-    lengths, score_n = [len(x) for x in ids], [0.0] * len(rows)
-    hand = deal(lengths, dist.get_world_size())[dist.get_rank()]
-    pad = model.config.get_text_config().pad_token_id
-    budget = 0 if pad is None else args.max_tokens_per_microbatch  # no pad token: one row at a time
-    if args.offload:
-        model.to(device)
-    for part in cut([lengths[i] for i in hand], budget, one_row=False):
-        part = [hand[i] for i in part]
-        texts = [torch.tensor(ids[i]) for i in part] or [torch.tensor([0])]  # a dummy row
-        input_ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad or 0)
-        mask = response_mask([len(x) for x in texts]).long()
-        logits_n1 = model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
-        for i, score in zip(part, logits_n1[:, 0].tolist(), strict=False):
-            score_n[i] = score
-    if args.offload:
-        model.to("cpu")
-    return all_reduce(score_n)  # each is 0 on all ranks but one
-
-
-def add_model_score(reward, model_score, args):
-    """A result of the rules with the model's score combined into it, as if the flags listed all of them.
-
-    Aggregates nest: the rules' is one more score, of weight 1, or for the mean of all the rules' weight.
-    """
-    *weights, last = args.reward_weights or [1.0] * (len(args.reward_fn) + 1)
-    parts = [(model_score, last)]
-    if weights:
-        parts.append((reward["score"], sum(weights) if args.reward_aggregation == "mean" else 1.0))
-    score = aggregate(*zip(*parts), args.reward_aggregation)
-    return reward | {"score": score, "score/rules": reward["score"], "score/model": model_score}
-
-
-def make_batch(rows, args, device):
-    """Deal the N rows of a step to the ranks -> this rank's batch and mini-batches, and each rank's tokens.
-
-    Every rank knows all rows: loss denominators, over all ranks and micro-batches, need no communication.
-    A mini-batch is one optimizer step: a list of bundles, each the numbers of its rows in the batch.
-    """
-    prompts, responses = ([row[name] for row in rows] for name in ("prompt_ids", "response_ids"))
-    mask_nt, size = response_mask([len(r) for r in responses]), args.ppo_mini_batch_size * args.group_size
-    weight_nt, token_weight_nt = torch.zeros(mask_nt.shape), torch.zeros(mask_nt.shape)
-    mini_batches, load = [], [[] for _ in range(dist.get_world_size())]
-    for start in range(0, len(rows), size):
-        mini = slice(start, start + size)
-        weight_nt[mini] = loss_denominator(mask_nt[mini], args.loss_agg, args.max_response_length)
-        token_weight_nt[mini] = loss_denominator(mask_nt[mini], "token-mean")
-        bundles = [bundle for bundle in bundles_of(rows, args) if start <= bundle[0] < start + size]
-        tokens = [bundle_tokens(bundle, prompts, responses) for bundle in bundles]
-        hands = deal(tokens, len(load))
-        load = [before + [tokens[b] for b in hand] for before, hand in zip(load, hands, strict=True)]
-        mini_batches.append([bundles[b] for b in hands[dist.get_rank()]])
-    mine = [i for mini in mini_batches for bundle in mini for i in bundle]
-    number = {i: n for n, i in enumerate(mine)}
-    mini_batches = [[[number[i] for i in bundle] for bundle in mini] for mini in mini_batches]
-    logp_nt = torch.zeros(mask_nt.shape)
-    logp_nt[mask_nt] = torch.tensor([logp for row in rows for logp in row["rollout_logps"]])
-    by_token = dict(
-        mask_nt=mask_nt,
-        rollout_logp_nt=logp_nt,
-        weight_nt=weight_nt,
-        token_weight_nt=token_weight_nt,
-    )
-    batch = {name: value[mine].to(device) for name, value in by_token.items()}
-    batch |= dict(rows=mine, prompts=[prompts[i] for i in mine], responses=[responses[i] for i in mine])
-    return batch, mini_batches, load
-
-
-# region micro_batches
-def micro_batches(policy, batch, bundles, args):
-    """Run bundles of the batch, a micro-batch at a time -> numbers of their rows [n], logp_nt, entropy_nt.
-
-    An empty micro-batch runs a dummy row; what its empty row numbers index sums to zero against it.
-    """
-    layout = shared if args.share_prefix else padded
-    layout = packed if args.attn_implementation == "flash_attention_2" else layout
-    tokens = [bundle_tokens(bundle, batch["prompts"], batch["responses"]) for bundle in bundles]
-    for part in cut(tokens, args.max_tokens_per_microbatch, layout is packed):
-        part = [i for b in part for i in bundles[b]]
-        prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
-        logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
-        yield torch.tensor(part, dtype=torch.long), *logps
-
-
-# endregion
-
-
-@torch.no_grad()
-def all_logps(policy, batch, mini_batches, args):
-    """Log-probs of this rank's responses, [N, T]; of a critic, values."""
-    logp_nt = torch.zeros_like(batch["rollout_logp_nt"])
-    for rows, got_nt, _ in micro_batches(policy, batch, [*chain(*mini_batches)], args):
-        logp_nt[rows, : got_nt.shape[1]] = got_nt
-    return logp_nt
-
-
-def advantages(rows, batch, kl_coef, args):
-    """Token rewards, advantages and returns of all rows of the step, equal on every rank -> dict of [N, T].
-
-    All rows, not this rank's: advantages are whitened over the step.
-    """
-    mask_nt = response_mask([len(row["response_ids"]) for row in rows])
-    kl_nt = torch.zeros(mask_nt.shape)
-
-    def whole(name):
-        x_nt = torch.zeros(mask_nt.shape)
-        x_nt[batch["rows"]] = batch[name].cpu()
-        dist.all_reduce(x_nt)  # every row is 0 on all ranks but one
-        return x_nt
-
-    score_n, value_nt = torch.tensor([row["reward"]["score"] for row in rows]), whole("value_nt")
-    if args.use_kl_in_reward:
-        kl_nt = kl_estimate(whole("old_logp_nt"), whole("ref_logp_nt"), args.kl_penalty)
-    reward_nt = token_rewards(score_n, kl_nt, mask_nt, kl_coef)
-    adv_nt, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, args.lam)
-    adv_nt = masked_whiten(adv_nt, mask_nt)
-    about = dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, value_nt=value_nt)
-    return about | dict(adv_nt=adv_nt, return_nt=return_nt)
-
-
-def take_step(model, optimizer, args):
-    """Clip the gradient and step, or skip if it is not finite -> its norm, over all ranks: they act alike."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor().item()
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
-def update_critic(critic, optimizer, batch, mini_batches, args):
-    """One optimizer step a mini-batch -> metrics, means over the steps."""
-    names = ("vf_loss", "vf_clipfrac", "vpred_mean")
-    sums, norms = torch.zeros(len(names)), []
-    for mini_batch in mini_batches * args.ppo_epochs:
-        for rows, value_nt, _ in micro_batches(critic, batch, mini_batch, args):
-            cut_to = rows, slice(value_nt.shape[1])
-            w_nt, t_nt, old_nt, return_nt = (
-                batch[name][cut_to] for name in ("weight_nt", "token_weight_nt", "value_nt", "return_nt")
-            )
-            loss_nt = value_loss(value_nt, old_nt, return_nt, args.cliprange_value)
-            # FSDP averages gradients over the ranks, but the weights already divide by all ranks' tokens
-            ((w_nt * loss_nt).sum() * dist.get_world_size()).backward()
-            with torch.no_grad():
-                clipped_nt = loss_nt > (value_nt - return_nt) ** 2 / 2
-                means = w_nt * loss_nt, t_nt * clipped_nt, t_nt * value_nt
-                sums += torch.stack([x.sum() for x in means]).cpu()
-        norms.append(take_step(critic, optimizer, args))
-    means = [total / len(norms) for total in all_reduce(sums.tolist())]
-    metrics = {f"critic/{name}": mean for name, mean in zip(names, means, strict=True)}
-    return metrics | {
-        "critic/grad_norm": np.mean(norms),
-        "critic/skipped_updates": np.sum(~np.isfinite(norms)),
-    }
-
-
-def update_actor(policy, optimizer, batch, mini_batches, args):
-    """One optimizer step a mini-batch -> metrics, means over the steps, and log-probs as first seen, [N, T].
-
-    Without old_logp_nt in the batch the old policy is the current one (a single optimizer step).
-    """
-    names = ("pg_loss", "kl_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
-    sums, norms, first_nt = torch.zeros(len(names)), [], torch.zeros_like(batch["rollout_logp_nt"])
-    clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
-    for epoch in range(args.ppo_epochs):
-        for mini_batch in mini_batches:
-            for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
-                cut_to = rows, slice(logp_nt.shape[1])
-                part = {name: x[cut_to] for name, x in batch.items() if name.endswith("_nt")}
-                w_nt, t_nt, old_nt = part["weight_nt"], part["token_weight_nt"], part.get("old_logp_nt")
-                old_nt = logp_nt.detach() if old_nt is None else old_nt
-                pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, part["adv_nt"], *clip)
-                if args.tis_cap:
-                    correction_nt = (old_nt - part["rollout_logp_nt"]).exp()
-                    pg_nt = pg_nt * correction_nt.clamp(max=args.tis_cap)  # eq: grpo.tis
-                kl_nt = kl_estimate(logp_nt, part.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
-                loss_nt = pg_nt - args.entropy_coeff * entropy_nt
-                if args.use_kl_loss:
-                    loss_nt = loss_nt + args.kl_loss_coef * kl_nt
-                # FSDP averages gradients over the ranks, but the weights already divide by all ranks' tokens
-                ((w_nt * loss_nt).sum() * dist.get_world_size()).backward()
-                with torch.no_grad():
-                    means = w_nt * pg_nt, w_nt * kl_nt, t_nt * entropy_nt, t_nt * clipped_nt, t_nt * lower_nt
-                    sums += torch.stack([x.sum() for x in (*means, t_nt * (old_nt - logp_nt))]).cpu()
-                    if epoch == 0:
-                        first_nt[cut_to] = logp_nt
-            norms.append(take_step(policy, optimizer, args))
-    means = [total / len(norms) for total in all_reduce(sums.tolist())]
-    metrics = {f"actor/{name}": mean for name, mean in zip(names, means, strict=True)}
-    metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": np.sum(~np.isfinite(norms))}
-    return metrics, first_nt
-
-
-def rollout_gap(logp_nt, batch):
-    """|probability by the trainer - probability by the sampler| of the sampled tokens."""
-    diff = (logp_nt.exp() - batch["rollout_logp_nt"].exp()).abs()[batch["mask_nt"]]
-    total, count = all_reduce([diff.sum().item(), diff.numel()])
-    [largest] = all_reduce([max(diff.tolist(), default=0.0)], dist.ReduceOp.MAX)
-    return {"training/rollout_probs_diff_mean": total / count, "training/rollout_probs_diff_max": largest}
-
-
-def step_metrics(rows, step_nt, rank_tokens, load, timing, args):
-    """Metrics that need no model: scores, advantages, lengths, balance, time."""
-    results = [row["reward"] for row in rows]
-    scores, mask_nt = [result["score"] for result in results], step_nt["mask_nt"]
-    responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
-    total, load = sum(responses) + sum(prompts), [sum(tokens) for tokens in load]
-    metrics = stats("critic/score", scores) | stats("critic/rewards", step_nt["reward_nt"].sum(-1))
-    metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
-    metrics |= failure_metrics(results)
-    for name, key in (("advantages", "adv_nt"), ("returns", "return_nt"), ("values", "value_nt")):
-        metrics |= stats(f"critic/{name}", step_nt[key][mask_nt])
-    if args.reward_model:
-        for name in ("rules", "model"):
-            metrics |= stats(f"critic/score_{name}", [result[f"score/{name}"] for result in results])
-    returns, error = step_nt["return_nt"][mask_nt], (step_nt["return_nt"] - step_nt["value_nt"])[mask_nt]
-    metrics["critic/vf_explained_var"] = 1 - error.var(correction=0) / (returns.var(correction=0) + 1e-8)
-    metrics["actor/reward_kl_penalty"] = step_nt["kl_nt"][mask_nt].mean()
-    metrics |= {
-        "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
-        "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
-        "global_seqlen/min": min(rank_tokens),
-        "global_seqlen/max": max(rank_tokens),
-        "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
-        "global_seqlen/balanced_min": min(load),
-        "global_seqlen/balanced_max": max(load),
-        "global_seqlen/mean": total / len(load),
-        "perf/total_num_tokens": total,
-        "perf/time_per_step": timing["step"],
-        "perf/throughput": total / timing["step"] / len(load),
-        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
-        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
-    }
-    for name, seconds in timing.items():
-        metrics[f"timing_s/{name}"] = seconds
-        if name in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
-            tokens = sum(responses) if name == "gen" else total
-            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
-    return metrics
-
-
-def main():
-    # ---- arguments and data: nothing slow before they are known to be good
-    args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
-    check_args(args)
-    checkpoints = open_run(args)
-    try:
-        AutoConfig.from_pretrained(args.model)
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
-        reward_tokenizer = check_models(args)
-        reward_fn = load_rules(args)
-        limits = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
-        manager = RewardManager(args.reward_manager, reward_fn, **limits)
-        shown = args.num_examine if os.environ.get("RANK", "0") == "0" else 0
-        val_manager = RewardManager(args.reward_manager, reward_fn, shown, **limits)
-        limit = args.max_prompt_length, args.filter_overlong_prompts
-        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, *limit)
-        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, *limit)
-        if args.reward_model:  # its chat template takes the prompts too
-            load_prompts(args.train_files, reward_tokenizer, math.inf, False)
-        if "rewards" in args.reward_fn:
-            check_sources({row["data_source"] for row in train_rows + val_rows})
-    except (ValueError, OSError) as error:
-        fail(" ".join(str(error).split()))
-    steps_per_epoch = len(train_rows) // args.train_batch_size
-    if not steps_per_epoch:
-        fail(
-            f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training prompts"
-        )
-    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
-
-    # ---- models: the engine first, while the GPU is empty; then it sleeps
-    device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
-    resume = first_intact(checkpoints)
-    engine, stop_ids = build_engine(args, device), stop_token_ids(args, tokenizer)
-    policy = load_model(args, mesh, device)
-    models = [policy]
-    if args.use_kl_loss or args.use_kl_in_reward:
-        models.append(load_model(args, mesh, device).eval().requires_grad_(False))
-    critic = load_critic(args, mesh, device)
-    kl_weight = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
-    reward_model = load_reward_model(args, mesh, device) if args.reward_model else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    critic_optimizer = torch.optim.AdamW(
-        critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay, fused=True
-    )
-    trained, optimizers = Trained(policy.lm, critic.lm, kl_weight), [optimizer, critic_optimizer]
-    first = load_checkpoint(resume, trained, optimizers)["step"] + 1 if resume else 1
-    if args.offload:  # critic and reward model are in host memory but for their uses
-        move("cpu", [critic, *([reward_model] if reward_model else [])], critic_optimizer)
-    peak = matmul_speed(args, device) * dist.get_world_size()
-    log = Logger(args, first - 1, total_steps)
-    log.say(
-        f"{len(train_rows)} training and {len(val_rows)} validation prompts ({train_dropped + val_dropped}"
-        f" dropped: over {args.max_prompt_length} tokens), {total_steps} steps, {dist.get_world_size()} ranks"
-        f" on {device.type}" + (f", resumed from {resume}" if resume else "")
-    )
-    if args.offload and device.type == "cpu":
-        log.say("--offload does nothing on a CPU")
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    sample = partial(rollout, engine, models, optimizer, args, stop_ids)
-
-    def validate(check):
-        rows = sample(val_rows, 0, check, {}, args.val_group_size, temperature=args.val_temperature)
-        metrics = validation_metrics(score_and_gather(rows, val_manager, tokenizer)[0])
-        log.say("validation: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
-        return metrics
-
-    if val_rows and args.val_before_train and not resume:
-        log.log(validate(check=True) | {"training/global_step": 0}, 0)
-
-    saving = {}  # seconds of the last checkpoint: reported by the step after it
-    for step in range(first, total_steps + 1):
-        timing, saving, begin = saving, {}, time.perf_counter()
-        epoch, batch_number = divmod(step - 1, steps_per_epoch)
-        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[batch_number * args.train_batch_size :][: args.train_batch_size]
-        prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
-
-        # ---- rollout
-        check = step == first or (args.sync_check_freq > 0 and step % args.sync_check_freq == 0)
-        sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-        rows = sample(prompts, step, check, timing, args.group_size, **sampling)
-
-        # ---- reward: from here every rank knows all rows
-        with timed(timing, "reward"):
-            rows, rank_tokens = score_and_gather(rows, manager, tokenizer)
-            if reward_model:
-                scores = model_scores(reward_model, reward_tokenizer, rows, args, device)
-                for row, score in zip(rows, scores, strict=True):
-                    row["reward"] = add_model_score(row["reward"], score, args)
-
-        # ---- balance over the ranks
-        batch, mini_batches, load = make_batch(rows, args, device)
-
-        # ---- log-probs: the old ones only if more than the first optimizer step of the actor needs them
-        learns = step > args.critic_warmup
-        if args.use_kl_in_reward or not learns or len(mini_batches) * args.ppo_epochs > 1:
-            with timed(timing, "old_log_prob"):
-                batch["old_logp_nt"] = all_logps(policy, batch, mini_batches, args)
-        if args.use_kl_loss or args.use_kl_in_reward:
-            with timed(timing, "ref"):
-                batch["ref_logp_nt"] = all_logps(models[1], batch, mini_batches, args)
-
-        # ---- values
-        if args.offload:
-            move(device, [critic], critic_optimizer)
-        with timed(timing, "values"):
-            batch["value_nt"] = all_logps(critic, batch, mini_batches, args)
-
-        # ---- advantage
-        with timed(timing, "adv"):
-            kl_coef = kl_weight.value.item() * args.use_kl_in_reward
-            step_nt = advantages(rows, batch, kl_coef, args)
-            for name in ("adv_nt", "return_nt"):
-                batch[name] = step_nt[name][batch["rows"]].to(device)
-            kl_weight.update(step_nt["kl_nt"][step_nt["mask_nt"]].mean().item(), len(rows))
-
-        # ---- update: the critic, then the actor
-        lr = learning_rate(args, step, total_steps)
-        critic_lr = learning_rate(replace(args, lr=args.critic_lr), step, total_steps)
-        for one, rate in zip(optimizers, (lr, critic_lr), strict=True):
-            for group in one.param_groups:
-                group["lr"] = rate
-        with timed(timing, "update_critic"):
-            metrics = update_critic(critic, critic_optimizer, batch, mini_batches, args)
-        if args.offload:
-            move("cpu", [critic], critic_optimizer)
-        first_nt = None
-        if learns:
-            if step == args.critic_warmup + 1:
-                optimizer.state.clear()  # a checkpoint of the warm-up left zeros that count as a step
-            with timed(timing, "update_actor"):
-                actor_metrics, first_nt = update_actor(policy, optimizer, batch, mini_batches, args)
-            mfu = train_flops(policy, chain(*load)) / timing["update_actor"] / peak
-            metrics |= actor_metrics | {"actor/lr": lr, "perf/mfu/actor": mfu}
-        metrics |= rollout_gap(batch.get("old_logp_nt", first_nt), batch)
-
-        # ---- validation
-        last = step == total_steps or all_reduce([stop.is_set()], dist.ReduceOp.MAX) == [1]
-        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
-            with timed(timing, "testing"):
-                metrics |= validate(check=False)
-
-        # ---- metrics
-        timing["step"] = time.perf_counter() - begin
-        metrics |= step_metrics(rows, step_nt, rank_tokens, load, timing, args)
-        metrics |= {
-            "critic/lr": critic_lr,
-            "actor/kl_coef": args.kl_loss_coef * args.use_kl_loss,
-            "actor/reward_kl_penalty_coeff": kl_coef,
-            "training/global_step": step,
-            "training/epoch": epoch,
-        }
-        speed = metrics["perf/total_num_tokens"] / timing["step"]
-        score, length = metrics["critic/score/mean"], metrics["response_length/mean"]
-        log.log(metrics, step, score=f"{score:.3f}", length=f"{length:.0f}", tok_s=f"{speed:.0f}")
-        if args.rollout_dump:
-            log.dump(rows, step)
-
-        # ---- checkpoint, after the metrics: a kill in between loses neither
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizers, tokenizer)
-        if last:
-            break
-    log.bar.close()
-    dist.barrier()  # the process group ends with the engine, at exit
 
 
 if __name__ == "__main__":

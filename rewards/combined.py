@@ -42,10 +42,18 @@ class CombinedReward:
         return extras | scores | {"score": aggregate(scores.values(), self.weights, self.how)}
 
 
+def no_rule(**_):
+    """Beside another judge: 0 for every response."""
+    return 0.0
+
+
+BUILT_IN = {"rewards": compute_score, "none": no_rule}
+
+
 def load_rewards(specs, weights, how):
     """The reward function of the flags --reward_fn, --reward_weights, --reward_aggregation.
 
-    specs: FILE.py:NAME, or "rewards" for `compute_score`.  No weights: all 1.
+    specs: FILE.py:NAME, "rewards" for `compute_score`, or "none" for a 0.  No weights: all 1.
     Raises ValueError, in one line.
     """
     weights = weights or [1.0] * len(specs)
@@ -60,7 +68,7 @@ def load_rewards(specs, weights, how):
         name = spec.replace("\\", "/").rpartition("/")[2].replace(".py:", ".")
         if name in functions:
             raise ValueError(f"two --reward_fn have the name {name}: rename a file or a function")
-        functions[name] = compute_score if spec == "rewards" else load_reward_fn(spec)
+        functions[name] = BUILT_IN[spec] if spec in BUILT_IN else load_reward_fn(spec)
     if len(specs) == 1 and list(weights) == [1.0]:
         return functions[name]
     return CombinedReward(functions, list(weights), how)

@@ -30,6 +30,10 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch):
     return main
 
 
+def test_k1_as_a_loss(refused):
+    assert "--kl_kind k1 has an expected gradient of 0" in refused("--use_kl_loss", "--kl_kind", "k1")
+
+
 def test_missing_models(refused):
     assert "no_such_critic" in refused("--critic_model", "./no_such_critic")
     assert "no_such_model" in refused("--reward_model", "./no_such_model")
@@ -66,6 +70,14 @@ def test_no_rule(refused, arithmetic):
     assert "--val_files without --reward_fn" in refused(
         "--reward_fn", "--val_files", arithmetic / "val.parquet"
     )
+
+
+def test_a_reward_model_may_be_the_only_reward(refused, tmp_path):
+    """It is not that which stops the run."""
+    write_reward_model(tmp_path)
+    alone = "--reward_model", tmp_path, "--reward_fn", "--train_batch_size", 65, "--ppo_mini_batch_size", 65
+    for weights in ((), ("--reward_weights", 2)):
+        assert "--train_batch_size 65 is more than the 64 prompts" in refused(*alone, *weights)
 
 
 @pytest.mark.parametrize("name", ("kl_target", "kl_horizon"))

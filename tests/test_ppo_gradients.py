@@ -1,4 +1,4 @@
-"""Updates of actor and critic, scores and checkpoints depend on no way to cut the work over ranks."""
+"""Updates of actor and critic, scores and checkpoints depend on no way to split the work over ranks."""
 
 import pytest
 import torch
@@ -31,12 +31,33 @@ def test_updates_equal_the_plain_losses(results, model, ranks, budget, layout):
     assert distance(results[ranks][budget, layout][model], results[1]["naive"][model]) < 1e-5
 
 
+@pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_the_optimizer_sees_a_clipped_gradient(results, model, ranks):
+    whole, clipped = results[1]["naive"][model], results[ranks]["clipped"][model]
+    norm = torch.stack([g.norm() for g in whole]).norm()
+    assert norm > 0.01 and results[ranks]["norms"][model] == pytest.approx(norm.item(), rel=1e-4)
+    assert distance(clipped, [g * (1e-3 / norm) for g in whole]) < 1e-3  # the bound is --grad_clip 1e-3
+
+
 def test_scores_of_a_reward_model_with_its_own_tokens(results):
     for ranks in (1, 2):
-        padded, alone, one_by_one = results[ranks]["scores"]
+        padded, alone, one_by_one, _ = ([row["score"] for row in rows] for rows in results[ranks]["scores"])
         assert padded == pytest.approx([score(text) for text in TEXTS], abs=1e-4)
         assert alone == pytest.approx(padded[:1], abs=1e-6)
         assert one_by_one == pytest.approx(padded, abs=1e-6)
+        assert not any("failure" in row for rows in results[ranks]["scores"][:3] for row in rows)
+
+
+def test_failures_of_a_reward_model(results):
+    """A conversation over its limit (15 tokens, 3 of them not the response's), and NaN at a 4."""
+    for ranks in (1, 2):
+        got = dict(zip(TEXTS, results[ranks]["scores"][3], strict=True))
+        failed = {text: got[text].pop("failure") for text in ("1234", "5 and a long end 3")}
+        assert failed["1234"].startswith("ValueError: the reward model gives nan for")
+        assert "a conversation of 21 tokens; it takes 15" in failed["5 and a long end 3"]
+        for text, result in got.items():
+            assert result == {"score": pytest.approx(0 if text in failed else score(text), abs=1e-4)}
 
 
 def test_the_critic_learns_a_fixed_batch(results):

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from algos import ppo
-from rewards.combined import aggregate
+from rewards.combined import aggregate, load_rewards
+from rewards.manager import failure_metrics, score_row
+
+ROW = "data_source", "solution_str", "ground_truth"
 
 
 def f64(*values):
@@ -85,6 +88,14 @@ def test_adaptive_kl():
     assert fixed.value.item() == 0.1
 
 
+@given(st.floats(0, 10), st.integers(1, 10**6), st.floats(0.1, 1e5))
+def test_adaptive_kl_stays_positive(kl, n, horizon):
+    """However large a step is: it changes the weight by 20 % at most."""
+    weight = ppo.AdaptiveKL(0.1, 2.0, horizon)
+    weight.update(kl, n)
+    assert 0.08 - 1e-9 <= weight.value.item() <= 0.12 + 1e-9
+
+
 @pytest.mark.parametrize("how", ("sum", "mean", "min"))
 @pytest.mark.parametrize("weights", ((), (0.5, 2.0, 3.0)))
 def test_model_score_is_one_more_reward(how, weights):
@@ -92,8 +103,10 @@ def test_model_score_is_one_more_reward(how, weights):
     every = weights or (1.0, 1.0, 1.0)
     for scores in ((1.0, 0.5, -2.0), (-3.0, 0.2, 7.0)):
         rules = aggregate(scores[:2], every[:2], how)  # what the reward manager returns
-        result = ppo.add_model_score({"score": rules, "pred": "7"}, scores[2], flags)
-        assert result == {"score": pytest.approx(aggregate(scores, every, how))} | {
+        rows = [dict(index=3, group=0, reward={"score": rules, "pred": "7"})]
+        [row] = ppo.add_model_scores(rows, [{"score": scores[2]}], flags)
+        assert row | dict(reward=0) == dict(index=3, group=0, reward=0)
+        assert row["reward"] == {"score": pytest.approx(aggregate(scores, every, how))} | {
             "score/rules": rules,
             "score/model": scores[2],
             "pred": "7",
@@ -102,8 +115,27 @@ def test_model_score_is_one_more_reward(how, weights):
 
 @pytest.mark.parametrize("how", ("sum", "mean", "min"))
 def test_model_score_without_rules(how):
-    flags = SimpleNamespace(reward_model="x", reward_fn=(), reward_weights=(), reward_aggregation=how)
-    assert ppo.add_model_score({"score": ppo.load_rules(flags)()}, 1.5, flags)["score"] == 1.5
+    for weights, expected in (((), 1.5), ((2.0,), 1.5 if how == "mean" else 3.0)):
+        flags = SimpleNamespace(reward_fn=(), reward_weights=weights, reward_aggregation=how)
+        rows = [dict(group=0, reward=score_row(load_rewards(("none",), (), how), dict.fromkeys(ROW)))]
+        [row] = ppo.add_model_scores(rows, [{"score": 1.5}], flags)
+        assert row["reward"] == {"score": expected, "score/rules": 0, "score/model": 1.5}
+
+
+def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group():
+    """Rules of +1 and -1; by the model alone the failed ones would be best, or in the middle."""
+    flags = SimpleNamespace(reward_fn=("a",), reward_weights=(1.0, 0.5), reward_aggregation="sum")
+    rules = [{"score": 1.0}, {"score": -1.0}, {"score": 1.0}, {"score": -1.0, "failure": "TypeError: x"}]
+    model = [{"score": 2.0}, {"score": -1.0}, {"score": 0.0, "failure": "ValueError: nan"}, {"score": 4.0}]
+    rows = [dict(group=0, reward=result) for result in rules] + [dict(group=1, reward={"score": -9.0})]
+    rewards = [row["reward"] for row in ppo.add_model_scores(rows, [*model, {"score": 0.0}], flags)]
+    assert [result["score"] for result in rewards] == [2.0, -1.5, -1.5, -1.5, -9.0]
+    assert [result.get("failure") for result in rewards] == [
+        *(None, None, "ValueError: nan", "TypeError: x"),
+        None,
+    ]
+    assert failure_metrics(rewards)["reward/errors"] == 2
+    assert rules[2] == {"score": 1.0}  # what was given stays
 
 
 @pytest.mark.parametrize("layout", (ppo.padded, ppo.packed, ppo.shared))
@@ -113,6 +145,7 @@ def test_values_of_a_lookup_table(layout):
     lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, 1, bias=False)
     lm.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=lm.embed(input_ids))
     lm.get_output_embeddings = lambda: None  # as transformers has it for a model without an output layer
+    lm.config = SimpleNamespace()
     prompts, responses = [[1, 2], [3]], [[5, 1, 3], [2]]
     value_nt, _ = ppo.token_logps(ppo.TokenValues(lm), prompts, responses, 1.0, layout)
     table = lm.score(lm.embed.weight)[:, 0].tolist()

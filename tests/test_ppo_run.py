@@ -22,11 +22,11 @@ def flags(tiny, arithmetic, tmp_path_factory):
     words = (
         f"--model {tiny} --train_files {arithmetic}/train.parquet --val_files {arithmetic}/val.parquet"
         " --train_batch_size 8 --ppo_mini_batch_size 4 --group_size 8 --max_prompt_length 16"
-        " --max_response_length 12 --lr 3e-3 --critic_lr 3e-3 --critic_warmup 3 --lam 0.95 --use_kl_in_reward"
-        " --kl_coef 0.01 --kl_target 0.05 --kl_horizon 640 --use_kl_loss --save_freq 3 --test_freq 3"
-        " --rollout_dump --total_steps 9 --max_tokens_per_microbatch 300 --keep_checkpoints 0"
-        f" --reward_fn {ROOT}/tests/digit_reward.py:digits --reward_model {reward_model}"
-        " --reward_weights 1 0.25 --reward_aggregation mean"
+        " --max_response_length 12 --lr 4e-3 --critic_lr 4e-3 --critic_warmup 3 --warmup_steps 4 --lam 0.95"
+        " --use_kl_in_reward --kl_coef 0.01 --kl_target 0.05 --kl_horizon 640 --use_kl_loss"
+        " --save_freq 3 --test_freq 3 --rollout_dump --total_steps 9 --max_tokens_per_microbatch 300"
+        f" --keep_checkpoints 0 --reward_fn {ROOT}/tests/digit_reward.py:digits"
+        f" --reward_model {reward_model} --reward_weights 1 0.25 --reward_aggregation mean"
     )
     return lambda out, *more: [*words.split(), "--output_dir", out, *more]
 
@@ -63,6 +63,14 @@ def test_warm_up_leaves_the_actor_bit_for_bit(straight, tiny):
         assert ("actor/pg_loss" in metrics(straight)[step]) == (step > 3)
 
 
+def test_the_learning_rate_counts_the_steps_of_its_own_model(straight):
+    """The actor's warm-up begins with its first update; the resumed run below has the same rates."""
+    steps = metrics(straight)
+    expected = [0.001, 0.002, 0.003, 0.004, 0.004, 0.004]
+    assert [steps[step]["actor/lr"] for step in STEPS[3:]] == pytest.approx(expected)
+    assert [steps[step]["critic/lr"] for step in STEPS] == pytest.approx([*expected[:3], *[0.004] * 6])
+
+
 def test_scores_are_what_the_flags_say(straight):
     for step in STEPS:
         for row in rollouts(straight, step):
@@ -76,7 +84,7 @@ def test_scores_are_what_the_flags_say(straight):
 
 
 def test_kl_in_the_reward(straight):
-    """What is taken off is beta * KL; beta follows the target."""
+    """What is taken off is beta * KL; beta follows the target, once the actor learns."""
     steps = metrics(straight)
     beta = 0.01
     for step in STEPS:
@@ -86,7 +94,8 @@ def test_kl_in_the_reward(straight):
         assert off == pytest.approx(
             beta * m["actor/reward_kl_penalty"] * m["response_length/mean"], rel=1e-3, abs=1e-6
         )
-        beta *= 1 + min(max(m["actor/reward_kl_penalty"] / 0.05 - 1, -0.2), 0.2) * 64 / 640
+        if step > 3:
+            beta *= 1 + min(max(m["actor/reward_kl_penalty"] / 0.05 - 1, -0.2), 0.2) * 64 / 640
     assert steps[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)  # the actor is the reference
     assert steps[9]["actor/reward_kl_penalty"] > 0.01
 

@@ -422,6 +422,8 @@ def test_combined_rewards(tmp_path, how, expected):
     [result] = RewardManager("naive", load_rewards(["rewards", specs[0]], [], "sum")).score([make_row("5")])
     assert (result["score"], result["score/rewards"], result["score/a.f"]) == (3, 1, 2)
     assert load_rewards(["rewards"], [], "min") is compute_score
+    for mode in ("naive", "prime"):
+        assert RewardManager(mode, load_rewards(["none"], [], how)).score([make_row("5")]) == [{"score": 0.0}]
     for wrong, weights, how, what in (
         (specs, [1.0], "sum", "1 --reward_weights for 2"),
         (specs, [1.0, -1.0], "mean", "above 0"),

@@ -1,7 +1,8 @@
 """PPO on fixed rows, on one rank or two: MODEL CRITIC REWARD_MODEL OUT.
 
-Writes the gradients of both updates, for many ways to cut the same work; scores of the reward model; how a
-critic learns a fixed batch; the content of a checkpoint that two ranks write and one reads.
+Writes the gradients of both updates, for many ways to split the same work, and clipped ones; results of
+the reward model; how a critic learns a fixed batch; what is in a checkpoint that two ranks write and one
+reads.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from algos import ppo
 
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
+MOVED = 0.3  # of the values since the step began, further than --cliprange_value
 TEXTS = ["7", "1234", "", "a9", "no digit", "5 and a long end 3"]  # responses for the reward model
 
 
@@ -36,52 +38,70 @@ def make_rows():
 
 
 class Capture(torch.optim.SGD):
-    """Keeps the gradient of the step, and does not move."""
+    """Keeps the gradient of the step, clipped as it is, and does not move."""
 
     def step(self):
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         self.grads = [full(g) for g in grads]
 
 
-def prepare(rows, critic, args, device):
-    """What main does between rewards and updates, with fixed old and reference log-probs."""
-    batch, mini_batches, _ = ppo.make_batch(rows, args, device)
-    batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05 * batch["mask_nt"]
-    batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1 * batch["mask_nt"]
-    batch["value_nt"] = ppo.all_logps(critic, batch, mini_batches, args)
+def prepare(rows, critic, args, device, moved=0.0):
+    """What main does between rewards and updates, with fixed old and reference log-probs.
+
+    moved: how far the values of the critic are from what they were when the step began, up and down in turn.
+    """
+    batch, _ = ppo.make_batch(rows, args, device)
+    batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05 * batch["sampled_nt"]
+    batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1 * batch["sampled_nt"]
+    batch["value_nt"] = ppo.all_logps(critic, batch, args)
+    batch["value_nt"] = batch["value_nt"] + moved * (-1.0) ** torch.arange(batch["value_nt"].shape[1])
     step_nt = ppo.advantages(rows, batch, 0.2, args)
-    return batch | {name: step_nt[name][batch["rows"]] for name in ("adv_nt", "return_nt")}, mini_batches
+    return batch | {name: step_nt[name][batch["rows"]] for name in ("adv_nt", "return_nt")}
 
 
 def naive(lm, critic, args):
     """Both losses written out row by row and token by token, with plain Hugging Face models."""
-    rows, values, advs, returns = make_rows(), [], [], []
+    rows, values, old_values, advs, returns = make_rows(), [], [], [], []
     for row in rows:
         ids, n = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["response_ids"])
         hidden = critic.model(input_ids=ids).last_hidden_state[0, -n - 1 : -1]
         values.append(critic.score(hidden)[:, 0])
-        value, adv, next_adv = [*values[-1].tolist(), 0.0], [0.0] * n, 0.0
+        old_values.append(values[-1].detach() + MOVED * torch.tensor([(-1.0) ** t for t in range(n)]))
+        value, adv, next_adv = [*old_values[-1].tolist(), 0.0], [0.0] * n, 0.0
         for t in reversed(range(n)):
             reward = -0.2 * 0.15 + (row["reward"]["score"] if t == n - 1 else 0.0)  # k1 = old - ref
             next_adv = reward + args.gamma * value[t + 1] - value[t] + args.gamma * args.lam * next_adv
             adv[t] = next_adv
         advs.append(torch.tensor(adv))
-        returns.append(advs[-1] + values[-1].detach())
+        returns.append(advs[-1] + old_values[-1])
     every = torch.cat(advs)
     loss, value_loss = 0.0, 0.0
-    for row, value, adv, return_ in zip(rows, values, advs, returns, strict=True):
+    for row, value, old_value, adv, return_ in zip(rows, values, old_values, advs, returns, strict=True):
         adv = (adv - every.mean()) / every.std()
         ids, n = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["response_ids"])
         logp = (lm(input_ids=ids).logits[0, -n - 1 : -1] / args.temperature).log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
         logp, rollout = logp[range(n), row["response_ids"]], torch.tensor(row["rollout_logps"])
         ratio = (logp - rollout - 0.05).exp()
-        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.2) * adv)
+        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.9, 1.3) * adv)
         pg = torch.where(adv < 0, torch.minimum(pg, -3.0 * adv), pg) * 2.718281828**0.05
-        loss = loss + pg.sum() / len(every)
-        value_loss = value_loss + ((value - return_) ** 2 / 2).sum() / len(every)
+        kl = (rollout - 0.1 - logp).exp() - (rollout - 0.1 - logp) - 1
+        loss = loss + (pg + 0.1 * kl - 0.01 * entropy).sum() / len(every)
+        clipped = torch.minimum(torch.maximum(value, old_value - 0.2), old_value + 0.2)
+        worst = torch.maximum((value - return_) ** 2, (clipped - return_) ** 2)
+        value_loss = value_loss + (worst / 2).sum() / len(every)
     loss.backward()
     value_loss.backward()
     return [[p.grad for p in model.parameters()] for model in (lm, critic)]
+
+
+def updates(policy, critic, args, device):
+    """-> the actor's and the critic's gradients, and the metrics of both updates."""
+    batch = prepare(make_rows(), critic, args, device, MOVED)
+    optimizer, critic_optimizer = (Capture(model.parameters(), lr=1.0) for model in (policy, critic))
+    metrics = ppo.update_critic(critic, critic_optimizer, batch, args)
+    metrics |= ppo.update_actor(policy, optimizer, batch, args)[0]
+    return optimizer.grads, critic_optimizer.grads, metrics
 
 
 def gradients(policy, critic, base, device):
@@ -93,33 +113,43 @@ def gradients(policy, critic, base, device):
             kernel = "flash_attention_2" if layout == "packed" else "sdpa"
             args = dataclasses.replace(base, max_tokens_per_microbatch=budget, attn_implementation=kernel)
             args = dataclasses.replace(args, share_prefix=layout == "shared")
-            batch, mini_batches = prepare(make_rows(), critic, args, device)
-            optimizer, critic_optimizer = (Capture(model.parameters(), lr=1.0) for model in (policy, critic))
-            ppo.update_critic(critic, critic_optimizer, batch, mini_batches, args)
-            ppo.update_actor(policy, optimizer, batch, mini_batches, args)
-            results[budget, layout] = optimizer.grads, critic_optimizer.grads
+            results[budget, layout] = updates(policy, critic, args, device)[:2]
+    # what the optimizers see, and what is reported, where the norm is far over its bound
+    args = dataclasses.replace(base, grad_clip=1e-3)
+    *results["clipped"], metrics = updates(policy, critic, args, device)
+    results["norms"] = [float(metrics[f"{model}/grad_norm"]) for model in ("actor", "critic")]
     return results
 
 
 def scores(args, mesh, device):
-    """More texts than fit a micro-batch; only one, so that a second rank has none; without a pad token."""
+    """Results of the reward model, in four ways.
+
+    More texts than fit a micro-batch; only one, so that a second rank has none; without a pad token; with a
+    limit of tokens that one text exceeds, and a head that gives NaN for a text that ends in 4.
+    """
     args = dataclasses.replace(args, max_tokens_per_microbatch=30)
     model = ppo.load_reward_model(args, mesh, device)
-    score = partial(ppo.model_scores, model, ppo.check_models(args), args=args, device=device)
+    tokenizer = ppo.check_models(args)
+    score = partial(ppo.model_scores, model, tokenizer, args=args, device=device)
     results = [score(rows=make_rows()), score(rows=make_rows()[:1])]
     model.config.pad_token_id = None
+    results.append(score(rows=make_rows()))
+    model.config.max_position_embeddings = 15
+    embed = full(model.model.embed_tokens.weight)
+    embed[tokenizer.convert_tokens_to_ids("4")] = float("nan")
+    options = ppo.dcp_state.StateDictOptions(full_state_dict=True, strict=False)
+    ppo.dcp_state.set_model_state_dict(model, {"model.embed_tokens.weight": embed}, options=options)
     return [*results, score(rows=make_rows())]
 
 
 def fit(critic, optimizer, args, device):
     """critic/vf_explained_var over updates on one batch."""
-    rows, explained, ranks = [row | dict(finish_reason="stop") for row in make_rows()], [], [1.0]
+    rows, explained = make_rows(), []
     for _ in range(60):
-        batch, mini_batches = prepare(rows, critic, args, device)
-        step_nt = ppo.advantages(rows, batch, 0.0, args)
-        metrics = ppo.step_metrics(rows, step_nt, ranks, [ranks], dict(step=1.0), args)
+        batch = prepare(rows, critic, args, device)
+        metrics = ppo.critic_metrics(rows, ppo.advantages(rows, batch, 0.0, args), args)
         explained.append(metrics["critic/vf_explained_var"].item())
-        ppo.update_critic(critic, optimizer, batch, mini_batches, args)
+        ppo.update_critic(critic, optimizer, batch, args)
     return explained
 
 
@@ -132,12 +162,12 @@ def checkpoint(policy, critic, critic_optimizer, args, device):
     weight, optimizer = ppo.AdaptiveKL(0.1, 1.0, 10), torch.optim.AdamW(policy.parameters(), lr=1e-3)
     trained, optimizers = ppo.Trained(policy.lm, critic.lm, weight), [optimizer, critic_optimizer]
     if dist.get_world_size() == 2:
-        ppo.update_actor(policy, optimizer, *prepare(make_rows(), critic, args, device), args)
+        ppo.update_actor(policy, optimizer, prepare(make_rows(), critic, args, device), args)
         weight.update(5.0, 1)
         ppo.save_checkpoint(args, 7, trained, optimizers, ppo.AutoTokenizer.from_pretrained(args.model))
     else:
         path = Path(args.output_dir) / "checkpoints/latest"
-        assert ppo.load_checkpoint(path, trained, optimizers)["step"] == 7
+        assert ppo.load_checkpoint([path], trained, optimizers)["step"] == 7
     moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
     return {name: full(x) for name, x in trained.state_dict().items()} | dict(enumerate(moments))
 
@@ -151,6 +181,8 @@ def main(model, critic_model, reward_model, out):
     )
     plain = dataclasses.replace(args, critic_model=None, reward_model=None, grad_clip=1.0)
     args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, use_kl_in_reward=True)
+    args = dataclasses.replace(args, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    args = dataclasses.replace(args, clip_ratio_low=0.1, clip_ratio_high=0.3, cliprange_value=0.2)
     policy, critic = ppo.load_model(args, mesh, device), ppo.load_critic(args, mesh, device)
     results = gradients(policy, critic, args, device) | dict(scores=scores(args, mesh, device))
     fresh = ppo.load_critic(plain, mesh, device)
