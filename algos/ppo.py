@@ -935,6 +935,10 @@ def load_data(args):
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         if args.share_prefix and (window or recurrent(config)):
             raise ValueError(f"--share_prefix needs full attention, and {config.model_type} has other layers")
+        if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+            raise ValueError(f"{config.model_type} caps attention, sdpa cannot: --attn_implementation eager")
+        with torch.device("meta"):  # what these two refuse, before anything is loaded
+            TokenLogps(AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation))
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
         managers = [RewardManager(args.reward_manager, reward_fn, n, **pool) for n in (0, shown)]
@@ -944,7 +948,7 @@ def load_data(args):
             check_sources({row["data_source"] for row in train_rows + val_rows})
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
@@ -969,9 +973,8 @@ def build_engine(args, device):
     ops._supports_onednn = False
     model = dict(model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype=args.compute_dtype)
     group = dict(tensor_parallel_size=args.tp_size, distributed_executor_backend="external_launcher")
-    # CPU: sleep and wake_up run and do nothing; seeds fail where a prompt is cut over two steps
+    # CPU: sleep does nothing; seeds fail where a prompt is cut over steps, and states are cached at such cuts
     paths = dict(enable_sleep_mode=cuda, enforce_eager=not cuda, enable_chunked_prefill=cuda)
-    # states of recurrent layers are cached with chunked prefill only
     paths |= dict(enable_prefix_caching=cuda or not recurrent(AutoConfig.from_pretrained(args.model)))
     sizes = dict(gpu_memory_utilization=args.gpu_memory_utilization)  # CPU: a fixed size, else a share of all
     sizes |= dict(kv_cache_memory_bytes=None if cuda else 1 << 30)
@@ -1073,8 +1076,8 @@ def check_sampler(logp_nt, batch, args, step):
     truncated = step and (args.top_p < 1 or args.top_k > 0)  # then the sampler's distribution is another
     if not truncated and not gap < limit:  # so that NaN fails too
         fail(
-            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights;"
-            f" log-probs of {tokens:.0f} tokens differ by {gap:.3g} on average, more than {limit}"
+            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights, or computes"
+            f" otherwise; {tokens:.0f} log-probs differ by {gap:.3g} on average, more than {limit}"
         )
     return {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
 
@@ -1232,6 +1235,9 @@ def check_models(args):
         known, needed = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in names]
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
+        critic = AutoConfig.from_pretrained(names[0])
+        if args.share_prefix and (recurrent(critic) or getattr(critic, "sliding_window", None)):
+            fail(f"--share_prefix needs full attention, and --critic_model {names[0]} has other layers")
         if not args.reward_model:
             return None
         tokenizer = AutoTokenizer.from_pretrained(args.reward_model)

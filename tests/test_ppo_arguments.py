@@ -1,6 +1,7 @@
 """Bad input to what PPO has over GRPO: one clear line and a non-zero exit, before any model is loaded."""
 
 import pytest
+from families import write
 from workers.ppo_reward_model import write_reward_model
 
 from algos import ppo
@@ -42,6 +43,11 @@ def test_missing_models(refused):
 def test_critic_with_fewer_tokens(refused, tmp_path):
     write_reward_model(tmp_path)
     assert "knows 100 tokens" in refused("--critic_model", tmp_path)
+
+
+def test_shared_prefix_needs_full_attention_in_the_critic(refused, tmp_path):
+    write("mistral", tmp_path)
+    assert "--critic_model" in refused("--share_prefix", "--critic_model", tmp_path)
 
 
 def test_reward_model_with_two_labels(refused, tmp_path):
