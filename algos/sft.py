@@ -242,9 +242,9 @@ def main():
     decay = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=args.lr, fused=True, **decay)
     state = load_checkpoint(checkpoints, trained, optimizer)
+    check_layout(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{about}, {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
-    check_layout(policy, train_rows, args)
     stop = []  # by SIGTERM: the step in progress is the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
