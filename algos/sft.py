@@ -81,9 +81,7 @@ class Args:
     response_key: str = "extra_info.answer"  # column of the response, a string; dots reach into structs
     messages_key: str | None = None  # column of conversations, whose assistant turns are trained, instead
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
-    truncation: Literal["error", "left", "right"] = (
-        "error"  # of a row over max_length: stop, or where it is cut
-    )
+    truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut there
     packing: bool = is_flash_attn_2_available()  # rows in one without padding; sdpa needs a dense mask for it
 
     # attention kernel of transformers
@@ -100,9 +98,7 @@ class Args:
     lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
     lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
     lora_target_modules: tuple[str, ...] = ("all-linear",)  # names of layers; all-linear: all but the output
-    qlora: bool = (
-        False  # frozen weights in 4 bits (bitsandbytes), a whole copy on every rank; needs lora_rank
-    )
+    qlora: bool = False  # frozen weights in 4 bits (bitsandbytes), whole on every rank; needs lora_rank
     merge_lora: bool = False  # hf/ is the model with the adapters in its weights; else only the adapters
 
     train_batch_size: int = 64  # rows of a step, over all ranks
@@ -274,18 +270,17 @@ def main():
 
         # ---- metrics
         timing["step"], tokens = time.perf_counter() - begin, sum(lengths(rows))
-        # FLOPs: 6 a weight and token, 4 if it is frozen, and causal attention's 6 L H T^2 a row
+        # FLOPs of a rank: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2 a row
         weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
-        width = config.num_hidden_layers * config.hidden_size
-        flops = sum((4 if args.lora_rank else 6) * n * (weights + width * n) for n in lengths(rows))
-        peak = matmul_speed(args.compute_dtype, device) * dist.get_world_size()
+        width, ranks = config.num_hidden_layers * config.hidden_size, dist.get_world_size()
+        flops = sum((4 if args.lora_rank else 6) * n * (weights + width * n) for n in lengths(rows)) / ranks
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         metrics |= {
             "train/lr": scheduled_rate(args, step, total_steps),
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": timing["step"],
-            "perf/throughput": tokens / timing["step"] / dist.get_world_size(),
-            "perf/mfu/actor": flops / timing["update_actor"] / peak,
+            "perf/throughput": tokens / timing["step"] / ranks,
+            "perf/mfu/actor": flops / timing["update_actor"] / matmul_speed(args.compute_dtype, device),
             "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
             "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
             "training/global_step": step,
@@ -806,8 +801,8 @@ def ulysses_attention(module, query, key, value, mask, scaling, position_ids, gr
     else:
         sequence = (positions == 0).cumsum(0)
         mask = (sequence[:, None] == sequence).tril()
-        sizes = dict(scale=scaling, enable_gqa=True)
-        out = nn.functional.scaled_dot_product_attention(query, key, value, mask, **sizes)[0]
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        out = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)[0]
     # and back: block i of the tokens goes to rank i, whose blocks of heads then follow each other
     return trade(out.unflatten(1, (size, -1)).transpose(0, 1)).flatten(0, 1).transpose(0, 1)[None], None
 
@@ -875,10 +870,7 @@ def check_args(args):
         (world % args.hsdp_replicas, f"{world} ranks are not a multiple of {flag('hsdp_replicas')}"),
         (world % args.sp_size, f"{world} ranks are not a multiple of {flag('sp_size')}"),
         (args.sp_size > 1 and not args.packing, f"{flag('sp_size')} cuts packed rows: add --packing"),
-        (
-            short,
-            f"{flag('max_tokens_per_microbatch')} times {flag('sp_size')} is less than {flag('max_length')}",
-        ),
+        (short, f"{flag('max_tokens_per_microbatch')} times {flag('sp_size')} is under {flag('max_length')}"),
         ((args.qlora or args.merge_lora) and not args.lora_rank, "--qlora, --merge_lora need --lora_rank"),
         (args.qlora and not find_spec("bitsandbytes"), "--qlora needs bitsandbytes (pip install)"),
         (args.liger and not liger, "--liger needs a GPU and Liger's kernels: pip install liger-kernel"),

@@ -351,8 +351,8 @@ def test_what_may_change_when_a_run_goes_on(straight, tiny, arithmetic):
     for changes in (dict(train_batch_size=16), dict(model="another"), dict(resume="never")):
         with pytest.raises(SystemExit, match=r"there, |already holds"):
             open_run(**changes)
-    [path] = open_run(output_dir=straight / "fresh", resume=straight / "checkpoints/step_000004")
-    assert path == straight / "checkpoints/step_000004"
+    path = straight / "checkpoints/step_000004"
+    assert open_run(output_dir=str(straight / "fresh"), resume=str(path)) == [path]
 
 
 def test_it_goes_on_with_cut_files_and_from_its_own_checkpoint(straight, tiny, arithmetic, tmp_path):

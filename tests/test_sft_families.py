@@ -62,6 +62,17 @@ def test_over_two_ranks(two_ranks, family):
     assert re.search(TWO_RANKS[family], two_ranks[family]["sp"]), two_ranks[family]
 
 
+def test_a_run_ends_before_its_first_step(arithmetic, tmp_path):
+    families.write("gemma2", tmp_path / "model")
+    files = "--model", tmp_path / "model", "--train_files", arithmetic / "train.parquet"
+    done = run(ROOT / "algos/sft.py", *files, "--output_dir", tmp_path / "run", check=False)
+    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    [line] = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith(f"error: {tmp_path}/model (gemma2): ") and re.search(
+        SOFT_CAP.format("padded"), line
+    )
+
+
 def test_the_saved_model_has_the_reported_loss(arithmetic, tmp_path):
     """granite divides its logits and scales embeddings, residuals and attention."""
     families.write("granite", tmp_path / "model")
