@@ -72,9 +72,10 @@ def main(args):
     lm.to(device).train()
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    rows, _, _ = sft.load_examples(args.train_files, settings, AutoTokenizer.from_pretrained(args.model))
+    rows, *_ = sft.load_examples(args.train_files, settings, AutoTokenizer.from_pretrained(args.model))
     rows = rows[: args.rows]
-    parts, tokens = sft.pack(sft.lengths(rows), args.max_tokens_per_microbatch), sft.trained_tokens(rows)
+    parts = sft.pack(sft.lengths(rows), args.max_tokens_per_microbatch)
+    tokens = sum(sum(row["trained"]) for row in rows)
     seconds = {"sft.py": [], "raw": []}
     for _ in range(1 + args.repeats):
         for name, step in (

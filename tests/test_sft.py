@@ -43,11 +43,15 @@ def columns(rows):
     return [[row[name] for row in rows] for name in ("prompt_ids", "response_ids", "trained")]
 
 
+def trained_tokens(rows):
+    return sum(sum(row["trained"]) for row in rows)
+
+
 def loss_of(lm, rows):
     """The loss of plain rows, all of whose response tokens are trained."""
     prompts, responses, _ = columns(rows)
     logp_nt, _ = sft.token_logps(sft.TokenLogps(lm), prompts, responses, 1.0, sft.padded)
-    return sft.sft_loss(logp_nt, 1, sft.trained_tokens(rows)).item()
+    return sft.sft_loss(logp_nt, 1, trained_tokens(rows)).item()
 
 
 class Spy(torch.nn.Module):
@@ -81,7 +85,7 @@ def test_loss_is_that_of_transformers(tiny):
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
     questions = (("1+2=", "3"), ("37+85=", "122"), ("0+0=", ""))
     rows = [sft.split(*sft.encode(q, a, tokenizer)) for q, a in questions]
-    assert (tokens := sft.trained_tokens(rows)) == 2 + 4 + 1  # an empty response is its EOS
+    assert (tokens := trained_tokens(rows)) == 2 + 4 + 1  # an empty response is its EOS
     expected = sum(
         lm(input_ids=torch.tensor([p + r]), labels=torch.tensor([[-100] * len(p) + r])).loss * len(r)
         for p, r, _ in zip(*columns(rows))
@@ -113,7 +117,7 @@ def test_pack(monkeypatch):
     packed = sft.pack(lengths, 100)
     assert sorted(i for part in packed for i in part) == list(range(500))
     assert max(sum(lengths[i] for i in part) for part in packed) <= 100
-    assert len(packed) <= 1.06 * sum(lengths) / 100  # next-fit, as in `cut`: 1.29
+    assert len(packed) <= 1.06 * sum(lengths) / 100  # next-fit, as in `split_micro_batches`: 1.29
     # another rank needs more micro-batches: some stay empty
     monkeypatch.setattr(sft, "all_reduce", lambda values, op: [4.0])
     assert sft.pack([6, 5], 11) == [[0], [1], [], []]
@@ -122,7 +126,7 @@ def test_pack(monkeypatch):
 def test_a_string_is_one_user_message(rows_file):
     as_messages = sft.load_examples([rows_file], make_args(), make_tokenizer())
     as_strings = sft.load_examples([rows_file], make_args(prompt_key="extra_info.question"), make_tokenizer())
-    assert as_messages == as_strings and as_messages[1:] == (0, 0)
+    assert as_messages == as_strings and as_messages[1:] == ({make_tokenizer().eos_token_id}, 0, 0)
 
 
 CONVERSATION = """\
@@ -161,7 +165,7 @@ def test_conversations_from_a_file(tmp_path):
     file = str(tmp_path / "rows.parquet")
     short = [dict(role="user", content="hi")]  # nothing to train
     write_parquet([dict(messages=MESSAGES), dict(messages=short)], file)
-    rows, truncated, dropped = sft.load_examples(
+    rows, _, truncated, dropped = sft.load_examples(
         [file], make_args(messages_key="messages"), conversation_tokenizer()
     )
     assert rows == [sft.split(*sft.encode_messages(MESSAGES, conversation_tokenizer()))]
@@ -180,6 +184,18 @@ def test_a_token_across_the_border_of_a_turn_is_context():
     ids, trained = sft.encode_messages(messages, tokenizer)
     assert tokenizer.decode([x for x, counts in zip(ids, trained) if not counts][:-1]).endswith("\n\n")
     assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "ho<|eos|>"
+
+
+def test_a_turn_may_end_with_another_special_token_than_eos():
+    """Then the saved model is to stop there too: see test_four_rows_are_learned_by_heart."""
+    tokenizer = conversation_tokenizer()
+    tokenizer.chat_template = CONVERSATION.replace("eos_token", "'<|system|>'")
+    ids, trained = sft.encode_messages(MESSAGES[1:3], tokenizer)
+    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "call 1+2<|system|>"
+    assert tokenizer.decode(ids).endswith("<|system|>\n")
+    tokenizer.chat_template = CONVERSATION.replace("eos_token", "'###'")
+    with pytest.raises(ValueError, match="ends message 1 with no token that a sampler stops at"):
+        sft.encode_messages(MESSAGES[1:3], tokenizer)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
@@ -215,11 +231,11 @@ def test_rows_over_the_limit(rows_file):
     load = lambda **changes: sft.load_examples([rows_file], make_args(**changes), make_tokenizer())
     with pytest.raises(ValueError, match=r"rows.parquet: row 1 has 11 tokens, over --max_length 10"):
         load(max_length=10)
-    rows, truncated, dropped = load(max_length=10, truncation="right")
+    rows, _, truncated, dropped = load(max_length=10, truncation="right")
     assert [len(row["response_ids"]) for row in rows] == [2, 2, 2] and (truncated, dropped) == (2, 0)
-    rows, truncated, dropped = load(max_length=7, truncation="right")
+    rows, _, truncated, dropped = load(max_length=7, truncation="right")
     assert [len(row["response_ids"]) for row in rows] == [1] and (truncated, dropped) == (3, 2)
-    rows, truncated, dropped = load(max_length=7, truncation="left")
+    rows, _, truncated, dropped = load(max_length=7, truncation="left")
     assert [len(row["response_ids"]) for row in rows] == [2, 3, 4] and (truncated, dropped) == (3, 0)
     with pytest.raises(ValueError, match="leaves no row a trained token"):
         load(max_length=6, truncation="right")
@@ -270,7 +286,7 @@ def test_it_learns(straight, tiny, arithmetic):
 def test_the_checkpoint_gives_the_logged_loss(straight, arithmetic):
     lm = AutoModelForCausalLM.from_pretrained(straight / "checkpoints/latest/hf")
     tokenizer = AutoTokenizer.from_pretrained(straight / "checkpoints/latest/hf")
-    rows, _, _ = sft.load_examples([str(arithmetic / "val.parquet")], make_args(), tokenizer)
+    rows, *_ = sft.load_examples([str(arithmetic / "val.parquet")], make_args(), tokenizer)
     assert loss_of(lm, rows) == pytest.approx(metrics(straight)[STEPS]["val/loss"], abs=1e-5)
 
 
@@ -297,19 +313,66 @@ def test_a_killed_run_goes_on(straight, tiny, arithmetic, tmp_path):
     assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
 
 
-def test_four_rows_are_learned_by_heart(tiny, tmp_path):
+@pytest.mark.parametrize("key", ("prompt", "messages"))
+def test_four_rows_are_learned_by_heart(tiny, tmp_path, key):
+    """And the saved model stops; the template of the messages ends a turn with a token that is not EOS."""
     questions = [(12, 34), (56, 78), (9, 1), (50, 60)]
     rows = [make_row("train", i, *q) for i, q in enumerate(questions)]
+    sizes = dict(train_batch_size=4, total_steps=80, lr=1e-2, lr_schedule="constant", save_freq=0)
+    encode = lambda row, tokenizer: sft.encode(row["prompt"], row["extra_info"]["answer"], tokenizer)
+    if key == "messages":
+        answers = [dict(role="assistant", content=row["extra_info"]["answer"]) for row in rows]
+        rows = [dict(messages=[*row["prompt"], answer]) for row, answer in zip(rows, answers)]
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = CONVERSATION.replace("eos_token", "'<|system|>'")
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        sizes |= dict(messages_key="messages", tokenizer=tmp_path / "tokenizer")
+        encode = lambda row, tokenizer: sft.encode_messages(row["messages"], tokenizer)
     write_parquet(rows, tmp_path / "train.parquet")
     out = tmp_path / "run"
-    sizes = dict(train_batch_size=4, total_steps=80, lr=1e-2, lr_schedule="constant", save_freq=0)
     run(SCRIPT, *flags(tiny, tmp_path, out, **sizes, test_freq=0, val_files=tmp_path / "train.parquet"))
     lm = AutoModelForCausalLM.from_pretrained(out / "checkpoints/latest/hf")
     tokenizer = AutoTokenizer.from_pretrained(out / "checkpoints/latest/hf")
     for row in rows:
-        ids, trained = sft.encode(row["prompt"], row["extra_info"]["answer"], tokenizer)
-        prompt = torch.tensor([ids[: trained.index(True)]])
-        assert lm.generate(prompt, max_new_tokens=16, do_sample=False)[0].tolist() == ids  # and stops
+        row = sft.split(*encode(row, tokenizer))
+        prompt = torch.tensor([row["prompt_ids"]])
+        found = lm.generate(prompt, max_new_tokens=16, do_sample=False)[0].tolist()
+        assert found == row["prompt_ids"] + row["response_ids"]  # and stops
+
+
+# ---- stop and go on
+
+
+def test_what_may_change_when_a_run_goes_on(straight, tiny, arithmetic):
+    args = sft.tyro.cli(sft.Args, args=list(map(str, flags(tiny, arithmetic, straight))))
+    open_run = lambda **changes: sft.open_run(sft.replace(args, **changes))
+    newest = [f"step_{step:06d}" for step in (8, 4)]
+    assert [path.name for path in open_run(lr=1.0, max_tokens_per_microbatch=99, test_freq=1)] == newest
+    for changes in (dict(train_batch_size=16), dict(model="another"), dict(resume="never")):
+        with pytest.raises(SystemExit, match=r"there, |already holds"):
+            open_run(**changes)
+    path = straight / "checkpoints/step_000004"
+    assert open_run(output_dir=str(straight / "fresh"), resume=str(path)) == [path]
+
+
+def test_it_goes_on_with_cut_files_and_from_its_own_checkpoint(straight, tiny, arithmetic, tmp_path):
+    """A full disk left half a line of metrics and an empty args.json; the run began with --resume PATH."""
+    out, path = tmp_path / "run", straight / f"checkpoints/step_{STEPS // 2:06d}"
+    shutil.copytree(straight, out, symlinks=True)
+    lines = (out / "metrics.jsonl").read_text()
+    (out / "metrics.jsonl").write_text(lines + lines.splitlines()[-1][:20])
+    (out / "args.json").write_text("")
+    run(SCRIPT, *flags(tiny, arithmetic, out, total_steps=STEPS + 1, lr=1e-3, resume=path))
+    assert f"resumed from {out}/checkpoints/step_{STEPS:06d}" in (out / "log.txt").read_text()
+    assert (out / "metrics.jsonl").read_text().startswith(lines)
+    assert list(metrics(out)) == list(range(STEPS + 2)) and metrics(out)[STEPS + 1]["train/lr"] < 1e-3
+
+
+def test_killed_before_the_first_checkpoint(straight, tiny, arithmetic, tmp_path):
+    shutil.copytree(straight, tmp_path / "run", symlinks=True)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    run(SCRIPT, *flags(tiny, arithmetic, tmp_path / "run", total_steps=1))
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2  # steps 0 and 1
 
 
 def test_sigterm_saves_and_ends_well(tiny, arithmetic, tmp_path):
@@ -318,7 +381,8 @@ def test_sigterm_saves_and_ends_well(tiny, arithmetic, tmp_path):
     command += ["--save_freq", "0", "--test_freq", "0"]
     process = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.PIPE, text=True)
     try:
-        while process.poll() is None and not (tmp_path / "run/metrics.jsonl").exists():
+        log = tmp_path / "run/metrics.jsonl"
+        while process.poll() is None and not (log.exists() and log.read_text()):
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
@@ -331,14 +395,20 @@ def test_sigterm_saves_and_ends_well(tiny, arithmetic, tmp_path):
 
 
 def test_a_step_without_a_finite_gradient_is_skipped(tiny, arithmetic, tmp_path):
-    lm = AutoModelForCausalLM.from_pretrained(tiny)
-    lm.model.norm.weight.data[0] = math.inf
+    """Only one row overflows, of which the check before the first step sees nothing."""
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    lm.config.tie_word_embeddings = False
+    lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.clone())
+    lm.model.embed_tokens.weight.data[tokenizer.encode("~")] = math.inf
     lm.save_pretrained(tmp_path / "model")
-    out = tmp_path / "run"
-    run(SCRIPT, *flags(tmp_path / "model", arithmetic, out, total_steps=1, test_freq=0), "--tokenizer", tiny)
-    assert metrics(out)[1]["train/skipped_updates"] == 1
-    before, after = weights(tmp_path / "model"), weights(out / "checkpoints/latest/hf")
-    assert all(torch.equal(before[k], after[k]) for k in before)
+    rows = [make_row("train", i, i, i) for i in range(15)]
+    rows[-1]["prompt"] = [dict(role="user", content="~")]
+    write_parquet(rows, tmp_path / "train.parquet")
+    files = dict(train_files=tmp_path / "train.parquet", tokenizer=tiny, total_steps=1, test_freq=0)
+    run(SCRIPT, *flags(tmp_path / "model", arithmetic, tmp_path / "run", **files))
+    assert metrics(tmp_path / "run")[1]["train/skipped_updates"] == 1
+    before, after = weights(tmp_path / "model"), weights(tmp_path / "run/checkpoints/latest/hf")
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
 
 
 def test_errors_are_one_line(tiny, arithmetic, tmp_path):
@@ -350,13 +420,10 @@ def test_errors_are_one_line(tiny, arithmetic, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            dict(max_tokens_per_microbatch=31, max_length=32),
-            "microbatch 31 .* less than a row of --max_length 32",
-        ),
-        (dict(sp_size=2, packing=True), "number of ranks, 1 is not a multiple of --sp_size 2"),
-        (dict(qlora=True), "--qlora needs --lora_rank above 0"),
-        (dict(merge_lora=True), "--merge_lora needs --lora_rank above 0"),
+        (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is less than --max_length 32"),
+        (dict(sp_size=2, packing=True), "1 ranks are not a multiple of --sp_size 2"),
+        (dict(qlora=True), "--qlora, --merge_lora need --lora_rank"),
+        (dict(merge_lora=True), "--qlora, --merge_lora need --lora_rank"),
         (dict(liger=True), "--liger needs a GPU and Liger's kernels"),
     ],
 )
@@ -381,18 +448,22 @@ def test_sequence_parallelism_needs_packed_rows(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "model", "message"),
     [
-        (dict(sp_size=2), dict(num_attention_heads=9), "--sp_size 2 does not divide the 9 attention heads"),
+        (
+            dict(sp_size=2),
+            dict(num_attention_heads=9),
+            "has 9 attention heads, which --sp_size 2 does not divide",
+        ),
         (
             dict(sp_size=2),
             dict(sliding_window=64),
             "has sliding_window, which --sp_size 2 does not implement",
         ),
         (
-            dict(lora_rank=4, lora_target_modules=("q_prj",)),
+            dict(lora_rank=4, lora_target_modules=("q_prj", "v_proj")),
             {},
-            "_modules q_prj: the linear layers are .*q_proj",
+            "has no q_prj for --lora_target_modules, but .*q_proj",
         ),
-        (dict(lora_rank=4, lora_target_modules=("lm_head",)), {}, "_modules lm_head: the linear layers are"),
+        (dict(lora_rank=4, lora_target_modules=("lm_head",)), {}, "has no lm_head for --lora_target_modules"),
     ],
 )
 def test_models_that_do_not_fit(tiny, changes, model, message):

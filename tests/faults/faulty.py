@@ -1,8 +1,9 @@
 """A trainer with faults: faulty.py ALGO FAULTS NOTES flags...
 
-FAULTS: PHASE:RANK:STEP:kill|hang|full, separated by commas.
+FAULTS: PHASE:RANK:STEP:kill|hang|full|hf, separated by commas.
 Each fault strikes once, in the first pass of a phase at STEP or later: kill -9 of the rank, at a random
-moment within the time that the phase took before; or it sleeps; or no file grows over 100 kB (a full disk).
+moment within the time that the phase took before; or it sleeps; or no file grows over 100 kB (a full disk);
+or it ends as the weights of hf/ are about to be written.
 NOTES is a directory where those that have struck are noted, over all restarts.
 """
 
@@ -17,6 +18,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 name, faults, notes = sys.argv[1:4]
 del sys.argv[1:4]
@@ -28,6 +31,8 @@ def strike(kind, note, seconds):
     note.touch()
     if kind == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    elif kind == "hf":
+        PreTrainedModel.save_pretrained = lambda *_, **__: os._exit(1)
     elif kind == "kill":
         threading.Timer(random.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
     else:
@@ -51,9 +56,9 @@ def faulty_timed(timing, phase):
     lasted[phase] = time.perf_counter() - start
 
 
-def counting_log(self, metrics, step, **postfix):
+def counting_log(self, metrics, step, **shown):
     algo.step = step + 1
-    log(self, metrics, step, **postfix)
+    log(self, metrics, step, **shown)
 
 
 algo.timed, algo.Logger.log, algo.step = faulty_timed, counting_log, 0

@@ -99,7 +99,9 @@ def test_a_rank_that_hangs_is_named(sft, tmp_path):
     hangs = "sft", "update_actor:1:3:hang", tmp_path / "notes"
     done = run(FAULTY, *hangs, *flags(out, "--timeout_s", 10), ranks=2, check=False)
     assert done.returncode != 0
-    assert "rank 0: rank 1 does not answer: update_actor since " in done.stderr, done.stderr
+    assert "rank 0: no answer from rank 1" in done.stderr, done.stderr
+    stack = done.stderr.partition("Timeout (0:00:10)!")[2]  # of the rank that hangs
+    assert "tests/faults/faulty.py" in stack and " in strike" in stack, done.stderr
     nothing_is_left(out)
 
 
@@ -119,27 +121,45 @@ def test_a_full_disk(sft, tmp_path):
     nothing_is_left(out)
 
 
-@pytest.mark.parametrize("damage", ("truncated", "changed", "missing", "state"))
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(sft, tmp_path, damage):
+def test_it_ends_while_the_weights_of_hf_are_written(sft, tmp_path):
+    (tmp_path / "notes").mkdir()
+    out = tmp_path / "ends"
+    done = run(FAULTY, "sft", "save_checkpoint:0:4:hf", tmp_path / "notes", *sft[0](out), check=False)
+    assert done.returncode == 1 and len(os.listdir(tmp_path / "notes")) == 1
+    assert os.readlink(out / "checkpoints/latest") == "step_000002"
+    assert (out / "checkpoints/latest/hf/model.safetensors").exists()
+
+
+def damage(checkpoint, kind):
+    shard = checkpoint / "dcp/__1_0.distcp"
+    if kind == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif kind == "half":
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    elif kind == "missing":
+        shard.unlink()
+    elif kind == "metadata":
+        (checkpoint / "dcp/.metadata").write_bytes(b"")
+    else:
+        (checkpoint / "trainer_state.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "damages"), [(0, ("truncated", "metadata", "state")), (2, ("missing", "half", "metadata"))]
+)
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(sft, tmp_path, ranks, damages):
     flags, straight = sft
     out = tmp_path / "damaged"
     shutil.copytree(straight, out, symlinks=True)
-    shard = out / "checkpoints/step_000008/dcp/__1_0.distcp"
-    data = bytearray(shard.read_bytes())
-    if damage == "truncated":
-        shard.write_bytes(data[:-1])
-    elif damage == "changed":
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
-    elif damage == "missing":
-        shard.unlink()
-    else:
-        (out / "checkpoints/step_000008/trainer_state.json").write_text("{")
-    done = run(SFT, *flags(out, "--total_steps", 8))
-    assert "step_000008 is damaged (" in done.stderr
-    assert ("__1_0.distcp" in done.stderr) == (damage != "state")
-    assert "resumed from" in (out / "log.txt").read_text().splitlines()[-1]
-    assert "step_000006" in (out / "log.txt").read_text().splitlines()[-1]
+    for step, kind in zip((8, 6, 4), damages):
+        damage(out / f"checkpoints/step_{step:06d}", kind)
+    done = run(SFT, *flags(out), ranks=ranks)
+    lines = [line for line in done.stderr.splitlines() if "is damaged (" in line]
+    assert [line.partition(" is damaged (")[0][-11:] for line in lines] == [
+        f"step_00000{s}" for s in (8, 6, 4)
+    ]
+    assert all(line.endswith(") and left out") for line in lines), lines
+    assert f"resumed from {out}/checkpoints/step_000002" in (out / "log.txt").read_text().splitlines()[-1]
     same(straight, out)
 
 

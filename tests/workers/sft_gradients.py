@@ -24,7 +24,7 @@ def make_rows():
 
 
 class Capture(torch.optim.SGD):
-    """Keeps the gradient of the step, by name."""
+    """Keeps the gradient of the step."""
 
     def step(self):
         grads = [p.grad for g in self.param_groups for p in g["params"]]
@@ -67,6 +67,8 @@ def main(model, out, sp_size):
                 found = sft.update(policy, optimizer, make_rows(), args)
                 loss = sft.evaluate(policy, make_rows(), args)
                 results[lora_rank, packing, budget] = [found["train/loss"], loss], optimizer.grads
+        found = sft.update(policy, optimizer, make_rows(), sft.replace(args, grad_clip=1e-3))
+        results[lora_rank, "clipped"] = found["train/grad_norm"], optimizer.grads
         if dist.get_world_size() == 1:
             lm = sft.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
             results[lora_rank, "naive"] = naive(lm, adapters(lm, args) if lora_rank else lm)

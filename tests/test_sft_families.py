@@ -1,0 +1,96 @@
+"""Many families of models, each layout: the log-probs are the model's own, or one line says why not."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import ROOT, metrics, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from algos import sft
+from tests import families
+
+WORKER = ROOT / "tests/workers/sft_families.py"
+STATE = r"passes a state on between packed rows: add --no-packing$"
+BIAS = "its output layer has a bias"
+NO_SDPA = "does not support an attention implementation through .*scaled_dot_product_attention"
+SOFT_CAP = r"log-probs of {} rows under sdpa .*; likely .*sdpa leaves out a soft cap .* eager$"
+LEAK = "log-probs of packed rows under eager .*; likely rows see one another: try --no-packing"
+# sdpa padded, sdpa packed, and where sdpa is refused eager padded, eager packed
+ONE_RANK = dict.fromkeys(families.FAMILIES, ("right$", "right$"))
+HYBRID = "qwen3_next qwen3_5_text lfm2 jamba falcon_h1 bamba granitemoehybrid nemotron_h".split()
+ONE_RANK |= dict.fromkeys(HYBRID, ("right$", STATE))
+ONE_RANK |= dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), (NO_SDPA, NO_SDPA, "right$", STATE))
+ONE_RANK |= dict(
+    phi=(BIAS,) * 4,
+    gemma2=(SOFT_CAP.format("padded"), SOFT_CAP.format("packed"), "right$", "right$"),
+    gpt_oss=(NO_SDPA, NO_SDPA, "right$", LEAK),
+)
+TWO_RANKS = dict.fromkeys("llama granite cohere minicpm3 qwen3_moe deepseek_v3".split(), "right$")
+TWO_RANKS |= dict(mistral="has sliding_window, which --sp_size 2 does not implement$")
+TWO_RANKS |= dict(
+    gemma2="has sliding_window and attn_logit_softcapping, which --sp_size 2 does not implement$"
+)
+TWO_RANKS |= dict(lfm2="has a state, which --sp_size 2 does not implement$")
+
+
+def check(names, ranks, directory):
+    """{family: {layout: what check_model and check_layout say}}"""
+    run(WORKER, directory, directory / "found.json", *names, ranks=ranks)
+    return json.loads((directory / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return check(ONE_RANK, 0, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return check(TWO_RANKS, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("family", ONE_RANK)
+def test_padded_and_packed(one_rank, family):
+    for (layout, said), expected in zip(one_rank[family].items(), ONE_RANK[family], strict=True):
+        assert re.search(expected, said), (layout, said)
+
+
+@pytest.mark.parametrize("family", TWO_RANKS)
+def test_over_two_ranks(two_ranks, family):
+    assert re.search(TWO_RANKS[family], two_ranks[family]["sp"]), two_ranks[family]
+
+
+def test_a_run_ends_before_its_first_step(arithmetic, tmp_path):
+    families.write("gemma2", tmp_path / "model")
+    files = "--model", tmp_path / "model", "--train_files", arithmetic / "train.parquet"
+    done = run(ROOT / "algos/sft.py", *files, "--output_dir", tmp_path / "run", check=False)
+    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    [line] = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith(f"error: {tmp_path}/model (gemma2): ") and re.search(
+        SOFT_CAP.format("padded"), line
+    )
+
+
+def test_the_saved_model_has_the_reported_loss(arithmetic, tmp_path):
+    """granite divides its logits and scales embeddings, residuals and attention."""
+    families.write("granite", tmp_path / "model")
+    data = arithmetic / "val.parquet"
+    files = "--model", tmp_path / "model", "--train_files", arithmetic / "train.parquet", "--val_files", data
+    sizes = "--max_length 32 --train_batch_size 32 --total_steps 2 --lr 1e-3 --warmup_steps 0".split()
+    run(ROOT / "algos/sft.py", *files, "--output_dir", tmp_path / "run", *sizes)
+    by_step = metrics(tmp_path / "run")
+    for step, path in ((0, tmp_path / "model"), (2, tmp_path / "run/checkpoints/latest/hf")):
+        lm, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        args = sft.Args(model="", train_files=(), output_dir="")
+        rows, *_ = sft.load_examples([str(data)], args, tokenizer)
+        total = 0.0
+        for row in rows:
+            ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+            labels = ids.clone()
+            labels[:, : len(row["prompt_ids"])] = -100
+            total += lm(input_ids=ids, labels=labels).loss.item() * len(row["response_ids"])
+        tokens = sum(len(row["response_ids"]) for row in rows)
+        assert by_step[step]["val/loss"] == pytest.approx(total / tokens, abs=1e-5)
+    assert by_step[2]["val/loss"] < by_step[0]["val/loss"] - 0.1

@@ -1,0 +1,50 @@
+"""check_layout on tiny models of many families -> JSON {FAMILY: {LAYOUT: "right", or why not}}.
+
+sft_families.py MODELS OUT FAMILY... : layouts of one rank (eager where sdpa is refused), or under torchrun a
+row over all ranks.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from algos import sft
+from tests import families
+
+LAYOUTS = {
+    f"{kernel} {x}": (kernel, x == "packed") for kernel in ("sdpa", "eager") for x in ("padded", "packed")
+}
+ROWS = [list(range(6, 6 + length)) for length in (23, 12, 33, 8)]
+
+
+def main(models, out, *names):
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    device, mesh = sft.setup_distributed(1)
+    rows = [dict(prompt_ids=ids[:3], response_ids=ids[3:]) for ids in ROWS]
+    found = {name: {} for name in names}
+    for name in names:
+        model = str(Path(models) / name)
+        if sft.dist.get_rank() == 0:
+            families.write(name, model)
+        sft.dist.barrier()
+        for layout, (kernel, packing) in LAYOUTS.items() if world == 1 else {"sp": ("sdpa", True)}.items():
+            if kernel == "eager" and found[name]["sdpa padded"] == "right":
+                continue
+            args = dict(attn_implementation=kernel, packing=packing, sp_size=world)
+            args = sft.Args(model=model, train_files=(), output_dir="", **args)
+            try:
+                sft.check_model(sft.AutoConfig.from_pretrained(model), args)
+                policy, _ = sft.load_policy(args, mesh, device)
+                sft.check_layout(policy, rows, args)
+                found[name][layout] = "right"
+            except (SystemExit, ValueError) as refused:
+                found[name][layout] = str(refused)
+    if sft.dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    sft.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
