@@ -623,7 +623,7 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     policy = wrap(lm)
     compute_dtype = getattr(torch, args.compute_dtype)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]:
+    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

@@ -308,8 +308,7 @@ ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that
 class LogProbs(torch.autograd.Function):
     """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets and entropy [L], in float32.
 
-    A chunk of logits at a time, in two buffers both ways: after those of torch.utils.checkpoint, glibc's
-    malloc finds no room for a chunk where the one before was.
+    A chunk of logits at a time, in two buffers both ways: malloc's gaps would not fit those of a checkpoint.
     """
 
     @staticmethod
@@ -389,11 +388,8 @@ class TokenLogps(nn.Module):
 def recurrent(config):
     """Whether a layer passes a state on along the row, over the borders of what is packed or shared there."""
     model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kinds, stateful = (
-        {"conv", "linear_attention", "hybrid", "hybrid_sliding"},
-        getattr(model, "_is_stateful", 0),
-    )
-    return bool(stateful) or not kinds.isdisjoint(getattr(config, "layer_types", None) or [])
+    stateful, kinds = getattr(model, "_is_stateful", False), getattr(config, "layer_types", None) or []
+    return stateful or not {"conv", "linear_attention", "hybrid", "hybrid_sliding"}.isdisjoint(kinds)
 
 
 def pad(rows):
@@ -461,8 +457,7 @@ def setup_distributed(hsdp_replicas, timeout_s=3600.0):
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(new_store):  # counted per node
         fail(f"--max-restarts on several nodes: set {new_store}=1 for torchrun on each of them")
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(backend, None, timedelta(seconds=timeout_s), world, rank, store)
     sys.excepthook = partial(report_failure, store, rank, world)
     shape = hsdp_replicas, world // hsdp_replicas
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
@@ -495,12 +490,11 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     logging.disable_progress_bar()  # of transformers: one bar is enough
-    param_dtype = getattr(torch, args.param_dtype)
     config = AutoConfig.from_pretrained(args.model, **changes)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
-        lm = auto.from_config(config, dtype=param_dtype, attn_implementation=args.attn_implementation)
+        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -512,7 +506,7 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
     rank0 = dist.get_rank() == 0
-    full = auto.from_pretrained(args.model, dtype=param_dtype, **changes) if rank0 else None
+    full = auto.from_pretrained(args.model, dtype=args.param_dtype, **changes) if rank0 else None
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -547,10 +541,9 @@ def balance(lengths, ranks):
 
 
 def split_micro_batches(lengths, budget, one_row):
-    """Split rows into micro-batches of at most `budget` tokens (padding counted), longest first.
+    """Split rows, longest first, into micro-batches of at most `budget` tokens (padding, if any, counted).
 
-    one_row: each micro-batch is one packed row, without padding. Every rank gets the same number of
-    micro-batches, the largest needed by any: the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
     """
     batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
