@@ -425,6 +425,7 @@ def main():
 # ---- The system --------------------------------------------------------------------------------------------
 # region system
 LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
 
 
@@ -572,15 +573,14 @@ def setup_distributed(hsdp_replicas, timeout_s=3600.0):
     elif sys.platform == "linux":  # keep freed memory: getting it anew is 30 % of an update
         ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     store, rank, world = next(dist.rendezvous("env://"))
     # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
-    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(new_store):  # counted per node
-        fail(f"--max-restarts on several nodes: set {new_store}=1 for torchrun on each of them")
-    dist.init_process_group(backend, None, timedelta(seconds=timeout_s), world, rank, store)
+    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
+        fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
+    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backends, None, timedelta(seconds=timeout_s), world, rank, store)
     sys.excepthook = partial(report_failure, store, rank, world)
     shape = hsdp_replicas, world // hsdp_replicas
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
@@ -605,8 +605,7 @@ def fail(message):
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """Reduce a list of numbers over all ranks."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, op)
+    dist.all_reduce(total := torch.tensor(values, dtype=torch.float64), op)
     return total.tolist()
 
 
@@ -682,8 +681,9 @@ def split_micro_batches(lengths, budget, one_row):
 
 
 MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
-    "model tokenizer critic_model reward_model lora_rank train_files messages_key max_length seed loss_agg"
-    " train_batch_size group_size max_prompt_length max_response_length adv_estimator reward_fn".split()
+    "model tokenizer critic_model reward_model lora_rank lora_alpha lora_target_modules train_files seed"
+    " prompt_key response_key messages_key max_length truncation max_prompt_length max_response_length"
+    " train_batch_size group_size adv_estimator loss_agg reward_fn".split()
 )
 
 

@@ -8,7 +8,6 @@ Command:    python algos/export.py runs/grpo/checkpoints/latest models/mine
 Docs: docs/distributed.md
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -38,14 +37,6 @@ class Args:
     """Add LoRA adapters to the weights of their model; else they are written as peft loads them."""
 
 
-def check(checkpoint):
-    """ValueError if a file of a checkpoint is not as the trainer wrote it."""
-    for name, written in json.loads((checkpoint / "trainer_state.json").read_text())["sha256"].items():
-        with (checkpoint / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != written:
-                raise ValueError(f"{checkpoint} is damaged: {name} is not as it was written")
-
-
 def read_weights(directory):
     """{name: tensor} of the model in a directory of torch.distributed.checkpoint."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
@@ -62,9 +53,6 @@ def full_model(weights, hf, run):
     dtype = getattr(torch, run["param_dtype"])
     lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf), dtype=dtype)
     lm.load_state_dict(weights)
-    for source in (run["model"], hf):  # it names the tokens that end a response
-        with suppress(OSError):
-            lm.generation_config = GenerationConfig.from_pretrained(source)
     return lm
 
 
@@ -99,7 +87,6 @@ def main():
         with_lora = run.get("lora_rank", 0) > 0
         if args.merge_lora and not with_lora:
             raise ValueError(f"--merge_lora: {checkpoint} has no adapters, the run was without --lora_rank")
-        check(checkpoint)
         weights = read_weights(checkpoint / "dcp")
         with replacing(args.output) as new:
             AutoTokenizer.from_pretrained(checkpoint / "hf").save_pretrained(new)
@@ -111,7 +98,13 @@ def main():
                 config, state = adapters(weights, run)
                 config.save_pretrained(new)
                 save_file(state, new / "adapter_model.safetensors")
-    except (ValueError, OSError, dcp.CheckpointException) as error:
+            for source in (run["model"], checkpoint / "hf"):  # it names the tokens that end a response
+                with suppress(OSError):
+                    GenerationConfig.from_pretrained(source).save_pretrained(new)
+    except dcp.CheckpointException as error:
+        causes = "; ".join(" ".join(str(cause).split()) for cause, _ in error.failures.values())
+        sys.exit(f"error: {checkpoint} is damaged: {causes}")
+    except (ValueError, OSError, EOFError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     print(f"{args.output}: {sum(weight.numel() for weight in weights.values()):,} weights of {checkpoint}")
 
