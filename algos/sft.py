@@ -876,6 +876,7 @@ def check_model(config, args):
     """ValueError or ImportError where the model cannot be trained with these arguments."""
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
+    TokenLogps(lm)  # refuses a bias of the output layer
     head = lm.get_output_embeddings()  # without adapters: LogProbs takes its weight alone
     layers = [name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
     linear = {name.rpartition(".")[2] for name in layers}

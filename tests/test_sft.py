@@ -420,7 +420,7 @@ def test_errors_are_one_line(tiny, arithmetic, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is less than --max_length 32"),
+        (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is under --max_length 32"),
         (dict(sp_size=2, packing=True), "1 ranks are not a multiple of --sp_size 2"),
         (dict(qlora=True), "--qlora, --merge_lora need --lora_rank"),
         (dict(merge_lora=True), "--qlora, --merge_lora need --lora_rank"),
