@@ -238,7 +238,7 @@ def make_batch(rows, adv_n, args, device):
         weight_nt=torch.cat(weights),
         token_weight_nt=torch.cat([loss_weights(m_nt, "token-mean") for m_nt in mini_batches]),
     )
-    return deal_batch(rows, about, args, device)
+    return balance_batch(rows, about, args, device)
 
 
 def update_actor(policy, optimizer, batch, args):
@@ -989,7 +989,7 @@ def layout_of(config, args):
     return packed if args.attn_implementation == "flash_attention_2" and not recurrent(config) else layout
 
 
-def deal_batch(rows, by_token, args, device):
+def balance_batch(rows, by_token, args, device):
     """Deal the N rows of a step to the ranks, each optimizer step's evenly by tokens.
 
     by_token: [N, T] tensors of all rows -> a batch of these, of this rank's rows in the order of their use,

@@ -184,8 +184,8 @@ def micro_batches(policy, rows, args):
     mine = [rows[i] for i in balance(lengths(rows), groups)[group]]
     dummy = dict(prompt_ids=[0], response_ids=[0], trained=[False])
     budget, layout = args.max_tokens_per_microbatch * args.sp_size, packed if args.packing else padded
-    cut = pack if args.packing else partial(split_micro_batches, one_row=False)
-    for part in cut(lengths(mine), budget):
+    split_rows = pack if args.packing else partial(split_micro_batches, one_row=False)
+    for part in split_rows(lengths(mine), budget):
         batch = [mine[i] for i in part] or [dummy]
         prompts, responses, trained = ([row[name] for row in batch] for name in dummy)
         logp_nt, _ = token_logps(policy, prompts, responses, 1.0, layout)
@@ -910,8 +910,10 @@ def load_data(args):
         fail(" ".join(str(error).split()))
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training rows")
-    cut, lost = map(sum, zip(counts, val_counts))
-    about = f"{len(train_rows)} training and {len(val_rows)} validation rows ({cut} cut, {lost} dropped)"
+    over, lost = map(sum, zip(counts, val_counts))
+    about = (
+        f"{len(train_rows)} training and {len(val_rows)} validation rows ({over} truncated, {lost} dropped)"
+    )
     return tokenizer, train_rows, val_rows, ends, about
 
 

@@ -93,7 +93,7 @@ def generate(engine, prompts, args):
 
 
 def sequences(rows, args):
-    """Numbers of the rows that a trainer computes as one, and the tokens of each: see deal_batch."""
+    """Numbers of the rows that a trainer computes as one, and the tokens of each: see balance_batch."""
     prompts, responses = zip(*rows, strict=True)
     fit = (args.max_tokens_per_microbatch - max(map(len, prompts))) // max(map(len, responses))
     fit, size = max(1, fit) if args.share_prefix else 1, args.group_size or 1
