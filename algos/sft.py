@@ -911,9 +911,7 @@ def load_data(args):
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training rows")
     over, lost = map(sum, zip(counts, val_counts))
-    about = (
-        f"{len(train_rows)} training and {len(val_rows)} validation rows ({over} truncated, {lost} dropped)"
-    )
+    about = f"{len(train_rows)} training, {len(val_rows)} validation rows ({over} truncated, {lost} dropped)"
     return tokenizer, train_rows, val_rows, ends, about
 
 
