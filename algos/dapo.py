@@ -422,7 +422,9 @@ def main():
     dist.barrier()  # the process group ends with the engine, at exit
 
 
-# ---- The system --------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The system
+# --------------------------------------------------------------------------------------------------
 # region system
 LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
 NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -620,15 +622,13 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
-    compute_dtype = getattr(torch, args.compute_dtype)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    rank0 = dist.get_rank() == 0
-    full = auto.from_pretrained(args.model, dtype=args.param_dtype, **changes) if rank0 else None
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype=args.param_dtype, **changes)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
