@@ -238,3 +238,17 @@ def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
     assert grpo.check_sampler(torch.full((2, 2), -0.01), batch, dataclasses.replace(args, top_p=0.9), 1)
     with pytest.raises(SystemExit):  # at the start the whole distribution is sampled
         grpo.check_sampler(torch.full((2, 2), -0.01), batch, dataclasses.replace(args, top_p=0.9), 0)
+
+
+@pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
+def test_a_failed_reward_beats_no_wrong_answer_of_its_group(grpo, monkeypatch):
+    def scored(rows, tokenizer):
+        failed = dict(score=0.0, failure="TimeoutError: no result")
+        rewards = dict(score=1.0), dict(score=-1.0), failed
+        return [row | dict(reward=reward) for row, reward in zip(rows, rewards, strict=True)]
+
+    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(grpo.dist, "all_gather_object", lambda out, value: out.__setitem__(0, value))
+    rows = [dict(group=0, sample=i, prompt_ids=[1], response_ids=[2]) for i in range(3)]
+    rows, tokens = grpo.score_rows(rows, SimpleNamespace(score_responses=scored), None)
+    assert [row["reward"]["score"] for row in rows] == [1, -1, -1] and tokens == [6]
