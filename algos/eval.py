@@ -17,23 +17,8 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Literal
 
-import numpy as np
-import pyarrow.parquet as pq
-import tyro
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.atomic import replacing
-from data_prep.schema import load_rows
-from rewards import check_sources
-from rewards.combined import load_rewards
-from rewards.manager import RewardManager
-
-SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward is given, beside the response
-ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval
+from data_prep.arguments import parse
 
 
 @dataclass
@@ -55,11 +40,31 @@ class Args:
     reward_aggregation: Literal["sum", "mean", "min"] = "sum"
     """How several rewards become one; min: the worst case."""
     reward_workers: int = 4
-    """Processes of the prime manager on each rank."""
+    """Processes of the prime manager."""
     reward_timeout_s: float = 30.0
     """Seconds that the prime manager gives a sample before it scores 0."""
     seed: int = 1
     """Seed of the bootstrap."""
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before the libraries below are loaded: a wrong flag is answered at once
+
+import numpy as np
+import pyarrow.parquet as pq
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from data_prep.atomic import replacing
+from data_prep.schema import load_rows
+from rewards import check_sources
+from rewards.combined import load_rewards
+from rewards.manager import RewardManager
+
+SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward is given, beside the response
+ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval
 
 
 @cache
@@ -177,9 +182,8 @@ def plot(entries, sources, path):
     figure.savefig(path, dpi=120, format="png")
 
 
-def main():
+def main(args):
     # ---- everything is read and checked before anything is scored
-    args = tyro.cli(Args)
     out, loaded = Path(args.output), {}
     try:
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
@@ -239,4 +243,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(Args(**flags))

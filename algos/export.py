@@ -16,15 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint as dcp
 import tyro
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.atomic import replacing
+from data_prep.arguments import parse
 
 
 @dataclass
@@ -35,6 +30,18 @@ class Args:
     """Directory to write; it must not exist."""
     merge_lora: bool = False
     """Add LoRA adapters to the weights of their model; else they are written as peft loads them."""
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before the libraries below are loaded: a wrong flag is answered at once
+
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from data_prep.atomic import replacing
 
 
 def read_weights(directory):
@@ -73,8 +80,7 @@ def merged_model(config, weights, run):
     return lm.merge_and_unload()
 
 
-def main():
-    args = tyro.cli(Args)
+def main(args):
     root = Path(args.checkpoint)
     found = [path for path in (root, root / "checkpoints/latest") if (path / "dcp/.metadata").is_file()]
     if not found:
@@ -110,4 +116,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(Args(**flags))

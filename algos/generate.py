@@ -21,21 +21,8 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-import jinja2
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-import torch.distributed as dist
-import tyro
-from tqdm import tqdm
-from transformers import AutoTokenizer
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.atomic import replacing
-from data_prep.schema import load_rows
-
-COLUMNS = ("responses", "response_tokens", "finish_reasons")  # added to a row: lists, one entry a sample
+from data_prep.arguments import parse
 
 
 @dataclass
@@ -68,6 +55,24 @@ class Args:
     """Ranks that share one sampler by tensor parallelism."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the sampler takes."""
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before the libraries below are loaded: a wrong flag is answered at once
+
+import jinja2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from data_prep.atomic import replacing
+from data_prep.schema import load_rows
+
+COLUMNS = ("responses", "response_tokens", "finish_reasons")  # added to a row: lists, one entry a sample
 
 
 def check_args(args, world):
@@ -168,10 +173,9 @@ def generate(engine, rows, prompts, args, tokenizer, bar):
     )
 
 
-def main():
+def main(args):
     # ---- arguments, data, model
     rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
-    args = tyro.cli(Args, console_outputs=rank == 0)
     try:
         args.model = check_args(args, world)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -210,4 +214,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(Args(**flags))

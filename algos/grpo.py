@@ -30,88 +30,69 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import psutil
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import tyro
-from safetensors import SafetensorError
-from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.benchmark import Timer
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import is_flash_attn_2_available, logging
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.atomic import replacing
-from data_prep.schema import load_prompts
-from rewards import check_sources
-from rewards.combined import load_rewards
-from rewards.manager import (
-    RewardManager,
-    demote_failures,
-    failure_metrics,
-    validation_metrics,
-    write_rollouts,
-)
+from data_prep.arguments import parse
 
 # Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
 # names the axes (logp_nt). T is aligned with the response: column t speaks of response token t.
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Args:
-    model: str  # Hugging Face directory or hub name of the model to train
-    train_files: tuple[str, ...]  # parquet files of training prompts
+    # ---- run
     output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
-    val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
-    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
     seed: int = 1  # of the data order and, with step, prompt and sample number, of every response
     total_epochs: int = 1  # passes over the training data
     total_steps: int | None = None  # RL steps in all; None: total_epochs
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
+    val_before_train: bool = True  # validate before the first step
     keep_checkpoints: int = 2  # newest checkpoints that are kept; 0: all
     save_hf: bool = True  # also write each checkpoint's weights as a Hugging Face directory (hf/)
-    wandb_project: str | None = None  # Weights & Biases project; None: only metrics.jsonl
-    timeout_s: float = 3600.0  # seconds that a rank waits for the others before the run ends
-    num_examine: int = 1  # responses of each data source that every validation shows in a table
     rollout_dump: bool = False  # write every training response to output_dir/rollouts
+    num_examine: int = 1  # responses of each data source that every validation shows in a table
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go beside metrics.jsonl
+    wandb_project: str | None = None  # with --tracker wandb: its project; None: its default
+    timeout_s: float = 3600.0  # seconds that a rank waits for the others before the run ends
+    # ---- data
+    train_files: tuple[str, ...]  # parquet files of training prompts
+    val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
     max_prompt_length: int = 512  # limit of the prompt in tokens
-    max_response_length: int = 1024  # limit of the response in tokens
     filter_overlong_prompts: bool = True  # drop and count prompts over the limit; else they are an error
-
-    # attention kernel of transformers; with flash attention rows are packed without padding
-    attn_implementation: str = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    # ---- model
+    model: str  # Hugging Face directory or hub name of the model to train
+    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
+    # None: flash_attention_2 where it is installed, whose rows are packed without padding, else sdpa
+    attn_implementation: str | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
-    # precision of forward, backward and sampler
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    # of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    share_prefix: bool = False  # compute a prompt once for all responses to it that fit in a micro-batch
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
+    share_prefix: bool = False  # compute a prompt once for all responses to it that fit in a micro-batch
     offload: bool = False  # parameters and optimizer state to host memory during sampling (GPU only)
-    tp_size: int = 1  # ranks that share one sampler by tensor parallelism
-    gpu_memory_utilization: float = 0.5  # share of the GPU's memory that the awake sampler takes
-
-    train_batch_size: int = 64  # prompts of a step, over all ranks
-    ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
-    ppo_epochs: int = 1  # passes over the responses of a step
+    # ---- rollout
     group_size: int = 8  # responses to each prompt
+    max_response_length: int = 1024  # limit of the response in tokens
     temperature: float = 1.0  # of sampling; log-probs of the trainer are taken at the same
     top_p: float = 1.0  # nucleus sampling; below 1 only without tis_cap
     top_k: int = -1  # top-k sampling; -1: off, else only without tis_cap
+    tp_size: int = 1  # ranks that share one sampler by tensor parallelism
+    gpu_memory_utilization: float = 0.5  # share of the GPU's memory that the awake sampler takes
+    val_group_size: int = 1  # responses to each validation prompt
+    val_temperature: float = 0.0  # of sampling in validation
+    # ---- optimizer
+    train_batch_size: int = 64  # prompts of a step, over all ranks
+    ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
+    ppo_epochs: int = 1  # passes over the responses of a step
     lr: float = 1e-6  # peak learning rate
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
     warmup_steps: int = 0  # steps of linear warm-up
     weight_decay: float = 0.01  # AdamW's decoupled weight decay
     grad_clip: float = 1.0  # largest gradient norm
-
+    # ---- algorithm
     adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"  # in its group
     norm_adv_by_std: bool = True  # divide grpo's advantage by the group's deviation; off: Dr. GRPO
     clip_ratio_low: float = 0.2  # ratios below 1 - this are clipped
@@ -126,16 +107,44 @@ class Args:
     kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"  # estimator of the KL; k3 is verl's low_var_kl
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     tis_cap: float = 2.0  # cap of the importance weight of trainer against sampler; 0: no correction
-
+    # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the scorer of the data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
     reward_aggregation: Literal["sum", "mean", "min"] = "sum"  # of several rewards; min: the worst case
     reward_workers: int = 4  # processes of the prime manager on each rank
     reward_timeout_s: float = 30.0  # seconds that the prime manager gives a sample before it fails
-    val_group_size: int = 1  # responses to each validation prompt
-    val_temperature: float = 0.0  # of sampling in validation
-    val_before_train: bool = True  # validate before the first step
+
+    def __post_init__(self):
+        flash = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+        self.attn_implementation = self.attn_implementation or flash
+        self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.benchmark import Timer
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import is_flash_attn_2_available, logging
+
+from data_prep.atomic import replacing
+from data_prep.schema import load_prompts
+from data_prep.tracking import check_tracker, open_tracker
+from rewards import check_sources
+from rewards.combined import load_rewards
+from rewards.manager import RewardManager, demote_failures, dump_rollouts, failure_metrics, validation_metrics
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -267,9 +276,8 @@ def update_actor(policy, optimizer, batch, args):
     return metrics, first_nt
 
 
-def main():
+def main(args):
     # ---- arguments and data: nothing slow before they are known to be good
-    args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
     check_args(args)
     if args.use_kl_loss and args.kl_kind == "k1":
         fail("--kl_kind k1 has an expected gradient of 0 as a loss: take k2 or k3")
@@ -354,14 +362,14 @@ def main():
         }
         log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
         if args.rollout_dump and log.rank0:
-            write_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
+            dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: a kill in between loses neither
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
                 save_checkpoint(args, step, policy.lm, optimizer, tokenizer)
         if last:
             break
-    log.bar.close()
+    log.close(args)
     dist.barrier()  # the process group ends with the engine, at exit
 
 
@@ -540,7 +548,7 @@ def report_failure(store, rank, world, *error):
     failed = {r: store.get(f"failed/{r}") for r in range(world) if store.check([f"failed/{r}"])}
     silent = ", ".join(f"rank {r}" for r in range(world) if r not in failed)
     what = f"no answer from {silent}" if silent else f"rank {min(failed, key=failed.get)} failed first"
-    print(f"rank {rank}: {what}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"rank {rank}: {what}\n")  # print makes two writes of it, and others come between
 
 
 def fail(message):
@@ -659,7 +667,7 @@ def load_checkpoint(checkpoints, lm, optimizer):
             dcp.load(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=path / "dcp")
         except (dcp.CheckpointException, OSError, ValueError) as error:
             if dist.get_rank() == 0:
-                print(f"{path} is damaged ({causes(error)}) and left out", file=sys.stderr, flush=True)
+                sys.stderr.write(f"{path} is damaged ({causes(error)}) and left out\n")
             continue
         dcp_state.set_state_dict(
             lm, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
@@ -716,10 +724,10 @@ def timed(timing, name):
 
 
 class Logger:
-    """Terminal, log.txt, metrics.jsonl and W&B of rank 0; the other ranks are silent."""
+    """Terminal, log.txt, metrics.jsonl and the tracker of rank 0; the other ranks are silent."""
 
     def __init__(self, args, step, total_steps):
-        self.out, self.rank0, self.wandb = Path(args.output_dir), dist.get_rank() == 0, None
+        self.out, self.rank0 = Path(args.output_dir), dist.get_rank() == 0
         self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
         if not self.rank0:
             return
@@ -733,11 +741,7 @@ class Logger:
         for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
             with replacing(self.out / name) as new:
                 new.write_text(text)
-        if args.wandb_project:
-            import wandb
-
-            about = dict(project=args.wandb_project, name=self.out.name, config=asdict(args))
-            self.wandb = wandb.init(dir=self.out, **about)
+        self.track = open_tracker(args, step)
 
     def say(self, message):
         """A line for people, in the terminal and in log.txt."""
@@ -754,8 +758,15 @@ class Logger:
                 file.write(json.dumps(metrics) + "\n")
             self.bar.set_postfix({k: f"{metrics[name]:.4g}" for k, name in shown.items()}, refresh=False)
             self.bar.update(step - self.bar.n)
-        if self.wandb:
-            self.wandb.log(metrics, step=step)
+            self.track(metrics, step)
+
+    def close(self, args):
+        """Say where everything lies, and what to do next."""
+        self.bar.close()
+        done = "done" if self.bar.n == self.bar.total else "stopped; the same command goes on"
+        weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
+        self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
+        self.say(f"report:  python algos/report.py {self.out} --output {self.out}/report.html")
 
 
 def stats(name, values):
@@ -801,6 +812,7 @@ def load_data(args):
     pool = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
     shown = 0 if int(os.environ.get("RANK", 0)) else args.num_examine
     try:
+        check_tracker(args)
         config = AutoConfig.from_pretrained(args.model)
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         if args.share_prefix and (window or recurrent(config)):
@@ -1077,4 +1089,4 @@ def step_metrics(rows, rank_tokens, load, policy, timing, args):
 
 
 if __name__ == "__main__":
-    main()
+    main(Args(**flags))

@@ -31,6 +31,73 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.arguments import parse
+
+# Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is aligned with the
+# response: column t speaks of response token t, whatever predicted it.
+
+
+@dataclass(kw_only=True)
+class Args:
+    # ---- run
+    output_dir: str  # directory of the run: arguments, metrics, log, checkpoints
+    resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
+    seed: int = 1  # of the data order and of the adapters' first weights
+    total_epochs: int = 1  # passes over the training data
+    total_steps: int | None = None  # optimizer steps in all; None: total_epochs
+    save_freq: int = 50  # steps between checkpoints; 0: only at the end
+    test_freq: int = 10  # steps between validations; 0: only before and after training
+    val_before_train: bool = True  # validate before the first step
+    keep_checkpoints: int = 2  # newest checkpoints that are kept; 0: all
+    save_hf: bool = True  # also write each checkpoint's weights as a Hugging Face directory (hf/)
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go beside metrics.jsonl
+    wandb_project: str | None = None  # with --tracker wandb: its project; None: its default
+    timeout_s: float = 3600.0  # seconds that a rank waits for the others before the run ends
+    # ---- data
+    train_files: tuple[str, ...]  # parquet files of training rows
+    val_files: tuple[str, ...] = ()  # parquet files of validation rows; none: no validation
+    prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
+    response_key: str = "extra_info.answer"  # column of the response, a string; dots reach into structs
+    messages_key: str | None = None  # column of conversations, whose assistant turns are trained, instead
+    max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
+    truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut there
+    packing: bool = bool(find_spec("flash_attn"))  # rows in one without padding; sdpa: by a dense mask
+    # ---- model
+    model: str  # Hugging Face directory or hub name of the model to train
+    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
+    attn_implementation: str | None = None  # None: flash_attention_2 where it is installed, else sdpa
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
+    # of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
+    sp_size: int = 1  # ranks that share the tokens of a sequence (Ulysses); needs packing
+    gradient_checkpointing: bool = True  # recompute activations in the backward pass
+    max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
+    liger: bool = False  # Liger's Triton kernels for norm, rotary embedding and MLP; needs a GPU
+    lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
+    lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
+    lora_target_modules: tuple[str, ...] = ("all-linear",)  # names of layers; all-linear: all but the output
+    qlora: bool = False  # frozen weights in 4 bits (bitsandbytes), whole on every rank; needs lora_rank
+    merge_lora: bool = False  # hf/ is the model with the adapters in its weights; else only the adapters
+    # ---- optimizer
+    train_batch_size: int = 64  # rows of a step, over all ranks
+    lr: float = 1e-5  # peak learning rate
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 at the last step
+    warmup_steps: int = 10  # steps of linear warm-up
+    decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
+    weight_decay: float = 0.01  # AdamW's decoupled weight decay
+    grad_clip: float = 1.0  # largest gradient norm
+
+    def __post_init__(self):
+        flash = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+        self.attn_implementation = self.attn_implementation or flash
+        self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+
 import jinja2
 import numpy as np
 import peft
@@ -39,7 +106,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-import tyro
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
@@ -51,64 +117,9 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.atomic import replacing
 from data_prep.schema import load_rows
-
-# Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is aligned with the
-# response: column t speaks of response token t, whatever predicted it.
-
-
-@dataclass
-class Args:
-    model: str  # Hugging Face directory or hub name of the model to train
-    train_files: tuple[str, ...]  # parquet files of training rows
-    output_dir: str  # directory of the run: arguments, metrics, log, checkpoints
-    val_files: tuple[str, ...] = ()  # parquet files of validation rows; none: no validation
-    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
-    resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
-    seed: int = 1  # of the data order and of the adapters' first weights
-    total_epochs: int = 1  # passes over the training data
-    total_steps: int | None = None  # optimizer steps in all; None: total_epochs
-    save_freq: int = 50  # steps between checkpoints; 0: only at the end
-    test_freq: int = 10  # steps between validations; 0: only before and after training
-    keep_checkpoints: int = 2  # newest checkpoints that are kept; 0: all
-    save_hf: bool = True  # also write each checkpoint's weights as a Hugging Face directory (hf/)
-    wandb_project: str | None = None  # Weights & Biases project; None: only metrics.jsonl
-    timeout_s: float = 3600.0  # seconds that a rank waits for the others before the run ends
-
-    prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
-    response_key: str = "extra_info.answer"  # column of the response, a string; dots reach into structs
-    messages_key: str | None = None  # column of conversations, whose assistant turns are trained, instead
-    max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
-    truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut there
-    packing: bool = is_flash_attn_2_available()  # rows in one without padding; sdpa needs a dense mask for it
-
-    # attention kernel of transformers
-    attn_implementation: str = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
-    # precision of forward and backward
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
-    hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    gradient_checkpointing: bool = True  # recompute activations in the backward pass
-    max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
-    sp_size: int = 1  # ranks that share the tokens of a sequence (Ulysses); needs packing
-    liger: bool = False  # Liger's Triton kernels for norm, rotary embedding and MLP; needs a GPU
-
-    lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
-    lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
-    lora_target_modules: tuple[str, ...] = ("all-linear",)  # names of layers; all-linear: all but the output
-    qlora: bool = False  # frozen weights in 4 bits (bitsandbytes), whole on every rank; needs lora_rank
-    merge_lora: bool = False  # hf/ is the model with the adapters in its weights; else only the adapters
-
-    train_batch_size: int = 64  # rows of a step, over all ranks
-    lr: float = 1e-5  # peak learning rate
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 at the last step
-    warmup_steps: int = 10  # steps of linear warm-up
-    decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
-    weight_decay: float = 0.01  # AdamW's decoupled weight decay
-    grad_clip: float = 1.0  # largest gradient norm
-    val_before_train: bool = True  # validate before the first step
+from data_prep.tracking import check_tracker, open_tracker
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -221,9 +232,8 @@ def evaluate(policy, rows, args):
     return all_reduce([sum(losses)])[0]
 
 
-def main():
+def main(args):
     # ---- arguments and data: nothing slow before they are known to be good
-    args = tyro.cli(Args, console_outputs=os.environ.get("RANK", "0") == "0")
     check_args(args)
     checkpoints = open_run(args)
     tokenizer, train_rows, val_rows, ends, about = load_data(args)
@@ -294,7 +304,7 @@ def main():
                 save_checkpoint(args, step, trained, optimizer, tokenizer)
         if last:
             break
-    log.bar.close()
+    log.close(args)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -474,7 +484,7 @@ def report_failure(store, rank, world, *error):
     failed = {r: store.get(f"failed/{r}") for r in range(world) if store.check([f"failed/{r}"])}
     silent = ", ".join(f"rank {r}" for r in range(world) if r not in failed)
     what = f"no answer from {silent}" if silent else f"rank {min(failed, key=failed.get)} failed first"
-    print(f"rank {rank}: {what}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"rank {rank}: {what}\n")  # print makes two writes of it, and others come between
 
 
 def fail(message):
@@ -593,7 +603,7 @@ def load_checkpoint(checkpoints, lm, optimizer):
             dcp.load(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=path / "dcp")
         except (dcp.CheckpointException, OSError, ValueError) as error:
             if dist.get_rank() == 0:
-                print(f"{path} is damaged ({causes(error)}) and left out", file=sys.stderr, flush=True)
+                sys.stderr.write(f"{path} is damaged ({causes(error)}) and left out\n")
             continue
         dcp_state.set_state_dict(
             lm, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
@@ -650,10 +660,10 @@ def timed(timing, name):
 
 
 class Logger:
-    """Terminal, log.txt, metrics.jsonl and W&B of rank 0; the other ranks are silent."""
+    """Terminal, log.txt, metrics.jsonl and the tracker of rank 0; the other ranks are silent."""
 
     def __init__(self, args, step, total_steps):
-        self.out, self.rank0, self.wandb = Path(args.output_dir), dist.get_rank() == 0, None
+        self.out, self.rank0 = Path(args.output_dir), dist.get_rank() == 0
         self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
         if not self.rank0:
             return
@@ -667,11 +677,7 @@ class Logger:
         for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
             with replacing(self.out / name) as new:
                 new.write_text(text)
-        if args.wandb_project:
-            import wandb
-
-            about = dict(project=args.wandb_project, name=self.out.name, config=asdict(args))
-            self.wandb = wandb.init(dir=self.out, **about)
+        self.track = open_tracker(args, step)
 
     def say(self, message):
         """A line for people, in the terminal and in log.txt."""
@@ -688,8 +694,15 @@ class Logger:
                 file.write(json.dumps(metrics) + "\n")
             self.bar.set_postfix({k: f"{metrics[name]:.4g}" for k, name in shown.items()}, refresh=False)
             self.bar.update(step - self.bar.n)
-        if self.wandb:
-            self.wandb.log(metrics, step=step)
+            self.track(metrics, step)
+
+    def close(self, args):
+        """Say where everything lies, and what to do next."""
+        self.bar.close()
+        done = "done" if self.bar.n == self.bar.total else "stopped; the same command goes on"
+        weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
+        self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
+        self.say(f"report:  python algos/report.py {self.out} --output {self.out}/report.html")
 
 
 def stats(name, values):
@@ -900,6 +913,7 @@ def check_model(config, args):
 def load_data(args):
     """-> tokenizer, rows of training and validation, the tokens that end responses, and a line about them."""
     try:
+        check_tracker(args)
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
         if tokenizer.eos_token_id is None:
@@ -956,4 +970,4 @@ def pack(lengths, budget):
 
 
 if __name__ == "__main__":
-    main()
+    main(Args(**flags))

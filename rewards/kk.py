@@ -17,7 +17,7 @@ USER, ASSISTANT = re.compile(r"^User:", re.MULTILINE), re.compile(r"^Assistant:"
 ROLE = re.compile(r"\b(?:knight|knave)\b", re.IGNORECASE)
 # What may stand before a statement: remarks that end with a colon or a line, `and`, punctuation, a number.
 LEAD = re.compile(r"(?:[^:\n]*[:\n])*(?:and\b|[\s,.;!&*-])*(?:\(\d+\)|\d+[.)])?\s*", re.IGNORECASE)
-STATEMENT = re.compile(r"(.+) is a (knight|knave)", re.IGNORECASE)
+TAIL = re.compile(r"(?<!\s)\s++is\s++a\s++(knight|knave)\Z", re.IGNORECASE)  # a line may break in it
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -67,9 +67,9 @@ def _roles(text, n=None):
         return None
     roles = {}
     for begin, end in zip([0, *ends], ends, strict=False):
-        begin = LEAD.match(text, begin, end).end()
-        statement = STATEMENT.fullmatch(" ".join(text[begin:end].split()))
-        if statement is None:
+        tail = TAIL.search(text, begin, end)
+        name = tail and text[LEAD.match(text, begin, tail.start()).end() : tail.start()]
+        if not name:
             return None
-        roles[statement[1].lower()] = statement[2].lower()
+        roles[" ".join(name.lower().split())] = tail[1].lower()
     return roles if len(roles) == len(ends) else None

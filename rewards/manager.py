@@ -1,5 +1,6 @@
 """Scores a batch of responses, in this process or in a pool, and shows some of them."""
 
+import itertools
 import json
 import math
 import queue
@@ -26,7 +27,7 @@ class RewardManager:
     mode: "naive" scores in this process, one row after the other, without a time-out.  "prime" scores
         `workers` rows at a time, each in a process that is killed and replaced when it takes over timeout_s
         seconds or dies.  Slow samples do not hold up the others: several time out at the same time.
-    num_examine: samples of each data source that every call of `score` prints.
+    num_examine: samples of each data source that every call of `score` prints, the next ones each time.
     """
 
     def __init__(self, mode="naive", compute_score=compute_score, num_examine=0, timeout_s=30.0, workers=4):
@@ -36,7 +37,7 @@ class RewardManager:
             raise ValueError(f"reward manager with {workers} workers, {timeout_s} s: both must be above 0")
         self.mode, self.compute_score, self.num_examine = mode, compute_score, num_examine
         self.timeout_s, self.workers = timeout_s, workers
-        self._places = threading.Semaphore(workers)
+        self._places, self._calls = threading.Semaphore(workers), itertools.count()
 
     def score(self, rows):
         """Score dicts with data_source, solution_str, ground_truth, extra_info (and prompt_str, to be shown).
@@ -54,7 +55,7 @@ class RewardManager:
             for _ in range(_idle.qsize() - self.workers):
                 _idle.get().close()
         if self.num_examine:
-            _print_samples(rows, results, self.num_examine)
+            _print_samples(rows, results, self.num_examine, next(self._calls))
         return results
 
     def score_responses(self, rows, tokenizer):
@@ -169,7 +170,7 @@ def failure_metrics(results):
     }
 
 
-def write_rollouts(rows, path):
+def dump_rollouts(rows, path):
     """Write scored rows of a trainer to a file, one JSON line each."""
     keep = ("index", "sample", "finish_reason", "response_ids")
     lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
@@ -203,25 +204,24 @@ def validation_metrics(rows):
     return metrics
 
 
-def _print_samples(rows, results, num_examine):
-    """Print the first `num_examine` rows of each data source as tables."""
-    console, shown = Console(), {}
+def _print_samples(rows, results, num_examine, call):
+    """Print `num_examine` rows of each data source as tables: in the first call the first ones, and so on."""
+    console, by_source = Console(), {}
     for row, result in zip(rows, results, strict=True):
-        source = str(row.get("data_source"))
-        shown[source] = shown.get(source, 0) + 1
-        if shown[source] > num_examine:
-            continue
-        table = Table(
-            title=_plain(f"{source}, sample {shown[source]}", console), show_header=False, show_lines=True
-        )
-        for name, value in (
-            ("prompt", row.get("prompt_str", "")),
-            ("response", row.get("solution_str")),
-            ("ground truth", row.get("ground_truth")),
-            *result.items(),
-        ):
-            table.add_row(_plain(name, console), _plain(value, console))
-        console.print(table)
+        by_source.setdefault(str(row.get("data_source")), []).append((row, result))
+    for source, scored in by_source.items():
+        for i in range(call * num_examine, call * num_examine + min(num_examine, len(scored))):
+            row, result = scored[i % len(scored)]
+            title = _plain(f"{source}, sample {i % len(scored) + 1} of {len(scored)}", console)
+            table = Table(title=title, show_header=False, show_lines=True)
+            for name, value in (
+                ("prompt", row.get("prompt_str", "")),
+                ("response", row.get("solution_str")),
+                ("ground truth", row.get("ground_truth")),
+                *result.items(),
+            ):
+                table.add_row(_plain(name, console), _plain(value, console))
+            console.print(table)
 
 
 def _plain(value, console):

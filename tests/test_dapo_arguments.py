@@ -19,5 +19,5 @@ def test_refused(tiny, arithmetic, tmp_path, monkeypatch, flags, line):
     monkeypatch.setattr("sys.argv", ["dapo.py", "--model", str(tiny), *map(str, files), *flags.split()])
     monkeypatch.setattr(dapo, "load_prompts", lambda *_: pytest.fail("went on to load data"))
     with pytest.raises(SystemExit) as stop:
-        dapo.main()
+        dapo.main(dapo.Args(**dapo.parse(dapo.Args)))
     assert line in stop.value.code and "\n" not in stop.value.code

@@ -114,7 +114,7 @@ def refused(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
         monkeypatch.setattr(generate, "build_engine", lambda args: pytest.fail("an engine for bad input"))
         with pytest.raises(SystemExit) as stopped:
-            generate.main()
+            generate.main(generate.Args(**generate.parse(generate.Args)))
         assert stopped.value.code.startswith("error: ") and "\n" not in stopped.value.code
         return stopped.value.code
 

@@ -22,7 +22,7 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch, capsys):
         for name in ("setup_distributed", "build_engine", "load_model"):
             monkeypatch.setattr(grpo, name, lambda *_: pytest.fail("went on to load a model"))
         with pytest.raises(SystemExit) as stop:
-            grpo.main()
+            grpo.main(grpo.Args(**grpo.parse(grpo.Args)))
         assert stop.value.code not in (0, None)
         output = capsys.readouterr()
         line = str(stop.value.code) if isinstance(stop.value.code, str) else output.err + output.out

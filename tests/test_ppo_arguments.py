@@ -24,7 +24,7 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch):
         for name in ("setup_distributed", "build_engine", "load_model"):
             monkeypatch.setattr(ppo, name, lambda *_: pytest.fail("went on to load a model"))
         with pytest.raises(SystemExit) as stop:
-            ppo.main()
+            ppo.main(ppo.Args(**ppo.parse(ppo.Args)))
         assert isinstance(stop.value.code, str) and "\n" not in stop.value.code
         return stop.value.code
 

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -355,6 +356,15 @@ def test_manager_prints_the_first_samples_as_they_are(capsys):
     assert "characters ..." in out and out.count("x") < 2000 and "unseen" not in out
     RewardManager().score(rows)
     assert capsys.readouterr().out == ""
+
+
+def test_manager_prints_other_samples_each_time(capsys):
+    rows = [make_row(text, data_source=source) for source in ("gsm8k", "arithmetic") for text in "abc"]
+    manager = RewardManager(compute_score=lambda **_: 0, num_examine=2)
+    for seen in ("ab", "ca", "bc"):
+        manager.score(rows)
+        out = capsys.readouterr().out
+        assert [text for text in re.findall(r"response\s+│ (\w)", out)] == [*seen, *seen]
 
 
 def hostile_reward(data_source, solution_str, ground_truth, extra_info=None):

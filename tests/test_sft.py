@@ -344,7 +344,7 @@ def test_four_rows_are_learned_by_heart(tiny, tmp_path, key):
 
 
 def test_what_may_change_when_a_run_goes_on(straight, tiny, arithmetic):
-    args = sft.tyro.cli(sft.Args, args=list(map(str, flags(tiny, arithmetic, straight))))
+    args = sft.Args(**sft.parse(sft.Args, list(map(str, flags(tiny, arithmetic, straight)))))
     open_run = lambda **changes: sft.open_run(sft.replace(args, **changes))
     newest = [f"step_{step:06d}" for step in (8, 4)]
     assert [path.name for path in open_run(lr=1.0, max_tokens_per_microbatch=99, test_freq=1)] == newest

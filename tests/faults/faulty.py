@@ -62,4 +62,4 @@ def counting_log(self, metrics, step, **shown):
 
 
 algo.timed, algo.Logger.log, algo.step = faulty_timed, counting_log, 0
-algo.main()
+algo.main(algo.Args(**algo.parse(algo.Args)))

@@ -6,4 +6,4 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
 
 grpo.sync_weights = lambda engine, lm: None
-grpo.main()
+grpo.main(grpo.Args(**grpo.parse(grpo.Args)))

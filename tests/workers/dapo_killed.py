@@ -17,4 +17,4 @@ def dying_rollout(engine, models, optimizer, args, prompts, step, *rest, **sampl
 
 
 dapo.rollout = dying_rollout
-dapo.main()
+dapo.main(dapo.Args(**dapo.parse(dapo.Args)))

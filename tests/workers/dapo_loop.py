@@ -72,7 +72,7 @@ def main(model, data, out):
         sys.argv = ["dapo.py", *files, *sizes, *flags.split()]
         code = "ended"
         try:
-            dapo.main()
+            dapo.main(dapo.Args(**dapo.parse(dapo.Args)))
         except SystemExit as stop:
             code = stop.code
         found = [None] * dist.get_world_size()

@@ -1,0 +1,113 @@
+"""Command lines and trackers: what the user meets first."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import tyro
+from conftest import ROOT
+
+from data_prep.arguments import parse
+from data_prep.tracking import check_tracker, open_tracker
+
+SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
+SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
+RUN = "import runpy, sys\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+RUN += f"except SystemExit as stop: print(stop.code, sorted({{*sys.modules}} & {{*{SLOW}}}))"
+
+
+def answer(script, *words):
+    """What a script prints for these words, and at the end its exit code and what it has loaded of SLOW."""
+    code = f"import sys; sys.argv = {[str(ROOT / 'algos' / script), *words]}; exec({RUN!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_wrong_flags_are_answered_before_libraries_are_loaded(script):
+    out, _ = answer(script, "--help")
+    assert out.splitlines()[-1] == "0 []"
+    first = (ROOT / "algos" / script).read_text().split('"""')[1].split()[:4]
+    assert " ".join(out.partition("\n\n")[2].split()[:4]) == " ".join(first)
+    out, err = answer(script, "--no_such_flag", "1")
+    assert out.splitlines()[-1] == "2 []" and "--no_such_flag" in err
+
+
+@pytest.mark.parametrize("script", ["sft.py", "grpo.py", "dapo.py", "ppo.py"])
+def test_help_has_groups(script):
+    out, _ = answer(script, "--help")
+    groups = "run data model rollout optimizer algorithm rewards".split()
+    if script == "sft.py":
+        groups = "run data model optimizer".split()
+    assert [line.split()[1] for line in out.splitlines() if " options ──" in line] == groups
+    assert "RL" not in out or script != "sft.py"
+
+
+@dataclass(kw_only=True)
+class Args:
+    # ---- run
+    place: tyro.conf.Positional[str]  # where
+    size: int  # how large
+    # ---- data
+    # of these
+    names: tuple[str, ...] = ("a",)
+    keep: bool = True  # or not
+
+    def __post_init__(self):
+        self.size += 1
+
+
+def test_parse(capsys, monkeypatch):
+    assert parse(Args, ["x", "--size", "3", "--no_keep"]) == dict(place="x", size=3, names=("a",), keep=False)
+    assert parse(Args, ["x", "--size", "3", "--names", "b", "c"])["names"] == ("b", "c")
+    assert Args(**parse(Args, ["x", "--size", "3"])).size == 4
+    for rank, speaks in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            parse(Args, ["--help"])
+        out = capsys.readouterr().out
+        assert (out != "") is speaks
+        assert not speaks or [out.count(x) for x in ("where", "how large", "of these", "or not")] == [1] * 4
+
+
+@dataclass
+class Tracked:
+    output_dir: str
+    tracker: str = "none"
+    wandb_project: str | None = None
+
+
+def test_trackers_that_cannot_work_are_refused(monkeypatch):
+    check_tracker(Tracked("", "none"))
+    with pytest.raises(ValueError, match="needs --tracker wandb"):
+        check_tracker(Tracked("", "tensorboard", "mine"))
+    monkeypatch.setattr("data_prep.tracking.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--tracker wandb is not installed: pip install wandb"):
+        check_tracker(Tracked("", "wandb"))
+
+
+def test_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for done, steps in ((0, (1, 2, 3)), (2, (3, 4))):  # killed after step 3, the checkpoint is of step 2
+        track = open_tracker(Tracked(str(tmp_path), "tensorboard"), done)
+        for step in steps:
+            track({"actor/lr": step + done / 10}, step)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/lr")
+    assert [(event.step, round(event.value, 1)) for event in events] == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2)]
+
+
+def test_wandb_offline(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    track = open_tracker(Tracked(str(tmp_path), "wandb", "mine"), 0)
+    track({"actor/lr": 0.25}, step=1)
+    wandb.finish()
+    [log] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"actor/lr" in log.read_bytes()
+    config = json.dumps(log.read_bytes().decode("latin1"))
+    assert "output_dir" in config
