@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from dataclasses import MISSING, field, fields, make_dataclass
+from functools import partial
 from typing import Annotated, get_type_hints
 
 import tyro
@@ -17,24 +18,27 @@ def parse(args_class, words=None):
     --help begins with the first paragraph of the script. A comment `# ---- NAME` in the class begins a
     group of flags: tyro has groups for nested dataclasses, so each becomes one. Under torchrun rank 0 prints.
     """
-    hints, groups = get_type_hints(args_class, include_extras=True), {}
-    known = {x.name: x for x in fields(args_class)}
-    names = [x for x in re.findall(r"^    (\w+):|^    # ---- (\w+)$", inspect.getsource(args_class), re.M)]
-    group = "general"
-    for name, heading in names:
+    hints, known = get_type_hints(args_class, include_extras=True), {x.name: x for x in fields(args_class)}
+    parts = flags = []  # before the first heading the flags are in no group
+    for name, heading in re.findall(
+        r"^    (\w+):|^    # ---- (\w+)$", inspect.getsource(args_class), re.MULTILINE
+    ):
         if heading:
-            group = heading
+            parts.append((heading, flags := []))
         elif name in known:
             about = tyro.conf.arg(help=get_field_docstring(args_class, name, ()) or "")
             default = {} if known[name].default is MISSING else dict(default=known[name].default)
-            groups.setdefault(group, []).append((name, Annotated[hints[name], about], field(**default)))
-    parts = [(name, make_dataclass(name, flags, kw_only=True)) for name, flags in groups.items()]
-    parts = tyro.cli(
-        make_dataclass("Args", parts),
+            flags.append((name, Annotated[hints[name], about], field(**default)))
+    make = partial(make_dataclass, kw_only=True)
+    parsed = tyro.cli(
+        make("Args", [part if len(part) == 3 else (part[0], make(*part)) for part in parts]),
         args=words,
         description=sys.modules[args_class.__module__].__doc__.partition("\n\n")[0],
         config=[tyro.conf.OmitArgPrefixes],
         use_underscores=True,
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
-    return {name: value for part in vars(parts).values() for name, value in vars(part).items()}
+    values = {}
+    for name, value in vars(parsed).items():
+        values |= {name: value} if name in known else vars(value)
+    return values
