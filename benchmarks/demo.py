@@ -30,7 +30,7 @@ FLAGS = {
         sft="--max_length 32 --train_batch_size 64 --total_steps 250 --lr 1e-3 --lr_schedule constant"
         " --warmup_steps 20 --no-gradient_checkpointing",
         grpo="--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 32"
-        " --group_size 16 --total_steps 150 --lr 3e-4 --lr_schedule linear --warmup_steps 5 --weight_decay 0"
+        " --group_size 16 --lr 3e-4 --lr_schedule linear --warmup_steps 5 --weight_decay 0"
         " --test_freq 10 --no-gradient_checkpointing",
         # for seeds.py: TRL's flags for the same work
         trl="--algo grpo --total_steps 150 --group_size 16 --response_length 8 --accumulation 1 --lr 3e-4"
@@ -43,10 +43,24 @@ FLAGS = {
         sft="--max_length 96 --train_batch_size 16 --total_steps 12 --lr 3e-5 --lr_schedule constant"
         " --warmup_steps 2 --max_tokens_per_microbatch 1024",
         grpo="--max_prompt_length 64 --max_response_length 8 --train_batch_size 8 --ppo_mini_batch_size 8"
-        " --group_size 8 --total_steps 10 --lr 1e-5 --warmup_steps 1 --test_freq 5"
+        " --group_size 8 --lr 1e-5 --warmup_steps 1 --test_freq 5"
         " --max_tokens_per_microbatch 1024",
         generate="--max_prompt_length 64 --max_response_length 8",
     ),
+}
+GRPO_STEPS = {"tiny": 80, "smollm2": 10}
+# what a stage does, and how long it takes with the tiny model on two cores, faster and slower ones
+STAGES = {
+    "data": ("Questions: sums of two numbers below 100, for training, validation and test", "a second"),
+    "model": ("A model: SmolLM2, or a small one with random weights", "5 to 10 seconds"),
+    "sft": ("Supervised fine-tuning: the model learns what an answer looks like", "40 to 60 seconds"),
+    "grpo": (
+        "GRPO: the model tries 16 answers to a question and learns from the right ones",
+        "75 to 120 seconds",
+    ),
+    "before": ("Held-out questions, answered by the model as it was before GRPO", "10 to 20 seconds"),
+    "after": ("The same questions, answered by the model after GRPO", "10 to 20 seconds"),
+    "eval": ("Both scored", "2 seconds"),
 }
 
 
@@ -64,8 +78,11 @@ def run(name, seconds, script, *flags, ranks=0, **options):
     """Run one script as a user would, and note how long it took."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(launcher if ranks else [sys.executable]), ROOT / script, *flags]
+    if name in STAGES:
+        what, duration = STAGES[name]
+        print(f"\n[{[*STAGES].index(name) + 1}/{len(STAGES)}] {what}: {duration}")
     print(
-        f"\n$ {'torchrun --nproc_per_node ' + str(ranks) if ranks else 'python'} {script}", *flags, flush=True
+        f"$ {'torchrun --nproc_per_node ' + str(ranks) if ranks else 'python'} {script}", *flags, flush=True
     )
     begin = time.perf_counter()
     env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
@@ -101,6 +118,7 @@ def main(args):
         out.rename(out.with_name(f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
     train, val, test = (out / f"data/{split}.parquet" for split in ("train", "val", "test"))
     flags = {name: value.split() for name, value in FLAGS[args.size].items()}
+    flags["grpo"] += ["--total_steps", GRPO_STEPS[args.size]]
     run("data", seconds, "data_prep/arithmetic.py", "--local_save_dir", out / "data", *flags["data"])
     run("model", seconds, *flags["model"], "--local_save_dir", out / "model")
     common = "--train_files", train, "--val_files", val, "--save_freq", 0
@@ -109,7 +127,7 @@ def main(args):
         run(name, seconds, f"algos/{name}.py", *directories, *common, *flags[name], ranks=args.ranks)
     for name, model in (("before", out / "sft"), ("after", out / "grpo")):
         files = "--model", model, "--data", test, "--output", out / f"{name}.parquet"
-        run("generate", seconds, "algos/generate.py", *files, *flags["generate"], ranks=args.ranks)
+        run(name, seconds, "algos/generate.py", *files, *flags["generate"])
     answers = out / "before.parquet", out / "after.parquet"
     run("eval", seconds, "algos/eval.py", "--data", *answers, "--output", out / "eval")
     plot(out / "grpo", out / "reward.png", args.size)

@@ -42,7 +42,7 @@ def train(args, name, seed, model):
     """One stage of one seed -> its directory, a Hugging Face model in hf/ or in the latest checkpoint."""
     out = args.output_dir / f"{name.replace(' ', '_')}_{seed}"
     files = "--train_files", args.demo / "data/train.parquet", "--val_files", args.demo / "data/val.parquet"
-    flags = FLAGS["tiny"]["sft" if name == "SFT" else "grpo"].split()
+    flags = (FLAGS["tiny"]["sft"] if name == "SFT" else f"{FLAGS['tiny']['grpo']} --total_steps 150").split()
     if name == "TRL GRPO":
         script, flags = "benchmarks/peer_trl.py", FLAGS["tiny"]["trl"].split()
         flags += ["--train_files", files[1], "--per_device_batch", 512 // args.ranks]

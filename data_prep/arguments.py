@@ -4,7 +4,7 @@ import inspect
 import os
 import re
 import sys
-from dataclasses import MISSING, field, fields, make_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from typing import Annotated, get_type_hints
 
@@ -40,5 +40,5 @@ def parse(args_class, words=None):
     )
     values = {}
     for name, value in vars(parsed).items():
-        values |= {name: value} if name in known else vars(value)
+        values |= vars(value) if is_dataclass(value) else {name: value}
     return values

@@ -50,6 +50,7 @@ def test_help_has_groups(script):
 class Args:
     # ---- run
     place: tyro.conf.Positional[str]  # where
+    # ---- size
     size: int  # how large
     # ---- data
     # of these
