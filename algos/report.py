@@ -10,6 +10,7 @@ Docs: docs/report.md
 """
 
 import base64
+import fnmatch
 import gzip
 import html
 import json
@@ -18,7 +19,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import cache
 from importlib.resources import files
 from itertools import chain
@@ -60,6 +60,12 @@ def curve(rows, name):
     """[(step, value)] of a metric, where it is finite."""
     points = ((int(row["training/global_step"]), row[name]) for row in rows if name in row)
     return [(step, value) for step, value in points if np.isfinite(value)]
+
+
+def table_of(rows, names):
+    """[(step, a value of each metric)] of the rows that have them all."""
+    rows = [row for row in rows if all(name in row for name in names)]
+    return [(int(row["training/global_step"]), *(row[name] for name in names)) for row in rows]
 
 
 def ends(points):
@@ -156,18 +162,13 @@ def on_policy(rows, args):
 
 def no_signal(rows, args):
     """Steps whose scores are all the same, or whose advantages are all 0: over 10 % warning, 50 % wrong"""
-    steps = [row for row in rows if "critic/advantages/max" in row]
-    flat = [
-        row
-        for row in steps
-        if row["critic/score/max"] == row["critic/score/min"]
-        or row["critic/advantages/max"] == row["critic/advantages/min"] == 0
-    ]
-    if not steps:
+    names = [f"critic/{what}/{end}" for what in ("score", "advantages") for end in ("max", "min")]
+    points = table_of(rows, names)
+    flat = [step for step, high, low, *advantages in points if high == low or advantages == [0, 0]]
+    if not points:
         return Verdict("not applicable", "no advantages")
-    share = len(flat) / len(steps)
-    first = int(flat[0]["training/global_step"]) if flat else None
-    return Verdict(grade(share, 0.1, 0.5), f"{len(flat)} of {len(steps)} steps", first)
+    says = f"{len(flat)} of {len(points)} steps"
+    return Verdict(grade(len(flat), 0.1 * len(points), 0.5 * len(points)), says, flat[0] if flat else None)
 
 
 def clipped_responses(rows, args):
@@ -220,8 +221,8 @@ def score_rises(rows, args):
 def held_out(rows, args):
     """The score rises by .1 of its range or more, `val-core/*/mean@N` not: warning; it falls by .05: wrong"""
     (_, width), points = score_range(rows), curve(rows, SCORE)
-    names = {name for row in rows for name in row if fnmatch(name, "val-core/*/mean@*")}
-    curves = {name: line for name in sorted(names) if len(line := curve(rows, name)) > 1}
+    names = sorted(fnmatch.filter({name for row in rows for name in row}, "val-core/*/mean@*"))
+    curves = {name: line for name in names if len(line := curve(rows, name)) > 1}
     if not width or not curves or len(points) < 6:
         return Verdict("not applicable", "no scores and validations to compare")
     first, last = ends(points)
@@ -329,13 +330,12 @@ def explained_variance(rows, args):
 
 def empty_returns(rows, args):
     """`critic/returns/*` 0 in a step whose `critic/rewards/mean` is not: wrong"""
-    steps = [row for row in rows if "critic/returns/max" in row]
-    ends_of = [(row["critic/returns/max"], row["critic/returns/min"]) for row in steps]
-    lost = [r for r, e in zip(steps, ends_of, strict=True) if e == (0, 0) and r["critic/rewards/mean"]]
-    if not steps:
+    points = table_of(rows, ["critic/returns/max", "critic/returns/min", "critic/rewards/mean"])
+    lost = [step for step, high, low, reward in points if high == low == 0 and reward]
+    if not points:
         return Verdict("not applicable", "no critic")
-    says = f"{len(lost)} of {len(steps)} steps"
-    return Verdict("wrong", says, int(lost[0]["training/global_step"])) if lost else Verdict("ok", says)
+    says = f"{len(lost)} of {len(points)} steps"
+    return Verdict("wrong" if lost else "ok", says, lost[0] if lost else None)
 
 
 def dynamic_sampling(rows, args):
@@ -451,6 +451,7 @@ def group_runs(runs):
 
 def thin(values_rs, steps, points):
     """[runs, steps] -> x, mean, lowest, highest of at most `points` bins of neighbouring steps."""
+    values_rs = np.asarray(values_rs, dtype=float)
     starts = np.unique(np.linspace(0, len(steps), min(len(steps), points), endpoint=False).astype(int))
     sizes = np.diff([*starts, len(steps)])
     mean = np.add.reduceat(values_rs.mean(0), starts) / sizes
@@ -470,14 +471,13 @@ def traces(group, number, name, points):
     ]
     lines = [line for line in lines if line]
     shared = sorted(set.intersection(*map(set, lines))) if lines else []
-    parts = [(lines, shared)] if shared else []
-    parts += [([line], [s for s in line if s > max(shared, default=-1)]) for line in lines]
+    last = max(shared, default=-1)
+    parts = [(lines, shared), *(([line], [step for step in line if step > last]) for line in lines)]
     for part, steps in parts:
         if steps:
             with np.errstate(invalid="ignore"):  # infinities
-                x, mean, low, high = thin(
-                    np.array([[line[s] for s in steps] for line in part]), np.array(steps), points
-                )
+                values = [[line[step] for step in steps] for line in part]
+                x, mean, low, high = thin(values, np.array(steps), points)
             band = dict(low=low, high=high) if low != high and (low, high) != (mean, mean) else {}
             yield dict(group=number, x=x, y=mean) | band
 
@@ -507,7 +507,7 @@ def spread(items):
 
 def cut(text):
     """A text that is not too long for the page; the middle of others is left out."""
-    text = text if isinstance(text, str) else json.dumps(text)
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
     left_out = f"\n[... {len(text) - CUT:,} characters left out ...]\n"
     return text if len(text) <= CUT else text[: CUT - CUT // 4] + left_out + text[-CUT // 4 :]
 
@@ -570,7 +570,7 @@ CURVES = {
     " train/lr actor/skipped_updates train/skipped_updates",
     "Sampler and trainer": f"{GAP}_mean {GAP}_max",
     "Critic": "critic/vf_* critic/vpred_mean critic/values/mean critic/returns/mean critic/grad_norm"
-    " critic/lr critic/skipped_updates critic/score_*/mean",
+    " critic/lr critic/skipped_updates critic/score_rules/mean critic/score_model/mean",
     "Dynamic sampling": "dapo/*",
 }
 SPEED = (
@@ -608,25 +608,21 @@ def summary_html(runs, verdicts):
     """A row a run: how far it is, its scores, and how many checks say what."""
     rows = []
     for run, found in zip(runs, verdicts, strict=True):
-        names = {name for row in run.rows for name in row}
-        cells = []
-        for name in (
-            [SCORE] * (SCORE in names)
-            + ["train/loss"] * ("train/loss" in names)
-            + sorted(name for name in names if fnmatch(name, "val-core/*/mean@*") or name == "val/loss")
-        ):
-            values = [value for _, value in curve(run.rows, name)] or [float("nan")]
-            cells.append(f"<code>{esc(name)}</code> {values[0]:.3g} → {values[-1]:.3g}")
+        lines = {name: curve(run.rows, name) for name in sorted({name for row in run.rows for name in row})}
+        shown = [SCORE, "train/loss", "val/loss", *fnmatch.filter(lines, "val-core/*/mean@*")]
+        scores = "<br>".join(
+            f"<code>{esc(name)}</code> {lines[name][0][1]:.3g} → {lines[name][-1][1]:.3g}"
+            for name in shown
+            if lines.get(name)
+        )
         words = [verdict.word for verdict in found.values()]
         counts = " ".join(f"{words.count(w)}&nbsp;{badge(w)}" for w in WORDS[:3] if w in words)
-        done, total = (run.rows[-1]["training/global_step"] if run.rows else 0), run.args.get("total_steps")
-        hours = sum(value for _, value in curve(run.rows, "timing_s/step")) / 3600
-        where = f"<span class=path>{esc(str(run.path))}</span>"
-        steps = f"{done:.0f}{f' of {total}' if total else ''}"
-        remark = f"<br>{run.broken} lines could not be read" if run.broken else ""
-        rows.append(
-            (f"{esc(run.name)}<br>{where}", steps + remark, f"{hours:.2g}", "<br>".join(cells), counts)
-        )
+        total, done = run.args.get("total_steps"), run.rows[-1]["training/global_step"] if run.rows else 0
+        steps = f"{done:.0f}" + f" of {total}" * bool(total)
+        steps += f"<br>lines that could not be read: {run.broken}" * bool(run.broken)
+        hours = sum(value for _, value in lines.get("timing_s/step", ())) / 3600
+        name = f"{esc(run.name)}<br><span class=path>{esc(str(run.path))}</span>"
+        rows.append((name, steps, f"{hours:.2g}", scores, counts))
     return table(["run", "steps", "hours", "first → last", "checks"], rows)
 
 
@@ -693,7 +689,7 @@ def build(paths, reload_s=0):
 
     charts, body, times = [], "", []
     for heading, patterns in (*CURVES.items(), ("Speed and memory", SPEED)):
-        found = [name for pattern in patterns.split() for name in sorted(metrics) if fnmatch(name, pattern)]
+        found = [name for pattern in patterns.split() for name in sorted(fnmatch.filter(metrics, pattern))]
         found = [name for name in dict.fromkeys(found) if not name.endswith(("best@1", "maj@1"))]
         drawn = [name for name in found if name in nonzero]
         section = ""
