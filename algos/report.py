@@ -139,7 +139,7 @@ def sampler_gap_growth(rows, args):
     quarter = len(points) // 4
     first, last = (np.mean([v for _, v in part]) for part in (points[:quarter], points[-quarter:]))
     grows = bool(last > gap_limits(args)[0] and last >= 1.5 * first)
-    says = f"{first:.3g} at first, {last:.3g} at the end" + ": weights are not synced" * grows
+    says = f"{first:.3g} at first, {last:.3g} at the end"
     return Verdict("wrong" if grows else "ok", says, points[-1][0])
 
 
@@ -219,7 +219,7 @@ def score_rises(rows, args):
 
 
 def held_out(rows, args):
-    """The score rises by .1 of its range or more, `val-core/*/mean@N` not: warning; it falls by .05: wrong"""
+    """Score up by .1 of its range or more, `val-core/{source}/*/mean@{N}` not: warning; down by .05: wrong"""
     (_, width), points = score_range(rows), curve(rows, SCORE)
     names = sorted(fnmatch.filter({name for row in rows for name in row}, "val-core/*/mean@*"))
     curves = {name: line for name in names if len(line := curve(rows, name)) > 1}
@@ -329,9 +329,9 @@ def explained_variance(rows, args):
 
 
 def empty_returns(rows, args):
-    """`critic/returns/*` 0 in a step whose `critic/rewards/mean` is not: wrong"""
+    """`critic/returns/*` all within 1e-6 of 0 in a step whose `critic/rewards/mean` is not 0: wrong"""
     points = table_of(rows, ["critic/returns/max", "critic/returns/min", "critic/rewards/mean"])
-    lost = [step for step, high, low, reward in points if high == low == 0 and reward]
+    lost = [step for step, high, low, reward in points if -1e-6 < low <= high < 1e-6 and reward]
     if not points:
         return Verdict("not applicable", "no critic")
     says = f"{len(lost)} of {len(points)} steps"
@@ -539,10 +539,10 @@ def read_rollouts(run, budget):
                 groups.append(group)
                 shown, left, budget = shown + len(rows), left - size, budget - size
         steps += shown > before
-    remark = f"{run.name}: {shown:,} responses of {steps} of {len(dumps)} dumped steps are on this page"
+    remark = f"{run.name}: {shown:,} responses of {steps} of {len(dumps)} dumped steps"
     if seen > shown or steps < len(dumps):
-        remark += f", whole groups, spread evenly; {seen - shown:,} more of these steps, and the other steps,"
-        remark += f" are left out, to keep the file under {LIMIT / 1e6:.0f} MB: see {run.path}/rollouts"
+        remark += f"; to keep this file under {LIMIT / 1e6:.0f} MB, {seen - shown:,} more responses of these"
+        remark += f" steps and all others are left out: see {run.path}/rollouts"
     return sorted(groups, key=itemgetter("step")), remark if dumps else f"{run.name}: no --rollout_dump"
 
 
@@ -631,12 +631,15 @@ def checks_html(runs, verdicts):
     parts = {word: [] for word in WORDS}
     for name, check in CHECKS.items():
         found = [verdict[name] for verdict in verdicts]
-        worst = min((verdict.word for verdict in found), key=WORDS.index)
-        lines = ""
+        same = {}  # runs of one verdict share a line
         for run, verdict in zip(runs, found, strict=True):
+            same.setdefault(verdict, []).append(run.name)
+        order, lines = sorted(same, key=lambda verdict: WORDS.index(verdict.word)), ""
+        for verdict in order:
             where = "" if verdict.step is None else f" <span class=where>step {verdict.step}</span>"
-            label = f"{badge(verdict.word)} <b>{esc(run.name)}</b> " if len(runs) > 1 else ""
+            label = f"{badge(verdict.word)} <b>{esc(', '.join(same[verdict]))}</b> " if len(runs) > 1 else ""
             lines += f"<li>{label}{esc(verdict.says)}{where}"
+        worst = order[0].word
         about = "".join(
             f"<code>{esc(x)}</code>" if i % 2 else esc(x) for i, x in enumerate(check.__doc__.split("`"))
         )
@@ -720,7 +723,7 @@ def build(paths, reload_s=0):
         SUMMARY=summary_html(runs, verdicts),
         CHECKS=checks_html(runs, verdicts),
         CURVES=body or "<p>There are no steps yet.</p>",
-        TIME=f"<div class=grid>{time_html}</div>{speed}",
+        TIME=f'<div class="grid broad">{time_html}</div>{speed}',
         ARGUMENTS=arguments_html(runs),
         PLOTLY=plotly(),
     )
