@@ -428,7 +428,7 @@ def read_run(path, name):
             rows = {old: row for old, row in rows.items() if old < step}
         rows[step] = row
     args = {}
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         args = dict(json.loads((path / "args.json").read_text()))
     return Run(name, path, args, [rows[step] for step in sorted(rows)], broken)
 
@@ -512,9 +512,26 @@ def cut(text):
     return text if len(text) <= CUT else text[: CUT - CUT // 4] + left_out + text[-CUT // 4 :]
 
 
+# keys of a dumped response that have a place on the page, or say nothing there
+SHOWN = set(
+    "data_source prompt_str solution_str ground_truth extra_info score index sample finish_reason"
+    " response_ids advantages".split()
+)
+
+
+def response(row):
+    """A dumped response as the page has it; keys that have no place there are shown as they are."""
+    kept = dict(text=cut(row.get("solution_str", "")), score=numbers([row.get("score")])[0])
+    kept |= dict(finish=row.get("finish_reason"), more={k: cut(v) for k, v in row.items() if k not in SHOWN})
+    if isinstance(row.get("advantages"), list):  # of its tokens
+        kept["advantages"] = numbers(row["advantages"])
+    return kept
+
+
 def read_rollouts(run, budget):
     """Whole groups of dumped responses, spread over steps and prompts, while they fit -> groups, a remark."""
-    dumps, groups, shown, seen, steps = sorted(run.path.glob("rollouts/step_*.jsonl")), [], 0, 0, 0
+    dumps = sorted(path for path in run.path.glob("rollouts/step_*.jsonl") if path.stem[5:].isdigit())
+    groups, shown, seen, steps = [], 0, 0, 0
     share = budget // max(1, min(len(dumps), STEPS))
     for path in spread(dumps):
         if budget < share // 20:
@@ -525,15 +542,9 @@ def read_rollouts(run, budget):
                 if isinstance(row := json.loads(line), dict):
                     found.setdefault((str(row.get("data_source")), str(row.get("index"))), []).append(row)
         for (source, _), rows in spread([*found.items()]):
-            group = dict(run=run.name, step=int("0" + path.stem[5:].lstrip("0")), source=source)
+            group = dict(run=run.name, step=int(path.stem[5:]), source=source)
             group |= dict(prompt=cut(rows[0].get("prompt_str", "")), truth=cut(rows[0].get("ground_truth")))
-            group["rows"] = [
-                dict(text=cut(row.get("solution_str", "")), finish=row.get("finish_reason"))
-                | dict(score=numbers([row.get("score")])[0])
-                | ({"advantages": numbers(row["advantages"])} if row.get("advantages") else {})
-                | {"more": {k: cut(v) for k, v in row.items() if k not in SHOWN}}
-                for row in rows
-            ]
+            group["rows"] = [response(row) for row in rows]
             size, seen = len(embed(group).encode()), seen + len(rows)
             if size <= left or (shown == before and size <= budget):  # of every step at least one
                 groups.append(group)
@@ -544,13 +555,6 @@ def read_rollouts(run, budget):
         remark += f"; to keep this file under {LIMIT / 1e6:.0f} MB, {seen - shown:,} more responses of these"
         remark += f" steps and all others are left out: see {run.path}/rollouts"
     return sorted(groups, key=itemgetter("step")), remark if dumps else f"{run.name}: no --rollout_dump"
-
-
-# keys of a dumped response that have a place on the page, or say nothing there
-SHOWN = set(
-    "data_source prompt_str solution_str ground_truth extra_info score index sample finish_reason"
-    " response_ids advantages".split()
-)
 
 
 def embed(value):

@@ -370,7 +370,7 @@ def test_untrusted_text_stays_text(tmp_path):
     row = dict(data_source=NASTY, prompt_str=NASTY, solution_str=NASTY + "x" * 50_000, score=1e999, index=3)
     rest = [
         dict(row, score=0, pred={NASTY: NASTY}, advantages=[0.5, -1]),
-        dict(solution_str=None, score="high"),
+        dict(solution_str=None, score="high", advantages=0.5),
     ]
     text = "".join(json.dumps(x) + "\n" for x in [row, *rest]) + '[1]\n{"half'
     (path / "rollouts/step_000007.jsonl").write_text(text)
