@@ -320,12 +320,14 @@ def kl_growth(rows, args):
 
 
 def explained_variance(rows, args):
-    """From 20 steps on: `critic/vf_explained_var` at the end under .1: warning, under 0: wrong"""
+    """`critic/vf_explained_var` at the end: from 100 steps under .02 warning, from 20 under -.1 wrong"""
     points = curve(rows, "critic/vf_explained_var")
     if len(points) < 20:
         return Verdict("not applicable", "no critic, or fewer than 20 steps")
     last = ends(points)[1]
-    return Verdict(grade(-last, -0.1, 0), f"{last:.3g} at the end", points[-1][0])
+    return Verdict(
+        grade(-last, -0.02 if len(points) >= 100 else 0.1, 0.1), f"{last:.3g} at the end", points[-1][0]
+    )
 
 
 def empty_returns(rows, args):
@@ -522,7 +524,9 @@ SHOWN = set(
 def response(row):
     """A dumped response as the page has it; keys that have no place there are shown as they are."""
     kept = dict(text=cut(row.get("solution_str", "")), score=numbers([row.get("score")])[0])
-    kept |= dict(finish=row.get("finish_reason"), more={k: cut(v) for k, v in row.items() if k not in SHOWN})
+    kept |= dict(
+        finish=cut(row.get("finish_reason") or ""), more={k: cut(v) for k, v in row.items() if k not in SHOWN}
+    )
     if isinstance(row.get("advantages"), list):  # of its tokens
         kept["advantages"] = numbers(row["advantages"])
     return kept
@@ -537,7 +541,7 @@ def read_rollouts(run, budget):
         if budget < share // 20:
             break
         found, left, before = {}, min(share, budget), shown
-        for line in path.read_text(errors="replace").splitlines():
+        for line in path.read_text(errors="replace").split("\n"):
             with suppress(ValueError):  # being written
                 if isinstance(row := json.loads(line), dict):
                     found.setdefault((str(row.get("data_source")), str(row.get("index"))), []).append(row)
