@@ -580,11 +580,9 @@ CURVES = {
     "Critic": "critic/vf_* critic/vpred_mean critic/values/mean critic/returns/mean critic/grad_norm"
     " critic/lr critic/skipped_updates critic/score_rules/mean critic/score_model/mean",
     "Dynamic sampling": "dapo/*",
+    "Speed and memory": "timing_s/step perf/throughput perf/mfu/actor perf/max_memory_allocated_gb"
+    " perf/cpu_memory_used_gb global_seqlen/minmax_diff",
 }
-SPEED = (
-    "timing_s/step perf/throughput perf/mfu/actor perf/max_memory_allocated_gb perf/cpu_memory_used_gb"
-    " global_seqlen/minmax_diff"
-)
 WORDS = "wrong", "warning", "ok", "not applicable"  # the worst first
 MARKS = dict(zip(WORDS, "✕!✓–", strict=True))
 
@@ -683,6 +681,37 @@ def arguments_html(runs):
     return text + (f"<details><summary>{len(equal)} equal in all</summary>{same}</details>" if equal else "")
 
 
+def charts_html(runs, groups, points):
+    """{heading: places of its charts}, and the charts' curves."""
+    metrics = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    nonzero = {name for run in runs for row in run.rows for name, value in row.items() if value}
+    sections, charts = {}, []
+    for heading, patterns in CURVES.items():
+        found = [name for pattern in patterns.split() for name in sorted(fnmatch.filter(metrics, pattern))]
+        found = [name for name in dict.fromkeys(found) if not name.endswith(("best@1", "maj@1"))]
+        text = ""
+        for name in [name for name in found if name in nonzero]:
+            text += f"<figure><figcaption><code>{esc(name)}</code></figcaption>"
+            text += f"<div class=chart id=chart{len(charts)}></div></figure>"
+            lines = chain.from_iterable(traces(g, i, name, points) for i, g in enumerate(groups.values()))
+            charts.append(dict(name=name, lines=list(lines)))
+        sections[heading] = f"<div class=grid>{text}</div>" if text else ""
+        if zero := ", ".join(f"<code>{esc(name)}</code>" for name in found if name not in nonzero):
+            sections[heading] += f"<p class=about>0 in all steps: {zero}</p>"
+    return sections, charts
+
+
+def times_html(groups, points):
+    """Places of the charts of where time goes, and their data."""
+    text, times = "", []
+    for label, group in groups.items():
+        if stack := time_parts(group, points):
+            text += f"<figure><figcaption>{esc(label)}: seconds of a step</figcaption>"
+            text += f'<div class="chart tall" id=time{len(times)}></div></figure>'
+            times.append(stack)
+    return f'<div class="grid broad">{text}</div>', times
+
+
 def build(paths, reload_s=0):
     """The whole page, in bytes."""
     paths = list(dict.fromkeys(map(Path, paths)))
@@ -690,81 +719,59 @@ def build(paths, reload_s=0):
         raise ValueError("no run given; give the --output_dir of one or more: algos/report.py RUN [RUN ...]")
     names = [path.resolve().name for path in paths]
     runs = [read_run(p, n if names.count(n) == 1 else str(p)) for p, n in zip(paths, names, strict=True)]
-    groups, verdicts = (
-        group_runs(runs),
-        [{n: c(run.rows, run.args) for n, c in CHECKS.items()} for run in runs],
-    )
+    verdicts = [{name: check(run.rows, run.args) for name, check in CHECKS.items()} for run in runs]
+    groups = group_runs(runs)
     points = max(40, min(400, 1200 // len(groups)))
-    metrics = dict.fromkeys(name for run in runs for row in run.rows for name in row)
-    nonzero = {name for run in runs for row in run.rows for name, value in row.items() if value}
-
-    charts, body, times = [], "", []
-    for heading, patterns in (*CURVES.items(), ("Speed and memory", SPEED)):
-        found = [name for pattern in patterns.split() for name in sorted(fnmatch.filter(metrics, pattern))]
-        found = [name for name in dict.fromkeys(found) if not name.endswith(("best@1", "maj@1"))]
-        drawn = [name for name in found if name in nonzero]
-        section = ""
-        for name in drawn:
-            section += f"<figure><figcaption><code>{esc(name)}</code></figcaption>"
-            section += f"<div class=chart id=chart{len(charts)}></div></figure>"
-            lines = chain.from_iterable(traces(g, i, name, points) for i, g in enumerate(groups.values()))
-            charts.append(dict(name=name, lines=list(lines)))
-        zero = ", ".join(f"<code>{esc(name)}</code>" for name in found if name not in nonzero)
-        section = f"<div class=grid>{section}</div>" + (
-            f"<p class=about>0 in all steps: {zero}</p>" if zero else ""
-        )
-        if heading == "Speed and memory":
-            speed = section
-        elif found:
-            body += f"<h3>{heading}</h3>{section}"
-    time_html = ""
-    for label, group in groups.items():
-        if stack := time_parts(group, points):
-            time_html += f"<figure><figcaption>{esc(label)}: seconds of a step</figcaption>"
-            time_html += f'<div class="chart tall" id=time{len(times)}></div></figure>'
-            times.append(stack)
+    sections, charts = charts_html(runs, groups, points)
+    stacks, times = times_html(groups, points)
     data = dict(groups=list(groups), charts=charts, times=times, reload_s=reload_s, rollouts=[])
+    reloads = f"; anew every {reload_s:g} s, and this page reloads itself" if reload_s else ""
+    speed = sections.pop("Speed and memory")
+    curves = "".join(f"<h3>{heading}</h3>{text}" for heading, text in sections.items() if text)
     parts = dict(
         TITLE=esc(", ".join(run.name for run in runs)),
-        WRITTEN=f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        + (f"; anew every {reload_s:g} s, and this page reloads itself" if reload_s else ""),
+        WRITTEN=f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}{reloads}",
         SUMMARY=summary_html(runs, verdicts),
         CHECKS=checks_html(runs, verdicts),
-        CURVES=body or "<p>There are no steps yet.</p>",
-        TIME=f'<div class="grid broad">{time_html}</div>{speed}',
+        CURVES=curves or "<p>There are no steps yet.</p>",
+        TIME=stacks + speed,
         ARGUMENTS=arguments_html(runs),
         PLOTLY=plotly(),
     )
     page = Path(__file__).with_suffix(".html").read_text()
     size = sum(len(part.encode("utf-8", "replace")) for part in (page, embed(data), *parts.values()))
-    budget, remarks = LIMIT - size - 10_000, []
+    budget, remarks = LIMIT - size - 10_000, ""
     if budget < 0:
         raise ValueError(f"{len(runs)} runs make a file over {LIMIT / 1e6:.1f} MB; give fewer at a time")
     for run in runs:
         rollouts, remark = read_rollouts(run, budget // len(runs))
         data["rollouts"] += rollouts
-        remarks.append(f"<li>{esc(remark)}")
-    parts |= dict(REMARKS="".join(remarks), DATA=embed(data))
+        remarks += f"<li>{esc(remark)}"
+    parts |= dict(REMARKS=remarks, DATA=embed(data))
     # in one pass: nothing of a run is taken for a place of the template
     return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], page).encode("utf-8", "replace")
 
 
+def write(args, reload_s):
+    page = build(args.runs, reload_s)
+    with replacing(args.output) as new:
+        new.write_bytes(page)
+    print(f"{args.output}: {len(page) / 1e6:.1f} MB, {time.strftime('%H:%M:%S')}", flush=True)
+
+
 def main():
     args = tyro.cli(Args)
-    again = True
     try:
         if Path(args.output).is_dir():
             raise ValueError(f"--output {args.output} is a directory; give the name of an HTML file in it")
-        while again:
-            page = build(args.runs, args.follow)
-            with replacing(args.output) as new:
-                new.write_bytes(page)
-            print(f"{args.output}: {len(page) / 1e6:.1f} MB, {time.strftime('%H:%M:%S')}", flush=True)
-            again = args.follow > 0
-            time.sleep(args.follow)
-    except KeyboardInterrupt:  # once more, as a page that does not reload
-        with replacing(args.output) as new:
-            new.write_bytes(build(args.runs))
+        try:
+            write(args, args.follow)
+            while args.follow > 0:
+                time.sleep(args.follow)
+                write(args, args.follow)
+        except KeyboardInterrupt:
+            if args.follow > 0:  # once more, as a page that does not reload
+                write(args, 0)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
 
