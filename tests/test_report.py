@@ -1,0 +1,480 @@
+"""report.py: every check on tables, the page's structure for awkward runs, and the page in a browser."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import pytest
+from conftest import ROOT, documented, run
+
+from algos.report import CHECKS, CURVES, LIMIT, build, read_run, spread, thin
+
+SAMPLE = ROOT / "tests/fixtures/report"  # ten steps of the demo, and two of its dumped steps
+ONE = dict(train_batch_size=32, ppo_mini_batch_size=32, ppo_epochs=1)  # one optimizer step a rollout
+FP32, BF16 = dict(compute_dtype="float32"), dict(compute_dtype="bfloat16")
+GAP = "training/rollout_probs_diff_mean"
+RETURNS = {"critic/returns/min": -1e-8, "critic/returns/max": 1e-8}  # A + V, where A = -V
+SCORES = {"critic/score/min": 0, "critic/score/max": 1}
+RIGHT = SCORES | {"critic/score/mean": 0.97}
+VAL = "val-core/a/acc/mean@1"
+KL, REWARD_KL, VARIANCE = "actor/kl_loss", "actor/reward_kl_penalty", "critic/vf_explained_var"
+NO, OK, WARNING, WRONG = "not applicable", "ok", "warning", "wrong"
+
+
+def rows(metrics, steps=None):
+    """Rows from {metric: its value in all steps, or a list of one a step}; None: it is not in that row."""
+    steps = steps or max((len(x) for x in metrics.values() if isinstance(x, list)), default=10)
+    table = [{"training/global_step": float(step)} for step in range(1, steps + 1)]
+    for name, values in metrics.items():
+        for row, value in zip(table, values if isinstance(values, list) else [values] * steps, strict=True):
+            row |= {} if value is None else {name: value}
+    return table
+
+
+def line(first, last, steps=60):
+    """A straight curve."""
+    return [first + (last - first) * i / (steps - 1) for i in range(steps)]
+
+
+CASES = [
+    # ---- check, metrics, arguments, verdict, step to read
+    ("not-finite", {"train/loss": [1, 2]}, {}, OK, None),
+    ("not-finite", {"train/loss": [1, math.nan]}, {}, WRONG, 2),
+    ("not-finite", {"train/loss": [1, math.inf]}, {}, WRONG, 2),
+    ("not-finite", {"actor/grad_norm": [1, math.inf]}, {}, OK, None),  # skipped-updates tells of it
+    ("sampler-gap", {GAP: [1e-7, 2e-7]}, FP32, OK, 2),
+    ("sampler-gap", {GAP: [1e-7, 2e-5, 1e-7]}, FP32, WARNING, 2),
+    ("sampler-gap", {GAP: [1e-7, 2e-4, 1e-7]}, FP32, WRONG, 2),
+    ("sampler-gap", {GAP: [0.003, 0.0049]}, BF16, OK, 2),
+    ("sampler-gap", {GAP: [0.003, 0.0051]}, {}, WARNING, 2),  # a precision that is not known
+    ("sampler-gap", {GAP: [0.011, 0.0051]}, BF16, WRONG, 1),
+    ("sampler-gap", {GAP: [0.2, 0.3]}, dict(top_p=0.9), NO, None),
+    ("sampler-gap", {"train/loss": 1}, {}, NO, None),
+    ("sampler-gap-growth", {GAP: [2e-7, 0.08, 0.12, 0.14, 0.17]}, FP32, WRONG, 5),
+    ("sampler-gap-growth", {GAP: [2e-7, 0.08, 0.06, 0.08, 0.06]}, FP32, OK, 5),  # one step behind
+    ("sampler-gap-growth", {GAP: [1e-7, 1e-7, 2e-7, 3e-7, 4e-7]}, FP32, OK, 5),  # still rounding
+    ("sampler-gap-growth", {GAP: [1e-7, 0.1, 0.2]}, FP32, NO, None),
+    ("sampler-gap-token", {GAP[:-4] + "max": [0.1, 0.89]}, BF16, OK, 2),
+    ("sampler-gap-token", {GAP[:-4] + "max": [0.1, 0.91]}, BF16, WARNING, 2),
+    ("sampler-gap-token", {GAP[:-4] + "max": [0.1, 0.91]}, FP32, WRONG, 2),
+    ("on-policy", {"actor/pg_clipfrac": 0, "actor/ppo_kl": 0}, ONE, OK, 1),
+    ("on-policy", {"actor/pg_clipfrac": 0, "actor/ppo_kl": [0, -1e-9]}, ONE, WRONG, 2),
+    ("on-policy", {"actor/pg_clipfrac": [0, 0, 0.01]}, ONE, WRONG, 3),
+    ("on-policy", {"actor/pg_clipfrac": 0.1}, ONE | dict(ppo_epochs=2), NO, None),
+    ("on-policy", {"actor/pg_clipfrac": 0.1}, {}, NO, None),
+    ("no-signal", SCORES | {"critic/advantages/max": 2, "critic/advantages/min": -2}, {}, OK, None),
+    (
+        "no-signal",
+        SCORES | {"critic/advantages/max": [0, 0, *[2] * 8], "critic/advantages/min": [0, 0, *[-2] * 8]},
+        {},
+        WARNING,
+        1,
+    ),
+    ("no-signal", SCORES | {"critic/advantages/max": 0, "critic/advantages/min": 0}, {}, WRONG, 1),
+    (
+        "no-signal",
+        SCORES | {"critic/score/max": 0, "critic/advantages/max": 1, "critic/advantages/min": -1},
+        {},
+        WRONG,
+        1,
+    ),
+    ("clipped-responses", {"response_length/clip_ratio": line(0.9, 0)}, {}, OK, 60),
+    ("clipped-responses", {"response_length/clip_ratio": 0.11}, {}, WARNING, 10),
+    ("clipped-responses", {"response_length/clip_ratio": 0.51}, {}, WRONG, 10),
+    ("reward-failures", {"reward/errors": 0, "reward/timeouts": 0}, {}, OK, 1),
+    ("reward-failures", {"reward/errors": [0, 1], "reward/timeouts": 0}, {}, WARNING, 2),
+    ("reward-failures", {"reward/crashes": [0, 2, 3]}, ONE | dict(group_size=16), WARNING, 3),
+    ("reward-failures", {"reward/crashes": [0, 6, 3]}, ONE | dict(group_size=16), WRONG, 2),
+    ("score-collapse", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, OK, 55),
+    ("score-collapse", SCORES | {"critic/score/mean": line(0.8, 0.5)}, {}, WARNING, 1),
+    ("score-collapse", SCORES | {"critic/score/mean": [0.23, 0.2, 0.2, 0.1, 0.06, 0.06]}, {}, WRONG, 1),
+    ("score-collapse", SCORES | {"critic/score/mean": line(0.02, 0)}, {}, OK, 1),  # noise of a rare success
+    ("score-rises", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, OK, 60),
+    ("score-rises", SCORES | {"critic/score/mean": line(0.2, 0.21)}, {}, WARNING, 60),
+    ("score-rises", SCORES | {"critic/score/mean": line(0.95, 0.95)}, {}, NO, None),  # solved
+    ("score-rises", SCORES | {"critic/score/mean": line(0.2, 0.2, 40)}, {}, NO, None),
+    ("score-rises", SCORES | {"critic/score/mean": line(0.2, 0.2), "dapo/gen_batches": 1}, {}, NO, None),
+    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.9)}, {}, OK, 60),
+    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.28)}, {}, WARNING, 60),
+    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.2)}, {}, WRONG, 60),
+    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.25), VAL: line(0.3, 0.2)}, {}, OK, 60),
+    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, NO, None),
+    ("entropy-collapse", {"actor/entropy": line(0.6, 0.2), "response_length/mean": 4}, {}, OK, 60),
+    ("entropy-collapse", {"actor/entropy": line(0.6, 0.05), "response_length/mean": 4}, {}, WARNING, 60),
+    ("entropy-collapse", {"actor/entropy": line(0.6, 0), "response_length/mean": 3}, {}, WRONG, 60),
+    ("entropy-collapse", {"actor/entropy": line(0.6, 0.005), "response_length/mean": 400}, {}, OK, 60),
+    (
+        "entropy-collapse",
+        SCORES | {"actor/entropy": line(0.6, 0), "response_length/mean": 4, "critic/score/mean": 0.95},
+        {},
+        NO,
+        None,
+    ),
+    ("entropy-explosion", {"actor/entropy": line(0.5, 1.2)}, {}, OK, 60),
+    ("entropy-explosion", {"actor/entropy": line(0.5, 1.8)}, {}, WARNING, 60),
+    (
+        "entropy-explosion",
+        SCORES | {"actor/entropy": line(0.5, 1.2), "critic/score/mean": line(0.4, 0.3)},
+        {},
+        WRONG,
+        60,
+    ),
+    ("gradient-spikes", {"actor/grad_norm": [1, 2, 1, 9, 1, 2, 1]}, {}, OK, 4),
+    ("gradient-spikes", {"actor/grad_norm": [1, 2, 1, 11, 1, 2, 1]}, {}, WARNING, 4),
+    ("gradient-spikes", {"train/grad_norm": [1, 2, 1, 101, 1, 2, 1]}, {}, WRONG, 4),
+    ("gradient-spikes", {"train/grad_norm": [1, 101]}, {}, NO, None),
+    ("skipped-updates", {"actor/skipped_updates": 0}, {}, OK, None),
+    ("skipped-updates", {"actor/skipped_updates": [*[0] * 99, 1]}, {}, WARNING, 100),
+    ("skipped-updates", {"actor/skipped_updates": [0, 0, 1]}, {}, WRONG, 3),
+    ("kl-first-step", {KL: [0, 0.1]}, ONE | FP32 | dict(use_kl_loss=True), OK, 1),
+    ("kl-first-step", {KL: [2e-6, 0.1]}, ONE | FP32 | dict(use_kl_loss=True), WRONG, 1),
+    ("kl-first-step", {KL: [9e-4, 0.1]}, ONE | BF16 | dict(use_kl_loss=True), OK, 1),
+    ("kl-first-step", {KL: [0.1, 0.1]}, FP32 | dict(use_kl_loss=True), NO, None),
+    ("kl-first-step", {REWARD_KL: [-0.1, 0.1]}, FP32 | dict(use_kl_in_reward=True), WRONG, 1),
+    ("kl-stays-zero", {KL: [0, 0, 0.01], "actor/lr": 1}, dict(use_kl_loss=True), OK, None),
+    ("kl-stays-zero", {KL: 0, "actor/lr": [1, 1, 1]}, dict(use_kl_loss=True), WRONG, 3),
+    ("kl-stays-zero", {KL: 0, "actor/lr": [0, 0, 0]}, dict(use_kl_loss=True), NO, None),
+    ("kl-stays-zero", {KL: 0, "actor/lr": [1, 1, 1]}, {}, NO, None),
+    ("kl-growth", {KL: [0, 0.1, 0.2, 0.25]}, {}, OK, 4),
+    ("kl-growth", {KL: line(0, 0.6)}, {}, WARNING, 60),
+    ("kl-growth", {KL: [0, 0.15, 0.57, 0.89, 1.2, 1.5]}, {}, WRONG, 6),
+    ("kl-growth", {REWARD_KL: line(0, -0.2)}, {}, WRONG, 60),
+    ("kl-growth", {KL: 0}, {}, NO, None),
+    ("explained-variance", {VARIANCE: line(-1, 0.5)}, {}, OK, 60),
+    ("explained-variance", {VARIANCE: line(0, 0.01)}, {}, OK, 60),
+    ("explained-variance", {VARIANCE: line(0, 0.01, 100)}, {}, WARNING, 100),
+    ("explained-variance", {VARIANCE: line(0, 0.03, 100)}, {}, OK, 100),
+    ("explained-variance", {VARIANCE: line(0, -0.15)}, {}, WRONG, 60),
+    ("explained-variance", {VARIANCE: -0.1}, {}, NO, None),
+    ("empty-returns", RETURNS | {"critic/returns/max": 1, "critic/rewards/mean": 0.5}, {}, OK, None),
+    ("empty-returns", RETURNS | {"critic/rewards/mean": [0.5, 0.5, 0]}, {}, WRONG, 1),
+    ("empty-returns", RETURNS | {"critic/rewards/mean": 0}, {}, OK, None),
+    ("empty-returns", {"critic/rewards/mean": 0.5}, {}, NO, None),
+    ("dynamic-sampling", {"dapo/gen_batches": [1, 2, 9]}, dict(max_gen_batches=10), OK, None),
+    ("dynamic-sampling", {"dapo/gen_batches": [*[1] * 19, 10]}, dict(max_gen_batches=10), WARNING, 20),
+    ("dynamic-sampling", {"dapo/gen_batches": [1, 10]}, dict(max_gen_batches=10), WRONG, 2),
+    ("dynamic-sampling", {"dapo/gen_batches": [1, 10]}, {}, NO, None),
+    ("dynamic-sampling-filter", RIGHT | {"dapo/dropped_all_right": 0.3}, {}, OK, 10),
+    ("dynamic-sampling-filter", RIGHT | {"dapo/dropped_all_right": 0}, {}, WRONG, 10),
+    ("dynamic-sampling-filter", RIGHT, {}, NO, None),
+    ("learning-rate", {"actor/lr": [0.2, 0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2]}, {}, OK, None),
+    ("learning-rate", {"train/lr": [1] * 6 + [0.75, 0.5, 0.25, 0.1]}, {}, OK, None),
+    ("learning-rate", {"actor/lr": [0.5, 1, 1, 1, 1, 0.5, 0.5, 0.5]}, {}, WRONG, 6),
+    ("learning-rate", {"actor/lr": [0.25, 0.5, 0.75, 1, 1, 1, 0.25, 0.5, 0.75, 1]}, {}, WRONG, 7),
+    ("learning-rate", {"actor/lr": 0}, {}, WRONG, 1),
+    ("learning-rate", {"critic/score/mean": 0}, {}, NO, None),
+    ("validation-loss", {"val/loss": [3, 2, 2.1]}, {}, OK, 2),
+    ("validation-loss", {"val/loss": [3, 2, 2.3]}, {}, WARNING, 2),
+    ("validation-loss", {"val/loss": [3, 2, 3.1]}, {}, WRONG, 2),
+    ("validation-loss", {"val/loss": [3]}, {}, NO, None),
+]
+
+
+@pytest.mark.parametrize(("check", "metrics", "args", "word", "step"), CASES)
+def test_checks(check, metrics, args, word, step):
+    verdict = CHECKS[check](rows(metrics), args)
+    assert (verdict.word, verdict.step) == (word, step), verdict
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_check_has_all_its_verdicts_tested_and_does_without_data(check):
+    words = {case[3] for case in CASES if case[0] == check}
+    assert words >= {OK, WRONG} or words >= {OK, WARNING}
+    for table in ([], rows({}, 1), rows({GAP: math.nan, KL: math.inf, "critic/score/mean": math.nan}, 30)):
+        assert CHECKS[check](table, {}).word in ((NO, OK) if check != "not-finite" else (NO, OK, WRONG))
+
+
+def test_a_sound_run_raises_nothing():
+    run = read_run(SAMPLE, "sample")
+    assert {check(run.rows, run.args).word for check in CHECKS.values()} == {OK, NO}
+
+
+def test_checks_and_docs_agree():
+    """Each check is in docs/report.md in the words of its docstring, and no other; all curves are metrics."""
+    said = dict(re.findall(r"^\| `([a-z-]+)` \| (.*?) \|", (ROOT / "docs/report.md").read_text(), re.M))
+    assert said == {name: check.__doc__ for name, check in CHECKS.items()}
+    patterns = " ".join(CURVES.values()).split()
+    assert not [name for name in patterns if not documented(name)]
+
+
+# ---- curves
+def test_thin_keeps_extremes():
+    import numpy as np
+
+    values = np.zeros((2, 1000))
+    values[1, 777] = 5
+    x, mean, low, high = thin(values, np.arange(1000), 10)
+    assert len(x) == 10 and x == sorted(x) and sum(mean) == pytest.approx(5 / 2 / 100)
+    assert max(high) == 5 and high.index(5) == 7 and set(low) == {0}
+    x, mean, low, high = thin(np.array([[1.0, 2], [3, math.nan]]), np.array([4, 8]), 10)
+    assert x == [4, 8] and mean == [2, None] and low == [1, None] and high == [3, None]
+
+
+def test_spread_begins_everywhere():
+    assert spread([*range(8)]) == [0, 4, 2, 6, 1, 5, 3, 7] and spread([]) == []
+    assert sorted(spread([*range(11)])) == [*range(11)]
+
+
+# ---- the page
+class Page(HTMLParser):
+    """What a browser would make of the file: attributes that fetch, scripts, texts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.scripts, self.fetched, self.tags, self.text, self.inside = {}, [], [], "", None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append((tag, attributes))
+        self.fetched += [v for k, v in attributes.items() if k in ("src", "href", "action", "data", "srcset")]
+        self.inside = attributes.get("id", "code")
+
+    def handle_data(self, text):
+        if self.cdata_elem == "script":
+            self.scripts[self.inside] = text
+        elif self.cdata_elem is None:
+            self.text += text
+
+
+def parse(path):
+    page = Page(path.read_bytes().decode())
+    assert path.stat().st_size < 6_000_000
+    assert [x for x in page.fetched if not x.startswith("#")] == []
+    assert list(page.scripts) == ["data", "plotly", "code"]
+    # nothing fetches by CSS or script either, and the page itself forbids it
+    assert not re.search(
+        r"url\(|@import|fetch\(|XMLHttp|import\(|https?://(?!www\.w3\.org)", page.scripts["code"]
+    )
+    assert any("default-src 'none'" in a.get("content", "") for _, a in page.tags)
+    page.data = json.loads(page.scripts["data"])
+    page.verdicts = {a["data-check"]: a["data-verdict"] for _, a in page.tags if "data-check" in a}
+    return page
+
+
+def report(tmp_path, *runs):
+    path = tmp_path / "report.html"
+    path.write_bytes(build([str(x) for x in runs]))
+    return parse(path)
+
+
+def make_run(path, table=(), args=None, text=None):
+    path.mkdir(parents=True)
+    text = "".join(json.dumps(row) + "\n" for row in table) if text is None else text
+    (path / "metrics.jsonl").write_text(text)
+    if args is not None:
+        (path / "args.json").write_text(json.dumps(args))
+    return path
+
+
+def test_command(tmp_path):
+    out = tmp_path / "new/report.html"
+    done = run(ROOT / "algos/report.py", SAMPLE, "--output", out)
+    assert str(out) in done.stdout and not done.stderr and [*out.parent.iterdir()] == [out]
+    page = parse(out)
+    assert page.verdicts.keys() == CHECKS.keys() and set(page.verdicts.values()) == {OK, NO}
+    names = [chart["name"] for chart in page.data["charts"]]
+    assert "critic/score/mean" in names and VAL.replace("/a/", "/arithmetic/") in names
+    assert "actor/kl_loss" not in names and "actor/kl_loss" in page.text  # 0 in all steps: named
+    [(score)] = [chart["lines"] for chart in page.data["charts"] if chart["name"] == "critic/score/mean"]
+    assert score[0]["x"] == [*range(1, 11)] and "low" not in score[0]
+    assert len(page.data["rollouts"]) == 6 and "24 responses of 2 of 2 dumped steps" in page.text
+    group = page.data["rollouts"][0]
+    assert group["step"] == 1 and group["prompt"].endswith("=") and len(group["rows"]) == 4
+    assert group["rows"][0].keys() == {"text", "finish", "score", "more"}
+
+
+def test_only_light_modules_are_loaded():
+    heavy = {"torch", "transformers", "vllm", "pandas", "plotly.graph_objs"}
+    code = f"import sys; import algos.report; print({heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+def test_seeds_are_a_band_and_other_arguments_another_curve(tmp_path):
+    for i, (seed, lr, scale) in enumerate([(1, 0.1, 1), (2, 0.1, 3), (1, 0.2, 5)]):
+        table = rows({"critic/score/mean": [scale * x for x in (1, 2, 3, 4)[: 4 - i % 2]]})
+        make_run(tmp_path / f"run_{i}", table, dict(seed=seed, lr=lr, output_dir=f"run_{i}", model="m"))
+    page = report(tmp_path, *(tmp_path / f"run_{i}" for i in range(3)))
+    assert page.data["groups"] == ["run (seeds 1, 2)", "run_2"]
+    [chart] = [chart for chart in page.data["charts"] if chart["name"] == "critic/score/mean"]
+    band, tail, other = chart["lines"]
+    assert band == dict(group=0, x=[1, 2, 3], y=[2, 4, 6], low=[1, 2, 3], high=[3, 6, 9])
+    assert tail == dict(group=0, x=[4], y=[4]) and other == dict(group=1, x=[1, 2, 3, 4], y=[5, 10, 15, 20])
+    head, _, folded = page.text.partition("equal in all")
+    assert "--lr" in head and "--model" not in head and "--model" in folded
+
+
+def test_time_is_not_counted_twice(tmp_path):
+    times = {
+        "step": 10,
+        "gen": 4,
+        "update_actor": 5,
+        "save_checkpoint": [None, None, 3],
+        "testing": [None, 1, None],
+    }
+    table = rows({f"timing_s/{name}": value for name, value in times.items()})
+    [time] = report(tmp_path, make_run(tmp_path / "run", table)).data["times"]
+    assert dict(time["parts"]) == {
+        "gen 36%": [4, 4, 4],
+        "testing 3%": [0, 1, 0],
+        "update_actor 45%": [5, 5, 5],
+        "other 6%": [1, 0, 1],
+        "save_checkpoint 9%": [0, 0, 3],
+    }
+
+
+def test_killed_and_resumed_and_half_written(tmp_path):
+    """Steps 1 to 5, killed; from 3 on again, other values; a line that is no dict; the last one not whole."""
+    first, second = rows({"train/loss": [5, 4, 3, 2, 1]}), rows({"train/loss": [0, 0, 30, 20]})[2:]
+    text = "".join(json.dumps(row) + "\n" for row in [*first, *second]) + '[]\n{"train/loss": 7, "traini'
+    path = make_run(tmp_path / "run", text=text)
+    run = read_run(path, "run")
+    assert [(row["training/global_step"], row["train/loss"]) for row in run.rows] == [
+        (1, 5),
+        (2, 4),
+        (3, 30),
+        (4, 20),
+    ]
+    assert run.broken == 1 and run.args == {}
+    assert "lines that could not be read: 1" in report(tmp_path, path).text
+
+
+def test_ten_thousand_steps(tmp_path):
+    lines = (SAMPLE / "metrics.jsonl").read_text().splitlines()
+    table = [json.loads(lines[1 + i % 10]) | {"training/global_step": i + 1} for i in range(10_000)]
+    table[7777]["actor/grad_norm"] = 1e4
+    paths = [make_run(tmp_path / f"run_{i}", table, dict(seed=i, lr=i // 2)) for i in range(2)]
+    begin = time.perf_counter()
+    page = report(tmp_path, *paths)
+    assert time.perf_counter() - begin < 30
+    [chart] = [chart for chart in page.data["charts"] if chart["name"] == "actor/grad_norm"]
+    assert len(chart["lines"][0]["x"]) == 400 and max(chart["lines"][0]["high"]) == 1e4
+    assert page.verdicts["gradient-spikes"] == WRONG and "step 7778" in page.text
+
+
+NASTY = "</script><script>document.body.remove()</script><!-- \0 \u202e \ud800 \u2028 & @@DATA@@ ]]> é 漢"
+
+
+def test_untrusted_text_stays_text(tmp_path):
+    path = make_run(
+        tmp_path / "run<b>", rows({f"val-core/{NASTY}/acc/mean@1": [1, 2]}), dict(model=NASTY, x=1)
+    )
+    (path / "rollouts").mkdir()
+    row = dict(data_source=NASTY, prompt_str=NASTY, solution_str=NASTY + "x" * 50_000, score=1e999, index=3)
+    rest = [
+        dict(row, score=0, pred={NASTY: NASTY}, advantages=[0.5, -1]),
+        dict(solution_str=None, score="high", advantages=0.5),
+    ]
+    text = "".join(json.dumps(x) + "\n" for x in [row, *rest]) + '[1]\n{"half'
+    (path / "rollouts/step_000007.jsonl").write_text(text)
+    page = report(tmp_path, path)
+    assert page.text.count("</script><script>") >= 2 and "@@DATA@@" in page.text  # a metric, an argument
+    assert not any(tag == "b" and not a for tag, a in page.tags if "run" in str(a))
+    first, second = page.data["rollouts"]
+    clean = NASTY.replace("\ud800", "?")
+    assert first["prompt"] == clean and first["step"] == 7 and len(first["rows"]) == 2
+    text = first["rows"][0]["text"]
+    assert text.startswith(clean) and "characters left out" in text and len(text) < 21_000
+    assert first["rows"][0]["score"] is None and first["rows"][1]["advantages"] == [0.5, -1]
+    assert (
+        json.loads(first["rows"][1]["more"]["pred"]) == {clean: clean} and second["rows"][0]["score"] is None
+    )
+
+
+def test_rollouts_are_bounded_and_whole_groups(tmp_path):
+    path = make_run(tmp_path / "run", rows({"critic/score/mean": 0.5}))
+    (path / "rollouts").mkdir()
+    for step in range(1, 41):
+        dump = [
+            dict(index=i // 8, sample=i % 8, solution_str="word " * 200, score=i % 2, data_source="a")
+            for i in range(160)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in dump)
+        (path / f"rollouts/step_{step:06d}.jsonl").write_text(text)
+    page = report(tmp_path, path)
+    assert (tmp_path / "report.html").stat().st_size > 0.9 * LIMIT  # 6.8 MB were there
+    assert all(len(group["rows"]) == 8 for group in page.data["rollouts"])
+    steps = {group["step"] for group in page.data["rollouts"]}
+    assert len(steps) > 15 and min(steps) < 4 and max(steps) > 36 and "left out" in page.text
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        (["nowhere"], "nowhere is no directory"),
+        (["empty"], "empty has no metrics.jsonl"),
+        (["file"], "file is no directory"),
+        ([], "no run given"),
+        (["good", "--output", "empty"], "empty is a directory"),
+    ],
+)
+def test_bad_input_gives_one_line_and_leaves_an_old_report(tmp_path, runs, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    make_run(tmp_path / "good", rows({"train/loss": [1]}))
+    (tmp_path / "report.html").write_text("old")
+    runs = [name if name.startswith("--") else tmp_path / name for name in runs]
+    done = run(ROOT / "algos/report.py", "--output", tmp_path / "report.html", *runs, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr and (tmp_path / "report.html").read_text() == "old"
+
+
+def test_a_run_that_has_just_begun(tmp_path):
+    page = report(tmp_path, make_run(tmp_path / "run", args=dict(total_steps=5)))
+    assert "no steps yet" in page.text and "0 of 5" in page.text and set(page.verdicts.values()) == {NO}
+
+
+def test_follow_sees_new_steps_and_stops_reloading(tmp_path):
+    path, out = make_run(tmp_path / "run", rows({"train/loss": [3, 2]})), tmp_path / "report.html"
+    command = [sys.executable, ROOT / "algos/report.py", path, "--output", out, "--follow", "0.2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        process.stdout.readline()
+        assert parse(out).data["reload_s"] == 0.2
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"train/loss": 1.0, "training/global_step": 3}) + "\n")
+        process.stdout.readline(), process.stdout.readline()
+        assert parse(out).data["charts"][0]["lines"][0]["x"] == [1, 2, 3]
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0 and parse(out).data["reload_s"] == 0
+
+
+# ---- a browser
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium")
+def test_browser_draws_every_chart_and_lists_rollouts(tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(SAMPLE, path)
+    row = dict(index=0, prompt_str="1+1=", solution_str=NASTY, score=1.0, data_source="a", advantages=[1, -1])
+    (path / "rollouts/step_000011.jsonl").write_text(json.dumps(row) + "\n")
+    page, flags = report(tmp_path, path, SAMPLE), "--headless --disable-gpu --disable-quic --no-first-run"
+    flags += " --disable-background-networking --disable-component-update --disable-sync --disable-extensions"
+    flags += " --virtual-time-budget=60000 --dump-dom" + " --no-sandbox" * (os.geteuid() == 0)
+    command = [
+        CHROMIUM,
+        *flags.split(),
+        f"--user-data-dir={tmp_path}/profile",
+        f"file://{tmp_path}/report.html",
+    ]
+    done = subprocess.run(command, capture_output=True, timeout=180)
+    dom = Page(done.stdout.decode(errors="replace"))
+    root = dict(dom.tags)["html"]
+    assert "data-errors" not in root and int(root["data-charts"]) == len(page.data["charts"]) + 1
+    drawn = [
+        a for tag, a in dom.tags if tag == "path" and "js-line" in (a.get("class") or "") and len(a["d"]) > 20
+    ]
+    assert len(drawn) >= len(page.data["charts"])
+    assert "⟨0000⟩" in dom.text and "⟨202e⟩" in dom.text and "</script><script>document" in dom.text
+    assert [a.get("class") for tag, a in dom.tags if tag == "svg"].count("bars") == 1
