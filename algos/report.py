@@ -30,6 +30,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.arguments import parse
 from data_prep.atomic import replacing
 
 LIMIT = 5_900_000  # bytes of the file; rollouts take what the rest leaves
@@ -759,8 +760,7 @@ def write(args, reload_s):
     print(f"{args.output}: {len(page) / 1e6:.1f} MB, {time.strftime('%H:%M:%S')}", flush=True)
 
 
-def main():
-    args = tyro.cli(Args)
+def main(args):
     try:
         if Path(args.output).is_dir():
             raise ValueError(f"--output {args.output} is a directory; give the name of an HTML file in it")
@@ -777,4 +777,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(Args(**parse(Args)))
