@@ -12,8 +12,12 @@ export GOMP_SPINCOUNT := 0
 	$(BIN)/pip install --no-deps -r requirements-cpu.txt
 	touch $@
 
+.venv/installed-%: requirements-%.txt .venv/installed
+	$(BIN)/pip install --no-deps -r $<
+	touch $@
+
 # two files at a time: half of a test is a start, which takes one core (on a GPU: pytest without -n)
-test: .venv/installed lint
+test: .venv/installed-extra .venv/installed-reasoning-gym lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed
@@ -23,12 +27,11 @@ lint: .venv/installed
 demo: .venv/installed
 	$(BIN)/python benchmarks/demo.py
 
-demo-smollm2: .venv/installed
+demo-smollm2: .venv/installed-extra
 	$(BIN)/python benchmarks/demo.py --size smollm2 --output_dir runs/demo-smollm2
 
 # by hand, on a quiet machine: the figures of benchmarks/README.md
-bench: .venv/installed
-	$(BIN)/pip install --no-deps -r requirements-bench.txt
+bench: .venv/installed-extra .venv/installed-bench
 	$(BIN)/python data_prep/tiny_model.py --local_save_dir models/tiny
 	$(BIN)/python data_prep/smollm2.py --local_save_dir models/smollm2
 	cd benchmarks && sh all.sh ../$(BIN)/python

@@ -124,6 +124,8 @@ def plan_shards(args, prompts, rows):
 def build_engine(args):
     """A vLLM engine in this process, with the model's weights."""
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    if not torch.cuda.is_available():  # else vLLM compiles a part of its sampler, which takes a C++ compiler
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor

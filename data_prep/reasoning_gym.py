@@ -2,6 +2,7 @@
 
 python data_prep/reasoning_gym.py --task leg_counting --local_save_dir data/leg_counting
 
+The library: pip install --no-deps -r requirements-reasoning-gym.txt
 Tasks whose scorer cannot be used for training are refused: see rewards/reasoning_gym.py.
 """
 
@@ -16,8 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import reasoning_gym
-from reasoning_gym.utils import SYSTEM_PROMPTS
 
 from data_prep import prepare
 from rewards.reasoning_gym import check_task
@@ -39,6 +38,8 @@ class Args:
 
 def make_row(entry, split, index, task, seen):
     """One row of the schema; extra_info's `entry` is the library's entry as a Python literal, for scoring."""
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
     question, answer = entry["question"], entry["answer"]
     if question in seen:
         raise prepare.LeftOut("the question of an earlier row")
@@ -70,6 +71,8 @@ def main(args):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
     check_task(args.task)
+    import reasoning_gym
+
     size = args.train_size + args.test_size
     entries = reasoning_gym.create_dataset(args.task, seed=args.seed, size=size)
     records = [(f"{args.task} seed {args.seed} entry {i}", entries[i]) for i in range(size)]

@@ -43,7 +43,8 @@ def _scorer(source):
 def check_sources(sources):
     """Raise ValueError, in one line, if one of `sources` (iterable of data_source) cannot be scored here.
 
-    It has no scorer, or its programs have no sandbox.  Says which sandbox is in use.
+    It has no scorer, its library is not installed, or its programs have no sandbox.  Says which sandbox is in
+    use.
     """
     scorers = {str(source): _scorer(source) for source in sources}
     unknown = sorted(source for source, scorer in scorers.items() if scorer is None)
@@ -52,6 +53,10 @@ def check_sources(sources):
             f"no reward for data_source {', '.join(map(repr, unknown))}; known: {', '.join(SOURCES)};"
             " for your own give --reward_fn FILE.py:NAME"
         )
+    if "reasoning_gym" in scorers.values():
+        from rewards.reasoning_gym import check_installed
+
+        check_installed()
     if "prime_code" in scorers.values():
         from rewards.sandbox import SandboxError, tier
 

@@ -8,6 +8,7 @@ import ast
 import contextlib
 import io
 from functools import cache
+from importlib.util import find_spec
 
 from rewards.worker import call_in_worker
 
@@ -34,12 +35,22 @@ REFUSED = {
 }
 
 
-def check_task(name):
-    """Raise ValueError, in one line, if the library does not have the task or its scorer is refused."""
-    from reasoning_gym.factory import DATASETS  # slow to import
+def check_installed():
+    """Raise ValueError, in one line, if the library is not installed.  It is not imported, which is slow."""
+    if find_spec("reasoning_gym") is None:
+        raise ValueError(
+            "the package reasoning_gym is not installed;"
+            " pip install --no-deps -r requirements-reasoning-gym.txt"
+        )
 
+
+def check_task(name):
+    """Raise ValueError, in one line, if the library or its task is not there, or its scorer is refused."""
     if name in REFUSED:
         raise ValueError(f"reasoning-gym's task {name} is refused: {REFUSED[name]}")
+    check_installed()
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         raise ValueError(
             f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS.keys() - REFUSED))}"
@@ -61,9 +72,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def score(task, entry, solution_str):
     """`compute_score` in the process of the library."""
+    check_task(task)
     from reasoning_gym.utils import extract_answer
 
-    check_task(task)
     try:
         entry = ast.literal_eval(entry)
     except (ValueError, SyntaxError):

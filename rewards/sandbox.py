@@ -89,6 +89,8 @@ def tier():
     asked = os.environ.get("REWARDS_SANDBOX")
     if asked and asked not in TIERS:
         raise SandboxError(f"REWARDS_SANDBOX={asked}; known: {', '.join(TIERS)}")
+    if not hasattr(os, "pidfd_open"):
+        raise SandboxError("programs are scored on Linux only: the sandbox is made of what its kernel offers")
     problems = []
     for name in [asked] if asked else TIERS[:2]:
         source = "import decimal; print(decimal.Decimal(42))"  # a shared library that is not loaded yet

@@ -5,6 +5,7 @@ call after the other.  The scorers that do mathematics and the prime reward mana
 """
 
 import builtins
+import contextlib
 import functools
 import io
 import json
@@ -40,7 +41,7 @@ class WorkerError(RuntimeError):
 class Worker:
     """A helper process, started at the first call and again after it was killed.  One call at a time.
 
-    memory_mb: limit of its address space, 0 = none.
+    memory_mb: limit of its address space, 0 = none; macOS has no such limit.
     """
 
     def __init__(self, memory_mb=0):
@@ -136,7 +137,8 @@ def _load_file(spec):
 def _serve(fd, memory_mb):
     """The helper process: answer calls until the caller closes the connection."""
     if memory_mb:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+        with contextlib.suppress(ValueError):  # macOS refuses any such limit
+            resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     connection = Connection(fd)
 
     def reply(kind, value=None):

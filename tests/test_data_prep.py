@@ -292,6 +292,7 @@ def test_smollm2_missing(monkeypatch):
 
 
 def test_smollm2_tokenizer():
+    pytest.importorskip("gguf", reason="pip install --no-deps -r requirements-extra.txt")
     gguf = smollm2.find_gguf()
     assert gguf.stat().st_size > 90_000_000
     t = smollm2.load_tokenizer(gguf)

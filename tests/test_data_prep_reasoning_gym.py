@@ -5,7 +5,9 @@ import inspect
 import textwrap
 
 import pytest
-from reasoning_gym.factory import DATASETS
+
+INSTALL = "pip install --no-deps -r requirements-reasoning-gym.txt"
+DATASETS = pytest.importorskip("reasoning_gym", reason=INSTALL).factory.DATASETS
 
 from data_prep import reasoning_gym
 from data_prep.schema import load_rows

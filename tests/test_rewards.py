@@ -119,7 +119,7 @@ def test_gsm8k_finds_a_formatted_number(before, number, form, after):
 
 
 def test_dispatch_names_what_is_known():
-    check_sources(SOURCES)
+    check_sources(SOURCES.keys() - {"reasoning_gym/*"})  # which may not be installed
     for call in (lambda: check_sources(["arithmetic", "nope"]), lambda: compute_score("nope", "", "")):
         with pytest.raises(ValueError) as error:
             call()
