@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 0
 
-.PHONY: test demo demo-smollm2 bench lint fix-copies
+.PHONY: test quick demo demo-smollm2 bench lint fix-copies
 
 # the CPU environment; on GPUs make .venv by hand from requirements.txt and touch .venv/installed
 .venv/installed: requirements-cpu.txt
@@ -19,6 +19,11 @@ export GOMP_SPINCOUNT := 0
 # two files at a time: half of a test is a start, which takes one core (on a GPU: pytest without -n)
 test: .venv/installed-extra .venv/installed-reasoning-gym lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# what a change to a formula needs: tables, gradients, copies, docs
+quick: .venv/installed lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile -k "not (grpo_gradients and dapo)" \
+	    tests/test_*_gradients.py tests/test_*_math.py tests/test_copies.py tests/test_docs.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -330,7 +331,7 @@ def main(args):
     def validate():
         rows = sample(val_rows, 0, {}, args.val_group_size, temperature=args.val_temperature)
         metrics = validation_metrics(score_rows(rows, val_manager, tokenizer)[0])
-        log.say("validation: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        log.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
         return metrics
 
     if val_rows and args.val_before_train and not done:
@@ -729,7 +730,7 @@ def load_checkpoint(checkpoints, lm, optimizer):
         dcp_state.set_state_dict(
             lm, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
-        return state | dict(origin=f", resumed from {path}")
+        return state | dict(origin=f"\nresumed from {path}")
     if checkpoints:
         fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
     return dict(step=0, origin="")
@@ -900,6 +901,8 @@ def build_engine(args, device):
     """A vLLM engine in this process, asleep. It starts with random weights: only a sync makes it useful."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(device.type == "cpu")))  # it needs a C++ compiler
+    warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
     from vllm import _custom_ops as ops
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor

@@ -17,7 +17,6 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -124,8 +123,7 @@ def plan_shards(args, prompts, rows):
 def build_engine(args):
     """A vLLM engine in this process, with the model's weights."""
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
-    if not torch.cuda.is_available():  # else vLLM compiles a part of its sampler, which takes a C++ compiler
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # C++ compiler
     warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
@@ -154,7 +152,7 @@ def build_engine(args):
     )
 
 
-def generate(engine, rows, prompts, args, tokenizer, bar):
+def generate(engine, rows, prompts, args, tokenizer):
     """Answer `rows` -> a table of their COLUMNS. Seeds: as in a trainer's validation, step 0."""
     from vllm import SamplingParams
 
@@ -166,7 +164,7 @@ def generate(engine, rows, prompts, args, tokenizer, bar):
     params = [SamplingParams(seed=seed, **sampling, **limits) for seed in seeds]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
     answers = {row: [] if row in prompts else [("", 0, "prompt_too_long")] * args.n_samples for row in rows}
-    for (row, _), output in zip(jobs, engine.generate(requests, params, use_tqdm=bar), strict=True):
+    for (row, _), output in zip(jobs, engine.generate(requests, params, use_tqdm=False), strict=True):
         o = output.outputs[0]
         text = tokenizer.decode(o.token_ids, skip_special_tokens=True)
         answers[row].append((text, len(o.token_ids), o.finish_reason))
@@ -191,9 +189,8 @@ def main(args):
     # ---- sample: every sampler, one rank or a tensor-parallel group, takes every N-th shard
     (sampler, follower), start = divmod(rank, args.tp_size), time.perf_counter()
     bar = tqdm(total=len(shards), initial=len(shards) - len(todo), desc="shards", disable=rank > 0)
-    own_bar = rank == 0 and partial(tqdm, position=1, leave=False)
     for path in todo[sampler :: world // args.tp_size]:
-        answers = generate(engine, shards[path], prompts, args, tokenizer, own_bar)
+        answers = generate(engine, shards[path], prompts, args, tokenizer)
         if not follower:
             with replacing(path) as new:
                 pq.write_table(answers.replace_schema_metadata(dict(made_by=made_by)), new)

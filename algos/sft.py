@@ -608,7 +608,7 @@ def load_checkpoint(checkpoints, lm, optimizer):
         dcp_state.set_state_dict(
             lm, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
-        return state | dict(origin=f", resumed from {path}")
+        return state | dict(origin=f"\nresumed from {path}")
     if checkpoints:
         fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
     return dict(step=0, origin="")

@@ -75,7 +75,7 @@ def main():
     ]
     command += ["--train_files", args.train_files, "--val_files", args.val_files, "--total_steps", args.steps]
     command += ["--save_freq", 20, "--test_freq", 20, "--keep_checkpoints", 2]
-    env = os.environ | dict(OMP_NUM_THREADS=str(max(1, CORES // args.ranks)), TORCHDYNAMO_DISABLE="1")
+    env = os.environ | dict(OMP_NUM_THREADS=str(max(1, CORES // args.ranks)))
     with (work / "log").open("w") as log:
         process = psutil.Popen(list(map(str, command)), env=env, stdout=log, stderr=subprocess.STDOUT)
     seen, metrics = [], work / "run/metrics.jsonl"

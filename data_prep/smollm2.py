@@ -21,6 +21,7 @@ import torch
 import tyro
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+from transformers.utils import logging
 
 from data_prep.atomic import replacing
 
@@ -77,6 +78,7 @@ def main(args):
     tokenizer = load_tokenizer(gguf)
     model = load_model(gguf, tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings
+    logging.disable_progress_bar()
     with replacing(args.local_save_dir) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)

@@ -17,6 +17,7 @@ import torch
 import tyro
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from data_prep.atomic import replacing
 
@@ -106,6 +107,7 @@ def main(args):
     """Write the directory and say how large the model is."""
     tokenizer = make_tokenizer()
     model = make_model(args, tokenizer)
+    logging.disable_progress_bar()
     with replacing(args.local_save_dir) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)

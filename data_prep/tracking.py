@@ -8,7 +8,8 @@ from pathlib import Path
 def check_tracker(args):
     """Raise ValueError if --tracker cannot work, before anything is loaded."""
     if args.tracker != "none" and not find_spec(args.tracker):
-        raise ValueError(f"--tracker {args.tracker} is not installed: pip install --no-deps -r requirements-extra.txt")
+        how = "pip install --no-deps -r requirements-extra.txt"
+        raise ValueError(f"--tracker {args.tracker} is not installed: {how}")
     if args.wandb_project and args.tracker != "wandb":
         raise ValueError(f"--wandb_project {args.wandb_project} needs --tracker wandb, not {args.tracker}")
 

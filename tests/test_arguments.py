@@ -86,7 +86,7 @@ def test_trackers_that_cannot_work_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="needs --tracker wandb"):
         check_tracker(Tracked("", "tensorboard", "mine"))
     monkeypatch.setattr("data_prep.tracking.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--tracker wandb is not installed: pip install .*-extra.txt"):
+    with pytest.raises(ValueError, match=r"--tracker wandb is not installed: pip install .*-extra.txt"):
         check_tracker(Tracked("", "wandb"))
 
 

@@ -101,7 +101,7 @@ def same(a, b, steps, tolerance):
 
 def test_killed_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path):
     command = [sys.executable, GRPO, *flags(tiny, arithmetic, tmp_path)]
-    env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
+    env = os.environ | dict(OMP_NUM_THREADS="1")
     victim = subprocess.Popen(
         list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
@@ -138,7 +138,7 @@ def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_p
 def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", GRPO]
     command += flags(tiny, arithmetic, tmp_path, "--total_steps", 1000, "--save_freq", 0, "--test_freq", 0)
-    env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
+    env = os.environ | dict(OMP_NUM_THREADS="1")
     run_ = subprocess.Popen(
         list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )

@@ -28,7 +28,7 @@ def two_nodes(*command):
     env = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
-    env |= dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
+    env |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     command = [*agent, *map(str, command)]
     nodes = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in "ab"

@@ -159,7 +159,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(sft, tmp_path,
         f"step_00000{s}" for s in (8, 6, 4)
     ]
     assert all(line.endswith(") and left out") for line in lines), lines
-    assert f"resumed from {out}/checkpoints/step_000002" in (out / "log.txt").read_text().splitlines()[-1]
+    assert f"resumed from {out}/checkpoints/step_000002" in (out / "log.txt").read_text()
     same(straight, out)
 
 
