@@ -320,7 +320,7 @@ def main(args):
     if state["drawn"] >= most_prompts:  # resumed at the end of the data
         total_steps = done
     log = Logger(args, done, total_steps)
-    log.say(f"{about}, at most {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{origin}")
+    log.say(f"{about}\nat most {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{origin}")
     if args.carry_over and not args.tis_cap:
         log.say("warning: --carry_over with --tis_cap 0: surplus groups, a step old, are not corrected")
     sample = partial(rollout, engine, [policy], optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
@@ -824,7 +824,7 @@ class Logger:
         done = "done" if self.bar.n == self.bar.total else "stopped; the same command goes on"
         weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
-        self.say(f"report:  python algos/report.py {self.out} --output {self.out}/report.html")
+        self.say(f"report:  python algos/report.py {self.out} --output report.html")
 
 
 def stats(name, values):

@@ -297,7 +297,7 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(checkpoints, policy.lm, optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}, {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
     sample = partial(rollout, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     check_engines(sample, policy, train_rows, args)
     stop = []  # by SIGTERM: the step in progress is the last
@@ -767,7 +767,7 @@ class Logger:
         done = "done" if self.bar.n == self.bar.total else "stopped; the same command goes on"
         weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
-        self.say(f"report:  python algos/report.py {self.out} --output {self.out}/report.html")
+        self.say(f"report:  python algos/report.py {self.out} --output report.html")
 
 
 def stats(name, values):

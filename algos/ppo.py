@@ -123,7 +123,7 @@ class Args:
     tis_cap: float = 2.0  # cap of the importance weight of trainer against sampler; 0: no correction
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
-    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the scorer of the data_source
+    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the data_source's scorer; `none`: 0
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn, and last of reward_model; none: all 1
     reward_aggregation: Literal["sum", "mean", "min"] = "sum"  # of several rewards; min: the worst case
     reward_workers: int = 4  # processes of the prime manager on each rank
@@ -405,7 +405,7 @@ def main(args):
     if args.offload:  # critic and reward model are in host memory but for their uses
         move("cpu", [critic, *filter(None, [reward_model])], critic_optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}, {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
     sample = partial(rollout, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     check_engines(sample, policy, train_rows, args)
     stop = []  # by SIGTERM: the step in progress is the last
@@ -897,7 +897,7 @@ class Logger:
         done = "done" if self.bar.n == self.bar.total else "stopped; the same command goes on"
         weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
-        self.say(f"report:  python algos/report.py {self.out} --output {self.out}/report.html")
+        self.say(f"report:  python algos/report.py {self.out} --output report.html")
 
 
 def stats(name, values):

@@ -250,7 +250,7 @@ def main(args):
     state = load_checkpoint(checkpoints, trained, optimizer)
     check_layout(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}, {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
     stop = []  # by SIGTERM: the step in progress is the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
@@ -702,7 +702,7 @@ class Logger:
         done = "done" if self.bar.n == self.bar.total else "stopped; the same command goes on"
         weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
-        self.say(f"report:  python algos/report.py {self.out} --output {self.out}/report.html")
+        self.say(f"report:  python algos/report.py {self.out} --output report.html")
 
 
 def stats(name, values):
