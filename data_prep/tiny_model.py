@@ -13,26 +13,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-import torch
-import tyro
-from tokenizers import Tokenizer, decoders, models
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
-
-from data_prep.atomic import replacing
-
-HEAD_DIMS = (32, 64, 80, 96, 112, 128)  # of vLLM's CPU attention
-SPECIAL = ("<|pad|>", "<|eos|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
-CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message.role not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('unknown role ' ~ message.role) -}}
-{%- endif -%}
-{{- '<|' ~ message.role ~ '|>' ~ message.content -}}
-{%- if message.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+from data_prep.arguments import parse
 
 
 @dataclass
@@ -55,6 +36,30 @@ class Args:
     """Use the input embedding as the output layer too."""
     seed: int = 0
     """Seed of the weights."""
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from data_prep.atomic import replacing
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128)  # of vLLM's CPU attention
+SPECIAL = ("<|pad|>", "<|eos|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role not in ['system', 'user', 'assistant'] -%}
+{{- raise_exception('unknown role ' ~ message.role) -}}
+{%- endif -%}
+{{- '<|' ~ message.role ~ '|>' ~ message.content -}}
+{%- if message.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
 
 def make_tokenizer():
@@ -116,6 +121,6 @@ def main(args):
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
+        main(Args(**flags))
     except ValueError as error:
         sys.exit(f"tiny_model.py: {error}")
