@@ -714,7 +714,7 @@ def times_html(groups, points):
 
 
 def build(paths, reload_s=0):
-    """The whole page, in bytes."""
+    """The whole page, in bytes, and lines that say what the checks found."""
     paths = list(dict.fromkeys(map(Path, paths)))
     if not paths:
         raise ValueError("no run given; give the --output_dir of one or more: algos/report.py RUN [RUN ...]")
@@ -750,14 +750,22 @@ def build(paths, reload_s=0):
         remarks += f"<li>{esc(remark)}"
     parts |= dict(REMARKS=remarks, DATA=embed(data))
     # in one pass: nothing of a run is taken for a place of the template
-    return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], page).encode("utf-8", "replace")
+    page = re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], page).encode("utf-8", "replace")
+    lines = []
+    for run, found in zip(runs, verdicts, strict=True):
+        words = [verdict.word for verdict in found.values()]
+        lines.append(f"{run.name}: " + ", ".join(f"{words.count(w)} {w}" for w in WORDS[:3]))
+        bad = [(name, v) for name, v in found.items() if v.word in ("wrong", "warning")]
+        lines += [f"  {v.word}: {name}, {v.says}" + f" (step {v.step})" * bool(v.step) for name, v in bad]
+    return page, lines
 
 
 def write(args, reload_s):
-    page = build(args.runs, reload_s)
+    page, lines = build(args.runs, reload_s)
     with replacing(args.output) as new:
         new.write_bytes(page)
-    print(f"{args.output}: {len(page) / 1e6:.1f} MB, {time.strftime('%H:%M:%S')}", flush=True)
+    lines.append(f"{args.output}: {len(page) / 1e6:.1f} MB, {time.strftime('%H:%M:%S')}")
+    print(*lines, sep="\n", flush=True)
 
 
 def main(args):
