@@ -451,24 +451,27 @@ class LogProbs(torch.autograd.Function):
         """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
         if weight.dtype is out.dtype:
             torch.mm(hidden, weight.t(), out=out)  # no new memory
+        elif weight.is_cuda:
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
         else:
             out.copy_(hidden @ weight.t())
         if softcap:
             out.div_(softcap).tanh_().mul_(softcap)
         # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-        return out.div_(temperature)
+        return out if temperature == 1 else out.div_(temperature)
 
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature, softcap=None):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp, entropy = (torch.empty(len(target), device=target.device) for _ in range(2))
+        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for part in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[part])]
             logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
-            entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
+            if ctx.needs_input_grad[0]:  # without a backward nobody looks at it
+                entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
         ctx.temperature, ctx.softcap = temperature, softcap
         return logp, entropy
@@ -591,6 +594,8 @@ def setup_distributed(hsdp_replicas, timeout_s=3600.0):
     elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
         fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    c10d = dist.distributed_c10d  # the time-outs of subgroups: the mesh's, the sampler's
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backends, None, timedelta(seconds=timeout_s), world, rank, store)
     sys.excepthook = partial(report_failure, store, rank, world)
     shape = hsdp_replicas, world // hsdp_replicas
@@ -855,6 +860,8 @@ def check_args(args):
         fail(f"{flag('max_tokens_per_microbatch')} is less than a row, {row} tokens")
     if args.share_prefix and args.attn_implementation != "sdpa":
         fail(f"--share_prefix needs sdpa, whose mask can be any, unlike {flag('attn_implementation')}")
+    if args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32":
+        fail(f"{flag('attn_implementation')} needs --compute_dtype bfloat16")
     if args.temperature <= 0:
         fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
     if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
@@ -917,6 +924,7 @@ def build_engine(args, device):
     group = dict(tensor_parallel_size=args.tp_size, distributed_executor_backend="external_launcher")
     # CPU: sleep does nothing; seeds fail where a prompt is cut over steps, and states are cached at such cuts
     paths = dict(enable_sleep_mode=cuda, enforce_eager=not cuda, enable_chunked_prefill=cuda)
+    paths |= dict(block_size=None if cuda else 32)  # of the prefix cache; 128 is longer than many prompts
     paths |= dict(enable_prefix_caching=cuda or not recurrent(AutoConfig.from_pretrained(args.model)))
     sizes = dict(gpu_memory_utilization=args.gpu_memory_utilization)  # CPU: a fixed size, else a share of all
     sizes |= dict(kv_cache_memory_bytes=None if cuda else 1 << 30)
@@ -941,7 +949,8 @@ def rollout(engine, models, optimizer, args, prompts, step, timing, group_size, 
     rank, world, device = dist.get_rank(), dist.get_world_size(), next(models[0].parameters()).device
     own = prompts[rank // args.tp_size :: world // args.tp_size]
     rows = [dict(row, sample=g) for row in own for g in range(group_size)]
-    sampling = dict(max_tokens=args.max_response_length, logprobs=0, detokenize=False) | sampling
+    sampling = dict(max_tokens=args.max_response_length, detokenize=False) | sampling
+    sampling |= dict(logprobs=0, flat_logprobs=True)
     seeds = [np.random.SeedSequence((args.seed, step, row["index"], row["sample"])) for row in rows]
     params = [SamplingParams(seed=int(seed.generate_state(1)[0]), **sampling) for seed in seeds]
     with timed(timing, "sync"):
@@ -957,7 +966,7 @@ def rollout(engine, models, optimizer, args, prompts, step, timing, group_size, 
         if args.offload:
             move(device, models, optimizer)
     for row, o in zip(rows, [output.outputs[0] for output in outputs], strict=True):
-        logps = [position[token].logprob for position, token in zip(o.logprobs, o.token_ids, strict=True)]
+        logps = [o.logprobs.logprobs[i] for i in o.logprobs.start_indices]
         row |= dict(response_ids=list(o.token_ids), rollout_logps=logps, finish_reason=o.finish_reason)
     return rows[rank % args.tp_size :: args.tp_size]
 
@@ -1094,7 +1103,9 @@ def micro_batches(policy, batch, sequences, args):
     An empty micro-batch runs a dummy row; what its empty row numbers index sums to zero against it.
     """
     budget, layout = args.max_tokens_per_microbatch, layout_of(policy.lm.config, args)
-    for part in split_micro_batches([n for n, _ in sequences], budget, layout is packed):
+    parts = split_micro_batches([n for n, _ in sequences], budget, layout is packed)
+    for number, part in enumerate(parts, 1):
+        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
         part = [i for s in part for i in sequences[s][1]]
         prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
         logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)

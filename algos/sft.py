@@ -196,7 +196,10 @@ def micro_batches(policy, rows, args):
     dummy = dict(prompt_ids=[0], response_ids=[0], trained=[False])
     budget, layout = args.max_tokens_per_microbatch * args.sp_size, packed if args.packing else padded
     split_rows = pack if args.packing else partial(split_micro_batches, one_row=False)
-    for part in split_rows(lengths(mine), budget):
+    parts = split_rows(lengths(mine), budget)
+    for number, part in enumerate(parts, 1):
+        if not args.qlora:  # over the replicas of HSDP
+            policy.set_requires_all_reduce(number == len(parts))
         batch = [mine[i] for i in part] or [dummy]
         prompts, responses, trained = ([row[name] for row in batch] for name in dummy)
         logp_nt, _ = token_logps(policy, prompts, responses, 1.0, layout)
@@ -329,24 +332,27 @@ class LogProbs(torch.autograd.Function):
         """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
         if weight.dtype is out.dtype:
             torch.mm(hidden, weight.t(), out=out)  # no new memory
+        elif weight.is_cuda:
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
         else:
             out.copy_(hidden @ weight.t())
         if softcap:
             out.div_(softcap).tanh_().mul_(softcap)
         # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-        return out.div_(temperature)
+        return out if temperature == 1 else out.div_(temperature)
 
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature, softcap=None):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp, entropy = (torch.empty(len(target), device=target.device) for _ in range(2))
+        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for part in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[part])]
             logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
-            entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
+            if ctx.needs_input_grad[0]:  # without a backward nobody looks at it
+                entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
         ctx.temperature, ctx.softcap = temperature, softcap
         return logp, entropy
@@ -469,6 +475,8 @@ def setup_distributed(hsdp_replicas, timeout_s=3600.0):
     elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
         fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    c10d = dist.distributed_c10d  # the time-outs of subgroups: the mesh's, the sampler's
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backends, None, timedelta(seconds=timeout_s), world, rank, store)
     sys.excepthook = partial(report_failure, store, rank, world)
     shape = hsdp_replicas, world // hsdp_replicas
@@ -872,6 +880,7 @@ def check_args(args):
     world, flag = int(os.environ.get("WORLD_SIZE", 1)), lambda name: f"--{name} {getattr(args, name)}"
     liger = torch.cuda.is_available() and find_spec("liger_kernel")
     short = args.max_tokens_per_microbatch * args.sp_size < args.max_length
+    flash, half = flag("attn_implementation"), args.compute_dtype == "bfloat16"
     for wrong, message in (
         (world % args.hsdp_replicas, f"{world} ranks are not a multiple of {flag('hsdp_replicas')}"),
         (world % args.sp_size, f"{world} ranks are not a multiple of {flag('sp_size')}"),
@@ -879,6 +888,7 @@ def check_args(args):
         (short, f"{flag('max_tokens_per_microbatch')} times {flag('sp_size')} is under {flag('max_length')}"),
         ((args.qlora or args.merge_lora) and not args.lora_rank, "--qlora, --merge_lora need --lora_rank"),
         (args.qlora and not find_spec("bitsandbytes"), "--qlora needs bitsandbytes (pip install)"),
+        (flash.endswith("flash_attention_2") and not half, f"{flash} needs --compute_dtype bfloat16"),
         (args.liger and not liger, "--liger needs a GPU and Liger's kernels: pip install liger-kernel"),
     ):
         if wrong:

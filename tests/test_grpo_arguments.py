@@ -41,6 +41,11 @@ def test_shared_prefix_needs_a_mask(refused):
     assert "--share_prefix needs sdpa" in line and "--attn_implementation eager" in line
 
 
+def test_flash_attention_has_no_float32(refused):
+    line = refused(attn_implementation="flash_attention_2", compute_dtype="float32")
+    assert "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16" in line
+
+
 def test_missing_file(refused):
     assert "nowhere.parquet" in refused(train_files="nowhere.parquet")
 

@@ -38,6 +38,17 @@ def test_a_shared_prompt_is_computed_once(gradients):
     assert tokens[200, "shared"] == 95 + 48 < tokens[200, "padded"]
 
 
+def test_replicas_reduce_their_gradients_once_a_step(gradients):
+    counts = {
+        ranks: {v for key, v in found.items() if key[0] == "reduced"} for ranks, found in gradients.items()
+    }
+    assert counts["1"] == counts["2"] == {0} and counts["2 hsdp"] == {3}  # two layers and what is around them
+
+
+def test_subgroups_wait_as_long_as_the_run(gradients):
+    assert [found["time-outs"] for found in gradients.values()] == [[3600], [3600], [3600, 3600]]
+
+
 def test_the_comparison_can_fail(gradients):
     assert (
         distance(gradients["1"]["token-mean", "naive"], gradients["1"]["seq-mean-token-mean", "naive"]) > 0.1

@@ -439,6 +439,11 @@ def test_qlora_without_bitsandbytes(monkeypatch):
         sft.check_args(make_args(qlora=True, lora_rank=4))
 
 
+def test_flash_attention_has_no_float32():
+    with pytest.raises(SystemExit, match="flash_attention_2 needs --compute_dtype bfloat16"):
+        sft.check_args(make_args(attn_implementation="flash_attention_2", compute_dtype="float32"))
+
+
 def test_sequence_parallelism_needs_packed_rows(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="--sp_size 2 cuts packed rows: add --packing"):

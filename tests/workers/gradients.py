@@ -82,7 +82,11 @@ def main(model, out, hsdp_replicas):
     )
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
-    policy, results, tokens = grpo.load_model(base, mesh, device), {}, []
+    policy, results, tokens, reduced = grpo.load_model(base, mesh, device), {}, [], []
+    backends = [mesh.get_group(i)._get_backend(torch.device("cpu")) for i in range(mesh.ndim)]
+    results["time-outs"] = [backend.options._timeout.total_seconds() for backend in backends]
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda x, *rest, **kw: (reduced.append(x.numel() > 1000), all_reduce(x, *rest, **kw))[1]
     policy.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel()))
     for mode in MODES:
         for budget in (70, 200, 100_000):  # 200: two of three responses share a row
@@ -99,7 +103,8 @@ def main(model, out, hsdp_replicas):
                 grpo.update_actor(policy, optimizer, batch, args)
                 results[mode, budget, layout] = optimizer.grads
                 results["tokens", budget, layout] = sum(tokens)
-                tokens.clear()
+                results["reduced", budget, layout] = sum(reduced)  # gradients, over the replicas
+                tokens.clear(), reduced.clear()
     # a small limit: the optimizer sees a gradient of that norm, the metric is the norm without it
     args = dataclasses.replace(base, grad_clip=1e-3)
     metrics, _ = grpo.update_actor(policy, optimizer, batch, args)
