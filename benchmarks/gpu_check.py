@@ -199,7 +199,8 @@ def versions(cuda):
     pinned = dict(line.split(";")[0].strip().split("==") for line in pins if "==" in line)
     wanted = [name for name in there if name in pinned]
     words = ", ".join(
-        f"{name} {version}" for name, version in (there | dict(CUDA=torch.version.cuda)).items()
+        f"{name} {version}"
+        for name, version in (there | ({"CUDA": torch.version.cuda} if cuda else {})).items()
     )
     return sum(there[name].partition("+")[0] != pinned[name] for name in wanted), f"({words})"
 
@@ -236,7 +237,7 @@ class Launches:
         try:
             launch(script, *flags, **options)
             self.results[name] = read()
-        except (SystemExit, OSError, ValueError, KeyError, IndexError) as error:
+        except (SystemExit, OSError, ValueError, LookupError, ArithmeticError) as error:
             self.errors[name] = "\n".join(str(error).splitlines()[:-1][-15:]) or repr(error)
             print(f"{name} failed", flush=True)
         self.seconds[name] = time.perf_counter() - begin
@@ -254,10 +255,7 @@ def launch_all(model, work, cuda, ranks, trl):
     # a rate at which a sampler that misses an update is off by more than rounding
     grpo = *common, *lengths, "--group_size", group, "--keep_checkpoints", 0, "--lr", 1e-4
     grpo += "--train_batch_size", prompts, "--ppo_mini_batch_size", prompts
-    grpo += (
-        "--reward_fn",
-        f"{ROOT / 'benchmarks/alternating.py'}:score",
-    )  # groups have right and wrong answers
+    grpo += "--reward_fn", f"{ROOT / 'benchmarks/alternating.py'}:parity"
     flags = lambda name, *more: ("--output_dir", work / name, *grpo, *more)
 
     worker = "benchmarks/gpu_check_worker.py", model, rows, work, prompt_length, response_length
