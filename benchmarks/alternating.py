@@ -1,4 +1,4 @@
-"""A reward whose groups all have right and wrong answers: DAPO keeps them, and no advantage is zero."""
+"""Rewards whose groups have right and wrong answers: DAPO keeps them, and advantages are not zero."""
 
 import itertools
 
@@ -8,3 +8,8 @@ counter = itertools.count()
 def score(data_source, solution_str, ground_truth, extra_info=None):
     """0, 1, 0, 1, ... The rows of a group follow each other."""
     return float(next(counter) % 2)
+
+
+def parity(data_source, solution_str, ground_truth, extra_info=None):
+    """0 or 1 by the response alone, whichever rank has it."""
+    return float(sum(map(ord, solution_str)) % 2)

@@ -1,0 +1,108 @@
+"""Verdicts of benchmarks/gpu_check.py, on figures as its launches leave them; the run is `make gpu-check`."""
+
+import copy
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+import gpu_check
+import gpu_memory
+
+STEP = {
+    "actor/grad_norm": 1.0,
+    "actor/skipped_updates": 0.0,
+    "actor/entropy": 4.0,
+    "response_length/mean": 16.0,
+    "training/rollout_probs_diff_mean": 1e-9,
+    "perf/throughput": 100.0,
+    "perf/mfu/actor": 0.3,
+    "perf/max_memory_allocated_gb": 40.0,
+    "timing_s/sync": 0.1,
+    "timing_s/step": 1.0,
+}
+PAIRS = [f"{layout} : sampler" for layout in gpu_check.LAYOUTS] + ["packed : padded"]
+WORKER = dict(gaps=dict.fromkeys(PAIRS, 1e-6), norms=dict(padded=2.0, packed=2.0, shared=2.0), borders=0.1)
+WORKER |= dict(stale=0.1, asleep=2.0, awake=40.0, total=80.0, freed=0.99, owned=6.0, offloaded=[2.0, 2.0])
+GOOD = dict(here=(0, "(torch)"), worker=WORKER, sft=dict(before=4.0, after=3.0), trl=50.0)
+STEPS = dict(grpo=range(1, 6), resume=[4], tp=[1, 2])
+GOOD |= {name: {i: dict(STEP) for i in steps} for name, steps in STEPS.items()}
+GOOD |= dict(ranks={"layout": "padded", "1": 2.0, "2": 2.0})
+
+
+def verdicts(results, errors=None, cuda=False, ranks=2, flash=True, trl=True):
+    checks = gpu_check.checks(cuda, ranks, flash, trl)
+    return {check.name: check.line(results, errors or {}) for check in checks}
+
+
+def failing(results, **options):
+    return [name for name, line in verdicts(results, **options).items() if line["verdict"] == "FAIL"]
+
+
+def test_all_good():
+    everything = verdicts(GOOD, cuda=True)
+    left_out = [name for name, line in everything.items() if line["verdict"] == "left out"]
+    assert left_out == ["2 ranks, --tp_size 2 --hsdp_replicas 2, GRPO, step 1 against one rank"]
+    assert not failing(GOOD, cuda=True) and not failing(GOOD)
+
+
+def test_what_is_left_out_says_why():
+    lines = verdicts(GOOD, ranks=0, flash=False, trl=False).values()
+    reasons = [line["measured"] for line in lines if line["verdict"] == "left out"]
+    assert {x: reasons.count(x) for x in reasons} == {
+        "flash-attn is not installed": 2,
+        "a CPU": 4,
+        "one GPU": 4,
+        "TRL is not installed": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        (("here",), (1, "(torch 2.0)"), "versions"),
+        (("worker", "gaps", "packed : sampler"), 0.03, "log-probs, packed, against"),
+        (("worker", "gaps", "padded : sampler"), float("nan"), "log-probs, padded, against"),
+        (("worker", "gaps", "packed : padded"), 0.03, "log-probs, largest"),
+        (("worker", "borders"), 0.001, "control: packed"),
+        (("worker", "stale"), 0.001, "control: a sampler"),
+        (("worker", "norms", "shared"), 2.1, "gradient norm"),
+        (("worker", "asleep"), 30.0, "what the sleeping"),
+        (("worker", "freed"), 0.5, "--offload, share"),
+        (("worker", "offloaded"), [2.0, 2.2], "--offload, gradient"),
+        (("grpo", 3, "training/rollout_probs_diff_mean"), 0.01, "GRPO, probabilities"),
+        (("grpo", 2, "actor/skipped_updates"), 1.0, "GRPO, updates"),
+        (("grpo", 4, "perf/max_memory_allocated_gb"), 79.0, "GRPO, peak memory"),
+        (("resume", 4, "actor/grad_norm"), 1.1, "resumed"),
+        (("tp", 2, "training/rollout_probs_diff_mean"), 0.01, "2 ranks, --tp_size 2"),
+        (("ranks", "1"), 4.0, "2 ranks, gradient"),
+        (("ranks", "2"), 4.0, "2 ranks, --hsdp_replicas 2"),
+        (("sft", "after"), 4.0, "SFT"),
+        (("trl",), 200.0, "GRPO, speed"),
+    ],
+)
+def test_a_wrong_figure_fails_its_line_alone(path, value, line):
+    results = there = copy.deepcopy(GOOD)
+    for key in path[:-1]:
+        there = there[key]
+    there[path[-1]] = value
+    [name] = failing(results, cuda=True)
+    assert name.startswith(line)
+
+
+def test_a_launch_that_fails_fails_its_lines_and_no_others():
+    launches = gpu_check.Launches()
+    launches.run("ranks", dict, "benchmarks/no_such_script.py")
+    results = {name: x for name, x in GOOD.items() if name != "ranks"}
+    lines = verdicts(results | launches.results, launches.errors)
+    bad = {name: line["measured"] for name, line in lines.items() if line["verdict"] == "FAIL"}
+    assert list(bad) == ["2 ranks, gradient norm against one", "2 ranks, --hsdp_replicas 2, the same"]
+    assert all("no_such_script" in text for text in bad.values())
+    table = gpu_check.markdown([*lines.values()], "here")
+    assert table.count("\n") == len(lines) + 3 and table.count("| FAIL |") == 2
+
+
+def test_memory_table_is_the_printed_one():
+    assert gpu_memory.table() in (ROOT / "docs/gpu.md").read_text()
+    assert [round(x, 1) for x in gpu_memory.memory("7B", 8)] == [10.6, 28.3, 14.2]
