@@ -44,6 +44,7 @@ class LLM:
             0, len(prompt) - 1 : -1
         ]
         logp = (self.model.get_output_embeddings()(hidden).float() / params.temperature).log_softmax(-1)
-        logprobs = [{i: SimpleNamespace(logprob=row[i].item())} for i, row in zip(ids, logp, strict=True)]
+        values = [row[i].item() for i, row in zip(ids, logp, strict=True)]
+        logprobs = SimpleNamespace(logprobs=values, start_indices=range(len(ids)))
         output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="length")
         return SimpleNamespace(outputs=[output])
