@@ -434,7 +434,8 @@ def test_a_run_that_has_just_begun(tmp_path):
 def test_follow_sees_new_steps_and_stops_reloading(tmp_path):
     path, out = make_run(tmp_path / "run", rows({"train/loss": [3, 2]})), tmp_path / "report.html"
     command = [sys.executable, ROOT / "algos/report.py", path, "--output", out, "--follow", "0.2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
         written = lambda: any(str(out) in line for line in iter(process.stdout.readline, ""))
         assert written()
