@@ -113,13 +113,11 @@ from torch.distributed._functional_collectives import all_gather_single, all_to_
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.benchmark import Timer
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
 
-from data_prep.atomic import replacing
 from data_prep.schema import load_rows
-from data_prep.tracking import check_tracker, open_tracker
+from data_prep.tracking import Logger, check_tracker
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -665,52 +663,6 @@ def timed(timing, name):
     start = time.perf_counter()
     yield
     timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
-
-
-class Logger:
-    """Terminal, log.txt, metrics.jsonl and the tracker of rank 0; the other ranks are silent."""
-
-    def __init__(self, args, step, total_steps):
-        self.out, self.rank0 = Path(args.output_dir), dist.get_rank() == 0
-        self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
-        if not self.rank0:
-            return
-        for unfinished in self.out.glob("checkpoints/.step_*"):
-            shutil.rmtree(unfinished)
-        self.metrics = self.out / "metrics.jsonl"
-        lines = self.metrics.read_text().splitlines() if step and self.metrics.exists() else []
-        # steps after the checkpoint, without one all steps, are done again: their lines go, and one cut short
-        keep = lambda line: line.endswith("}") and json.loads(line)["training/global_step"] <= step
-        kept = "".join(f"{line}\n" for line in filter(keep, lines))
-        for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
-            with replacing(self.out / name) as new:
-                new.write_text(text)
-        self.track = open_tracker(args, step)
-
-    def say(self, message):
-        """A line for people, in the terminal and in log.txt."""
-        if self.rank0:
-            self.bar.write(message)
-            with (self.out / "log.txt").open("a") as file:
-                file.write(message + "\n")
-
-    def log(self, metrics, step, **shown):
-        """One dict a step; shown: metrics at the progress bar, under shorter names."""
-        metrics = {name: float(value) for name, value in metrics.items()}
-        if self.rank0:
-            with self.metrics.open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
-            self.bar.set_postfix({k: f"{metrics[name]:.4g}" for k, name in shown.items()}, refresh=False)
-            self.bar.update(step - self.bar.n)
-            self.track(metrics, step)
-
-    def close(self, args):
-        """Say where everything lies, and what to do next."""
-        self.bar.close()
-        done = "done" if self.bar.n == self.bar.total else "stopped; the same command goes on"
-        weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
-        self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
-        self.say(f"report:  python algos/report.py {self.out} --output report.html")
 
 
 def stats(name, values):
