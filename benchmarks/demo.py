@@ -54,10 +54,10 @@ GRPO_STEPS = {"tiny": 60, "smollm2": 10}
 STAGES = {
     "data": ("Questions: sums of two numbers below 100, for training, validation and test", "a second"),
     "model": ("A model: SmolLM2, or a small one with random weights", "5 to 10 seconds"),
-    "sft": ("Supervised fine-tuning: the model learns what an answer looks like", "40 to 60 seconds"),
+    "sft": ("Supervised fine-tuning: the model learns what an answer looks like", "35 to 60 seconds"),
     "grpo": (
-        "GRPO: the model tries 16 answers to a question and learns from the right ones",
-        "75 to 120 seconds",
+        "GRPO: the model tries several answers to a question and learns from the right ones",
+        "60 to 100 seconds",
     ),
     "before": ("Held-out questions, answered by the model as it was before GRPO", "10 to 20 seconds"),
     "after": ("The same questions, answered by the model after GRPO", "10 to 20 seconds"),
@@ -79,9 +79,6 @@ def run(name, seconds, script, *flags, ranks=0, **options):
     """Run one script as a user would, and note how long it took."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(launcher if ranks else [sys.executable]), ROOT / script, *flags]
-    if name in STAGES:
-        what, duration = STAGES[name]
-        print(f"\n[{[*STAGES].index(name) + 1}/{len(STAGES)}] {what}: {duration}")
     print(
         f"$ {'torchrun --nproc_per_node ' + str(ranks) if ranks else 'python'} {script}", *flags, flush=True
     )
@@ -117,20 +114,27 @@ def main(args):
     out, seconds, begin = args.output_dir, {}, time.perf_counter()
     if out.exists():
         out.rename(out.with_name(f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+    def stage(name, *command, **options):
+        what, duration = STAGES[name]
+        number = f"[{[*STAGES].index(name) + 1}/{len(STAGES)}]"
+        print(f"\n{number} {what}" + f": {duration}" * (args.size == "tiny"))
+        run(name, seconds, *command, **options)
+
     train, val, test = (out / f"data/{split}.parquet" for split in ("train", "val", "test"))
     flags = {name: value.split() for name, value in FLAGS[args.size].items()}
     flags["grpo"] += ["--total_steps", GRPO_STEPS[args.size]]
-    run("data", seconds, "data_prep/arithmetic.py", "--local_save_dir", out / "data", *flags["data"])
-    run("model", seconds, *flags["model"], "--local_save_dir", out / "model")
+    stage("data", "data_prep/arithmetic.py", "--local_save_dir", out / "data", *flags["data"])
+    stage("model", *flags["model"], "--local_save_dir", out / "model")
     common = "--train_files", train, "--val_files", val, "--save_freq", 0
     for name, model in (("sft", out / "model"), ("grpo", out / "sft/checkpoints/latest/hf")):
         directories = "--model", model, "--output_dir", out / name
-        run(name, seconds, f"algos/{name}.py", *directories, *common, *flags[name], ranks=args.ranks)
+        stage(name, f"algos/{name}.py", *directories, *common, *flags[name], ranks=args.ranks)
     for name, model in (("before", out / "sft"), ("after", out / "grpo")):
         files = "--model", model, "--data", test, "--output", out / f"{name}.parquet"
-        run(name, seconds, "algos/generate.py", *files, *flags["generate"])
+        stage(name, "algos/generate.py", *files, *flags["generate"])
     answers = out / "before.parquet", out / "after.parquet"
-    run("eval", seconds, "algos/eval.py", "--data", *answers, "--output", out / "eval")
+    stage("eval", "algos/eval.py", "--data", *answers, "--output", out / "eval")
     plot(out / "grpo", out / "reward.png", args.size)
 
     results = json.loads((out / "eval/results.json").read_text())

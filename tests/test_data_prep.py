@@ -292,7 +292,7 @@ def test_smollm2_missing(monkeypatch):
         smollm2.find_gguf()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("gguf"), reason="pip install -r requirements-extra.txt")
+@pytest.mark.skipif(not importlib.util.find_spec("gguf"), reason="it is in requirements-extra.txt")
 def test_smollm2_tokenizer():
     gguf = smollm2.find_gguf()
     assert gguf.stat().st_size > 90_000_000
