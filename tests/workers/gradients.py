@@ -87,7 +87,8 @@ def main(model, out, hsdp_replicas):
     results["time-outs"] = [backend.options._timeout.total_seconds() for backend in backends]
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda x, *rest, **kw: (reduced.append(x.numel() > 1000), all_reduce(x, *rest, **kw))[1]
-    policy.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel()))
+    count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel())
+    policy.register_forward_pre_hook(count, with_kwargs=True)
     for mode in MODES:
         for budget in (70, 200, 100_000):  # 200: two of three responses share a row
             for layout in ("padded", "packed", "shared"):
