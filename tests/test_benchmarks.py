@@ -1,4 +1,4 @@
-"""The benchmarks still run with the trainers as they are: the smallest sizes of two of them."""
+"""The benchmarks still run with the trainers as they are: the smallest sizes of three of them."""
 
 import json
 import sys
@@ -19,6 +19,19 @@ def test_throughput_without_vllm(tiny, tmp_path):
     [result] = json.loads(out.read_text())["rounds"]
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0
     assert set(result["parts_s"]) == {"reward", "adv", "update_actor", "other"}
+
+
+def test_driver_on_two_ranks(tiny, tmp_path):
+    """A step has its parts, a start its rows; both take time, and a step's sum is that of its parts."""
+    script, out = ROOT / "benchmarks/driver.py", tmp_path / "x.json"
+    sizes = "--sizes 4 2 50 --ranks 2 --prompts 50 --dialogues".split()
+    run(script, "--model", tiny, *sizes, "--output", out)
+    result = json.loads(out.read_text())
+    [parts], [start] = (step["parts"] for step in result["steps"]), result["starts"]
+    assert {"gen", "gen to reward", "reward", "adv", "old_log_prob", "update_actor"} < parts.keys()
+    wall, cpu, _ = parts.pop("step")
+    assert cpu > 0 and 0 < wall < sum(w for w, _, _ in parts.values())  # the longest of each over the ranks
+    assert all(start[cache]["peak"][0] > 0 < start[cache]["held"][2] for cache in ("cold", "warm"))
 
 
 def test_memory():
