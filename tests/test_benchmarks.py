@@ -2,12 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 from conftest import ROOT, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.append(str(ROOT / "benchmarks"))
+import driver_worker
 import memory
 
 
@@ -32,6 +34,21 @@ def test_driver_on_two_ranks(tiny, tmp_path):
     wall, cpu, _ = parts.pop("step")
     assert cpu > 0 and 0 < wall < sum(w for w, _, _ in parts.values())  # the longest of each over the ranks
     assert all(start[cache]["peak"][0] > 0 < start[cache]["held"][2] for cache in ("cold", "warm"))
+
+
+def test_driver_sampler():
+    """At once or one by one, in any order: the same response for a seed, within its limit."""
+    engine = driver_worker.Engine(driver_worker.Clock(), 9, barrier=None)
+    params = [SimpleNamespace(seed=seed, max_tokens=40) for seed in range(30)]
+    at_once = engine.generate([{}] * 30, params, use_tqdm=False)
+    for i, p in enumerate(params):
+        engine.llm_engine.add_request(str(i), {}, p)
+    one_by_one = {}
+    while engine.llm_engine.has_unfinished_requests():
+        one_by_one |= {int(done.request_id): done for done in engine.llm_engine.step() if done.finished}
+    assert [one_by_one[i].outputs for i in range(30)] == [done.outputs for done in at_once]
+    lengths = [len(done.outputs[0].token_ids) for done in at_once]
+    assert 5 < sum(lengths) / 30 < 15 and max(lengths) <= 40
 
 
 def test_memory():
