@@ -102,8 +102,9 @@ class Engine:
         return SimpleNamespace(request_id=request_id, finished=True, outputs=[output])
 
 
-def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
+def forward(self, *args, **inputs):
     """In place of TokenLogps': log-probs of 0, whose gradient is 0."""
+    *_, target, temperature = args
     zeros_l = target * 0 + 0 * self.lm.get_input_embeddings().weight[0].sum()
     return zeros_l, zeros_l
 
