@@ -23,7 +23,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate, chain, count, groupby
@@ -134,6 +134,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
@@ -290,7 +291,8 @@ def main(args):
     engine = build_engine(args, device)
     models = [load_model(args, mesh, device)]
     if args.use_kl_loss:
-        models.append(load_model(args, mesh, device).eval().requires_grad_(False))
+        frozen = replace(args, param_dtype=args.compute_dtype)
+        models.append(load_model(frozen, mesh, device).eval().requires_grad_(False))
     policy = models[0]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(checkpoints, policy.lm, optimizer)
@@ -589,7 +591,7 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype=args.param_dtype, **changes)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -766,10 +768,7 @@ def check_args(args):
     if args.temperature <= 0:
         fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
     if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
-        fail(
-            f"{flag('top_p')} {flag('top_k')} with {flag('tis_cap')}: a truncated sampler's log-probs do not"
-            " compare with the trainer's; sample from all tokens, or pass --tis_cap 0"
-        )
+        fail(f"{flag('top_p')} {flag('top_k')}: log-probs are not of all tokens then, so pass --tis_cap 0")
 
 
 def load_data(args):
@@ -885,14 +884,15 @@ def sync_weights(engine, lm):
     """Stream the sharded model into the sampler, one full tensor at a time; tied weights go once."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
+    dtype = engine.llm_engine.model_config.dtype
     tied = lm.all_tied_weights_keys if lm.config.tie_word_embeddings else ()
 
     def stream():  # full_tensor is a collective: every rank iterates in the same order
         for name, x in lm.state_dict().items():  # persistent buffers too
             if name not in tied:
-                yield from revert_weight_conversion(
-                    lm, {name: getattr(x, "full_tensor", lambda x=x: x)()}
-                ).items()
+                # a shard is cast before it travels; in a forward FSDP casts parameters, but no buffers
+                x = x.to(dtype).full_tensor() if isinstance(x, DTensor) else x
+                yield from revert_weight_conversion(lm, {name: x}).items()
 
     def load(model):
         model.load_weights(stream())

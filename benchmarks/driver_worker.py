@@ -104,7 +104,7 @@ class Engine:
 
 def forward(self, *args, **inputs):
     """In place of TokenLogps': log-probs of 0, whose gradient is 0."""
-    *_, target, temperature = args
+    target = args[-2]  # before the temperature
     zeros_l = target * 0 + 0 * self.lm.get_input_embeddings().weight[0].sum()
     return zeros_l, zeros_l
 

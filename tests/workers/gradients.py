@@ -126,6 +126,16 @@ def main(model, out, hsdp_replicas):
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert not any(same) and metrics["actor/skipped_updates"] == 0
 
+    # weights in half precision are read as they are, and trained in --param_dtype
+    auto, half = grpo.AutoModelForCausalLM, f"{out}.half"
+    if dist.get_rank() == 0:
+        auto.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(half)
+    dist.barrier()
+    expected = auto.from_pretrained(half, dtype=torch.float32).state_dict()
+    loaded = grpo.load_model(dataclasses.replace(base, model=half), mesh, device).lm.state_dict()
+    for name, x in loaded.items():
+        assert x.dtype == torch.float32 and torch.equal(x.full_tensor(), expected[name]), name
+
     if dist.get_world_size() == 1:
         plain = grpo.TokenLogps(grpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
         for mode in MODES:
