@@ -17,6 +17,7 @@ import faulthandler
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -25,7 +26,7 @@ import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, chain, count, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -126,7 +127,6 @@ if __name__ == "__main__":
     flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -135,16 +135,15 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.schema import load_prompts
-from data_prep.tracking import Logger, check_tracker
+from data_prep.tracking import Logger, check_tracker, stats, step_metrics
 from rewards import check_sources
 from rewards.combined import load_rewards
-from rewards.manager import RewardManager, demote_failures, dump_rollouts, failure_metrics, validation_metrics
+from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -199,18 +198,19 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
     return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
 
 
-def loss_weights(mask_nt, mode, max_length=None):
-    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss; mask_nt: all responses of an optimizer step.
+def loss_weights(mask_nt, mode, max_length=None, totals=None):
+    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss; mask_nt: the responses of an optimizer step.
 
-    Lengths 1 and 3, token-mean: weights 1/4; seq-mean-token-mean: 1/2 and 1/6. Empty ones do not count.
+    totals: its (tokens, responses), if mask_nt is a part of it. Lengths 1 and 3, token-mean: weights 1/4;
+    seq-mean-token-mean: 1/2 and 1/6. Empty ones do not count.
     """
     mask_nt = mask_nt.float()
-    length_n1 = mask_nt.sum(-1, keepdim=True).clamp(min=1)
-    responses = (mask_nt.sum(-1) > 0).sum().clamp(min=1)
+    length_n1 = mask_nt.sum(-1, keepdim=True)
+    tokens, responses = (max(int(x), 1) for x in totals or (length_n1.sum(), (length_n1 > 0).sum()))
     denominator = {
-        "token-mean": mask_nt.sum().clamp(min=1),
+        "token-mean": tokens,
         "seq-mean-token-sum": responses,
-        "seq-mean-token-mean": length_n1 * responses,
+        "seq-mean-token-mean": length_n1.clamp(min=1) * responses,
         "seq-mean-token-sum-norm": responses * (max_length or mask_nt.shape[1]),
     }
     return mask_nt / denominator[mode]  # eq: grpo.aggregation
@@ -237,35 +237,29 @@ def actor_loss(args, logp_nt, entropy_nt, part):
 # ---- The step ----------------------------------------------------------------------------------------------
 def make_batch(rows, adv_n, args, device):
     """A step's rows, dealt to the ranks by tokens -> this rank's batch, and the tokens of every rank."""
-    mask_nt = response_mask([len(row["response_ids"]) for row in rows])
-    # weights are of all ranks and micro-batches of an optimizer step: no way to cut them changes the gradient
-    mini_batches = mask_nt.split(args.ppo_mini_batch_size * args.group_size)
-    weights = [loss_weights(m_nt, args.loss_agg, args.max_response_length) for m_nt in mini_batches]
-    about = dict(
-        sampled_nt=mask_nt,
-        adv_nt=adv_n[:, None].float() * mask_nt,
-        weight_nt=torch.cat(weights),
-        token_weight_nt=torch.cat([loss_weights(m_nt, "token-mean") for m_nt in mini_batches]),
-    )
-    return balance_batch(rows, about, args, device)
+    batch, load = balance_batch(rows, args, device)
+    batch["adv_nt"] = adv_n[batch["rows"], None].float().to(device)  # every token of a response shares it
+    return batch, load
 
 
 def update_actor(policy, optimizer, batch, args):
     """One optimizer step a mini-batch -> metrics, means over the steps, and log-probs as first seen."""
-    sums, norms, first_nt = 0.0, [], torch.zeros_like(batch["rollout_logp_nt"])
+    sums, norms, first = 0.0, [], [None] * len(batch["rows"])
     for epoch in range(args.ppo_epochs):
-        for mini_batch in batch["mini_batches"]:
+        for mini_batch, totals in zip(batch["mini_batches"], batch["totals"], strict=True):
             for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
-                here = rows, slice(logp_nt.shape[1])
-                part = {name: x[here] for name, x in batch.items() if name.endswith("_nt")}
+                part = columns(batch, rows, logp_nt.device)
                 loss_nt, terms = actor_loss(args, logp_nt, entropy_nt, part)
-                # FSDP averages gradients over the ranks, but the weights already divide by all ranks' tokens
-                ((part["weight_nt"] * loss_nt).sum() * dist.get_world_size()).backward()
+                # totals are of all ranks and micro-batches: no way to cut them changes the gradient
+                weight_nt = loss_weights(part["mask_nt"], args.loss_agg, args.max_response_length, totals)
+                # FSDP averages gradients over the ranks, but the totals are already of all ranks
+                ((weight_nt * loss_nt).sum() * dist.get_world_size()).backward()
                 with torch.no_grad():
-                    kinds = [part["weight_nt" if "loss" in name else "token_weight_nt"] for name in terms]
+                    mean_nt = loss_weights(part["mask_nt"], "token-mean", None, totals)
+                    kinds = [weight_nt if "loss" in name else mean_nt for name in terms]
                     sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
                     if epoch == 0:
-                        first_nt[here] = logp_nt
+                        keep(first, batch, rows, logp_nt)
             norms.append(nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item())
             if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
                 optimizer.step()
@@ -273,7 +267,7 @@ def update_actor(policy, optimizer, batch, args):
     means = [total / len(norms) for total in all_reduce(sums.tolist())]
     metrics = {f"actor/{name}": mean for name, mean in zip(terms, means, strict=True)}
     metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": np.sum(~np.isfinite(norms))}
-    return metrics, first_nt
+    return metrics, first
 
 
 def main(args):
@@ -325,14 +319,14 @@ def main(args):
         sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
         with sampler(timing) as sample:
             rows = sample(prompts, step, args.group_size, **sampling)
-        # ---- reward: from here every rank knows all rows
+        # ---- reward: from here every rank knows the scores and lengths of all rows
         with timed(timing, "reward"):
             rows, rank_tokens = score_rows(rows, manager, tokenizer)
         # ---- advantage, then balance over the ranks
         with timed(timing, "adv"):
             score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
             group_n = torch.tensor([row["group"] for row in rows])
-            length_n = torch.tensor([len(row["response_ids"]) for row in rows])
+            length_n = torch.tensor([row["length"] for row in rows])
             adv_n = advantages(args, score_n, group_n, length_n)
             batch, load = make_batch(rows, adv_n, args, device)
         # ---- log-probs: the old ones only if there will be a second optimizer step
@@ -346,8 +340,8 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
-            metrics, first_nt = update_actor(policy, optimizer, batch, args)
-        metrics |= check_sampler(batch.get("old_logp_nt", first_nt), batch, args, step)
+            metrics, first = update_actor(policy, optimizer, batch, args)
+        metrics |= check_sampler(batch.get("old_logp_nt", first), batch, args, step)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
@@ -364,8 +358,8 @@ def main(args):
             "training/epoch": epoch,
         }
         log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
-        if args.rollout_dump and log.rank0:
-            dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
+        if args.rollout_dump and (whole := gather_rows(rows)):
+            dump_rollouts(whole, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: a kill in between loses neither
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
@@ -477,8 +471,14 @@ def recurrent(config):
 
 
 def pad(rows):
-    """Lists of numbers as a tensor, [rows, longest], with zeros behind the shorter ones."""
-    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    """Rows of numbers as a tensor, [rows, longest], with zeros behind the shorter ones."""
+    rows = [torch.as_tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 1)
+
+
+def join(*parts):
+    """Ids of several lists or arrays as one tensor."""
+    return torch.cat([torch.as_tensor(part) for part in parts]).long()
 
 
 def padded(prompts, responses):
@@ -486,7 +486,7 @@ def padded(prompts, responses):
 
     Returns what the model takes, and for each response the flat positions that predict it.
     """
-    input_ids = pad([p + r for p, r in zip(prompts, responses, strict=True)])
+    input_ids = pad(map(join, prompts, responses))
     # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
     before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
     return dict(input_ids=input_ids), [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
@@ -494,7 +494,7 @@ def padded(prompts, responses):
 
 def packed(prompts, responses):
     """One row without padding, for attention kernels that tell sequences apart by position ids."""
-    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+    rows = [*map(join, prompts, responses)]
     position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
     ends, longest = [*accumulate(map(len, rows))], max(map(len, rows))
     where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
@@ -512,9 +512,8 @@ def token_logps(policy, prompts, responses, temperature, layout):
     """
     device = next(policy.parameters()).device
     inputs, where = layout(prompts, responses)
-    target = torch.tensor([token for response in responses for token in response])
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    logp, entropy = policy(torch.cat(where).to(device), target.to(device), temperature, **inputs)
+    logp, entropy = policy(torch.cat(where).to(device), join(*responses).to(device), temperature, **inputs)
     mask_nt = response_mask([len(r) for r in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
     return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
@@ -522,7 +521,7 @@ def token_logps(policy, prompts, responses, temperature, layout):
 
 def response_mask(lengths):
     """[N, T] bool, True on response tokens (EOS included)."""
-    return torch.arange(max(lengths)) < torch.as_tensor(lengths)[:, None]
+    return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
 
 
 def setup_distributed(hsdp_replicas, timeout_s=3600.0):
@@ -700,6 +699,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
     root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, None
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
+    text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
     try:
         model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
         dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
@@ -708,7 +708,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
         if rank0:
             tokenizer.save_pretrained(new / "hf")
             (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
-            (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
             shutil.rmtree(final, ignore_errors=True)
             new.rename(final)
             link.unlink(missing_ok=True)
@@ -735,21 +735,13 @@ def timed(timing, name):
     timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
 
 
-def stats(name, values):
-    values = np.asarray(values, dtype=np.float64)
-    return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
-
-
-@cache
-def matmul_speed(dtype, device):
-    """FLOP/s of a large matrix product on this rank: the yardstick of perf/mfu."""
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
-    return 2 * n**3 / Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads()).timeit(10).mean
-
-
 # endregion
 # region sampling
+KNOWN = (
+    "data_source index group sample rank reward finish_reason prompt_length length".split()
+)  # to all ranks
+
+
 def check_args(args):
     """Stop on combinations that cannot work, before anything is loaded."""
     world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
@@ -844,7 +836,6 @@ def build_engine(args, device):
 @contextmanager
 def awake(engine, models, optimizer, args, timing, **sampling):
     """The sampler, awake and with the trainer's weights: `rollout`, for as long as the block lasts."""
-    device = next(models[0].parameters()).device
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
         sync_weights(engine, models[0].lm)
@@ -855,28 +846,35 @@ def awake(engine, models, optimizer, args, timing, **sampling):
     with timed(timing, "sync"):
         engine.sleep(level=2)
         if args.offload:
-            move(device, models, optimizer)
+            move("cuda", models, optimizer)
 
 
 def rollout(engine, args, timing, prompts, step, group_size, **sampling):
-    """Let the sampler answer the prompts of all ranks -> this rank's rows.
+    """Let the sampler answer the prompts of all ranks -> this rank's rows, ids and log-probs as arrays.
 
     The ranks of a tensor-parallel group answer the union of their prompts and keep their own.
     """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, core = dist.get_rank(), dist.get_world_size(), engine.llm_engine
     own = prompts[rank // args.tp_size :: world // args.tp_size]
-    rows = [dict(row, sample=g) for row in own for g in range(group_size)]
+    rows = [dict(row, sample=g, rank=rank) for row in own for g in range(group_size)]
     limits = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
-    seeds = [np.random.SeedSequence((args.seed, step, row["index"], row["sample"])) for row in rows]
-    params = [SamplingParams(seed=int(seed.generate_state(1)[0]), **limits | sampling) for seed in seeds]
+    limits |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
     with timed(timing, "gen"):
-        texts = [dict(prompt_token_ids=row["prompt_ids"]) for row in rows]
-        outputs = engine.generate(texts, params, use_tqdm=False)
-    for row, o in zip(rows, [output.outputs[0] for output in outputs], strict=True):
-        logps = [o.logprobs.logprobs[i] for i in o.logprobs.start_indices]
-        row |= dict(response_ids=list(o.token_ids), rollout_logps=logps, finish_reason=o.finish_reason)
+        for i, row in enumerate(rows):
+            [seed] = np.random.SeedSequence((args.seed, step, row["index"], row["sample"])).generate_state(1)
+            params = SamplingParams(seed=int(seed), **limits)
+            core.add_request(str(i), dict(prompt_token_ids=row["prompt_ids"]), params)
+        while core.has_unfinished_requests():
+            for done in core.step():  # at once, so that there are lists only of what is being sampled
+                row, [o] = rows[int(done.request_id)], done.outputs
+                logps = np.array(o.logprobs.logprobs, np.float32)
+                row |= dict(response_ids=np.array(o.token_ids, np.int32), rollout_logps=logps)
+                row |= dict(
+                    prompt_length=len(row["prompt_ids"]), length=len(logps), finish_reason=o.finish_reason
+                )
     return rows[rank % args.tp_size :: args.tp_size]
 
 
@@ -924,17 +922,19 @@ def check_engines(sampler, policy, rows, args):
     texts = [[row[name] for row in rows] for name in ("prompt_ids", "response_ids")]
     with torch.no_grad():
         logp_nt, _ = token_logps(policy, *texts, args.temperature, layout_of(policy.lm.config, args))
-    rollout_logp_nt = pad([row["rollout_logps"] for row in rows]).to(logp_nt.device)
-    check_sampler(logp_nt, dict(sampled_nt=logp_nt != 0, rollout_logp_nt=rollout_logp_nt), args, 0)
+    theirs = [torch.tensor(row["rollout_logps"]).to(logp_nt) for row in rows]
+    ours = [x[: len(y)] for x, y in zip(logp_nt, theirs)]
+    check_sampler(ours, dict(rollout_logp_nt=theirs, new=range(len(rows))), args, 0)
 
 
-def check_sampler(logp_nt, batch, args, step):
+def check_sampler(logps, batch, args, step):
     """Sampler against trainer, on what this step sampled -> metrics; stop if more than rounding differs."""
-    gap = (logp_nt - batch["rollout_logp_nt"]).abs()[batch["sampled_nt"]]
-    diff = (logp_nt.exp() - batch["rollout_logp_nt"].exp()).abs()[batch["sampled_nt"]]
+    pairs = [(logps[i], batch["rollout_logp_nt"][i]) for i in batch["new"]] or [(torch.zeros(0),) * 2]
+    ours, theirs = map(torch.cat, zip(*pairs))
+    gap, diff = (ours - theirs).abs(), (ours.exp() - theirs.exp()).abs()
     gap, mean, tokens = all_reduce([gap.sum().item(), diff.sum().item(), diff.numel()])
     gap, mean, limit = gap / max(tokens, 1), mean / max(tokens, 1), ROUNDING[args.compute_dtype]
-    [largest] = all_reduce([max(diff.tolist(), default=0.0)], dist.ReduceOp.MAX)
+    [largest] = all_reduce([diff.max().item() if len(diff) else 0.0], dist.ReduceOp.MAX)
     truncated = step and (args.top_p < 1 or args.top_k > 0)  # then the sampler's distribution is another
     if not truncated and not gap < limit:  # so that NaN fails too
         fail(
@@ -946,11 +946,29 @@ def check_sampler(logp_nt, batch, args, step):
 
 
 def score_rows(rows, manager, tokenizer):
-    """Score this rank's responses -> the rows of all ranks by prompt and sample, and each rank's tokens."""
-    by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, manager.score_responses(rows, tokenizer))
-    tokens = [sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in part) for part in by_rank]
+    """Score this rank's rows -> all ranks' by prompt and sample, others' without texts; tokens by rank."""
+    by_rank, rows = [None] * dist.get_world_size(), manager.score_responses(rows, tokenizer)
+    dist.all_gather_object(by_rank, [{name: row[name] for name in KNOWN} for row in rows])
+    by_rank[dist.get_rank()] = rows
+    tokens = [sum(row["prompt_length"] + row["length"] for row in part) for part in by_rank]
     return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample"))), tokens
+
+
+def gather_rows(rows):
+    """The rows with ids and texts on rank 0, for a file; on the others none."""
+    rank, by_rank = dist.get_rank(), [None] * dist.get_world_size()
+    dist.gather_object([row for row in rows if row["rank"] == rank], None if rank else by_rank)
+    return [] if rank else sorted(chain(*by_rank), key=itemgetter("group", "sample"))
+
+
+def exchange(parts):
+    """Give parts[r] to rank r -> what each rank gave to this one."""
+    bits = [np.frombuffer(pickle.dumps(part), np.uint8) for part in parts]
+    sent = torch.tensor([len(part) for part in bits])
+    dist.all_to_all_single(got := torch.empty_like(sent), sent)
+    new, sizes = torch.empty(got.sum(), dtype=torch.uint8), (got.tolist(), sent.tolist())
+    dist.all_to_all_single(new, torch.from_numpy(np.concatenate(bits)), *sizes)
+    return [pickle.loads(part.numpy()) for part in new.split(sizes[0])]
 
 
 def shared(prompts, responses):
@@ -958,19 +976,18 @@ def shared(prompts, responses):
 
     Prompt a b, responses c d and e -> row a b c d e at positions 0 1 2 3 2, where e sees a, b and itself.
     """
-    pairs = groupby(zip(prompts, responses, strict=True), itemgetter(0))
-    trees = [(prompt, [response for _, response in same]) for prompt, same in pairs]
-    width, where, columns = max(len(p) + sum(map(len, rs)) for p, rs in trees), [], []
-    for number, (prompt, answers) in enumerate(trees):
-        ids, position, branch = [*prompt], [*range(len(prompt))], [0] * len(prompt)
-        for name, answer in enumerate(answers, 1):
-            # the prompt's last token predicts the first token of every response
-            before = [len(prompt) - 1, *range(len(ids), len(ids) + len(answer) - 1)]
-            where.append(torch.tensor(before) + number * width)
-            ids += answer
-            position += range(len(prompt), len(prompt) + len(answer))
-            branch += [name] * len(answer)
-        columns.append((ids, position, branch))
+    same = groupby(zip(prompts, responses, strict=True), lambda pair: [*pair[0]])
+    trees = [[*zip(*pairs)] for _, pairs in same]
+    width, where, columns = max(len(ps[0]) + sum(map(len, rs)) for ps, rs in trees), [], []
+    for number, ((prompt, *_), answers) in enumerate(trees):
+        sizes = [len(prompt), *map(len, answers)]
+        branch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        position = [torch.arange(n) + len(prompt) * (name > 0) for name, n in enumerate(sizes)]
+        columns.append((join(prompt, *answers), torch.cat(position), branch))
+        for start, answer in zip(accumulate(sizes), answers):
+            before = torch.arange(start - 1, start - 1 + len(answer))
+            before[0] = len(prompt) - 1  # the prompt's last token predicts the first token of every response
+            where.append(before + number * width)
     input_ids, position_ids, branch = map(pad, zip(*columns))
     related = (branch[:, None] == 0) | (branch[:, None] == branch[:, :, None])  # [B, query, key]
     return dict(input_ids=input_ids, position_ids=position_ids, attention_mask=related.tril()[:, None]), where
@@ -982,94 +999,74 @@ def layout_of(config, args):
     return packed if args.attn_implementation == "flash_attention_2" and not recurrent(config) else layout
 
 
-def balance_batch(rows, by_token, args, device):
+def balance_batch(rows, args, device):
     """Deal the N rows of a step to the ranks, each optimizer step's evenly by tokens.
 
-    by_token: [N, T] tensors of all rows -> a batch of these, of this rank's rows in the order of their use,
-    with mini_batches: for each optimizer step (tokens, row numbers) of every sequence; and all ranks' tokens.
+    Returns the batch of this rank - rows: their numbers in the order of their use; prompts, responses,
+    rollout_logp_nt: of each; new: which this step sampled; mini_batches: for each optimizer step (tokens,
+    which) of every sequence; totals: its (tokens, responses) on all ranks - and all ranks' tokens.
     """
-    prompts, responses = ([row[name] for row in rows] for name in ("prompt_ids", "response_ids"))
     size, load = args.ppo_mini_batch_size * args.group_size, [[] for _ in range(dist.get_world_size())]
     # a sequence is a response, or with --share_prefix the responses to a prompt that fit in a micro-batch
     fit = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
-    fit, mini_batches = max(1, fit) if args.share_prefix else 1, []
+    fit, mini_batches, totals, owners = max(1, fit) if args.share_prefix else 1, [], [], {}
     for start in range(0, len(rows), size):
         numbers = range(start, min(start + size, len(rows)))
+        totals.append((sum(rows[i]["length"] for i in numbers), len(numbers)))
         groups = [[*same] for _, same in groupby(numbers, lambda i: rows[i]["group"])]
         sequences = [group[i : i + fit] for group in groups for i in range(0, len(group), fit)]
-        tokens = [len(prompts[part[0]]) + sum(len(responses[i]) for i in part) for part in sequences]
+        tokens = [rows[part[0]]["prompt_length"] + sum(rows[i]["length"] for i in part) for part in sequences]
         parts = balance(tokens, len(load))
         load = [before + [tokens[i] for i in part] for before, part in zip(load, parts, strict=True)]
+        owners |= {i: rank for rank, part in enumerate(parts) for s in part for i in sequences[s]}
         mini_batches.append([(tokens[i], sequences[i]) for i in parts[dist.get_rank()]])
     mine, number = [i for mini in mini_batches for _, sequence in mini for i in sequence], count()
-    by_token = by_token | dict(rollout_logp_nt=pad([row["rollout_logps"] for row in rows]))
-    batch = {name: x_nt[mine].to(device) for name, x_nt in by_token.items()}
-    batch |= dict(rows=mine, prompts=[prompts[i] for i in mine], responses=[responses[i] for i in mine])
+    # ids and log-probs go from the rank that sampled them to the one that trains on them
+    names, parts = ("prompt_ids", "response_ids", "rollout_logps"), [{} for _ in load]
+    for i, row in enumerate(rows):
+        if row["rank"] == dist.get_rank():
+            parts[owners[i]][i] = [row[name] for name in names]
+    got = {i: texts for part in exchange(parts) for i, texts in part.items()}
+    prompts, responses, logps = ([got[i][k] for i in mine] for k in range(3))
+    batch = dict(rows=mine, prompts=prompts, responses=responses, totals=totals)
+    batch["rollout_logp_nt"] = [torch.tensor(logp, device=device) for logp in logps]
+    batch["new"] = [place for place, i in enumerate(mine) if not rows[i].get("carried_over")]
     batch["mini_batches"] = [[(n, [next(number) for _ in part]) for n, part in mini] for mini in mini_batches]
     return batch, load
 
 
-def micro_batches(policy, batch, sequences, args):
-    """Run sequences of the batch, a micro-batch at a time -> numbers of their rows [n], logp_nt, entropy_nt.
+def columns(batch, rows, device):
+    """What the batch has of these rows for each token, [n, T], or once for all, [n, 1]; and mask_nt."""
+    lengths = [len(batch["responses"][i]) for i in rows]
+    part = {name: column for name, column in batch.items() if name.endswith("_nt")}
+    part = {name: pad([x[i][:n] for i, n in zip(rows, lengths)]).to(device) for name, x in part.items()}
+    return part | dict(mask_nt=response_mask(lengths).to(device))
 
-    An empty micro-batch runs a dummy row; what its empty row numbers index sums to zero against it.
-    """
+
+def keep(column, batch, rows, x_nt):
+    """Put what a micro-batch gave for its rows into a column of the batch."""
+    for i, x in zip(rows, x_nt):
+        column[i] = x[: len(batch["responses"][i])].detach()
+
+
+def micro_batches(policy, batch, sequences, args):
+    """Run sequences a micro-batch at a time, if empty with a dummy row -> its rows, logp_nt, entropy_nt."""
     budget, layout = args.max_tokens_per_microbatch, layout_of(policy.lm.config, args)
     parts = split_micro_batches([n for n, _ in sequences], budget, layout is packed)
     for number, part in enumerate(parts, 1):
         policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
         part = [i for s in part for i in sequences[s][1]]
-        prompts, responses = [batch["prompts"][i] for i in part], [batch["responses"][i] for i in part]
-        logps = token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
-        yield torch.tensor(part, dtype=torch.long), *logps
+        prompts, responses = ([batch[name][i] for i in part] for name in ("prompts", "responses"))
+        yield part, *token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
 
 
 @torch.no_grad()
 def all_logps(policy, batch, args):
-    """Log-probs of this rank's responses, [N, T]; of a critic, values."""
-    logp_nt = torch.zeros_like(batch["rollout_logp_nt"])
-    for rows, got_nt, _ in micro_batches(policy, batch, [*chain(*batch["mini_batches"])], args):
-        logp_nt[rows, : got_nt.shape[1]] = got_nt
-    return logp_nt
-
-
-def step_metrics(rows, rank_tokens, load, policy, timing, args):
-    """Scores, lengths, balance and time of a step: what all algorithms have."""
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    # torch counts the sampler's memory, asleep or not
-    pool = CuMemAllocator.get_instance().get_current_usage() if torch.cuda.is_available() else 0
-    responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
-    results, balanced = [row["reward"] for row in rows], [sum(tokens) for tokens in load]
-    total, seconds = sum(responses) + sum(prompts), timing["step"]
-    metrics = stats("critic/score", [result["score"] for result in results]) | failure_metrics(results)
-    metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
-    metrics |= {
-        "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
-        "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
-        "global_seqlen/mean": total / len(load),
-        "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
-        "perf/total_num_tokens": total,
-        "perf/time_per_step": seconds,
-        "perf/throughput": total / seconds / len(load),
-        "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() - pool) / 2**30,
-        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
-    }
-    for kind, tokens in (("", rank_tokens), ("balanced_", balanced)):
-        metrics |= {f"global_seqlen/{kind}min": min(tokens), f"global_seqlen/{kind}max": max(tokens)}
-    if "update_actor" in timing:  # FLOPs: 6 a weight and token, and causal attention's 6 L H T^2 a row
-        weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
-        flops = sum(
-            6 * n * (weights + config.num_hidden_layers * config.hidden_size * n) for n in chain(*load)
-        )
-        peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * len(load)
-        metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
-    for name, seconds in timing.items():
-        metrics[f"timing_s/{name}"] = seconds
-        if name in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
-            tokens = sum(responses) if name == "gen" else total
-            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
-    return metrics
+    """Log-probs of each of this rank's responses; of a critic, values."""
+    logps = [None] * len(batch["rows"])
+    for rows, logp_nt, _ in micro_batches(policy, batch, [*chain(*batch["mini_batches"])], args):
+        keep(logps, batch, rows, logp_nt)
+    return logps
 
 
 # endregion

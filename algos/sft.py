@@ -25,7 +25,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -112,12 +112,11 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.schema import load_rows
-from data_prep.tracking import Logger, check_tracker
+from data_prep.tracking import Logger, check_tracker, matmul_speed
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -411,8 +410,14 @@ def recurrent(config):
 
 
 def pad(rows):
-    """Lists of numbers as a tensor, [rows, longest], with zeros behind the shorter ones."""
-    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    """Rows of numbers as a tensor, [rows, longest], with zeros behind the shorter ones."""
+    rows = [torch.as_tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 1)
+
+
+def join(*parts):
+    """Ids of several lists or arrays as one tensor."""
+    return torch.cat([torch.as_tensor(part) for part in parts]).long()
 
 
 def padded(prompts, responses):
@@ -420,7 +425,7 @@ def padded(prompts, responses):
 
     Returns what the model takes, and for each response the flat positions that predict it.
     """
-    input_ids = pad([p + r for p, r in zip(prompts, responses, strict=True)])
+    input_ids = pad(map(join, prompts, responses))
     # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
     before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
     return dict(input_ids=input_ids), [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
@@ -428,7 +433,7 @@ def padded(prompts, responses):
 
 def packed(prompts, responses):
     """One row without padding, for attention kernels that tell sequences apart by position ids."""
-    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+    rows = [*map(join, prompts, responses)]
     position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
     ends, longest = [*accumulate(map(len, rows))], max(map(len, rows))
     where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
@@ -446,9 +451,8 @@ def token_logps(policy, prompts, responses, temperature, layout):
     """
     device = next(policy.parameters()).device
     inputs, where = layout(prompts, responses)
-    target = torch.tensor([token for response in responses for token in response])
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    logp, entropy = policy(torch.cat(where).to(device), target.to(device), temperature, **inputs)
+    logp, entropy = policy(torch.cat(where).to(device), join(*responses).to(device), temperature, **inputs)
     mask_nt = response_mask([len(r) for r in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
     return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
@@ -456,7 +460,7 @@ def token_logps(policy, prompts, responses, temperature, layout):
 
 def response_mask(lengths):
     """[N, T] bool, True on response tokens (EOS included)."""
-    return torch.arange(max(lengths)) < torch.as_tensor(lengths)[:, None]
+    return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
 
 
 def setup_distributed(hsdp_replicas, timeout_s=3600.0):
@@ -634,6 +638,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
     root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, None
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
+    text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
     try:
         model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
         dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
@@ -642,7 +647,7 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
         if rank0:
             tokenizer.save_pretrained(new / "hf")
             (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
-            (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
             shutil.rmtree(final, ignore_errors=True)
             new.rename(final)
             link.unlink(missing_ok=True)
@@ -667,19 +672,6 @@ def timed(timing, name):
     start = time.perf_counter()
     yield
     timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
-
-
-def stats(name, values):
-    values = np.asarray(values, dtype=np.float64)
-    return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
-
-
-@cache
-def matmul_speed(dtype, device):
-    """FLOP/s of a large matrix product on this rank: the yardstick of perf/mfu."""
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
-    return 2 * n**3 / Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads()).timeit(10).mean
 
 
 # endregion

@@ -75,6 +75,7 @@ class Engine:
 
     def __init__(self, clock, vocab, barrier):
         self.llm_engine, self.vocab, self.queue = self, vocab, []
+        self.model_config = SimpleNamespace(dtype=None)
         self.wake_up = self.apply_model = self.reset_prefix_cache = lambda *args, **kwargs: None
         self.sleep = clock.away(lambda level: barrier())  # a rank waits here for the slowest sampler
         self.generate, self.step = clock.away(self._generate), clock.away(self._step)

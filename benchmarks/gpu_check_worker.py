@@ -83,8 +83,9 @@ def alone(args, train_files, work):
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
     with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:
         rows = sample(prompts, 1, GROUP)
-    keep = "prompt_ids", "response_ids", "rollout_logps", "finish_reason", "group", "sample"
-    (work / "rows.json").write_text(json.dumps([{name: row[name] for name in keep} for row in rows]))
+    keep = "prompt_ids", "response_ids", "rollout_logps", "prompt_length", "length", "rank", "group", "sample"
+    kept = [{name: row[name] for name in keep} for row in rows]
+    (work / "rows.json").write_text(json.dumps(kept, default=grpo.np.ndarray.tolist))
 
     logp_nt = {"sampler": grpo.pad([row["rollout_logps"] for row in rows])}
     mask_nt = grpo.response_mask([len(row["response_ids"]) for row in rows])

@@ -45,7 +45,7 @@ def whole(lm, ids, where, target):
 
 def chunked(lm, ids, where, target):
     """Log-probs as the trainers take them."""
-    return TokenLogps(lm)(ids, None, None, where, target, 1.0)[0]
+    return TokenLogps(lm)(where, target, 1.0, input_ids=ids)[0]
 
 
 def resident(field):

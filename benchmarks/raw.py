@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.grpo import (
     all_reduce,
-    matmul_speed,
     packed,
     padded,
     setup_distributed,
@@ -29,6 +28,7 @@ from algos.grpo import (
     split_micro_batches,
 )
 from data_prep.schema import load_prompts
+from data_prep.tracking import matmul_speed
 
 
 @dataclass
@@ -114,9 +114,9 @@ def losses(model, rows, args, device):
     for part in split_micro_batches(tokens, args.max_tokens_per_microbatch, layout is packed):
         part = [i for s in part for i in parts[s]]
         target = torch.tensor([token for i in part for token in responses[i]])
-        *inputs, where = layout([prompts[i] for i in part], [responses[i] for i in part])
-        ids, positions, mask = (x if x is None else x.to(device) for x in inputs)
-        output = model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+        inputs, where = layout([prompts[i] for i in part], [responses[i] for i in part])
+        inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
+        output = model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1)[torch.cat(where).to(device)]
         yield nn.functional.cross_entropy(model.get_output_embeddings()(hidden).float(), target.to(device))
 

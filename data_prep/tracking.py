@@ -1,15 +1,22 @@
-"""The log of a run: terminal, log.txt, metrics.jsonl, and TensorBoard or Weights & Biases."""
+"""The log of a run: terminal, log.txt, metrics.jsonl, TensorBoard or Weights & Biases; and common metrics."""
 
 import json
 import shutil
 from dataclasses import asdict
+from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
+import psutil
+import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
 from data_prep.atomic import replacing
+from rewards.manager import failure_metrics
 
 
 def check_tracker(args):
@@ -87,3 +94,57 @@ class Logger:
         weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
+
+
+def stats(name, values):
+    """Mean, largest and smallest of numbers as metrics."""
+    values = np.asarray(values, dtype=np.float64)
+    return {f"{name}/mean": values.mean(), f"{name}/max": values.max(), f"{name}/min": values.min()}
+
+
+@cache
+def matmul_speed(dtype, device):
+    """FLOP/s of a large matrix product on this rank: the yardstick of perf/mfu."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
+    return 2 * n**3 / Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads()).timeit(10).mean
+
+
+def step_metrics(rows, rank_tokens, load, policy, timing, args):
+    """Scores, lengths, balance and time of a step: what all algorithms have."""
+    pool = 0  # bytes of the sampler, which torch counts too, asleep or not
+    if torch.cuda.is_available():
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        pool = CuMemAllocator.get_instance().get_current_usage()
+    responses, prompts = [row["length"] for row in rows], [row["prompt_length"] for row in rows]
+    results, balanced = [row["reward"] for row in rows], [sum(tokens) for tokens in load]
+    total, seconds = sum(responses) + sum(prompts), timing["step"]
+    metrics = stats("critic/score", [result["score"] for result in results]) | failure_metrics(results)
+    metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
+    metrics |= {
+        "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
+        "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
+        "global_seqlen/mean": total / len(load),
+        "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
+        "perf/total_num_tokens": total,
+        "perf/time_per_step": seconds,
+        "perf/throughput": total / seconds / len(load),
+        "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() - pool) / 2**30,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
+    }
+    for kind, tokens in (("", rank_tokens), ("balanced_", balanced)):
+        metrics |= {f"global_seqlen/{kind}min": min(tokens), f"global_seqlen/{kind}max": max(tokens)}
+    if "update_actor" in timing:  # FLOPs: 6 a weight and token, and causal attention's 6 L H T^2 a row
+        weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
+        flops = sum(
+            6 * n * (weights + config.num_hidden_layers * config.hidden_size * n) for n in chain(*load)
+        )
+        peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * len(load)
+        metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
+    for name, seconds in timing.items():
+        metrics[f"timing_s/{name}"] = seconds
+        if name in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
+            tokens = sum(responses) if name == "gen" else total
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
+    return metrics

@@ -175,7 +175,7 @@ def dump_rollouts(rows, path):
     keep = ("index", "sample", "finish_reason", "response_ids")
     lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line, default=lambda ids: ids.tolist()) + "\n" for line in lines))
 
 
 def validation_metrics(rows):

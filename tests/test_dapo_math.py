@@ -79,20 +79,33 @@ def test_draw_goes_through_the_data_epoch_by_epoch():
     assert dapo.draw(data, 2, 0, 15) != whole
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    monkeypatch.setattr(dapo.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dapo.dist, "get_rank", lambda: 0)
+
+
+def make_row(prompt, n, **more):
+    """A scored row; its log-probs are minus `prompt`."""
+    row = dict(prompt_ids=[prompt], response_ids=[2] * n, rollout_logps=[-1.0 * prompt] * n)
+    return row | dict(prompt_length=1, length=n, rank=0, finish_reason="stop") | more
+
+
 @pytest.mark.parametrize("filtering", (False, True))
 def test_overlong_filtering(monkeypatch, filtering):
     """A truncated response has no weight in the loss, and the others share it."""
-    monkeypatch.setattr(dapo.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dapo.dist, "get_rank", lambda: 0)
     args = dapo.Args(model="", train_files=(), output_dir="", overlong_filtering=filtering, group_size=3)
     args = dataclasses.replace(args, train_batch_size=1, ppo_mini_batch_size=1)
-    common = dict(prompt_ids=[1], group=0, carried_over=False)
-    rows = [
-        common | dict(response_ids=[2] * n, rollout_logps=[-1.0] * n, finish_reason=why)
-        for n, why in ((1, "stop"), (4, "length"), (2, "stop"))
-    ]
+    why = {1: "stop", 4: "length", 2: "stop"}
+    rows = [make_row(1, n, group=0, carried_over=False) | dict(finish_reason=why[n]) for n in why]
+    monkeypatch.setattr(dapo, "exchange", lambda parts: parts)
     batch, _ = dapo.make_batch(rows, f64(1, 0, -1), args, torch.device("cpu"))
-    weight = {len(batch["responses"][i]): batch["weight_nt"][i].tolist() for i in range(3)}
+    counted = {len(batch["responses"][i]): batch["counted_nt"][i].item() for i in range(3)}
+    assert counted == {1: True, 2: True, 4: not filtering}
+    assert batch["counted"] == [(3, 2) if filtering else (7, 3)] and batch["totals"] == [(7, 3)]
+    part = dapo.columns(batch, range(3), torch.device("cpu"))
+    weight_nt = dapo.loss_weights(part["mask_nt"] & part["counted_nt"], "token-mean", 4, batch["counted"][0])
+    weight = {len(ids): row.tolist() for ids, row in zip(batch["responses"], weight_nt, strict=True)}
     each = 1 / 3 if filtering else 1 / 7
     assert weight[1] == pytest.approx([each, 0, 0, 0]) and weight[2] == pytest.approx([each, each, 0, 0])
     assert weight[4] == pytest.approx([0 if filtering else each] * 4)
@@ -100,22 +113,11 @@ def test_overlong_filtering(monkeypatch, filtering):
 
 def test_surplus_groups_keep_their_log_probs(monkeypatch):
     """Their sampler was one with other weights: no disagreement, and each row keeps its own log-probs."""
-    monkeypatch.setattr(dapo.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dapo.dist, "get_rank", lambda: 0)
     args = dapo.Args(model="", train_files=(), output_dir="", group_size=2, ppo_mini_batch_size=2)
-    rows = [
-        dict(
-            prompt_ids=[n],
-            response_ids=[2] * n,
-            rollout_logps=[-1.0 * n] * n,
-            group=n // 3,
-            finish_reason="stop",
-            carried_over=n > 2,
-        )
-        for n in (1, 2, 3, 4)
-    ]
+    rows = [make_row(n, n, group=n // 3, carried_over=n > 2) for n in (1, 2, 3, 4)]
+    monkeypatch.setattr(dapo, "exchange", lambda parts: parts)
     batch, _ = dapo.make_batch(rows, f64(1, 0, -1, 0), args, torch.device("cpu"))
     for i, prompt in enumerate(batch["prompts"]):
         [n] = prompt
-        assert batch["rollout_logp_nt"][i].tolist() == [-1.0 * n] * n + [0] * (4 - n)
-        assert batch["sampled_nt"][i].tolist() == [n <= 2] * n + [False] * (4 - n)
+        assert batch["rollout_logp_nt"][i].tolist() == [-1.0 * n] * n
+        assert (i in batch["new"]) == (n <= 2)

@@ -274,11 +274,9 @@ def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
     """Only what this step sampled counts, and not where the sampler cuts its distribution."""
     monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: values)
     args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
-    sampled_nt = torch.tensor([[True] * 2, [False] * 2])
-    batch = dict(rollout_logp_nt=torch.tensor([[0.0, 0.0], [-9.0, -9.0]]), sampled_nt=sampled_nt)
+    batch = dict(rollout_logp_nt=[torch.zeros(2), torch.tensor([-9.0, -9.0])], new=[0])
     assert set(grpo.check_sampler(torch.zeros(2, 2), batch, args, 1).values()) == {0}
-    empty = batch | dict(sampled_nt=torch.zeros(2, 2, dtype=torch.bool))
-    assert set(grpo.check_sampler(torch.zeros(2, 2), empty, args, 1).values()) == {0}
+    assert set(grpo.check_sampler(torch.zeros(2, 2), batch | dict(new=[]), args, 1).values()) == {0}
     for wrong in (0.01, math.nan):
         with pytest.raises(SystemExit, match="weight sync failed at step 1: the sampler does not hold"):
             grpo.check_sampler(torch.full((2, 2), wrong), batch, args, 1)
@@ -296,6 +294,8 @@ def test_a_failed_reward_beats_no_wrong_answer_of_its_group(grpo, monkeypatch):
 
     monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(grpo.dist, "all_gather_object", lambda out, value: out.__setitem__(0, value))
-    rows = [dict(group=0, sample=i, prompt_ids=[1], response_ids=[2]) for i in range(3)]
+    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
+    common = dict.fromkeys(grpo.KNOWN) | dict(group=0, prompt_length=1, length=1)
+    rows = [common | dict(sample=i) for i in range(3)]
     rows, tokens = grpo.score_rows(rows, SimpleNamespace(score_responses=scored), None)
     assert [row["reward"]["score"] for row in rows] == [1, -1, -1] and tokens == [6]

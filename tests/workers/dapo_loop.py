@@ -9,10 +9,12 @@ import sys
 from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
 import torch.distributed as dist
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dapo
+from data_prep import tracking
 
 RIGHT, WRONG, LENGTH = 1, 0, 4  # LENGTH: --max_response_length
 ALL_RIGHT = [(RIGHT, 2)] * 4
@@ -53,8 +55,11 @@ def rollout(prompts, step, group_size, **sampling):
         dict(
             row,
             sample=g,
-            response_ids=[digits[right]] * length,
-            rollout_logps=[-4.0] * length,
+            response_ids=np.full(length, digits[right], np.int32),
+            rollout_logps=np.full(length, -4.0, np.float32),
+            prompt_length=len(row["prompt_ids"]),
+            length=length,
+            rank=dist.get_rank(),
             finish_reason="length" if length == LENGTH else "stop",
         )
         for row in prompts[dist.get_rank() :: dist.get_world_size()]
@@ -67,7 +72,7 @@ def main(model, data, out):
     tokenizer = dapo.AutoTokenizer.from_pretrained(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
-    dapo.matmul_speed = lambda dtype, device: 1e12
+    tracking.matmul_speed = lambda dtype, device: 1e12
     dapo.check_engines = dapo.check_sampler = lambda *_: {}  # the sampler's log-probs are made up too
     dapo.awake = awake
     reward = __file__.replace("workers/dapo_loop.py", "dapo_reward.py:starts_with_one")

@@ -17,14 +17,15 @@ LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 
 
 def make_rows():
-    generator = torch.Generator().manual_seed(0)
-    rows = []
+    """On every rank all rows in whole; each is held, and sent, by one of them."""
+    generator, rows = torch.Generator().manual_seed(0), []
     for group, (prompt, responses) in enumerate(LENGTHS.items()):
         prompt_ids = torch.randint(6, 100, (prompt,), generator=generator).tolist()
         for n in responses:
             ids = torch.randint(6, 100, (n,), generator=generator).tolist()
             logps = (-4.6 + 0.3 * torch.randn(n, generator=generator)).tolist()
             row = dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logps=logps, group=group)
+            row |= dict(prompt_length=prompt, length=n, rank=len(rows) % dist.get_world_size())
             rows.append(row | dict(finish_reason="stop", carried_over=False))
     return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
 
@@ -98,8 +99,8 @@ def main(model, out, hsdp_replicas):
                 args = dataclasses.replace(args, attn_implementation=kernel, share_prefix=layout == "shared")
                 rows, adv_n = make_rows()
                 batch, _ = grpo.make_batch(rows, adv_n, args, device)
-                batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05
-                batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1
+                batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
+                batch["ref_logp_nt"] = [x - 0.1 for x in batch["rollout_logp_nt"]]
                 optimizer = Capture(policy.parameters(), lr=1.0)
                 grpo.update_actor(policy, optimizer, batch, args)
                 results[mode, budget, layout] = optimizer.grads
@@ -118,11 +119,12 @@ def main(model, out, hsdp_replicas):
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
     before = [p.full_tensor().clone() for p in policy.parameters()]
     batch, _ = grpo.make_batch(rows, adv_n, args, device)
-    bad, good = batch["mini_batches"]
-    metrics, _ = grpo.update_actor(policy, optimizer, batch | dict(mini_batches=[bad]), args)
+    steps = [name for name in ("mini_batches", "totals", "counted") if name in batch]
+    bad, good = (batch | {name: batch[name][i : i + 1] for name in steps} for i in range(2))
+    metrics, _ = grpo.update_actor(policy, optimizer, bad, args)
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert all(same) and metrics["actor/skipped_updates"] == 1
-    metrics, _ = grpo.update_actor(policy, optimizer, batch | dict(mini_batches=[good]), args)
+    metrics, _ = grpo.update_actor(policy, optimizer, good, args)
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert not any(same) and metrics["actor/skipped_updates"] == 0
 

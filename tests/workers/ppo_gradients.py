@@ -32,6 +32,7 @@ def make_rows():
             ids = torch.randint(6, 100, (n,), generator=generator).tolist()
             logps = (-4.6 + 0.3 * torch.randn(n, generator=generator)).tolist()
             row = dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logps=logps, group=group)
+            row |= dict(prompt_length=prompt, length=n, rank=len(rows) % dist.get_world_size())
             row |= dict(prompt=[dict(role="user", content="?")], sampled=dict(solution_str=TEXTS[len(rows)]))
             rows.append(row | dict(reward=dict(score=torch.randn((), generator=generator).item())))
     return rows
@@ -50,13 +51,13 @@ def prepare(rows, critic, args, device, moved=0.0):
 
     moved: how far the values of the critic are from what they were when the step began, up and down in turn.
     """
-    batch, _ = ppo.make_batch(rows, args, device)
-    batch["old_logp_nt"] = batch["rollout_logp_nt"] + 0.05 * batch["sampled_nt"]
-    batch["ref_logp_nt"] = batch["rollout_logp_nt"] - 0.1 * batch["sampled_nt"]
-    batch["value_nt"] = ppo.all_logps(critic, batch, args)
-    batch["value_nt"] = batch["value_nt"] + moved * (-1.0) ** torch.arange(batch["value_nt"].shape[1])
+    batch, _ = ppo.balance_batch(rows, args, device)
+    batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
+    batch["ref_logp_nt"] = [x - 0.1 for x in batch["rollout_logp_nt"]]
+    values = ppo.all_logps(critic, batch, args)
+    batch["value_nt"] = [x + moved * (-1.0) ** torch.arange(len(x)) for x in values]
     step_nt = ppo.advantages(rows, batch, 0.2, args)
-    return batch | {name: step_nt[name][batch["rows"]] for name in ("adv_nt", "return_nt")}
+    return batch | {name: step_nt[name] for name in ("adv_nt", "return_nt")}
 
 
 def naive(lm, critic, args):
@@ -148,7 +149,7 @@ def fit(critic, optimizer, args, device):
     for _ in range(60):
         batch = prepare(rows, critic, args, device)
         metrics = ppo.critic_metrics(rows, ppo.advantages(rows, batch, 0.0, args), args)
-        explained.append(metrics["critic/vf_explained_var"].item())
+        explained.append(metrics["critic/vf_explained_var"])
         ppo.update_critic(critic, optimizer, batch, args)
     return explained
 

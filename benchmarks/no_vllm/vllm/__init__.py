@@ -13,6 +13,8 @@ SamplingParams = SimpleNamespace
 
 class LLM:
     def __init__(self, model, dtype, **_):
+        self.llm_engine, self.waiting = self, []
+        self.model_config = SimpleNamespace(dtype=getattr(torch, dtype))
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self.model.load_weights = self.load_weights
 
@@ -33,11 +35,17 @@ class LLM:
         for name, weight in stream:
             state[name].copy_(weight)
 
-    @torch.no_grad()
-    def generate(self, prompts, params, use_tqdm):
-        return [self.answer(p["prompt_token_ids"], s) for p, s in zip(prompts, params, strict=True)]
+    def add_request(self, request_id, prompt, params):
+        self.waiting.append((request_id, prompt["prompt_token_ids"], params))
 
-    def answer(self, prompt, params):
+    def has_unfinished_requests(self):
+        return bool(self.waiting)
+
+    @torch.no_grad()
+    def step(self):
+        return [self.answer(*self.waiting.pop())]
+
+    def answer(self, request_id, prompt, params):
         generator = torch.Generator().manual_seed(params.seed)
         ids = torch.randint(self.model.config.vocab_size, (params.max_tokens,), generator=generator).tolist()
         hidden = self.model.base_model(torch.tensor([prompt + ids])).last_hidden_state[
@@ -47,4 +55,4 @@ class LLM:
         values = [row[i].item() for i, row in zip(ids, logp, strict=True)]
         logprobs = SimpleNamespace(logprobs=values, start_indices=range(len(ids)))
         output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="length")
-        return SimpleNamespace(outputs=[output])
+        return SimpleNamespace(request_id=request_id, outputs=[output])
