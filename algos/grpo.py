@@ -244,7 +244,7 @@ def make_batch(rows, adv_n, args, device):
 
 def update_actor(policy, optimizer, batch, args):
     """One optimizer step a mini-batch -> metrics, means over the steps, and log-probs as first seen."""
-    sums, norms, first = 0.0, [], [None] * len(batch["rows"])
+    sums, norms, first = 0.0, [], {}
     for epoch in range(args.ppo_epochs):
         for mini_batch, totals in zip(batch["mini_batches"], batch["totals"], strict=True):
             for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
@@ -259,7 +259,7 @@ def update_actor(policy, optimizer, batch, args):
                     kinds = [weight_nt if "loss" in name else mean_nt for name in terms]
                     sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
                     if epoch == 0:
-                        keep(first, batch, rows, logp_nt)
+                        first |= zip(rows, logp_nt.detach())
             norms.append(nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item())
             if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
                 optimizer.step()
@@ -577,10 +577,13 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     logging.disable_progress_bar()  # of transformers: one bar is enough
     config = AutoConfig.from_pretrained(args.model, **changes)
+    dtype = config.dtype or getattr(torch, args.param_dtype)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
+    # of hf/: the dtype in which the model came, and tied weights once
+    lm.saved_dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -672,17 +675,15 @@ def open_run(args):
 def load_checkpoint(checkpoints, lm, optimizer):
     """Load the first checkpoint that can be, at any world size -> the trainer's state; none: step 0."""
     for path in checkpoints:
-        model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
+        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
         try:
             state = json.loads((path / "trainer_state.json").read_text())
-            dcp.load(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=path / "dcp")
+            dcp.load(dict(model=model_state, optimizer=optim_state), checkpoint_id=path / "dcp")
         except (dcp.CheckpointException, OSError, ValueError) as error:
             if dist.get_rank() == 0:
                 sys.stderr.write(f"{path} is damaged ({causes(error)}) and left out\n")
             continue
-        dcp_state.set_state_dict(
-            lm, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-        )
+        dcp_state.set_state_dict(lm, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
         return state | dict(origin=f"\nresumed from {path}")
     if checkpoints:
         fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
@@ -701,13 +702,19 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
     text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
     try:
-        model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
-        dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
-        options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = dict(state_dict=dcp_state.get_model_state_dict(lm, options=options)) if args.save_hf else {}
+        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
+        dcp.save(dict(model=model_state, optimizer=optim_state), checkpoint_id=new / "dcp")
+        weights = {}
+        for name, x in model_state.items() if args.save_hf else ():
+            x = x.to(lm.saved_dtype).full_tensor() if isinstance(x, DTensor) else x  # all ranks together
+            weights |= {name: x.cpu()} if rank0 and name not in lm.tied else {}
         if rank0:
             tokenizer.save_pretrained(new / "hf")
-            (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
+            save = partial(lm.save_pretrained, state_dict=weights)
+            (save if args.save_hf else lm.config.save_pretrained)(new / "hf")
+            for path in new.glob("*/config.json"):  # save_pretrained names the dtype that trains
+                config = json.loads(path.read_text()) | dict(dtype=str(lm.saved_dtype)[6:])
+                path.write_text(json.dumps(config, indent=2) + "\n")
             (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
             shutil.rmtree(final, ignore_errors=True)
             new.rename(final)
@@ -883,11 +890,10 @@ def sync_weights(engine, lm):
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     dtype = engine.llm_engine.model_config.dtype
-    tied = lm.all_tied_weights_keys if lm.config.tie_word_embeddings else ()
 
     def stream():  # full_tensor is a collective: every rank iterates in the same order
         for name, x in lm.state_dict().items():  # persistent buffers too
-            if name not in tied:
+            if name not in lm.tied:
                 # a shard is cast before it travels; in a forward FSDP casts parameters, but no buffers
                 x = x.to(dtype).full_tensor() if isinstance(x, DTensor) else x
                 yield from revert_weight_conversion(lm, {name: x}).items()
@@ -923,23 +929,23 @@ def check_engines(sampler, policy, rows, args):
     with torch.no_grad():
         logp_nt, _ = token_logps(policy, *texts, args.temperature, layout_of(policy.lm.config, args))
     theirs = [torch.tensor(row["rollout_logps"]).to(logp_nt) for row in rows]
-    ours = [x[: len(y)] for x, y in zip(logp_nt, theirs)]
-    check_sampler(ours, dict(rollout_logp_nt=theirs, new=range(len(rows))), args, 0)
+    check_sampler(logp_nt, dict(rollout_logp_nt=theirs, new=range(len(rows))), args, 0)
 
 
 def check_sampler(logps, batch, args, step):
     """Sampler against trainer, on what this step sampled -> metrics; stop if more than rounding differs."""
-    pairs = [(logps[i], batch["rollout_logp_nt"][i]) for i in batch["new"]] or [(torch.zeros(0),) * 2]
-    ours, theirs = map(torch.cat, zip(*pairs))
+    theirs = [batch["rollout_logp_nt"][i] for i in batch["new"]]
+    ours = [logps[i][: len(x)] for i, x in zip(batch["new"], theirs)]
+    ours, theirs = (torch.cat(x or [torch.zeros(0)]) for x in (ours, theirs))
     gap, diff = (ours - theirs).abs(), (ours.exp() - theirs.exp()).abs()
     gap, mean, tokens = all_reduce([gap.sum().item(), diff.sum().item(), diff.numel()])
     gap, mean, limit = gap / max(tokens, 1), mean / max(tokens, 1), ROUNDING[args.compute_dtype]
     [largest] = all_reduce([diff.max().item() if len(diff) else 0.0], dist.ReduceOp.MAX)
     truncated = step and (args.top_p < 1 or args.top_k > 0)  # then the sampler's distribution is another
     if not truncated and not gap < limit:  # so that NaN fails too
+        why = "the sampler does not hold the trainer's weights, or computes otherwise"
         fail(
-            f"weight sync failed at step {step}: the sampler does not hold the trainer's weights, or computes"
-            f" otherwise; {tokens:.0f} log-probs differ by {gap:.3g} on average, more than {limit}"
+            f"weight sync failed at step {step}: {why}; {tokens:.0f} log-probs differ by {gap:.3g} > {limit}"
         )
     probs = {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
     return probs | {"training/rollout_logp_diff_mean": gap}
@@ -1043,12 +1049,6 @@ def columns(batch, rows, device):
     return part | dict(mask_nt=response_mask(lengths).to(device))
 
 
-def keep(column, batch, rows, x_nt):
-    """Put what a micro-batch gave for its rows into a column of the batch."""
-    for i, x in zip(rows, x_nt):
-        column[i] = x[: len(batch["responses"][i])].detach()
-
-
 def micro_batches(policy, batch, sequences, args):
     """Run sequences a micro-batch at a time, if empty with a dummy row -> its rows, logp_nt, entropy_nt."""
     budget, layout = args.max_tokens_per_microbatch, layout_of(policy.lm.config, args)
@@ -1062,11 +1062,9 @@ def micro_batches(policy, batch, sequences, args):
 
 @torch.no_grad()
 def all_logps(policy, batch, args):
-    """Log-probs of each of this rank's responses; of a critic, values."""
-    logps = [None] * len(batch["rows"])
-    for rows, logp_nt, _ in micro_batches(policy, batch, [*chain(*batch["mini_batches"])], args):
-        keep(logps, batch, rows, logp_nt)
-    return logps
+    """Log-probs of this rank's responses by row, padded as in their micro-batch; of a critic, values."""
+    parts = micro_batches(policy, batch, [*chain(*batch["mini_batches"])], args)
+    return {i: logps for rows, logp_nt, _ in parts for i, logps in zip(rows, logp_nt)}
 
 
 # endregion

@@ -112,6 +112,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
 
@@ -516,10 +517,13 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     logging.disable_progress_bar()  # of transformers: one bar is enough
     config = AutoConfig.from_pretrained(args.model, **changes)
+    dtype = config.dtype or getattr(torch, args.param_dtype)
     for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
         setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
+    # of hf/: the dtype in which the model came, and tied weights once
+    lm.saved_dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -611,17 +615,15 @@ def open_run(args):
 def load_checkpoint(checkpoints, lm, optimizer):
     """Load the first checkpoint that can be, at any world size -> the trainer's state; none: step 0."""
     for path in checkpoints:
-        model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
+        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
         try:
             state = json.loads((path / "trainer_state.json").read_text())
-            dcp.load(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=path / "dcp")
+            dcp.load(dict(model=model_state, optimizer=optim_state), checkpoint_id=path / "dcp")
         except (dcp.CheckpointException, OSError, ValueError) as error:
             if dist.get_rank() == 0:
                 sys.stderr.write(f"{path} is damaged ({causes(error)}) and left out\n")
             continue
-        dcp_state.set_state_dict(
-            lm, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-        )
+        dcp_state.set_state_dict(lm, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
         return state | dict(origin=f"\nresumed from {path}")
     if checkpoints:
         fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
@@ -640,13 +642,19 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
     text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
     try:
-        model_state, optimizer_state = dcp_state.get_state_dict(lm, optimizer)
-        dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=new / "dcp")
-        options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = dict(state_dict=dcp_state.get_model_state_dict(lm, options=options)) if args.save_hf else {}
+        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
+        dcp.save(dict(model=model_state, optimizer=optim_state), checkpoint_id=new / "dcp")
+        weights = {}
+        for name, x in model_state.items() if args.save_hf else ():
+            x = x.to(lm.saved_dtype).full_tensor() if isinstance(x, DTensor) else x  # all ranks together
+            weights |= {name: x.cpu()} if rank0 and name not in lm.tied else {}
         if rank0:
             tokenizer.save_pretrained(new / "hf")
-            (lm if args.save_hf else lm.config).save_pretrained(new / "hf", **weights)
+            save = partial(lm.save_pretrained, state_dict=weights)
+            (save if args.save_hf else lm.config.save_pretrained)(new / "hf")
+            for path in new.glob("*/config.json"):  # save_pretrained names the dtype that trains
+                config = json.loads(path.read_text()) | dict(dtype=str(lm.saved_dtype)[6:])
+                path.write_text(json.dumps(config, indent=2) + "\n")
             (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
             shutil.rmtree(final, ignore_errors=True)
             new.rename(final)
@@ -689,6 +697,7 @@ class Adapters(nn.Module):
         sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
         self.config = peft.LoraConfig(**sizes, task_type="CAUSAL_LM", base_model_name_or_path=args.model)
         self.args, self.generation_config = args, lm.generation_config
+        self.saved_dtype, self.tied = lm.saved_dtype, ()
         peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
         torch.manual_seed(args.seed)  # the same matrices on every rank
         for name, layer in lm.named_modules():
@@ -706,8 +715,7 @@ class Adapters(nn.Module):
         """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
         state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
         if self.args.merge_lora:
-            dtype = getattr(torch, self.args.param_dtype)
-            lm = AutoModelForCausalLM.from_pretrained(self.args.model, dtype=dtype)
+            lm = AutoModelForCausalLM.from_pretrained(self.args.model, dtype="auto")
             peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
             lm.merge_and_unload().save_pretrained(directory)
         else:
@@ -793,6 +801,7 @@ def load_policy(args, mesh, device):
         options = dict(quantization_config=transformers.BitsAndBytesConfig(**bits), device_map={"": device})
         options |= dict(dtype=dtype, attn_implementation=args.attn_implementation)
         policy = Policy(AutoModelForCausalLM.from_pretrained(args.model, **options), entropy=False).train()
+        policy.lm.saved_dtype = dtype
         if args.gradient_checkpointing:
             policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     else:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import importlib
+import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
@@ -134,9 +137,20 @@ def main(model, out, hsdp_replicas):
         auto.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(half)
     dist.barrier()
     expected = auto.from_pretrained(half, dtype=torch.float32).state_dict()
-    loaded = grpo.load_model(dataclasses.replace(base, model=half), mesh, device).lm.state_dict()
-    for name, x in loaded.items():
+    args = dataclasses.replace(base, model=half, output_dir=f"{out}.run")
+    policy = grpo.load_model(args, mesh, device)
+    for name, x in policy.lm.state_dict().items():
         assert x.dtype == torch.float32 and torch.equal(x.full_tensor(), expected[name]), name
+    # hf/ is as the model came: in half precision, and what is tied is there once
+    assert policy.lm.config.tie_word_embeddings
+    (Path(args.output_dir) / "checkpoints").mkdir(parents=True, exist_ok=True)
+    tokenizer, optimizer = grpo.AutoTokenizer.from_pretrained(model), torch.optim.AdamW(policy.parameters())
+    grpo.save_checkpoint(args, 1, policy.lm, optimizer, tokenizer)
+    hf = Path(args.output_dir) / "checkpoints/latest/hf"
+    saved = load_file(hf / "model.safetensors")
+    assert saved.keys() == expected.keys() - {"lm_head.weight"}
+    assert all(x.dtype == torch.bfloat16 and torch.equal(x.float(), expected[k]) for k, x in saved.items())
+    assert json.loads((hf / "config.json").read_text())["dtype"] == "bfloat16"
 
     if dist.get_world_size() == 1:
         plain = grpo.TokenLogps(grpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))

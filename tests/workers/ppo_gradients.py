@@ -55,7 +55,7 @@ def prepare(rows, critic, args, device, moved=0.0):
     batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
     batch["ref_logp_nt"] = [x - 0.1 for x in batch["rollout_logp_nt"]]
     values = ppo.all_logps(critic, batch, args)
-    batch["value_nt"] = [x + moved * (-1.0) ** torch.arange(len(x)) for x in values]
+    batch["value_nt"] = {i: x + moved * (-1.0) ** torch.arange(len(x)) for i, x in values.items()}
     step_nt = ppo.advantages(rows, batch, 0.2, args)
     return batch | {name: step_nt[name] for name in ("adv_nt", "return_nt")}
 
