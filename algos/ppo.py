@@ -16,6 +16,7 @@ Docs: docs/ppo.md
 
 import ctypes
 import faulthandler
+import io
 import json
 import math
 import os
@@ -1058,8 +1059,9 @@ def check_sampler(logps, batch, args, step):
     theirs = [batch["rollout_logp_nt"][i] for i in batch["new"]]
     ours = [logps[i][: len(x)] for i, x in zip(batch["new"], theirs)]
     ours, theirs = (torch.cat(x or [torch.zeros(0)]) for x in (ours, theirs))
-    gap, diff = (ours - theirs).abs(), (ours.exp() - theirs.exp()).abs()
-    gap, mean, tokens = all_reduce([gap.sum().item(), diff.sum().item(), diff.numel()])
+    gap = (ours - theirs).abs_().sum()
+    diff = ours.exp_().sub_(theirs.exp_()).abs_()  # in place: of millions of tokens
+    gap, mean, tokens = all_reduce([gap, diff.sum(), len(diff)])
     gap, mean, limit = gap / max(tokens, 1), mean / max(tokens, 1), ROUNDING[args.compute_dtype]
     [largest] = all_reduce([diff.max().item() if len(diff) else 0.0], dist.ReduceOp.MAX)
     truncated = step and (args.top_p < 1 or args.top_k > 0)  # then the sampler's distribution is another
@@ -1090,11 +1092,12 @@ def gather_rows(rows):
 
 def exchange(parts):
     """Give parts[r] to rank r -> what each rank gave to this one."""
-    bits = [np.frombuffer(pickle.dumps(part), np.uint8) for part in parts]
-    sent = torch.tensor([len(part) for part in bits])
+    stream = io.BytesIO()
+    ends = [pickle.dump(part, stream) or stream.tell() for part in parts]
+    sent = torch.tensor([0, *ends]).diff()
     dist.all_to_all_single(got := torch.empty_like(sent), sent)
     new, sizes = torch.empty(got.sum(), dtype=torch.uint8), (got.tolist(), sent.tolist())
-    dist.all_to_all_single(new, torch.from_numpy(np.concatenate(bits)), *sizes)
+    dist.all_to_all_single(new, torch.frombuffer(stream.getbuffer(), dtype=torch.uint8), *sizes)
     return [pickle.loads(part.numpy()) for part in new.split(sizes[0])]
 
 

@@ -272,7 +272,7 @@ def test_split_micro_batches(packed, monkeypatch):
 
 def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
     """Only what this step sampled counts, and not where the sampler cuts its distribution."""
-    monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: values)
+    monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
     args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
     batch = dict(rollout_logp_nt=[torch.zeros(2), torch.tensor([-9.0, -9.0])], new=[0])
     assert set(grpo.check_sampler(torch.zeros(2, 2), batch, args, 1).values()) == {0}
