@@ -14,7 +14,7 @@ def replacing(path):
     """
     path = Path(path).absolute()
     if path.is_dir() and any(path.iterdir()) and not (path / "config.json").is_file():
-        raise ValueError(f"{path} is a directory with other things in it; choose another --local_save_dir")
+        raise ValueError(f"{path} is a directory with other things in it; choose another path")
     path.parent.mkdir(parents=True, exist_ok=True)
     new, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
     try:
