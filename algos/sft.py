@@ -102,6 +102,8 @@ import jinja2
 import numpy as np
 import peft
 import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -116,7 +118,7 @@ from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
 
-from data_prep.schema import load_rows
+from data_prep.cache import IDS, prepare
 from data_prep.tracking import Logger, check_tracker
 
 
@@ -228,7 +230,7 @@ def update(policy, optimizer, rows, args):
 @torch.no_grad()
 def evaluate(policy, rows, args):
     """The loss over all rows, each token weighing the same."""
-    tokens = sum(sum(row["trained"]) for row in rows)
+    tokens = sum(pc.sum(pc.list_flatten(x), min_count=0).as_py() for x in rows.columns("trained"))
     losses = [sft_loss(*batch, tokens).item() for batch in micro_batches(policy, rows, args)]
     return all_reduce([sum(losses)])[0]
 
@@ -894,29 +896,36 @@ def load_data(args):
 def load_examples(paths, args, tokenizer):
     """-> rows as `split` makes them, the tokens that end responses, numbers of cut and of dropped rows."""
     columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
-    rows, ends, truncated = [], set(), 0
+    read = encode_messages if args.messages_key else encode
     keep = slice(args.max_length) if args.truncation == "right" else slice(-args.max_length, None)
-    for i, record in enumerate(load_rows(paths, columns)):
-        where, values = f"{', '.join(paths)}: row {i}", [record[column] for column in columns]
+
+    def example(record, i):
+        where = f"{', '.join(paths)}: row {i}"
         try:
-            ids, trained = (encode_messages if args.messages_key else encode)(*values, tokenizer)
+            ids, trained = read(*(record[column] for column in columns), tokenizer)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
-        if len(ids) > args.max_length:
-            if args.truncation == "error":
-                problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
-                raise ValueError(f"{problem}; raise it or pass --truncation left or right")
-            truncated += 1
-        ends |= {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
-        rows.append(split(ids[keep], trained[keep]))
-    kept = [row for row in rows if row]
-    if rows and not kept:
+        if (over := len(ids) > args.max_length) and args.truncation == "error":
+            problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
+            raise ValueError(f"{problem}; raise it or pass --truncation left or right")
+        ends = {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
+        return split(ids[keep], trained[keep]), [*ends, *["truncated"] * over]
+
+    fields = pa.schema(dict(prompt_ids=IDS, response_ids=IDS, trained=pa.list_(pa.bool_())))
+    how, code = (args.max_length, args.truncation), (load_examples, read, split)
+    rows, dropped, notes = prepare(paths, tokenizer, columns, (), fields, example, how, code)
+    if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a trained token")
-    return kept, ends, truncated, len(rows) - len(kept)
+    truncated = notes.pop("truncated", 0)
+    return rows, {*notes}, truncated, dropped
 
 
 def lengths(rows):
-    return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
+    """Tokens of each row; of those on disk without reading them."""
+    if isinstance(rows, list):
+        return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
+    columns = zip(rows.columns("prompt_ids"), rows.columns("response_ids"))
+    return [n for pair in columns for n in pc.add(*map(pc.list_value_length, pair)).to_pylist()]
 
 
 def pack(lengths, budget):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos import grpo
-from data_prep.schema import load_prompts
+from data_prep.cache import load_prompts
 
 PROMPTS, GROUP = 4, 4
 FLASH = "flash_attention_2"

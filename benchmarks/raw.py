@@ -28,7 +28,7 @@ from algos.grpo import (
     shared,
     split_micro_batches,
 )
-from data_prep.schema import load_prompts
+from data_prep.cache import load_prompts
 
 
 @dataclass

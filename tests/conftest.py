@@ -47,6 +47,12 @@ def rollouts(out, step):
     ]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Tokenised rows are not those of earlier sessions; programs that are started inherit it."""
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Directory of a random model with 2 layers, and tied embeddings."""

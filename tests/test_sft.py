@@ -126,7 +126,8 @@ def test_pack(monkeypatch):
 def test_a_string_is_one_user_message(rows_file):
     as_messages = sft.load_examples([rows_file], make_args(), make_tokenizer())
     as_strings = sft.load_examples([rows_file], make_args(prompt_key="extra_info.question"), make_tokenizer())
-    assert as_messages == as_strings and as_messages[1:] == ({make_tokenizer().eos_token_id}, 0, 0)
+    assert [*as_messages[0]] == [*as_strings[0]]
+    assert as_messages[1:] == as_strings[1:] == ({make_tokenizer().eos_token_id}, 0, 0)
 
 
 CONVERSATION = """\
@@ -168,7 +169,7 @@ def test_conversations_from_a_file(tmp_path):
     rows, _, truncated, dropped = sft.load_examples(
         [file], make_args(messages_key="messages"), conversation_tokenizer()
     )
-    assert rows == [sft.split(*sft.encode_messages(MESSAGES, conversation_tokenizer()))]
+    assert [*rows] == [sft.split(*sft.encode_messages(MESSAGES, conversation_tokenizer()))]
     assert (truncated, dropped) == (0, 1)
     with pytest.raises(ValueError, match=r"rows.parquet: row 0: messages: .*unknown role tool"):
         sft.load_examples([file], make_args(messages_key="messages"), make_tokenizer())
