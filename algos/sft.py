@@ -120,6 +120,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.cache import IDS, prepare
 from data_prep.tracking import Logger, check_tracker
+from data_prep.turns import turns
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -151,31 +152,22 @@ def encode(prompt, response, tokenizer):
 
 
 def encode_messages(messages, tokenizer):
-    """-> ids of a conversation; which are trained: the assistant's turns, each up to the token that ends it.
-
-    A turn lies between what the template writes for the messages before it, with the generation prompt (what
-    a sampler is given), and for those up to it. Both must be the beginning of the whole conversation.
-    """
+    """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
     messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up with null
-    template = partial(tokenizer.apply_chat_template, tokenize=False)
-    text = template(messages)
+    text, found = turns(messages, tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    eos, special = tokenizer.eos_token_id, {i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
-    trained = [False] * len(ids)
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, upto = template(messages[:i], add_generation_prompt=True), template(messages[: i + 1])
-            if not (upto.startswith(before) and text.startswith(upto)):
-                raise ValueError(f"the chat template renders message {i} otherwise when others follow it")
-            # a token that begins before the turn is context, even if it ends in it
-            turn = [j for j, (start, _) in enumerate(offsets) if len(before) <= start < len(upto)]
-            ends = [j for j in turn if ids[j] == eos] or [j for j in turn if ids[j] in special]
-            if not ends:
-                raise ValueError(f"the chat template ends message {i} with no token that a sampler stops at")
-            for j in turn:
-                trained[j] = j <= ends[-1]
-    return ids, trained
+    ids, starts = np.array(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]])
+    special = lambda: [i for i, x in tokenizer.added_tokens_decoder.items() if x.special]
+    trained = np.zeros(len(ids), dtype=bool)
+    for i, begin, end in found:
+        # a token that begins before the turn is context, even if it ends in it
+        turn = np.flatnonzero((begin <= starts) & (starts < end))
+        ends = turn[ids[turn] == tokenizer.eos_token_id]
+        ends = ends if len(ends) else turn[np.isin(ids[turn], special())]
+        if not len(ends):
+            raise ValueError(f"the chat template ends message {i} with no token that a sampler stops at")
+        trained[turn] = turn <= ends[-1]
+    return ids.tolist(), trained.tolist()
 
 
 def split(ids, trained):
@@ -912,7 +904,10 @@ def load_examples(paths, args, tokenizer):
         return split(ids[keep], trained[keep]), [*ends, *["truncated"] * over]
 
     fields = pa.schema(dict(prompt_ids=IDS, response_ids=IDS, trained=pa.list_(pa.bool_())))
-    how, code = (args.max_length, args.truncation), (load_examples, read, split)
+    how, code = (
+        (args.max_length, args.truncation),
+        (load_examples, read, split, sys.modules[turns.__module__]),
+    )
     rows, dropped, notes = prepare(paths, tokenizer, columns, (), fields, example, how, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a trained token")
