@@ -172,18 +172,21 @@ def build(entry, work, jobs, rows):
 
 def read_jobs(paths, files, columns):
     """Yield (number of the file, path, first row in the file, first row over all files, record batch)."""
-    before = 0
-    names = [*{column.split(".")[0]: None for column in columns}]
+    before, names = 0, [*{column.split(".")[0]: None for column in columns}]
     for number, (path, file) in enumerate(zip(paths, files)):
-        size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
-        rows, start = min(JOB_ROWS, JOB_BYTES * file.metadata.num_rows // max(size, 1)), 0
+        first = 0
         try:
-            for batch in file.iter_batches(max(rows, 1), columns=names):
-                yield number, path, start, before + start, batch
-                start += len(batch)
+            for group in range(
+                file.num_row_groups
+            ):  # pyarrow keeps what it read of all groups that it is given
+                size = file.metadata.row_group(group).total_byte_size // JOB_BYTES + 1
+                rows = max(1, min(JOB_ROWS, file.metadata.row_group(group).num_rows // size))
+                for batch in file.iter_batches(rows, [group], names):
+                    yield number, path, first, before + first, batch
+                    first += len(batch)
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{path}: damaged ({str(error).splitlines()[0]}); write it again") from None
-        before += start
+        before += first
 
 
 def encode_job(columns, kept, fields, encode, job):
@@ -227,6 +230,7 @@ def start(function):
     CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # CAREFUL: a tokenizer that runs in parallel would wait for threads, which a fork does not inherit
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    transformers.logging.set_verbosity_error()  # or each of them would give a warning that one gives
     call.function = function
 
 
