@@ -23,7 +23,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate, chain, count, groupby
@@ -134,6 +134,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
@@ -290,19 +291,21 @@ def main(args):
     engine = build_engine(args, device)
     models = [load_model(args, mesh, device)]
     if args.use_kl_loss:
-        models.append(load_model(args, mesh, device).eval().requires_grad_(False))
+        frozen = replace(args, param_dtype=args.compute_dtype)
+        models.append(load_model(frozen, mesh, device).eval().requires_grad_(False))
     policy = models[0]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(checkpoints, policy.lm, optimizer)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
-    sample = partial(rollout, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
-    check_engines(sample, policy, train_rows, args)
+    sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
+    check_engines(sampler, policy, train_rows, args)
     stop = []  # by SIGTERM: the step in progress is the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
     def validate():
-        rows = sample(val_rows, 0, {}, args.val_group_size, temperature=args.val_temperature)
+        with sampler({}) as sample:
+            rows = sample(val_rows, 0, args.val_group_size, temperature=args.val_temperature)
         metrics = validation_metrics(score_rows(rows, val_manager, tokenizer)[0])
         log.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
         return metrics
@@ -320,7 +323,8 @@ def main(args):
         prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
         # ---- rollout
         sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-        rows = sample(prompts, step, timing, args.group_size, **sampling)
+        with sampler(timing) as sample:
+            rows = sample(prompts, step, args.group_size, **sampling)
         # ---- reward: from here every rank knows all rows
         with timed(timing, "reward"):
             rows, rank_tokens = score_rows(rows, manager, tokenizer)
@@ -402,7 +406,7 @@ class LogProbs(torch.autograd.Function):
         return out if temperature == 1 else out.div_(temperature)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap=None):
+    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
         logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
@@ -411,10 +415,10 @@ class LogProbs(torch.autograd.Function):
             logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
-            if ctx.needs_input_grad[0]:  # without a backward nobody looks at it
+            if with_entropy and ctx.needs_input_grad[0]:  # without a backward nobody looks at it
                 entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.temperature, ctx.softcap, ctx.with_entropy = temperature, softcap, with_entropy
         return logp, entropy
 
     @staticmethod
@@ -431,8 +435,10 @@ class LogProbs(torch.autograd.Function):
             if i:  # the last chunk is still there
                 torch.log_softmax(logits(), -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
-            d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).sub_(d_logp[part]).mul_(p_lv)
-            d_lv = d_lv.scatter_add_(-1, target[part, None], d_logp[part])
+            d_lv = -d_logp[part]
+            if ctx.with_entropy:
+                d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).add_(d_lv)
+            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[part, None], d_logp[part])
             if ctx.softcap:  # d tanh = 1 - tanh^2
                 tanh_lv = logits().mul_(ctx.temperature / ctx.softcap)
                 d_lv = d_lv.addcmul_(d_lv, tanh_lv.square_(), value=-1)
@@ -440,15 +446,15 @@ class LogProbs(torch.autograd.Function):
             torch.mm(d_lv, weight, out=d_hidden[part])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[part])
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, *[None] * 4
 
 
 class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
 
-    def __init__(self, lm: nn.Module):
+    def __init__(self, lm: nn.Module, entropy=True):
         super().__init__()
-        self.lm = lm
+        self.lm, self.entropy = lm, entropy  # entropy: whether a loss needs it
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
         # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
@@ -456,12 +462,11 @@ class TokenLogps(nn.Module):
         self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
 
-    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
+    def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
-        layout = dict(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
-        hidden = self.lm.base_model(**layout, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
         weight = self.lm.get_output_embeddings().weight
-        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap)
+        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap, self.entropy)
 
 
 def recurrent(config):
@@ -479,21 +484,24 @@ def pad(rows):
 def padded(prompts, responses):
     """A layout for `token_logps`: a row each, padded on the right, which causal attention never looks at.
 
-    Returns input_ids, position_ids, attention_mask, and for each response the flat positions that predict it.
+    Returns what the model takes, and for each response the flat positions that predict it.
     """
     input_ids = pad([p + r for p, r in zip(prompts, responses, strict=True)])
     # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
     before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
-    return input_ids, None, None, [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
+    return dict(input_ids=input_ids), [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
 
 
 def packed(prompts, responses):
     """One row without padding, for attention kernels that tell sequences apart by position ids."""
     rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
     position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    ends = accumulate(map(len, rows))
+    ends, longest = [*accumulate(map(len, rows))], max(map(len, rows))
     where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
-    return torch.cat(rows)[None], position_ids, None, where
+    # flash attention would look for the borders in each layer, and wait for the GPU
+    borders = torch.tensor([0, *ends], dtype=torch.int32)
+    sizes = dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest)
+    return dict(input_ids=torch.cat(rows)[None], position_ids=position_ids, **sizes), where
 
 
 def token_logps(policy, prompts, responses, temperature, layout):
@@ -503,10 +511,10 @@ def token_logps(policy, prompts, responses, temperature, layout):
     Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
     """
     device = next(policy.parameters()).device
-    *inputs, where = layout(prompts, responses)
+    inputs, where = layout(prompts, responses)
     target = torch.tensor([token for response in responses for token in response])
-    inputs = [x if x is None else x.to(device) for x in (*inputs, torch.cat(where), target)]
-    logp, entropy = policy(*inputs, temperature)
+    inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
+    logp, entropy = policy(torch.cat(where).to(device), target.to(device), temperature, **inputs)
     mask_nt = response_mask([len(r) for r in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
     return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
@@ -583,7 +591,7 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype=args.param_dtype, **changes)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -760,10 +768,7 @@ def check_args(args):
     if args.temperature <= 0:
         fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
     if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
-        fail(
-            f"{flag('top_p')} {flag('top_k')} with {flag('tis_cap')}: a truncated sampler's log-probs do not"
-            " compare with the trainer's; sample from all tokens, or pass --tis_cap 0"
-        )
+        fail(f"{flag('top_p')} {flag('top_k')}: log-probs are not of all tokens then, so pass --tis_cap 0")
 
 
 def load_data(args):
@@ -774,6 +779,8 @@ def load_data(args):
     try:
         check_tracker(args)
         config = AutoConfig.from_pretrained(args.model)
+        if config.get_text_config() is not config:
+            raise ValueError(f"{args.model}: {config.model_type} models take more than text: not supported")
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         if args.share_prefix and (window or recurrent(config)):
             raise ValueError(f"--share_prefix needs full attention, and {config.model_type} has other layers")
@@ -834,32 +841,39 @@ def build_engine(args, device):
     return engine
 
 
-def rollout(engine, models, optimizer, args, prompts, step, timing, group_size, **sampling):
-    """Sync the sampler, let it answer the step's prompts, and give its memory back -> this rank's rows.
+@contextmanager
+def awake(engine, models, optimizer, args, timing, **sampling):
+    """The sampler, awake and with the trainer's weights: `rollout`, for as long as the block lasts."""
+    device = next(models[0].parameters()).device
+    with timed(timing, "sync"):
+        engine.wake_up(tags=["weights"])
+        sync_weights(engine, models[0].lm)
+        if args.offload:
+            move("cpu", models, optimizer)
+        engine.wake_up(tags=["kv_cache"])
+    yield partial(rollout, engine, args, timing, **sampling)
+    with timed(timing, "sync"):
+        engine.sleep(level=2)
+        if args.offload:
+            move(device, models, optimizer)
+
+
+def rollout(engine, args, timing, prompts, step, group_size, **sampling):
+    """Let the sampler answer the prompts of all ranks -> this rank's rows.
 
     The ranks of a tensor-parallel group answer the union of their prompts and keep their own.
     """
     from vllm import SamplingParams
 
-    rank, world, device = dist.get_rank(), dist.get_world_size(), next(models[0].parameters()).device
+    rank, world = dist.get_rank(), dist.get_world_size()
     own = prompts[rank // args.tp_size :: world // args.tp_size]
     rows = [dict(row, sample=g) for row in own for g in range(group_size)]
-    sampling = dict(max_tokens=args.max_response_length, detokenize=False) | sampling
-    sampling |= dict(logprobs=0, flat_logprobs=True)
+    limits = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
     seeds = [np.random.SeedSequence((args.seed, step, row["index"], row["sample"])) for row in rows]
-    params = [SamplingParams(seed=int(seed.generate_state(1)[0]), **sampling) for seed in seeds]
-    with timed(timing, "sync"):
-        engine.wake_up(tags=["weights"])
-        sync_weights(engine, models[0].lm)
+    params = [SamplingParams(seed=int(seed.generate_state(1)[0]), **limits | sampling) for seed in seeds]
     with timed(timing, "gen"):
-        if args.offload:
-            move("cpu", models, optimizer)
-        engine.wake_up(tags=["kv_cache"])
         texts = [dict(prompt_token_ids=row["prompt_ids"]) for row in rows]
         outputs = engine.generate(texts, params, use_tqdm=False)
-        engine.sleep(level=2)
-        if args.offload:
-            move(device, models, optimizer)
     for row, o in zip(rows, [output.outputs[0] for output in outputs], strict=True):
         logps = [o.logprobs.logprobs[i] for i in o.logprobs.start_indices]
         row |= dict(response_ids=list(o.token_ids), rollout_logps=logps, finish_reason=o.finish_reason)
@@ -870,14 +884,15 @@ def sync_weights(engine, lm):
     """Stream the sharded model into the sampler, one full tensor at a time; tied weights go once."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
+    dtype = engine.llm_engine.model_config.dtype
     tied = lm.all_tied_weights_keys if lm.config.tie_word_embeddings else ()
 
     def stream():  # full_tensor is a collective: every rank iterates in the same order
         for name, x in lm.state_dict().items():  # persistent buffers too
             if name not in tied:
-                yield from revert_weight_conversion(
-                    lm, {name: getattr(x, "full_tensor", lambda x=x: x)()}
-                ).items()
+                # a shard is cast before it travels; in a forward FSDP casts parameters, but no buffers
+                x = x.to(dtype).full_tensor() if isinstance(x, DTensor) else x
+                yield from revert_weight_conversion(lm, {name: x}).items()
 
     def load(model):
         model.load_weights(stream())
@@ -892,19 +907,20 @@ def sync_weights(engine, lm):
 
 
 def move(device, models, optimizer):
-    """Move shards and optimizer state between GPU and host."""
+    """Move shards and optimizer state between GPU and pinned host memory; only empty_cache waits for it."""
     for model in models:
-        model.to(device)
+        model.to(device, non_blocking=True)
     for state in optimizer.state.values():
-        state.update({name: value.to(device) for name, value in state.items() if value.dim()})
+        state |= {k: x.to(device, non_blocking=True) for k, x in state.items() if x.dim()}
     torch.cuda.empty_cache()
 
 
-def check_engines(sample, policy, rows, args):
+def check_engines(sampler, policy, rows, args):
     """Before the first step: sampler and trainer, in the layout that trains, agree on short responses."""
     rows = [dict(rows[i % len(rows)]) for i in range(2 * dist.get_world_size())]
     rows = [row | dict(prompt_ids=row["prompt_ids"][-32:]) for row in rows]
-    rows = sample(rows, 0, {}, 2, temperature=args.temperature, max_tokens=8)
+    with sampler({}) as sample:
+        rows = sample(rows, 0, 2, temperature=args.temperature, max_tokens=8)
     texts = [[row[name] for row in rows] for name in ("prompt_ids", "response_ids")]
     with torch.no_grad():
         logp_nt, _ = token_logps(policy, *texts, args.temperature, layout_of(policy.lm.config, args))
@@ -925,7 +941,8 @@ def check_sampler(logp_nt, batch, args, step):
             f"weight sync failed at step {step}: the sampler does not hold the trainer's weights, or computes"
             f" otherwise; {tokens:.0f} log-probs differ by {gap:.3g} on average, more than {limit}"
         )
-    return {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
+    probs = {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
+    return probs | {"training/rollout_logp_diff_mean": gap}
 
 
 def score_rows(rows, manager, tokenizer):
@@ -956,7 +973,7 @@ def shared(prompts, responses):
         columns.append((ids, position, branch))
     input_ids, position_ids, branch = map(pad, zip(*columns))
     related = (branch[:, None] == 0) | (branch[:, None] == branch[:, :, None])  # [B, query, key]
-    return input_ids, position_ids, related.tril()[:, None], where
+    return dict(input_ids=input_ids, position_ids=position_ids, attention_mask=related.tril()[:, None]), where
 
 
 def layout_of(config, args):
@@ -1018,6 +1035,10 @@ def all_logps(policy, batch, args):
 
 def step_metrics(rows, rank_tokens, load, policy, timing, args):
     """Scores, lengths, balance and time of a step: what all algorithms have."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    # torch counts the sampler's memory, asleep or not
+    pool = CuMemAllocator.get_instance().get_current_usage() if torch.cuda.is_available() else 0
     responses, prompts = [len(row["response_ids"]) for row in rows], [len(row["prompt_ids"]) for row in rows]
     results, balanced = [row["reward"] for row in rows], [sum(tokens) for tokens in load]
     total, seconds = sum(responses) + sum(prompts), timing["step"]
@@ -1031,7 +1052,7 @@ def step_metrics(rows, rank_tokens, load, policy, timing, args):
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds,
         "perf/throughput": total / seconds / len(load),
-        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() - pool) / 2**30,
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
     for kind, tokens in (("", rank_tokens), ("balanced_", balanced)):

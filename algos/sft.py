@@ -111,7 +111,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_single, all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.benchmark import Timer
@@ -334,7 +334,7 @@ class LogProbs(torch.autograd.Function):
         return out if temperature == 1 else out.div_(temperature)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap=None):
+    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
         logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
@@ -343,10 +343,10 @@ class LogProbs(torch.autograd.Function):
             logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
-            if ctx.needs_input_grad[0]:  # without a backward nobody looks at it
+            if with_entropy and ctx.needs_input_grad[0]:  # without a backward nobody looks at it
                 entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.temperature, ctx.softcap, ctx.with_entropy = temperature, softcap, with_entropy
         return logp, entropy
 
     @staticmethod
@@ -363,8 +363,10 @@ class LogProbs(torch.autograd.Function):
             if i:  # the last chunk is still there
                 torch.log_softmax(logits(), -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
-            d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).sub_(d_logp[part]).mul_(p_lv)
-            d_lv = d_lv.scatter_add_(-1, target[part, None], d_logp[part])
+            d_lv = -d_logp[part]
+            if ctx.with_entropy:
+                d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).add_(d_lv)
+            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[part, None], d_logp[part])
             if ctx.softcap:  # d tanh = 1 - tanh^2
                 tanh_lv = logits().mul_(ctx.temperature / ctx.softcap)
                 d_lv = d_lv.addcmul_(d_lv, tanh_lv.square_(), value=-1)
@@ -372,15 +374,15 @@ class LogProbs(torch.autograd.Function):
             torch.mm(d_lv, weight, out=d_hidden[part])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[part])
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, *[None] * 4
 
 
 class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
 
-    def __init__(self, lm: nn.Module):
+    def __init__(self, lm: nn.Module, entropy=True):
         super().__init__()
-        self.lm = lm
+        self.lm, self.entropy = lm, entropy  # entropy: whether a loss needs it
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
         # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
@@ -388,12 +390,11 @@ class TokenLogps(nn.Module):
         self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
 
-    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
+    def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
-        layout = dict(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
-        hidden = self.lm.base_model(**layout, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
         weight = self.lm.get_output_embeddings().weight
-        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap)
+        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap, self.entropy)
 
 
 def recurrent(config):
@@ -411,21 +412,24 @@ def pad(rows):
 def padded(prompts, responses):
     """A layout for `token_logps`: a row each, padded on the right, which causal attention never looks at.
 
-    Returns input_ids, position_ids, attention_mask, and for each response the flat positions that predict it.
+    Returns what the model takes, and for each response the flat positions that predict it.
     """
     input_ids = pad([p + r for p, r in zip(prompts, responses, strict=True)])
     # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
     before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
-    return input_ids, None, None, [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
+    return dict(input_ids=input_ids), [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
 
 
 def packed(prompts, responses):
     """One row without padding, for attention kernels that tell sequences apart by position ids."""
     rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
     position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    ends = accumulate(map(len, rows))
+    ends, longest = [*accumulate(map(len, rows))], max(map(len, rows))
     where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
-    return torch.cat(rows)[None], position_ids, None, where
+    # flash attention would look for the borders in each layer, and wait for the GPU
+    borders = torch.tensor([0, *ends], dtype=torch.int32)
+    sizes = dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest)
+    return dict(input_ids=torch.cat(rows)[None], position_ids=position_ids, **sizes), where
 
 
 def token_logps(policy, prompts, responses, temperature, layout):
@@ -435,10 +439,10 @@ def token_logps(policy, prompts, responses, temperature, layout):
     Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
     """
     device = next(policy.parameters()).device
-    *inputs, where = layout(prompts, responses)
+    inputs, where = layout(prompts, responses)
     target = torch.tensor([token for response in responses for token in response])
-    inputs = [x if x is None else x.to(device) for x in (*inputs, torch.cat(where), target)]
-    logp, entropy = policy(*inputs, temperature)
+    inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
+    logp, entropy = policy(torch.cat(where).to(device), target.to(device), temperature, **inputs)
     mask_nt = response_mask([len(r) for r in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
     return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
@@ -515,7 +519,7 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype=args.param_dtype, **changes)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -719,25 +723,31 @@ class Policy(TokenLogps):
 
     group = None  # of ranks that share rows (Ulysses)
 
-    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
+    def forward(self, where, target, temperature, **inputs):
         """As TokenLogps, but 0 for what another rank of the group predicts."""
         if temperature is None:
-            logits = self.lm(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)[where].float()
+            logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1)[where].float()
             return (logits.log_softmax(-1).gather(-1, target[:, None])[:, 0],) * 2
         if not self.group:
-            return super().forward(input_ids, position_ids, attention_mask, where, target, temperature)
+            return super().forward(where, target, temperature, **inputs)
         size, rank = self.group.size(), self.group.rank()
-        short = -input_ids.shape[1] % size  # padding: tokens at position 0, each a sequence of its own
-        input_ids, position_ids = (nn.functional.pad(x, (0, short)) for x in (input_ids, position_ids))
-        width = input_ids.shape[1] // size
+        short = (
+            -inputs["input_ids"].shape[1] % size
+        )  # padding behind the last sequence, which does not see it
+        width = (inputs["input_ids"].shape[1] + short) // size
         # labels were shifted before this cut: a slice's last position predicts the first token of the next
         mine, here = where // width == rank, slice(rank * width, (rank + 1) * width)
-        inputs = input_ids[:, here], position_ids[:, here], attention_mask, where[mine] - rank * width
-        logps = super().forward(*inputs, target[mine], temperature)
+        for name in ("input_ids", "position_ids"):
+            inputs[name] = nn.functional.pad(inputs[name], (0, short))[:, here]
+        inputs["cu_seq_lens_q"][-1] += short
+        inputs["max_length_q"] += short
+        logps = super().forward(where[mine] - rank * width, target[mine], temperature, **inputs)
         return [x.new_zeros(len(where)).masked_scatter(mine, x) for x in logps]
 
 
-def ulysses_attention(module, query, key, value, mask, scaling, position_ids, group, kernel, **unused):
+def ulysses_attention(
+    module, query, key, value, mask, scaling, cu_seq_lens_q, max_length_q, group, kernel, **_
+):
     """Ulysses: trade a slice of all heads for the whole row of some heads, attend, and trade back.
 
     query [1, H, T / sp, D], key and value with fewer heads -> [1, T / sp, H, D]; between: [1, H / sp, T, D].
@@ -750,16 +760,14 @@ def ulysses_attention(module, query, key, value, mask, scaling, position_ids, gr
 
     query = to_heads(query)
     key, value = (to_heads(x.repeat_interleave(repeats, 1)) for x in (key, value))
-    positions = all_gather_single(position_ids[0], 0, group)
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        starts = nn.functional.pad((positions == 0).nonzero()[:, 0].int(), (0, 1), value=len(positions))
-        longest = starts.diff().max().item()
-        row = *(x[0].transpose(0, 1) for x in (query, key, value)), starts, starts, longest, longest
+        sizes = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+        row = *(x[0].transpose(0, 1) for x in (query, key, value)), *sizes
         out = flash_attn_varlen_func(*row, softmax_scale=scaling, causal=True).transpose(0, 1)
     else:
-        sequence = (positions == 0).cumsum(0)
+        sequence = torch.repeat_interleave(cu_seq_lens_q.diff())
         mask = (sequence[:, None] == sequence).tril()
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         out = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)[0]
@@ -786,11 +794,11 @@ def load_policy(args, mesh, device):
         bits = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
         options = dict(quantization_config=transformers.BitsAndBytesConfig(**bits), device_map={"": device})
         options |= dict(dtype=dtype, attn_implementation=args.attn_implementation)
-        policy = Policy(AutoModelForCausalLM.from_pretrained(args.model, **options)).train()
+        policy = Policy(AutoModelForCausalLM.from_pretrained(args.model, **options), entropy=False).train()
         if args.gradient_checkpointing:
             policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     else:
-        policy = load_model(args, mesh, device, wrap=Policy)
+        policy = load_model(args, mesh, device, wrap=partial(Policy, entropy=False))
     policy.group = group
     return policy, Adapters(policy.lm, args) if args.lora_rank else policy.lm
 
@@ -856,6 +864,7 @@ def check_model(config, args):
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
     for wrong, problem in (
+        (config.get_text_config() is not config, "takes more than text: not supported"),
         (heads % args.sp_size, f"has {heads} attention heads, which {sp} does not divide"),
         (args.sp_size > 1 and special, f"has {' and '.join(special)}, which {sp} does not implement"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),

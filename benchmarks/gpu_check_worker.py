@@ -62,8 +62,8 @@ def logps(policy, rows, layout):
 
 def without_borders(prompts, responses):
     """Packed rows as one: a mistake."""
-    input_ids, position_ids, mask, where = grpo.packed(prompts, responses)
-    return input_ids, torch.arange(position_ids.shape[1])[None], mask, where
+    inputs, where = grpo.packed(prompts, responses)
+    return dict(input_ids=inputs["input_ids"]), where
 
 
 def alone(args, train_files, work):
@@ -81,7 +81,8 @@ def alone(args, train_files, work):
     tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
     prompts = load_prompts([train_files], tokenizer, args.max_prompt_length, True)[0][:PROMPTS]
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
-    rows = grpo.rollout(engine, [policy], None, args, prompts, 1, {}, GROUP, **sampling)
+    with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:
+        rows = sample(prompts, 1, GROUP)
     keep = "prompt_ids", "response_ids", "rollout_logps", "finish_reason", "group", "sample"
     (work / "rows.json").write_text(json.dumps([{name: row[name] for name in keep} for row in rows]))
 

@@ -81,7 +81,7 @@ def launch(script, *flags, ranks=1, path=(), watch=None):
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(launcher if ranks > 1 else [sys.executable]), ROOT / script, *flags]
-    env = os.environ | dict(OMP_NUM_THREADS=str(CORES // ranks), HF_HUB_OFFLINE="1")
+    env = os.environ | dict(OMP_NUM_THREADS=str(max(1, CORES // ranks)), HF_HUB_OFFLINE="1")
     env |= dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", PYTHONPATH=os.pathsep.join(map(str, path)))
     with tempfile.TemporaryFile("w+") as output:
         process = psutil.Popen(list(map(str, command)), env=env, stdout=output, stderr=output)

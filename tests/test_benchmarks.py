@@ -1,13 +1,15 @@
-"""The benchmarks still run with the trainers as they are: the smallest sizes of two of them."""
+"""The benchmarks still run with the trainers as they are: the smallest sizes of three of them."""
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 from conftest import ROOT, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.append(str(ROOT / "benchmarks"))
+import driver_worker
 import memory
 
 
@@ -19,6 +21,34 @@ def test_throughput_without_vllm(tiny, tmp_path):
     [result] = json.loads(out.read_text())["rounds"]
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0
     assert set(result["parts_s"]) == {"reward", "adv", "update_actor", "other"}
+
+
+def test_driver_on_two_ranks(tiny, tmp_path):
+    """A step has its parts, a start its rows; both take time, and a step's sum is that of its parts."""
+    script, out = ROOT / "benchmarks/driver.py", tmp_path / "x.json"
+    sizes = "--sizes 4 2 50 --ranks 2 --prompts 50 --dialogues".split()
+    run(script, "--model", tiny, *sizes, "--output", out)
+    result = json.loads(out.read_text())
+    [parts], [start] = (step["parts"] for step in result["steps"]), result["starts"]
+    assert {"gen", "gen to reward", "reward", "adv", "old_log_prob", "update_actor"} < parts.keys()
+    wall, cpu, _ = parts.pop("step")
+    assert cpu > 0 and 0 < wall < sum(w for w, _, _ in parts.values())  # the longest of each over the ranks
+    assert all(start[cache]["peak"][0] > 0 < start[cache]["held"][2] for cache in ("cold", "warm"))
+
+
+def test_driver_sampler():
+    """At once or one by one, in any order: the same response for a seed, within its limit."""
+    engine = driver_worker.Engine(driver_worker.Clock(), 9, barrier=None)
+    params = [SimpleNamespace(seed=seed, max_tokens=40) for seed in range(30)]
+    at_once = engine.generate([{}] * 30, params, use_tqdm=False)
+    for i, p in enumerate(params):
+        engine.llm_engine.add_request(str(i), {}, p)
+    one_by_one = {}
+    while engine.llm_engine.has_unfinished_requests():
+        one_by_one |= {int(done.request_id): done for done in engine.llm_engine.step() if done.finished}
+    assert [one_by_one[i].outputs for i in range(30)] == [done.outputs for done in at_once]
+    lengths = [len(done.outputs[0].token_ids) for done in at_once]
+    assert 5 < sum(lengths) / 30 < 15 and max(lengths) <= 40
 
 
 def test_memory():

@@ -110,7 +110,7 @@ def test_two_ranks_equal_one(straight, tiny, arithmetic, tmp_path):
 
 @pytest.fixture(scope="module")
 def loop(tiny, arithmetic, tmp_path_factory):
-    """dapo_loop.py on two ranks: directory of its runs, {scenario: [(exit, generation batches) a rank]}."""
+    """dapo_loop.py on two ranks: its directory, {scenario: [(exit, generation batches, syncs) a rank]}."""
     out = tmp_path_factory.mktemp("loop")
     done = run(ROOT / "tests/workers/dapo_loop.py", tiny, arithmetic / "train.parquet", out, ranks=2)
     lines = [line.split("|") for line in done.stdout.splitlines() if line.startswith("SCENARIO")]
@@ -118,11 +118,16 @@ def loop(tiny, arithmetic, tmp_path_factory):
 
 
 def test_always_right_is_an_error_on_both_ranks(loop):
-    [(line, batches), other] = loop[1]["always right"]
-    assert batches == 3 and other == (1, 3)
+    [(line, *counts), other] = loop[1]["always right"]
+    assert counts == [3, 1] and other == (1, 3, 1)
     assert "--max_gen_batches 3" in line and "0 of --train_batch_size 4 groups" in line and "100%" in line
-    [(line, batches), other] = loop[1]["one more"]  # the hint can be followed
-    assert "--max_gen_batches 4" in line and batches == 4 and other == (1, 4)
+    [(line, *counts), other] = loop[1]["one more"]  # the hint can be followed
+    assert "--max_gen_batches 4" in line and counts == [4, 1] and other == (1, 4, 1)
+
+
+def test_one_sync_a_step(loop):
+    """The weights are the same for all generation batches of a step."""
+    assert loop[1]["surplus"] == [("ended", 3 + 1 + 1, 3)] * 2
 
 
 def test_partial_batch_by_flag(loop):
@@ -176,4 +181,4 @@ def test_an_epoch_ends_with_its_data(loop):
     assert last < 64 // 4 and state(out, last)["step"] == last
     assert 64 <= state(out, last)["drawn"] <= 64 + 12
     assert max(k for k in groups(out, last)) < state(out, last)["drawn"]
-    assert loop[1]["epoch again"] == [("ended", 0)] * 2  # resumed at the end: nothing is sampled
+    assert loop[1]["epoch again"] == [("ended", 0, 0)] * 2  # resumed at the end: nothing is sampled

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import transformers
 from families import build, write
 from transformers import PhiConfig
 
@@ -44,6 +45,12 @@ def test_shared_prefix_needs_a_mask(refused):
 def test_flash_attention_has_no_float32(refused):
     line = refused(attn_implementation="flash_attention_2", compute_dtype="float32")
     assert "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16" in line
+
+
+@pytest.mark.parametrize("family", ("Gemma3", "Qwen3_5"))
+def test_a_model_of_images_and_text(refused, tmp_path, family):
+    getattr(transformers, f"{family}Config")().save_pretrained(tmp_path / "vlm")
+    assert "models take more than text" in refused(model=tmp_path / "vlm")
 
 
 def test_missing_file(refused):

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AttentionInterface
 
 from algos import dapo, grpo, ppo
+from tests import families
 
 
 def f64(*values):
@@ -66,6 +68,20 @@ def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype,
     torch.testing.assert_close(ours, theirs, **near)
 
 
+def test_entropy_is_left_out_where_nobody_uses_it():
+    """Of validation and old log-probs, which have no backward, and of SFT: the rest stays as it is."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(n, 4, requires_grad=True) for n in (5, 7)]
+    target = torch.tensor([0, 6, 2, 2, 5])
+    apply = lambda entropy: grpo.LogProbs.apply(*inputs, target, 0.7, None, entropy)
+    (logp, entropy), (same, none) = apply(True), apply(False)
+    assert (entropy > 0).all() and (none == 0).all() and torch.equal(logp, same)
+    ours, theirs = (torch.autograd.grad(x.sum(), inputs) for x in (same, logp))
+    torch.testing.assert_close(ours, theirs)
+    inputs[0] = inputs[0].detach()  # as a model's output is under no_grad
+    assert torch.equal(apply(True)[0], logp) and (apply(True)[1] == 0).all()
+
+
 def test_a_frozen_output_layer_gets_no_gradient():
     hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)  # LoRA
     grpo.LogProbs.apply(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0, None)[0].sum().backward()
@@ -83,9 +99,40 @@ def test_logits_take_two_buffers_of_a_chunk(monkeypatch):
     assert sum(n for n in made if n >= 64 * 999 * 4) == 2 * 64 * 999 * 4
 
 
+def test_packed_rows_by_hand():
+    inputs, where = grpo.packed([[7, 8], [9]], [[1, 2], [4]])
+    assert inputs["input_ids"].tolist() == [[7, 8, 1, 2, 9, 4]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 4, 6]
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 4
+    assert [x.tolist() for x in where] == [[1, 2], [4]]
+
+
+def by_borders(module, query, key, value, mask, scaling, cu_seq_lens_q, max_length_q, **unused):
+    """As flash attention does it: borders of rows by what is passed, not by position ids."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    pieces = zip(*(x.split(cu_seq_lens_q.diff().tolist(), 2) for x in (query, key, value)), strict=True)
+    assert max_length_q == cu_seq_lens_q.diff().max() and mask is None
+    out = [nn.functional.scaled_dot_product_attention(*p, is_causal=True, scale=scaling) for p in pieces]
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mixtral"))
+def test_borders_of_packed_rows_reach_the_kernel(family):
+    AttentionInterface.register("by_borders", by_borders)
+    policy = grpo.TokenLogps(families.build(family).eval())
+    texts = [[7, 8], [9, 10, 11], [12]], [[1, 2], [4], [5, 6, 7]]
+    logp_nt = []
+    for kernel, layout in (("sdpa", grpo.padded), ("by_borders", grpo.packed)):
+        policy.lm.set_attn_implementation(kernel)
+        logp_nt.append(grpo.token_logps(policy, *texts, 1.0, layout)[0])
+    torch.testing.assert_close(*logp_nt)
+
+
 def test_a_tree_by_hand():
     """Two responses to prompt 7 8, then one to 9: see the docstring of `shared`."""
-    ids, positions, mask, where = grpo.shared([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
+    inputs, where = grpo.shared([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
+    ids, positions, mask = inputs.values()
     assert ids.tolist() == [[7, 8, 1, 2, 3], [9, 4, 0, 0, 0]]
     assert positions.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0]]
     seen = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4]]

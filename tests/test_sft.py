@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, documented, metrics, run
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config
 
 from algos import sft
 from data_prep.arithmetic import make_row
@@ -61,7 +61,7 @@ class Spy(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
 
-    def forward(self, input_ids, position_ids, attention_mask, where, target, temperature):
+    def forward(self, where, target, temperature, input_ids, **layout):
         self.asked = [input_ids.flatten()[p + 1].item() for p in where], target.tolist(), temperature
         return torch.zeros(len(target)), torch.zeros(len(target))
 
@@ -478,3 +478,8 @@ def test_models_that_do_not_fit(tiny, changes, model, message):
         setattr(config, name, value)
     with pytest.raises(ValueError, match=message):
         sft.check_model(config, make_args(**changes))
+
+
+def test_a_model_of_images_and_text():
+    with pytest.raises(ValueError, match="takes more than text: not supported"):
+        sft.check_model(Gemma3Config(), make_args())

@@ -9,11 +9,11 @@ from algos import dapo
 rollout, steps = dapo.rollout, []
 
 
-def dying_rollout(engine, models, optimizer, args, prompts, step, *rest, **sampling):
+def dying_rollout(engine, args, timing, prompts, step, *rest, **sampling):
     steps.append(step)
     if step > 3 and steps.count(step) == 2:
         os._exit(9)
-    return rollout(engine, models, optimizer, args, prompts, step, *rest, **sampling)
+    return rollout(engine, args, timing, prompts, step, *rest, **sampling)
 
 
 dapo.rollout = dying_rollout

@@ -1,11 +1,12 @@
 """DAPO's loop with a made-up sampler in place of vLLM, so that each group's outcome is known: MODEL DATA OUT.
 
-Runs one scenario after the other on all ranks; prints, for each that stops, on which ranks and after how many
-generation batches.
+Runs one scenario after the other on all ranks; prints, for each how it ended on each rank, after how many
+generation batches and syncs.
 """
 
 import os
 import sys
+from contextlib import contextmanager
 from functools import cache
 
 import torch.distributed as dist
@@ -34,10 +35,17 @@ SCENARIOS = {  # groups by prompt number, in turn; flags
     "epoch again": (KINDS, "--total_epochs 1"),
 }
 GOES_ON = {"one more": "always right", "resumed on": "resumed", "epoch again": "epoch"}  # in one directory
-gen_batches, groups = 0, []
+gen_batches, syncs, groups = 0, 0, []
 
 
-def rollout(engine, models, optimizer, args, prompts, step, timing, group_size, **sampling):
+@contextmanager
+def awake(*_, **sampling):
+    global syncs
+    syncs += 1
+    yield rollout
+
+
+def rollout(prompts, step, group_size, **sampling):
     global gen_batches
     gen_batches += 1
     digits = tokenizer.convert_tokens_to_ids(["0", "1"])
@@ -55,18 +63,18 @@ def rollout(engine, models, optimizer, args, prompts, step, timing, group_size, 
 
 
 def main(model, data, out):
-    global gen_batches, groups, tokenizer
+    global gen_batches, syncs, groups, tokenizer
     tokenizer = dapo.AutoTokenizer.from_pretrained(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
     dapo.matmul_speed = lambda dtype, device: 1e12
     dapo.check_engines = dapo.check_sampler = lambda *_: {}  # the sampler's log-probs are made up too
-    dapo.rollout = rollout
+    dapo.awake = awake
     reward = __file__.replace("workers/dapo_loop.py", "dapo_reward.py:starts_with_one")
     sizes = "--train_batch_size 4 --ppo_mini_batch_size 4 --group_size 4 --max_prompt_length 16".split()
     sizes += f"--max_response_length {LENGTH} --overlong_buffer 1 --save_freq 0 --rollout_dump".split()
     for name, (made_up, flags) in SCENARIOS.items():
-        gen_batches, groups = 0, made_up
+        gen_batches, syncs, groups = 0, 0, made_up
         where = f"{out}/{GOES_ON.get(name, name)}"
         files = "--model", model, "--train_files", data, "--output_dir", where, "--reward_fn", reward
         sys.argv = ["dapo.py", *files, *sizes, *flags.split()]
@@ -76,7 +84,7 @@ def main(model, data, out):
         except SystemExit as stop:
             code = stop.code
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (code, gen_batches))
+        dist.all_gather_object(found, (code, gen_batches, syncs))
         if os.environ["RANK"] == "0":
             print("SCENARIO", name, found, sep="|")
     dist.destroy_process_group()

@@ -24,9 +24,9 @@ def check(directory, family, attention, mesh, device, engines):
     try:
         engines.append(grpo.build_engine(args, device))
         policy = grpo.load_model(args, mesh, device)
-        sample = partial(grpo.rollout, engines[-1], [policy], None, args, stop_token_ids=[1])
+        sampler = partial(grpo.awake, engines[-1], [policy], None, args, stop_token_ids=[1])
         rows = [dict(prompt_ids=list(range(8, 12 + i)), index=i) for i in range(2)]
-        grpo.check_engines(sample, policy, rows, args)
+        grpo.check_engines(sampler, policy, rows, args)
     except SystemExit as stop:
         return str(stop.code)
     return "right"

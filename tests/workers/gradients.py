@@ -87,7 +87,8 @@ def main(model, out, hsdp_replicas):
     results["time-outs"] = [backend.options._timeout.total_seconds() for backend in backends]
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda x, *rest, **kw: (reduced.append(x.numel() > 1000), all_reduce(x, *rest, **kw))[1]
-    policy.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel()))
+    count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel())
+    policy.register_forward_pre_hook(count, with_kwargs=True)
     for mode in MODES:
         for budget in (70, 200, 100_000):  # 200: two of three responses share a row
             for layout in ("padded", "packed", "shared"):
@@ -124,6 +125,16 @@ def main(model, out, hsdp_replicas):
     metrics, _ = grpo.update_actor(policy, optimizer, batch | dict(mini_batches=[good]), args)
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert not any(same) and metrics["actor/skipped_updates"] == 0
+
+    # weights in half precision are read as they are, and trained in --param_dtype
+    auto, half = grpo.AutoModelForCausalLM, f"{out}.half"
+    if dist.get_rank() == 0:
+        auto.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(half)
+    dist.barrier()
+    expected = auto.from_pretrained(half, dtype=torch.float32).state_dict()
+    loaded = grpo.load_model(dataclasses.replace(base, model=half), mesh, device).lm.state_dict()
+    for name, x in loaded.items():
+        assert x.dtype == torch.float32 and torch.equal(x.full_tensor(), expected[name]), name
 
     if dist.get_world_size() == 1:
         plain = grpo.TokenLogps(grpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))

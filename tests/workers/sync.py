@@ -16,7 +16,8 @@ def gap(engine, policy, args, temperature):
     """Largest log-prob difference on sampled tokens."""
     prompts = [dict(prompt_ids=[8, 9, 10 + i], index=i) for i in range(3)]
     sampling = dict(temperature=temperature, max_tokens=12, stop_token_ids=[1])
-    rows = grpo.rollout(engine, [policy], None, args, prompts * args.tp_size, 1, {}, 1, **sampling)
+    with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:
+        rows = sample(prompts * args.tp_size, 1, 1)
     prompts, responses = ([row[name] for row in rows] for name in ("prompt_ids", "response_ids"))
     with torch.no_grad():
         logp_nt, _ = grpo.token_logps(policy, prompts, responses, temperature, grpo.padded)
@@ -43,15 +44,16 @@ def main(model, tp_size):
         gaps[f"synced {temperature}"] = gap(engine, policy, args, temperature)
     # more prompt tokens than vLLM takes in one step: no prompt may be cut, or its seed fails on a CPU
     many = [dict(prompt_ids=[8 + i // 20, 8 + i % 20] + [9] * 14, index=i) for i in range(300)]
-    rows = grpo.rollout(engine, [policy], None, args, many, 1, {}, 1, temperature=1.0, max_tokens=1)
+    with grpo.awake(engine, [policy], None, args, {}, temperature=1.0) as sample:
+        rows = sample(many, 1, 1, max_tokens=1)
+        ended = sample(many, 1, 1, max_tokens=16)
     assert len(rows) == 300 // dist.get_world_size()
     # every EOS token of the model's generation config ends a response
-    many = grpo.rollout(engine, [policy], None, args, many, 1, {}, 1, temperature=1.0, max_tokens=16)
-    ends = {row["response_ids"][-1] for row in many if row["finish_reason"] == "stop"}
+    ends = {row["response_ids"][-1] for row in ended if row["finish_reason"] == "stop"}
     assert (
         len(ends) > 5
         and ends <= set(EOS)
-        and not any(set(EOS) & set(row["response_ids"][:-1]) for row in many)
+        and not any(set(EOS) & set(row["response_ids"][:-1]) for row in ended)
     )
     if dist.get_rank() == 0:
         print("GAPS", gaps)
