@@ -102,7 +102,6 @@ import jinja2
 import numpy as np
 import peft
 import psutil
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
@@ -118,7 +117,7 @@ from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
 
-from data_prep.cache import IDS, prepare
+from data_prep.cache import BOOL, BOOLS, IDS, prepare
 from data_prep.tracking import Logger, check_tracker
 from data_prep.turns import turns
 
@@ -222,7 +221,7 @@ def update(policy, optimizer, rows, args):
 @torch.no_grad()
 def evaluate(policy, rows, args):
     """The loss over all rows, each token weighing the same."""
-    tokens = sum(pc.sum(pc.list_flatten(x), min_count=0).as_py() for x in rows.columns("trained"))
+    tokens = pc.sum(pc.list_flatten(rows.column("trained"))).as_py()
     losses = [sft_loss(*batch, tokens).item() for batch in micro_batches(policy, rows, args)]
     return all_reduce([sum(losses)])[0]
 
@@ -805,7 +804,7 @@ def load_policy(args, mesh, device):
 
 def check_layout(policy, rows, args):
     """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
-    ids = [(row["prompt_ids"] + row["response_ids"])[:32] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
+    ids = [(row["prompt_ids"] + row["response_ids"])[:32] for row in (rows[i % len(rows)] for i in range(4))]
     texts, lm = ([x[:1] for x in ids], [x[1:] for x in ids]), policy.lm
     with torch.no_grad():
         logp_nt, _ = token_logps(policy, *texts, 1.0, packed if args.packing else padded)
@@ -910,26 +909,23 @@ def load_examples(paths, args, tokenizer):
             problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
             raise ValueError(f"{problem}; raise it or pass --truncation left or right")
         ends = {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
-        return split(ids[keep], trained[keep]), [*ends, *["truncated"] * over]
+        row = split(ids[keep], trained[keep])
+        return row and dict(row, ends=[*ends], truncated=over)
 
-    fields = pa.schema(dict(prompt_ids=IDS, response_ids=IDS, trained=pa.list_(pa.bool_())))
-    how, code = (
-        (args.max_length, args.truncation),
-        (load_examples, read, split, sys.modules[turns.__module__]),
-    )
-    rows, dropped, notes = prepare(paths, tokenizer, columns, (), fields, example, how, code)
+    fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
+    how, code = (args.max_length, args.truncation), (load_examples, read, split)
+    rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), how, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a trained token")
-    truncated = notes.pop("truncated", 0)
-    return rows, {*notes}, truncated, dropped
+    ends = {*pc.list_flatten(rows.column("ends")).unique().to_pylist()}
+    return rows, ends, pc.sum(rows.column("truncated"), min_count=0).as_py(), dropped
 
 
 def lengths(rows):
     """Tokens of each row; of those on disk without reading them."""
     if isinstance(rows, list):
         return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
-    columns = zip(rows.columns("prompt_ids"), rows.columns("response_ids"))
-    return [n for pair in columns for n in pc.add(*map(pc.list_value_length, pair)).to_pylist()]
+    return pc.add(*(pc.list_value_length(rows.column(x)) for x in ("prompt_ids", "response_ids"))).to_pylist()
 
 
 def pack(lengths, budget):

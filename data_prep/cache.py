@@ -1,71 +1,47 @@
-"""Rows that one rank of a machine reads, checks and tokenises, once: Arrow files that all ranks map.
+"""Rows that one rank of a machine reads, checks and tokenises, once: Datasets that all ranks map.
 
-An entry of the cache is a directory CACHE/KEY with an Arrow file for each parquet file, which
-`datasets.Dataset.from_file` opens too, and notes.json. The key is a hash of all that the entry depends on.
+An entry of the cache is a directory CACHE/KEY, in which N/*.arrow are the rows of the parquet file N, as
+`Dataset.map` wrote them. The key is a hash of all that the entry depends on.
 """
 
 import hashlib
 import inspect
-import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
-from ctypes import CDLL
+from contextlib import suppress
 from datetime import date
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
+import datasets
 import jinja2
-import numpy as np
 import pyarrow as pa
 import tokenizers
 import transformers
 import xxhash
+from datasets import Dataset, Features, concatenate_datasets
+from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
-from huggingface_hub.constants import HF_HOME
-from tqdm import tqdm
+from torch.utils.data import ConcatDataset
 
-from data_prep import schema
+from data_prep import schema, turns
 
-JOB_ROWS, JOB_BYTES = 1000, 2**24  # rows that a process takes at a time: at most so many, of about this size
-PROCESS_ROWS = 2000  # rows that are worth another process
-IDS = pa.list_(pa.int32())
+BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size
+QUIET_ROWS = 5000  # fewer are tokenised before a progress bar would tell anything
+BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
 
 
-class Rows(Sequence):
-    """Rows in Arrow files: a dict by index, made when it is asked for; a list of them by slice."""
+class Rows(ConcatDataset):
+    """The rows of a Dataset for each file: their structs may differ, so that they are not one Dataset."""
 
-    def __init__(self, paths):
-        self.tables = [pa.ipc.open_stream(pa.memory_map(str(path))).read_all() for path in paths]
-        self.batches = [batch for table in self.tables for batch in table.to_batches()]
-        self.ends = np.cumsum([batch.num_rows for batch in self.batches], dtype=int)
-
-    def __len__(self):
-        return sum(table.num_rows for table in self.tables)
-
-    def __getitem__(self, i):
-        if isinstance(i, slice):
-            return [self[j] for j in range(len(self))[i]]
-        i = range(len(self))[i]  # IndexError; counts from the end
-        number = np.searchsorted(self.ends, i, side="right")
-        batch = self.batches[number]
-        return batch.slice(i - self.ends[number] + len(batch), 1).to_pylist()[0]
-
-    def columns(self, name):
-        """A column of each file, in Arrow: without a Python object for each row."""
-        return [table[name] for table in self.tables]
+    def column(self, name):
+        """A column, in Arrow: without a Python object for each row."""
+        return concatenate_datasets([part.select_columns(name) for part in self.datasets]).data.column(name)
 
     def unique(self, name):
-        return {value for column in self.columns(name) for value in column.unique().to_pylist()}
+        return {value for part in self.datasets for value in part.unique(name)}
 
 
 def load_prompts(paths, tokenizer, max_length, drop_overlong):
@@ -73,61 +49,64 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong):
 
     Prompts of more than max_length tokens are dropped, or a ValueError.  Returns Rows, number dropped.
     """
+    names = ", ".join(map(str, paths))
+    how = dict(add_generation_prompt=True, return_dict=False)
+    how["tokenizer_kwargs"] = dict(return_attention_mask=False, verbose=False)
 
-    def encode(row, index):
+    def encode(rows, numbers):
         try:
-            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template([row["prompt"] for row in rows], **how)
         except jinja2.TemplateError as error:
-            raise ValueError(f"row {index} does not fit the tokenizer's chat template: {error}") from None
-        if len(ids) <= max_length:
-            return dict(prompt_ids=ids, index=index, group=index), ()
-        if not drop_overlong:
-            raise ValueError(
-                f"{', '.join(map(str, paths))}: the prompt of row {index} has {len(ids)} tokens, over"
-                f" --max_prompt_length {max_length}; raise it or drop the row by --filter_overlong_prompts"
-            )
-        return None, ()
+            if len(rows) > 1:  # which of them?
+                return [values for row, i in zip(rows, numbers) for values in encode([row], [i])]
+            problem = f"row {numbers[0]} does not fit the tokenizer's chat template"
+            raise ValueError(f"{problem}: {error}") from None
+        values = [dict(prompt_ids=x, index=i, group=i) for i, x in zip(numbers, ids)]
+        for row in values:
+            if len(row["prompt_ids"]) > max_length and not drop_overlong:
+                problem = f"the prompt of row {row['index']} has {len(row['prompt_ids'])} tokens, over"
+                remedy = f"--max_prompt_length {max_length}; raise it or drop the row"
+                raise ValueError(f"{names}: {problem} {remedy} by --filter_overlong_prompts")
+        return [row if len(row["prompt_ids"]) <= max_length else None for row in values]
 
     columns = "data_source", "prompt", "reward_model", "extra_info"
-    fields = pa.schema(dict(prompt_ids=IDS, index=pa.int64(), group=pa.int64()))
-    rows, dropped, _ = prepare(
-        paths, tokenizer, columns, columns, fields, encode, (max_length, drop_overlong)
-    )
+    fields = dict(prompt_ids=IDS, index=INT, group=INT)
+    rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, (max_length, drop_overlong))
     if paths and not rows:
-        raise ValueError(
-            f"{', '.join(map(str, paths))}: no prompt within --max_prompt_length {max_length}; raise it"
-        )
+        raise ValueError(f"{names}: no prompt within --max_prompt_length {max_length}; raise it")
     return rows, dropped
 
 
 def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
-    """The columns `kept` of parquet files and the fields of `encode` -> Rows, number dropped, notes.
+    """The columns `kept` of parquet files and the fields of `encode` -> Rows, number dropped.
 
-    encode({column: value}, number of the row over all files) -> values of the fields, or None to drop the
-    row; and notes, which are counted over all rows. about, code: what else the result depends on, values and
-    functions. Raises what `load_rows` and `encode` raise, in LOCAL_RANK 0; the others wait.
+    encode([{column: value}], their numbers over all files) -> for each row values of the fields, or None to
+    drop it. about, code: what else the result depends on, values and functions. Raises what `load_rows` and
+    `encode` raise, in LOCAL_RANK 0; the others wait.
     """
-    files = [schema.open_parquet(path, columns)[0] for path in paths]
-    work = partial(encode_job, columns, kept, fields, encode)
-    home = os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets")
-    entry = Path(home, "post_training", key_of(paths, tokenizer, (columns, kept, str(fields), about), code))
+    files, fields = [(path, *schema.open_parquet(path, columns)) for path in paths], pa.schema(fields)
+    entry = Path(datasets.config.HF_DATASETS_CACHE, "post_training")
+    entry /= key_of(paths, tokenizer, (columns, kept, str(fields), about), code)
     while int(os.environ.get("LOCAL_RANK", 0)) and not entry.is_dir():
         time.sleep(0.05)  # if LOCAL_RANK 0 fails, the launcher ends this one
     if not entry.is_dir():
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else every later fork gives a warning
         try:
-            build(entry, work, read_jobs(paths, files, columns), sum(f.metadata.num_rows for f in files))
+            build(entry, files, columns, kept, fields, encode)
         except OSError as error:  # of this machine: rank 0, if on another, would not say it
             remedy = "set HF_DATASETS_CACHE or HF_HOME to a directory with space that you may write to"
             sys.exit(f"error: {entry.parent}: tokenised rows cannot be written ({error}); {remedy}")
-    dropped, notes = json.loads((entry / "notes.json").read_text())
-    return Rows([entry / f"{i}.arrow" for i in range(len(paths))]), dropped, dict(notes)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else every later fork gives a warning
+    found = [sorted((entry / str(n)).glob("*.arrow")) for n in range(len(paths))]
+    parts = [concatenate_datasets([Dataset.from_file(str(x)) for x in some]) for some in found]
+    none = pa.schema([*((name, pa.null()) for name in kept), *fields]).empty_table()
+    rows = Rows(parts or [Dataset(none)])
+    return rows, sum(file.metadata.num_rows for _, file, _ in files) - len(rows)
 
 
 def key_of(paths, tokenizer, about, code):
     """Hash of the files, the tokenizer and its chat template, other arguments, and code."""
-    about = *about, transformers.__version__, tokenizers.__version__
-    about += tuple(inspect.getsource(x) for x in (sys.modules[__name__], schema, *code))
+    about = *about, transformers.__version__, tokenizers.__version__, datasets.__version__
+    about += tuple(inspect.getsource(x) for x in (sys.modules[__name__], schema, turns, *code))
     if "strftime_now" in str(tokenizer.chat_template):
         about += (date.today(),)  # which the template writes into the prompt
     digest = xxhash.xxh3_128(repr(about).encode())
@@ -139,30 +118,23 @@ def key_of(paths, tokenizer, about, code):
     return digest.hexdigest()
 
 
-def build(entry, work, jobs, rows):
+def build(entry, files, *how):
     """Make an entry of the cache: beside, and renamed when it is whole."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     for other in entry.parent.glob("*.new"):  # if its builder was killed, the lock is free
         with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):
             shutil.rmtree(other, ignore_errors=True)
-    new, writers, dropped, notes = entry.with_suffix(".new"), {}, 0, Counter()
+    new = entry.with_suffix(".new")
     with FileLock(entry.with_suffix(".lock")):
         if entry.is_dir():  # by another run, meanwhile
             return
         shutil.rmtree(new, ignore_errors=True)
         try:
             new.mkdir()
-            quiet = rows < 2 * PROCESS_ROWS or os.environ.get("RANK", "0") != "0"
-            with ExitStack() as stack, tqdm(total=rows, desc="tokenising", disable=quiet or None) as bar:
-                for number, batch, lost, noted in in_order(work, jobs, rows):
-                    if number not in writers:
-                        file = stack.enter_context(open(new / f"{number}.arrow", "wb"))
-                        writers[number] = stack.enter_context(pa.ipc.new_stream(file, batch.schema))
-                    writers[number].write_batch(batch)
-                    dropped, notes = dropped + lost, notes + noted
-                    bar.update(len(batch) + lost)  # on a terminal: disable=None
-            (new / "notes.json").write_text(json.dumps([dropped, [*notes.items()]]))
-            for path in new.iterdir():  # so that a power cut leaves no entry with holes
+            before = 0
+            for n, source in enumerate(files):
+                before += tokenise(new / str(n), before, *source, *how)
+            for path in new.rglob("*.arrow"):  # so that a power cut leaves no entry with holes
                 with open(path) as file:
                     os.fsync(file.fileno())
             os.replace(new, entry)
@@ -170,69 +142,39 @@ def build(entry, work, jobs, rows):
             shutil.rmtree(new, ignore_errors=True)
 
 
-def read_jobs(paths, files, columns):
-    """Yield (number of the file, path, first row in the file, first row over all files, record batch)."""
-    before, names = 0, [*{column.split(".")[0]: None for column in columns}]
-    for number, (path, file) in enumerate(zip(paths, files)):
-        first = 0
-        try:
-            for group in range(
-                file.num_row_groups
-            ):  # pyarrow keeps what it read of all groups that it is given
-                size = file.metadata.row_group(group).total_byte_size // JOB_BYTES + 1
-                rows = max(1, min(JOB_ROWS, file.metadata.row_group(group).num_rows // size))
-                for batch in file.iter_batches(rows, [group], names):
-                    yield number, path, first, before + first, batch
-                    first += len(batch)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{path}: damaged ({str(error).splitlines()[0]}); write it again") from None
-        before += first
+def tokenise(new, before, path, file, names, columns, kept, fields, encode):
+    """Write Arrow files of a parquet file's rows into the directory `new` -> how many there were."""
 
+    def encode_batch(table, numbers):
+        rows = [*schema.checked(table, columns, path, numbers[0])]
+        values = [*encode(rows, [before + i for i in numbers])]
+        old = table.select(kept).filter(pa.array([x is not None for x in values]))
+        made = pa.Table.from_pylist([x for x in values if x is not None], fields)
+        return pa.table([*old.columns, *made.columns], [*kept, *fields.names])
 
-def encode_job(columns, kept, fields, encode, job):
-    """A job of `read_jobs` -> its file's number, what is written, number of rows dropped, notes."""
-    number, path, start, index, batch = job
-    rows, numbers, notes = [], [], Counter()
-    for i, row in enumerate(schema.checked(batch, columns, path, start)):
-        values, noted = encode(row, index + i)
-        notes.update(noted)
-        if values is not None:
-            rows.append(values)
-            numbers.append(i)
-    old = [batch.column(name).take(pa.array(numbers, pa.int64())) for name in kept]
-    new = pa.RecordBatch.from_pylist(rows, fields)
-    result = pa.RecordBatch.from_arrays([*old, *new.columns], [*kept, *fields.names])
-    return number, result, len(batch) - len(rows), notes
-
-
-def in_order(function, jobs, rows):
-    """map, for so many rows in all: if they are worth it, in processes, which inherit the function."""
-    processes = min(len(os.sched_getaffinity(0)), rows // PROCESS_ROWS)
-    if processes < 2:
-        yield from map(function, jobs)
-        return
-    pool, waiting = ProcessPoolExecutor(processes, get_context("fork"), start, (function,)), deque()
+    # without the metadata of datasets, which would make other values of what pyarrow reads
+    types = Features.from_arrow_schema(pa.schema([file.schema_arrow.field(name) for name in names]))
+    quiet = file.metadata.num_rows < QUIET_ROWS or int(os.environ.get("RANK", 0)) or not sys.stderr.isatty()
+    (datasets.disable_progress_bars if quiet else datasets.enable_progress_bars)()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    raw = new.with_suffix(".raw")
     try:
-        for job in jobs:
-            waiting.append(pool.submit(call, job))
-            if len(waiting) > 2 * processes:  # no more of the data is in memory
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise ValueError("a process that tokenises was killed; was there memory enough?") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def start(function):
-    """Begin a process of the pool, which ends with its parent."""
-    CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # CAREFUL: a tokenizer that runs in parallel would wait for threads, which a fork does not inherit
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    transformers.logging.set_verbosity_error()  # or each of them would give a warning that one gives
-    call.function = function
-
-
-def call(job):
-    return call.function(job)
+        rows = Dataset.from_parquet(str(path), columns=names, features=types, cache_dir=str(raw))
+        # CAREFUL: no num_proc. Its processes outlive a killed run, with our lock, and map waits for ever for
+        # one that is killed; the tokenizer has threads of its own
+        rows.with_format("arrow").map(
+            encode_batch,
+            with_indices=True,
+            batched=True,
+            batch_size=max(1, min(BATCH_ROWS, BATCH_BYTES * len(rows) // rows.data.nbytes)),
+            cache_file_name=str(new / "rows.arrow"),
+            new_fingerprint=new.name,  # else a hash of all that encode refers to
+            desc="tokenising",
+        )
+    except DatasetGenerationError as error:
+        if getattr(error.__cause__, "errno", None):  # of the disk
+            raise error.__cause__ from None
+        problem = str(error.__cause__).splitlines()[0]
+        raise ValueError(f"{path}: damaged ({problem}); write it again") from None
+    shutil.rmtree(raw)
+    return len(rows)

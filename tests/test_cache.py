@@ -2,15 +2,20 @@
 
 import os
 import resource
-import signal
+import subprocess
+import sys
 import time
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import ROOT
 from test_sft import MESSAGES, conversation_tokenizer, make_args
+from tokenizers.processors import TemplateProcessing
 
 from algos import sft
 from data_prep import cache
@@ -25,8 +30,8 @@ COLUMNS = ["data_source", "prompt", "reward_model", "extra_info"]
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     """An empty cache -> its directory."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "JOB_ROWS", 7)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(cache, "BATCH_ROWS", 7)
     return tmp_path / "cache/post_training"
 
 
@@ -37,7 +42,7 @@ def file(tmp_path):
 
 
 class Counting:
-    """A tokenizer that notes each prompt in a file, whichever process it is in; then `before(its number)`."""
+    """A tokenizer that notes in a file which process had a prompt; then `before(number of the prompt)`."""
 
     def __init__(self, path, before=lambda number: None):
         self.tokenizer, self.path, self.before = make_tokenizer(), Path(path), before
@@ -45,11 +50,12 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.tokenizer, name)
 
-    def apply_chat_template(self, messages, **options):
-        with open(self.path, "a") as file:
-            file.write(f"{os.getpid()}\n")
-        self.before(self.count())
-        return self.tokenizer.apply_chat_template(messages, **options)
+    def apply_chat_template(self, conversations, **options):
+        for _ in conversations:
+            with open(self.path, "a") as file:
+                file.write(f"{os.getpid()}\n")
+            self.before(self.count())
+        return self.tokenizer.apply_chat_template(conversations, **options)
 
     def count(self):
         return len(self.path.read_text().split()) if self.path.exists() else 0
@@ -70,12 +76,6 @@ def in_child(function):
     return process, ours
 
 
-def many(monkeypatch):
-    """As if there were rows and cpus enough for two processes."""
-    monkeypatch.setattr(cache, "PROCESS_ROWS", 10)
-    monkeypatch.setattr(cache.os, "sched_getaffinity", lambda pid: {0, 1})
-
-
 def plain(paths, tokenizer, limit):
     """What a loop over the rows gives."""
     rows = [row for path in paths for row in pq.read_table(path, columns=COLUMNS).to_pylist()]
@@ -90,29 +90,72 @@ def plain(paths, tokenizer, limit):
 # ---- rows
 
 
-@pytest.mark.parametrize("processes", (1, 2))
-def test_rows_of_files_with_other_structs(file, tmp_path, monkeypatch, processes):
+def test_rows_of_files_with_other_structs(file, tmp_path):
     row = make_row("test", 0, 1, 2)
     truth = dict(names=["a", "b"], scores=[0.5, None])
     rows = [row | dict(reward_model=dict(style="rule", ground_truth=truth), extra_info=dict(deep=dict(x=1)))]
     rows += [row | dict(reward_model=dict(style="model", ground_truth=None), extra_info=dict(deep=None))]
     other = tmp_path / "other.parquet"
     pq.write_table(pa.Table.from_pylist(rows * 10), other)
-    if processes == 2:
-        many(monkeypatch)
     tokenizer = Counting(tmp_path / "count")
     found, dropped = load_prompts([file, other], tokenizer, 16, True)
     expected = plain([file, other], tokenizer.tokenizer, 16)
     assert [*found] == expected and dropped == 40 - len(expected) > 0
-    assert len({*tokenizer.path.read_text().split()}) == processes
+    assert tokenizer.count() == 40
     assert [list(row) for row in found] == [list(row) for row in expected]
-    assert (
-        found[-1] == expected[-1]
-        and found[3:20:5] == expected[3:20:5]
-        and found.unique("data_source") == {"arithmetic"}
-    )
+    assert found[-1] == expected[-1] and found.unique("data_source") == {"arithmetic"}
+    assert found.column("index").to_pylist() == [row["index"] for row in expected]
     with pytest.raises(IndexError):
         found[len(expected)]
+
+
+def test_ids_of_a_batch_are_those_of_a_row(file):
+    """Also where the tokenizer adds BOS to texts that are no prompts."""
+    tokenizer = make_tokenizer()
+    expected, bos = plain([file], tokenizer, 99), (tokenizer.eos_token, tokenizer.eos_token_id)
+    assert [*load_prompts([file], tokenizer, 99, True)[0]] == expected
+    processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    tokenizer.backend_tokenizer.post_processor = processor
+    assert tokenizer.encode("1")[0] == bos[1]
+    assert [*load_prompts([file], tokenizer, 99, True)[0]] == plain([file], tokenizer, 99) == expected
+
+
+def test_preferences(tmp_path):
+    """The rows of another trainer: what it wants of them is all that it has to write."""
+    tokenizer, talk = make_tokenizer(), lambda role, text: [dict(role=role, content=text)]
+    said = [(f"{i}+1=", str(i + 1), "0") for i in range(20)]
+    rows = [(talk("user", q), talk("assistant", good), talk("assistant", bad)) for q, good, bad in said]
+    names = "prompt", "chosen", "rejected"
+    write_parquet([dict(zip(names, row)) for row in rows], tmp_path / "pairs.parquet")
+    template = partial(tokenizer.apply_chat_template, return_dict=False)
+
+    def encode(rows, numbers):
+        ids = [template([row["prompt"] + row[name] for row in rows]) for name in names[1:]]
+        return [i % 2 and dict(zip(names[1:], pair)) or None for i, *pair in zip(numbers, *ids)]
+
+    found, dropped = cache.prepare(
+        [tmp_path / "pairs.parquet"], tokenizer, names, (), dict.fromkeys(names[1:], cache.IDS), encode, ()
+    )
+    expected = [{name: template(row[0] + x) for name, x in zip(names[1:], row[1:])} for row in rows[1::2]]
+    assert [*found] == expected and dropped == 10
+
+
+def test_datasets_reads_the_cache(file, home):
+    rows = load_prompts([file, file], make_tokenizer(), 99, True)[0]
+    read = lambda path: [*datasets.Dataset.from_file(str(path))]
+    assert sum(map(read, sorted(home.glob("*/*/*.arrow"))), []) == [*rows] and len(rows) == 40
+    assert len([*home.rglob("*.arrow")]) == 2 and not [*home.rglob("*.raw")]
+
+
+def test_no_hub_and_no_word(file, tmp_path):
+    """Of a small set nothing is said, and nobody is asked."""
+    program = "import socket, sys; socket.socket.connect = lambda *x: sys.exit(f'asked {x}');"
+    program += "from data_prep.cache import load_prompts; from data_prep.tiny_model import make_tokenizer;"
+    program += f"print(len(load_prompts([{str(file)!r}], make_tokenizer(), 99, True)[0]))"
+    env = dict(os.environ, HF_DATASETS_CACHE=str(tmp_path / "elsewhere"))
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    assert (result.stdout, result.stderr) == ("20\n", "")
 
 
 def test_no_files():
@@ -120,10 +163,7 @@ def test_no_files():
     assert not rows and dropped == 0 and rows.unique("data_source") == set()
 
 
-@pytest.mark.parametrize("processes", (1, 2))
-def test_errors_name_file_and_row(file, tmp_path, monkeypatch, processes, home):
-    if processes == 2:
-        many(monkeypatch)
+def test_errors_name_file_and_row(file, tmp_path, home):
     rows = pq.read_table(file).to_pylist()
     rows[13]["prompt"][0]["role"] = "human"
     bad = tmp_path / "bad.parquet"
@@ -137,6 +177,11 @@ def test_errors_name_file_and_row(file, tmp_path, monkeypatch, processes, home):
     rows[13]["prompt"][0]["role"] = "tool"
     write_parquet(rows, bad)
     with pytest.raises(ValueError, match=r"^row 33 does not fit the tokenizer's chat template: unknown role"):
+        load_prompts([file, bad], make_tokenizer(), 99, True)
+    pages = bytearray(file.read_bytes())
+    pages[4:100] = bytes(96)
+    bad.write_bytes(pages)
+    with pytest.raises(ValueError, match=r"^.*/bad.parquet: damaged \([^\n]*\); write it again$"):
         load_prompts([file, bad], make_tokenizer(), 99, True)
     with pytest.raises(ValueError, match=r"no such file"):
         load_prompts([file, tmp_path / "none.parquet"], make_tokenizer(), 99, True)
@@ -183,7 +228,8 @@ def test_examples_for_sft(tmp_path):
     tokenizer = conversation_tokenizer()
     expected = [sft.split(*sft.encode_messages(MESSAGES[: 2 + i % 4], tokenizer)) for i in range(20)]
     first, again, cut = load(), load(), load(max_length=18, truncation="right")
-    assert [*first[0]] == [*again[0]] == [row for row in expected if row]
+    assert [*first[0]] == [*again[0]]
+    assert [{name: row[name] for name in expected[1]} for row in first[0]] == [row for row in expected if row]
     assert first[1:] == again[1:] == ({tokenizer.eos_token_id}, 0, 5)
     assert cut[1:] == ({tokenizer.eos_token_id}, 15, 5)
     assert [len(x["prompt_ids"] + x["response_ids"]) for x in cut[0]] == sft.lengths(cut[0]) == [18] * 15
@@ -211,42 +257,19 @@ def test_two_runs_at_once(file, tmp_path):
 # ---- what goes wrong
 
 
-def alive(pid):
-    """Whether a process runs; one that ended, of which nobody asked, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_a_killed_builder(file, tmp_path, monkeypatch, home):
-    """Its processes end with it; what it left is neither read nor kept."""
-    many(monkeypatch)
+def test_a_killed_builder(file, tmp_path, home):
+    """What it left is neither read nor kept."""
     slow = Counting(tmp_path / "count", lambda number: time.sleep(number > 10 and 1000))
     process, _ = in_child(lambda: load_prompts([file], slow, 16, True))
-    while slow.count() < 12:
+    while slow.count() < 11:
         time.sleep(0.01)
     process.kill()
     process.join()
-    pids = {*slow.path.read_text().split()}
-    deadline = time.monotonic() + 60
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(pids) == 2 and not any(map(alive, pids))
     [left] = [path for path in home.iterdir() if path.is_dir()]
     assert left.suffix == ".new"
     load_prompts([file], make_tokenizer(), 15, True)  # of another key
     assert not left.exists()
     assert [*load_prompts([file], make_tokenizer(), 16, True)[0]] == plain([file], make_tokenizer(), 16)
-
-
-def test_a_killed_process_of_the_pool(file, tmp_path, monkeypatch):
-    many(monkeypatch)
-    tokenizer = Counting(
-        tmp_path / "count", lambda number: number > 5 and os.kill(os.getpid(), signal.SIGKILL)
-    )
-    with pytest.raises(ValueError, match="a process that tokenises was killed"):
-        load_prompts([file], tokenizer, 16, True)
 
 
 def test_a_full_disk(file, monkeypatch, home):
@@ -265,6 +288,6 @@ def test_a_full_disk(file, monkeypatch, home):
 
 
 def test_a_directory_that_cannot_be_written(file, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(file))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", file)
     with pytest.raises(SystemExit, match=r"^error: .*/rows.parquet/post_training: tokenised rows cannot be"):
         load_prompts([file], make_tokenizer(), 16, True)
