@@ -144,7 +144,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from data_prep.schema import load_prompts
+from data_prep.cache import load_prompts
 from data_prep.tracking import Logger, check_tracker, stats, step_metrics
 from rewards import check_sources
 from rewards.combined import load_rewards
@@ -856,7 +856,7 @@ def load_data(args):
         train_rows, train_dropped = load_prompts(args.train_files, tokenizer, *limits)
         val_rows, val_dropped = load_prompts(args.val_files, tokenizer, *limits)
         if "rewards" in args.reward_fn:
-            check_sources({row["data_source"] for row in train_rows + val_rows})
+            check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
     except (ValueError, OSError, ImportError) as error:

@@ -102,6 +102,7 @@ import jinja2
 import numpy as np
 import peft
 import psutil
+import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -116,8 +117,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
 
-from data_prep.schema import load_rows
+from data_prep.cache import BOOL, BOOLS, IDS, prepare
 from data_prep.tracking import Logger, check_tracker, matmul_speed
+from data_prep.turns import turns
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -149,31 +151,22 @@ def encode(prompt, response, tokenizer):
 
 
 def encode_messages(messages, tokenizer):
-    """-> ids of a conversation; which are trained: the assistant's turns, each up to the token that ends it.
-
-    A turn lies between what the template writes for the messages before it, with the generation prompt (what
-    a sampler is given), and for those up to it. Both must be the beginning of the whole conversation.
-    """
+    """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
     messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up with null
-    template = partial(tokenizer.apply_chat_template, tokenize=False)
-    text = template(messages)
+    text, found = turns(messages, tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    eos, special = tokenizer.eos_token_id, {i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
-    trained = [False] * len(ids)
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, upto = template(messages[:i], add_generation_prompt=True), template(messages[: i + 1])
-            if not (upto.startswith(before) and text.startswith(upto)):
-                raise ValueError(f"the chat template renders message {i} otherwise when others follow it")
-            # a token that begins before the turn is context, even if it ends in it
-            turn = [j for j, (start, _) in enumerate(offsets) if len(before) <= start < len(upto)]
-            ends = [j for j in turn if ids[j] == eos] or [j for j in turn if ids[j] in special]
-            if not ends:
-                raise ValueError(f"the chat template ends message {i} with no token that a sampler stops at")
-            for j in turn:
-                trained[j] = j <= ends[-1]
-    return ids, trained
+    ids, starts = np.array(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]])
+    special = lambda: [i for i, x in tokenizer.added_tokens_decoder.items() if x.special]
+    trained = np.zeros(len(ids), dtype=bool)
+    for i, begin, end in found:
+        # a token that begins before the turn is context, even if it ends in it
+        turn = np.flatnonzero((begin <= starts) & (starts < end))
+        ends = turn[ids[turn] == tokenizer.eos_token_id]
+        ends = ends if len(ends) else turn[np.isin(ids[turn], special())]
+        if not len(ends):
+            raise ValueError(f"the chat template ends message {i} with no token that a sampler stops at")
+        trained[turn] = turn <= ends[-1]
+    return ids.tolist(), trained.tolist()
 
 
 def split(ids, trained):
@@ -228,7 +221,7 @@ def update(policy, optimizer, rows, args):
 @torch.no_grad()
 def evaluate(policy, rows, args):
     """The loss over all rows, each token weighing the same."""
-    tokens = sum(sum(row["trained"]) for row in rows)
+    tokens = pc.sum(pc.list_flatten(rows.column("trained"))).as_py()
     losses = [sft_loss(*batch, tokens).item() for batch in micro_batches(policy, rows, args)]
     return all_reduce([sum(losses)])[0]
 
@@ -812,7 +805,7 @@ def load_policy(args, mesh, device):
 
 def check_layout(policy, rows, args):
     """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
-    ids = [(row["prompt_ids"] + row["response_ids"])[:32] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
+    ids = [(row["prompt_ids"] + row["response_ids"])[:32] for row in (rows[i % len(rows)] for i in range(4))]
     texts, lm = ([x[:1] for x in ids], [x[1:] for x in ids]), policy.lm
     with torch.no_grad():
         logp_nt, _ = token_logps(policy, *texts, 1.0, packed if args.packing else padded)
@@ -904,29 +897,36 @@ def load_data(args):
 def load_examples(paths, args, tokenizer):
     """-> rows as `split` makes them, the tokens that end responses, numbers of cut and of dropped rows."""
     columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
-    rows, ends, truncated = [], set(), 0
+    read = encode_messages if args.messages_key else encode
     keep = slice(args.max_length) if args.truncation == "right" else slice(-args.max_length, None)
-    for i, record in enumerate(load_rows(paths, columns)):
-        where, values = f"{', '.join(paths)}: row {i}", [record[column] for column in columns]
+
+    def example(record, i):
+        where = f"{', '.join(paths)}: row {i}"
         try:
-            ids, trained = (encode_messages if args.messages_key else encode)(*values, tokenizer)
+            ids, trained = read(*(record[column] for column in columns), tokenizer)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
-        if len(ids) > args.max_length:
-            if args.truncation == "error":
-                problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
-                raise ValueError(f"{problem}; raise it or pass --truncation left or right")
-            truncated += 1
-        ends |= {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
-        rows.append(split(ids[keep], trained[keep]))
-    kept = [row for row in rows if row]
-    if rows and not kept:
+        if (over := len(ids) > args.max_length) and args.truncation == "error":
+            problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
+            raise ValueError(f"{problem}; raise it or pass --truncation left or right")
+        ends = {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
+        row = split(ids[keep], trained[keep])
+        return row and dict(row, ends=[*ends], truncated=over)
+
+    fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
+    how, code = (args.max_length, args.truncation), (load_examples, read, split)
+    rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), how, code)
+    if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a trained token")
-    return kept, ends, truncated, len(rows) - len(kept)
+    ends = {*pc.list_flatten(rows.column("ends")).unique().to_pylist()}
+    return rows, ends, pc.sum(rows.column("truncated"), min_count=0).as_py(), dropped
 
 
 def lengths(rows):
-    return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
+    """Tokens of each row; of those on disk without reading them."""
+    if isinstance(rows, list):
+        return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
+    return pc.add(*(pc.list_value_length(rows.column(x)) for x in ("prompt_ids", "response_ids"))).to_pylist()
 
 
 def pack(lengths, budget):

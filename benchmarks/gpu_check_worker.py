@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos import grpo
-from data_prep.schema import load_prompts
+from data_prep.cache import load_prompts
 
 PROMPTS, GROUP = 4, 4
 FLASH = "flash_attention_2"
@@ -79,7 +79,8 @@ def alone(args, train_files, work):
     sdpa = dataclasses.replace(args, attn_implementation="sdpa")
     policy = grpo.load_model(sdpa, mesh, device)
     tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
-    prompts = load_prompts([train_files], tokenizer, args.max_prompt_length, True)[0][:PROMPTS]
+    prompts = load_prompts([train_files], tokenizer, args.max_prompt_length, True)[0]
+    prompts = [prompts[i] for i in range(min(PROMPTS, len(prompts)))]
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
     with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:
         rows = sample(prompts, 1, GROUP)

@@ -13,7 +13,6 @@ Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`
 import itertools
 from contextlib import ExitStack
 
-import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -45,48 +44,33 @@ def load_rows(paths, columns):
     """
     rows = []
     for path in [paths] if isinstance(paths, str) or hasattr(paths, "__fspath__") else paths:
-        try:
-            names = pq.read_schema(path).names
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file; write it with a script of data_prep/") from None
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
-        wanted = list(dict.fromkeys(column.split(".")[0] for column in columns))
-        for name in wanted:
-            if name not in names:
-                raise ValueError(f"{path}: no column {name!r}; it has {', '.join(names)}")
-        records = pq.read_table(path, columns=wanted).to_pylist()
-        if not records:
-            raise ValueError(f"{path}: no rows; write it again with at least one")
-        for i, record in enumerate(records):
-            check_row(record, f"{path}: row {i}")
-            rows.append({column: _get(record, column, f"{path}: row {i}") for column in columns})
+        file, names = open_parquet(path, columns)
+        rows += checked(file.read(columns=names), columns, path)
     return rows
 
 
-def load_prompts(paths, tokenizer, max_length, drop_overlong):
-    """Rows of a list of RL data files, with `prompt_ids` (chat template, generation prompt) and `index`.
+def open_parquet(path, columns):
+    """-> a pq.ParquetFile, and the names of its columns that `columns` are in. Raises as `load_rows`."""
+    try:
+        file = pq.ParquetFile(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; write it with a script of data_prep/") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
+    wanted, names = list(dict.fromkeys(column.split(".")[0] for column in columns)), file.schema_arrow.names
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"{path}: no column {name!r}; it has {', '.join(names)}")
+    if not file.metadata.num_rows:
+        raise ValueError(f"{path}: no rows; write it again with at least one")
+    return file, wanted
 
-    Prompts of more than max_length tokens are dropped, or a ValueError.  Returns rows, number dropped.
-    """
-    rows, kept = load_rows(paths, ["data_source", "prompt", "reward_model", "extra_info"]), []
-    for index, row in enumerate(rows):
-        try:
-            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"row {index} does not fit the tokenizer's chat template: {error}") from None
-        if len(ids) <= max_length:
-            kept.append(dict(row, prompt_ids=ids, index=index, group=index))
-        elif not drop_overlong:
-            raise ValueError(
-                f"{', '.join(map(str, paths))}: the prompt of row {index} has {len(ids)} tokens, over"
-                f" --max_prompt_length {max_length}; raise it or drop the row by --filter_overlong_prompts"
-            )
-    if rows and not kept:
-        raise ValueError(
-            f"{', '.join(map(str, paths))}: no prompt within --max_prompt_length {max_length}; raise it"
-        )
-    return kept, len(rows) - len(kept)
+
+def checked(table, columns, path, first=0):
+    """Yield the rows of a table, row `first` and the next ones of a file, as `load_rows` gives them."""
+    for i, record in enumerate(table.to_pylist(), first):
+        check_row(record, f"{path}: row {i}")
+        yield {column: _get(record, column, f"{path}: row {i}") for column in columns}
 
 
 def write_parquet(rows, path):

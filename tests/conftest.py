@@ -8,6 +8,7 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+import datasets
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +46,13 @@ def rollouts(out, step):
     return [
         json.loads(x) for x in (Path(out) / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
     ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Tokenised rows are not those of earlier sessions; programs that are started inherit it."""
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_DATASETS_CACHE"])  # read when it was imported
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from rewards import check_sources, compute_score
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests/fixtures"
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
-MODULES = {"schema", "atomic", "prepare", "source", "arguments", "tracking", "__init__"}
+MODULES = {"schema", "atomic", "prepare", "source", "arguments", "tracking", "cache", "turns", "__init__"}
 SCRIPTS = sorted(path for path in (ROOT / "data_prep").glob("*.py") if path.stem not in MODULES)
 FULL_MARKS = {"kk": 3.0, "kk_logic": 3.0}
 

@@ -126,7 +126,8 @@ def test_pack(monkeypatch):
 def test_a_string_is_one_user_message(rows_file):
     as_messages = sft.load_examples([rows_file], make_args(), make_tokenizer())
     as_strings = sft.load_examples([rows_file], make_args(prompt_key="extra_info.question"), make_tokenizer())
-    assert as_messages == as_strings and as_messages[1:] == ({make_tokenizer().eos_token_id}, 0, 0)
+    assert [*as_messages[0]] == [*as_strings[0]]
+    assert as_messages[1:] == as_strings[1:] == ({make_tokenizer().eos_token_id}, 0, 0)
 
 
 CONVERSATION = """\
@@ -168,7 +169,9 @@ def test_conversations_from_a_file(tmp_path):
     rows, _, truncated, dropped = sft.load_examples(
         [file], make_args(messages_key="messages"), conversation_tokenizer()
     )
-    assert rows == [sft.split(*sft.encode_messages(MESSAGES, conversation_tokenizer()))]
+    [row] = rows
+    expected = sft.split(*sft.encode_messages(MESSAGES, conversation_tokenizer()))
+    assert row == dict(expected, ends=[conversation_tokenizer().eos_token_id], truncated=False)
     assert (truncated, dropped) == (0, 1)
     with pytest.raises(ValueError, match=r"rows.parquet: row 0: messages: .*unknown role tool"):
         sft.load_examples([file], make_args(messages_key="messages"), make_tokenizer())
@@ -234,7 +237,7 @@ def test_rows_over_the_limit(rows_file):
     rows, _, truncated, dropped = load(max_length=10, truncation="right")
     assert [len(row["response_ids"]) for row in rows] == [2, 2, 2] and (truncated, dropped) == (2, 0)
     rows, _, truncated, dropped = load(max_length=7, truncation="right")
-    assert [len(row["response_ids"]) for row in rows] == [1] and (truncated, dropped) == (3, 2)
+    assert [len(row["response_ids"]) for row in rows] == [1] and (truncated, dropped) == (1, 2)
     rows, _, truncated, dropped = load(max_length=7, truncation="left")
     assert [len(row["response_ids"]) for row in rows] == [2, 3, 4] and (truncated, dropped) == (3, 0)
     with pytest.raises(ValueError, match="leaves no row a trained token"):

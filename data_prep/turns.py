@@ -1,0 +1,81 @@
+"""Where the assistant's turns lie in what a chat template writes for a conversation."""
+
+from functools import cache, partial
+
+from jinja2 import nodes
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+MESSAGES = nodes.Name("messages", "load")
+BEHIND = "first", "index", "index0"  # what a loop knows without a look at the next message
+
+
+def turns(messages, tokenizer):
+    """-> the text of a conversation, and (number of the message, begin, end) of the assistant's turns in it.
+
+    A turn lies between what the template writes for the messages before it, with the generation prompt (what
+    a sampler is given), and for those up to it. ValueError if these are not the beginning of the text.
+    """
+    template = partial(tokenizer.apply_chat_template, tokenize=False)
+    text, found = template(messages), []
+    cuts, prompt, end = one_by_one(messages, tokenizer, text) or (None, "", "")
+    for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+        if cuts:
+            before, upto = text[: cuts[i]] + prompt, text[: cuts[i + 1]] + end
+        else:
+            before, upto = template(messages[:i], add_generation_prompt=True), template(messages[: i + 1])
+        if not (upto.startswith(before) and text.startswith(upto)):
+            raise ValueError(f"the chat template renders message {i} otherwise when others follow it")
+        found.append((i, len(before), len(upto)))
+    return text, found
+
+
+def one_by_one(messages, tokenizer, text):
+    """-> where each message begins in the text; what follows the last, with generation prompt and without.
+
+    None if that cannot be said of all beginnings of the conversation from one look at the whole.
+    """
+    compiled = forward(tokenizer.get_chat_template())
+    if not compiled or messages[0]["role"] == "assistant":
+        return None
+    written, cuts = "", []
+
+    class Watched(list):
+        def __iter__(self):
+            for message in list.__iter__(self):
+                cuts.append(len(written))
+                yield message
+            cuts.append(len(written))
+
+    known = dict(tokenizer.special_tokens_map, tools=None, documents=None, add_generation_prompt=False)
+    for piece in compiled.generate(messages=Watched(messages), **known):
+        written += piece
+    prompted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if len(cuts) <= len(messages) or written != text or not prompted.startswith(text[: cuts[-1]]):
+        return None
+    return cuts, prompted[cuts[-1] :], text[cuts[-1] :]
+
+
+@cache
+def forward(template):
+    """The compiled template, if it writes message after message and then the same for all; else None.
+
+    Then it has one loop over the messages, in which it knows the first and those before, and what follows
+    the loop depends on nothing that the template itself has set.
+    """
+    compiled = _compile_jinja_template(template)
+    tree = compiled.environment.parse(template)
+    loops = [i for i, x in enumerate(tree.body) if isinstance(x, nodes.For) and x.iter == MESSAGES]
+    if len(loops) != 1:
+        return None
+    loop, until, after = tree.body[loops[0]], tree.body[: loops[0] + 1], tree.body[loops[0] + 1 :]
+    names = lambda parts: [name.name for part in parts for name in part.find_all(nodes.Name)]
+    first = [x for x in tree.find_all(nodes.Getitem) if x.node == MESSAGES and x.arg == nodes.Const(0)]
+    behind = [x for x in tree.find_all(nodes.Getattr) if x.node == nodes.Name("loop", "load")]
+    behind = [x for x in behind if x.attr in BEHIND]
+    own = {x.name for x in tree.find_all(nodes.Name) if x.ctx != "load"}
+    own |= {x.name for x in tree.find_all(nodes.Macro)} | {"messages", "loop"}
+    plain = not (loop.else_ or loop.test or loop.recursive)
+    plain = plain and names([tree]).count("messages") == 1 + len(first)
+    plain = plain and names([tree]).count("loop") == len(behind)
+    plain = plain and "add_generation_prompt" not in names(until) and own.isdisjoint(names(after))
+    return compiled if plain else None
