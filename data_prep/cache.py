@@ -36,6 +36,9 @@ BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(p
 class Rows(ConcatDataset):
     """The rows of a Dataset for each file: their structs may differ, so that they are not one Dataset."""
 
+    def __getitem__(self, i):
+        return [self[j] for j in range(len(self))[i]] if isinstance(i, slice) else super().__getitem__(i)
+
     def column(self, name):
         """A column, in Arrow: without a Python object for each row."""
         return concatenate_datasets([part.select_columns(name) for part in self.datasets]).data.column(name)
