@@ -163,8 +163,8 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
     raw = new.with_suffix(".raw")
     try:
         rows = Dataset.from_parquet(str(path), columns=names, features=types, cache_dir=str(raw))
-        # CAREFUL: no num_proc. Its processes outlive a killed run, with our lock, and map waits for ever for
-        # one that is killed; the tokenizer has threads of its own
+        # CAREFUL: no num_proc. Its processes outlive a killed run, and map may wait for ever for one that is
+        # killed; the tokenizer has threads of its own
         rows.with_format("arrow").map(
             encode_batch,
             with_indices=True,
