@@ -805,7 +805,7 @@ def load_policy(args, mesh, device):
 
 def check_layout(policy, rows, args):
     """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
-    ids = [(row["prompt_ids"] + row["response_ids"])[:32] for row in (rows[i % len(rows)] for i in range(4))]
+    ids = [(row["prompt_ids"] + row["response_ids"])[:32] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
     texts, lm = ([x[:1] for x in ids], [x[1:] for x in ids]), policy.lm
     with torch.no_grad():
         logp_nt, _ = token_logps(policy, *texts, 1.0, packed if args.packing else padded)

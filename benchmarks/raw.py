@@ -126,8 +126,7 @@ def main():
     device, _ = setup_distributed(1)
     rank, world, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, args.compute_dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = load_prompts([args.train_files], tokenizer, 10**9, True)[0]
-    examples = [rows[i] for i in range(rank, len(rows), world)]
+    examples = load_prompts([args.train_files], tokenizer, 10**9, True)[0][rank::world]
     prompts, eos = [x["prompt_ids"] for x in examples], tokenizer.eos_token_id
     engine = None if args.train_only or not args.group_size else build_engine(args, prompts)
     if engine:

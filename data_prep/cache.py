@@ -36,6 +36,9 @@ BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(p
 class Rows(ConcatDataset):
     """The rows of a Dataset for each file: their structs may differ, so that they are not one Dataset."""
 
+    def __getitem__(self, i):
+        return [self[j] for j in range(len(self))[i]] if isinstance(i, slice) else super().__getitem__(i)
+
     def column(self, name):
         """A column, in Arrow: without a Python object for each row."""
         return concatenate_datasets([part.select_columns(name) for part in self.datasets]).data.column(name)
@@ -160,8 +163,8 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
     raw = new.with_suffix(".raw")
     try:
         rows = Dataset.from_parquet(str(path), columns=names, features=types, cache_dir=str(raw))
-        # CAREFUL: no num_proc. Its processes outlive a killed run, with our lock, and map waits for ever for
-        # one that is killed; the tokenizer has threads of its own
+        # CAREFUL: no num_proc. Its processes outlive a killed run, and map may wait for ever for one that is
+        # killed; the tokenizer has threads of its own
         rows.with_format("arrow").map(
             encode_batch,
             with_indices=True,

@@ -103,7 +103,8 @@ def test_rows_of_files_with_other_structs(file, tmp_path):
     assert [*found] == expected and dropped == 40 - len(expected) > 0
     assert tokenizer.count() == 40
     assert [list(row) for row in found] == [list(row) for row in expected]
-    assert found[-1] == expected[-1] and found.unique("data_source") == {"arithmetic"}
+    assert found[-1] == expected[-1] and found[3:20:5] == expected[3:20:5]
+    assert found.unique("data_source") == {"arithmetic"}
     assert found.column("index").to_pylist() == [row["index"] for row in expected]
     with pytest.raises(IndexError):
         found[len(expected)]
