@@ -221,9 +221,12 @@ def update(policy, optimizer, rows, args):
 @torch.no_grad()
 def evaluate(policy, rows, args):
     """The loss over all rows, each token weighing the same."""
-    tokens = pc.sum(pc.list_flatten(rows.column("trained"))).as_py()
-    losses = [sft_loss(*batch, tokens).item() for batch in micro_batches(policy, rows, args)]
-    return all_reduce([sum(losses)])[0]
+    loss, tokens = 0.0, 0
+    for logp_nt, trained_nt in micro_batches(policy, rows, args):
+        loss += sft_loss(logp_nt, trained_nt, 1).item()
+        tokens += trained_nt.sum().item()
+    loss, tokens = all_reduce([loss, tokens])
+    return loss * args.sp_size / tokens  # ranks that share a row all count its tokens
 
 
 def main(args):
@@ -690,7 +693,7 @@ class Adapters(nn.Module):
         sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
         self.config = peft.LoraConfig(**sizes, task_type="CAUSAL_LM", base_model_name_or_path=args.model)
         self.args, self.generation_config = args, lm.generation_config
-        self.saved_dtype, self.tied = lm.saved_dtype, ()
+        self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
         peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
         torch.manual_seed(args.seed)  # the same matrices on every rank
         for name, layer in lm.named_modules():
@@ -794,7 +797,6 @@ def load_policy(args, mesh, device):
         options = dict(quantization_config=transformers.BitsAndBytesConfig(**bits), device_map={"": device})
         options |= dict(dtype=dtype, attn_implementation=args.attn_implementation)
         policy = Policy(AutoModelForCausalLM.from_pretrained(args.model, **options), entropy=False).train()
-        policy.lm.saved_dtype = dtype
         if args.gradient_checkpointing:
             policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     else:

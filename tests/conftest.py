@@ -5,10 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 
-import datasets
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,11 +48,10 @@ def rollouts(out, step):
     ]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
+def pytest_configure(config):
     """Tokenised rows are not those of earlier sessions; programs that are started inherit it."""
-    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_DATASETS_CACHE"])  # read when it was imported
+    config.rows = tempfile.TemporaryDirectory(prefix="rows_")
+    os.environ["HF_DATASETS_CACHE"] = config.rows.name  # datasets reads it when it is imported
 
 
 @pytest.fixture(scope="session")
