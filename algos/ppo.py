@@ -866,9 +866,8 @@ def timed(timing, name):
 
 # endregion
 # region sampling
-KNOWN = (
-    "data_source index group sample rank reward finish_reason prompt_length length".split()
-)  # to all ranks
+# what all ranks know of a row
+KNOWN = "data_source index group sample rank reward finish_reason prompt_length length".split()
 
 
 def check_args(args):
@@ -1001,9 +1000,8 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
                 row, [o] = rows[int(done.request_id)], done.outputs
                 logps = np.array(o.logprobs.logprobs, np.float32)
                 row |= dict(response_ids=np.array(o.token_ids, np.int32), rollout_logps=logps)
-                row |= dict(
-                    prompt_length=len(row["prompt_ids"]), length=len(logps), finish_reason=o.finish_reason
-                )
+                row |= dict(length=len(logps), prompt_length=len(row["prompt_ids"]))
+                row["finish_reason"] = o.finish_reason
     return rows[rank % args.tp_size :: args.tp_size]
 
 

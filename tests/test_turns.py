@@ -2,6 +2,7 @@
 
 import random
 
+import jinja2
 import pytest
 from test_sft import CONVERSATION, conversation_tokenizer
 
@@ -92,12 +93,10 @@ def test_as_rendered_anew_for_each_turn(name):
         for encode in (reference, sft.encode_messages):
             try:
                 results.append(encode(messages, tokenizer))
-            except Exception as error:  # of any kind, but the same
+            except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
                 results.append((type(error), str(error)))
         assert results[-2] == results[-1], messages
-    assert (
-        len({str(result) for result in results}) > 5
-    )  # some conversations are good, or refused for a reason
+    assert len({str(result) for result in results}) > 5  # some are good, or refused for a reason
 
 
 def test_renderings_do_not_grow_with_the_turns(monkeypatch):

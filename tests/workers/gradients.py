@@ -131,6 +131,21 @@ def main(model, out, hsdp_replicas):
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert not any(same) and metrics["actor/skipped_updates"] == 0
 
+    # DAPO: a truncated response that is filtered out is as one without advantage, but counts for nothing
+    if hasattr(base, "overlong_filtering"):
+        found = []
+        for filtering in (True, False):
+            args = dataclasses.replace(base, entropy_coeff=0.0, overlong_filtering=filtering)
+            rows, adv_n = make_rows()
+            rows[0]["finish_reason"], adv_n[0] = "length", adv_n[0] if filtering else 0.0
+            optimizer = Capture(policy.parameters(), lr=1.0)
+            grpo.update_actor(policy, optimizer, grpo.make_batch(rows, adv_n, args, device)[0], args)
+            found.append(optimizer.grads)
+        lengths = [row["length"] for row in rows]
+        share = sum(lengths[1:]) / sum(lengths)
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x * share, y, rtol=1e-4, atol=1e-6)
+
     # weights in half precision are read as they are, and trained in --param_dtype
     auto, half = grpo.AutoModelForCausalLM, f"{out}.half"
     if dist.get_rank() == 0:

@@ -53,6 +53,6 @@ class LLM:
         ]
         logp = (self.model.get_output_embeddings()(hidden).float() / params.temperature).log_softmax(-1)
         values = [row[i].item() for i, row in zip(ids, logp, strict=True)]
-        logprobs = SimpleNamespace(logprobs=values, start_indices=range(len(ids)))
+        logprobs = SimpleNamespace(logprobs=values)
         output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="length")
         return SimpleNamespace(request_id=request_id, outputs=[output])
