@@ -113,7 +113,7 @@ def load_responses(path, key):
     there = set(pq.read_schema(path).names)
     if clash := there & {"scores", "results"}:
         raise ValueError(f"{path}: it has a column {min(clash)!r} already; use the file without")
-    extra = there & {"response_tokens", "finish_reasons"}
+    extra = there & {"response_tokens", "finish_reasons", "episodes"}
     rows = load_rows(path, ["data_source", "reward_model", "extra_info", key, *extra])
     for i, row in enumerate(rows):
         row["ground_truth"] = row["reward_model"].get("ground_truth")
@@ -205,6 +205,9 @@ def main(args):
     entries, names = {path: {} for path in loaded}, []
     for label, (path, rows) in zip(ascii_uppercase, loaded.items(), strict=False):
         samples = [{x: row[x] for x in SAMPLE} | dict(solution_str=y) for row in rows for y in row["texts"]]
+        episodes = [json.loads(x) for row in rows for x in row.get("episodes", ["{}"] * len(row["texts"]))]
+        for sample, episode in zip(samples, episodes, strict=True):  # what a conversation's reward looks at
+            sample["extra_info"] = sample["extra_info"] | episode
         scored = iter(manager.score(samples))
         results = [[next(scored) for _ in row["texts"]] for row in rows]
         n, prompts = len(results[0]), [[row[x] for x in SAMPLE] for row in rows]

@@ -11,7 +11,9 @@ Docs: docs/generate.md
 """
 
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -19,6 +21,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.arguments import parse
@@ -26,34 +29,28 @@ from data_prep.arguments import parse
 
 @dataclass
 class Args:
-    model: str
-    """A run's directory (its latest checkpoint), a checkpoint, a Hugging Face directory or a hub name."""
-    data: str
-    """Parquet file of prompts."""
-    output: str
-    """Parquet file to write; it must not exist."""
-    prompt_key: str = "prompt"
-    """Column of the prompt: chat messages, or a string, which becomes one user message."""
-    seed: int = 1
-    """Seed, with row and sample number, of every response."""
-    n_samples: int = 1
-    """Responses to each prompt."""
-    batch_size: int = 128
-    """Rows of a shard, which one sampler answers in one go."""
-    max_prompt_length: int = 512
-    """Limit of the prompt in tokens; a longer one gets empty responses."""
-    max_response_length: int = 1024
-    """Limit of the response in tokens."""
-    temperature: float = 0.0
-    """Sampling temperature; 0: the most likely token."""
-    top_p: float = 1.0
-    """Nucleus sampling; 1: off."""
-    top_k: int = -1
-    """Top-k sampling; -1: off."""
-    tp_size: int = 1
-    """Ranks that share one sampler by tensor parallelism."""
-    gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that the sampler takes."""
+    model: (
+        str  # a run's directory (its latest checkpoint), a checkpoint, a Hugging Face directory, a hub name
+    )
+    data: str  # parquet file of prompts
+    output: str  # parquet file to write; it must not exist
+    prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string, the user's message
+    seed: int = 1  # seed, with row and sample number, of every response
+    n_samples: int = 1  # responses to each prompt
+    batch_size: int = 128  # rows of a shard, which one sampler answers in one go
+    max_prompt_length: int = 512  # limit of the prompt in tokens; a longer one gets empty responses
+    max_response_length: int = 1024  # limit of the response in tokens
+    temperature: float = 0.0  # sampling temperature; 0: the most likely token
+    top_p: float = 1.0  # nucleus sampling; 1: off
+    top_k: int = -1  # top-k sampling; -1: off
+    tp_size: int = 1  # ranks that share one sampler by tensor parallelism
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory that the sampler takes
+    env: str | None = None  # FILE.py:NAME of an environment or of tools, as in agent.py; None: one turn
+    max_turns: int = 8  # with env: turns of the model in a response
+    max_observation_length: int = 256  # with env: limit in tokens of a message of the environment
+    observation_cut: Literal["start", "end"] = "end"  # with env: where a longer one loses tokens
+    env_timeout_s: float = 30.0  # with env: seconds that an environment has to answer a turn
+    env_workers: int = 8  # with env: environments of a rank that are at work at a time
 
 
 if __name__ == "__main__":
@@ -65,13 +62,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from envs.pool import EnvPool
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from data_prep.atomic import replacing
 from data_prep.schema import load_rows
 
-COLUMNS = ("responses", "response_tokens", "finish_reasons")  # added to a row: lists, one entry a sample
+COLUMNS = ("responses", "response_tokens", "finish_reasons")
+EPISODE = ("turns", "messages", "env_reward", "failure")  # with --env a further column, as JSON
 
 
 def check_args(args, world):
@@ -96,20 +95,27 @@ def check_args(args, world):
     return str(found[0].resolve()) if found else args.model  # resolved: `latest` moves on while a run trains
 
 
-def load_prompts(args, tokenizer):
+def columns_of(args):
+    """What is added to a row: lists, one entry a sample."""
+    return (*COLUMNS, "episodes") if args.env else COLUMNS
+
+
+def load_prompts(args, tokenizer, tools):
     """The token ids of the prompts within --max_prompt_length, by number of the row, and the whole table."""
     prompts = [row[args.prompt_key] for row in load_rows(args.data, [args.prompt_key])]
     table = pq.read_table(args.data)
-    if clash := [name for name in COLUMNS if name in table.column_names]:
+    if clash := [name for name in columns_of(args) if name in table.column_names]:
         raise ValueError(f"{args.data}: it has a column {clash[0]!r} already; use the file without")
     chats = [p if isinstance(p, list) else [dict(role="user", content=str(p))] for p in prompts]
-    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tools=tools, return_dict=False)
     return {i: x for i, x in enumerate(ids) if len(x) <= args.max_prompt_length}, table
 
 
 def plan_shards(args, prompts, rows):
     """{file of a shard: its rows}, and what decides on the responses, as JSON: every shard carries it."""
-    made_by = asdict(args) | dict(data="", output="", gpu_memory_utilization="")  # these do not
+    made_by = asdict(args) | dict(
+        data="", output="", gpu_memory_utilization="", env_workers=""
+    )  # these do not
     made_by["digest of the prompts"] = sha256(json.dumps(prompts).encode()).hexdigest()[:16]
     folder, starts = Path(f"{args.output}.shards"), range(0, rows, args.batch_size)
     for path in sorted(folder.glob("*.parquet"))[:1]:
@@ -152,25 +158,140 @@ def build_engine(args):
     )
 
 
-def generate(engine, rows, prompts, args, tokenizer):
-    """Answer `rows` -> a table of their COLUMNS. Seeds: as in a trainer's validation, step 0."""
-    from vllm import SamplingParams
+# region turns
+def observation(tokenizer, messages, tools, last):
+    """Ids of an environment's messages, as the chat template has them behind a turn whose last id is `last`.
 
-    sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, detokenize=False)
-    limits = dict(max_tokens=args.max_response_length, stop_token_ids=[tokenizer.eos_token_id])
+    The template writes them behind a mark in place of the turn, and behind them the prompt of the next one:
+    what was sampled is not rendered, so that no template can change it.
+    """
+    chat = [dict(role="user", content="x"), dict(role="assistant", content=(mark := "[what it said]"))]
+    options = dict(tools=tools, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template([*chat, *messages], **options).partition(mark)[2]
+    for message in messages:
+        words = re.findall("[A-Za-z0-9]+", message["content"])
+        if words and max(words, key=len) not in text:
+            raise ValueError(f"the chat template leaves out what the role {message['role']!r} says")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[ids[:1] == [last] :]  # behind a turn without EOS the template's is kept
+
+
+def shorten(tokenizer, messages, limit, cut):
+    """The messages, cut at their "start" or "end" to `limit` tokens each, and how many of them were longer.
+
+    A special token in their text becomes a space: no tool ends its message and speaks as somebody else.
+    """
+    special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    border, short, longer = re.compile("|".join(map(re.escape, special))), [], 0
+    for message in messages:
+        text, most = message["content"], 100 * limit  # no token has more characters: a megabyte is cut first
+        text = border.sub(" ", text[:most] if cut == "end" else text[-most:])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) > limit:
+            text, longer = tokenizer.decode(ids[:limit] if cut == "end" else ids[-limit:]), longer + 1
+        short.append(message | dict(content=text))
+    return short, longer
+
+
+def converse(engine, rows, pool, tokenizer, args, **sampling):
+    """Let the sampler and every row's environment (pool None: without) talk in turns, until all have ended.
+
+    No row waits for another: its environment works while the sampler writes for others.
+    rows: dicts with prompt_ids, extra_info and `entropy`, numbers that seed its sampling. Adds response_ids,
+    all that follows the prompt; rollout_logps, NaN for what the environment wrote; answer_ids, of the last
+    turn; finish_reason: stop, length, turns, or timeout, crash, error of the environment; and the rest below.
+    Returns the seconds in which the sampler had nothing to do.
+    """
+    from vllm import SamplingParams
+    from vllm.distributed import get_tp_group
+    from vllm.sampling_params import RequestOutputKind
+
+    core, group, waiting, idle = engine.llm_engine, get_tp_group(), set(), 0.0
+    sampling |= dict(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    def ask(i):
+        """The next turn of row i."""
+        row = rows[i]
+        entropy = (
+            *row["entropy"],
+            *([row["turns"]] if row["turns"] else []),
+        )  # the first turn's as in `rollout`
+        [seed] = np.random.SeedSequence(entropy).generate_state(1)
+        room = args.max_response_length - len(row["response_ids"])
+        params = SamplingParams(seed=int(seed), max_tokens=room, **sampling)
+        core.add_request(str(i), dict(prompt_token_ids=[*row["prompt_ids"], *row["response_ids"]]), params)
+
+    for i, row in enumerate(rows):
+        row |= dict(response_ids=[], rollout_logps=[], turns=0, messages=[])
+        row |= dict(cut_observations=0, env_reward=None, failure=None)
+        ask(i)
+    while core.has_unfinished_requests() or waiting:
+        for done in core.step() if core.has_unfinished_requests() else ():
+            row, [o] = rows[i := int(done.request_id)], done.outputs
+            row["response_ids"] += o.token_ids
+            if o.logprobs:  # a NaN of the sampler must not look like one of the environment
+                row["rollout_logps"] += np.nan_to_num(o.logprobs.logprobs, nan=-np.inf).tolist()
+            row |= dict(answer_ids=o.token_ids, finish_reason=o.finish_reason, turns=row["turns"] + 1)
+            text = tokenizer.decode(o.token_ids, skip_special_tokens=True)
+            row["messages"].append(dict(role="assistant", content=text))
+            if pool and o.finish_reason == "stop":
+                waiting.add(i)
+                if group.is_first_rank:
+                    pool.step(i, text, row["extra_info"])
+        if waiting:  # the first rank of a tensor-parallel group asks the environments for all of it
+            begin, answers = time.perf_counter(), []
+            free = not core.has_unfinished_requests()
+            if group.is_first_rank:
+                answers = pool.answers(wait=free)
+            answers = group.broadcast_object(answers)
+            idle += free * (time.perf_counter() - begin)
+            for answer in answers:
+                row = rows[i := answer["key"]]
+                waiting.remove(i)
+                if answer["failure"]:
+                    row |= dict(failure=answer["failure"], finish_reason=answer["failure"].partition(":")[0])
+                    continue
+                row["env_reward"] = answer["reward"]
+                if not answer["messages"]:
+                    continue
+                limit = args.max_observation_length, args.observation_cut
+                messages, longer = shorten(tokenizer, answer["messages"], *limit)
+                ids = observation(tokenizer, messages, pool.tools, row["response_ids"][-1])
+                if row["turns"] == args.max_turns:
+                    row["finish_reason"] = "turns"
+                elif len(row["response_ids"]) + len(ids) >= args.max_response_length:  # no room for a token
+                    row["finish_reason"] = "length"
+                else:
+                    row["response_ids"] += ids
+                    row["rollout_logps"] += [math.nan] * len(ids)
+                    row["messages"] += messages
+                    row["cut_observations"] += longer
+                    ask(i)
+    if pool:
+        pool.clear()
+    return idle
+
+
+# endregion
+
+
+def generate(engine, rows, prompts, args, tokenizer, pool, about):
+    """Answer `rows` -> a table of their columns. Seeds: as in a trainer's validation, step 0."""
+    sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+    sampling["stop_token_ids"] = [tokenizer.eos_token_id]
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
-    seeds = [int(np.random.SeedSequence((args.seed, 0, *job)).generate_state(1)[0]) for job in jobs]
-    requests = [dict(prompt_token_ids=prompts[row]) for row, _ in jobs]
-    params = [SamplingParams(seed=seed, **sampling, **limits) for seed in seeds]
+    talks = [dict(prompt_ids=prompts[row], extra_info=about[row]) for row, _ in jobs]
+    talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
-    answers = {row: [] if row in prompts else [("", 0, "prompt_too_long")] * args.n_samples for row in rows}
-    for (row, _), output in zip(jobs, engine.generate(requests, params, use_tqdm=False), strict=True):
-        o = output.outputs[0]
-        text = tokenizer.decode(o.token_ids, skip_special_tokens=True)
-        answers[row].append((text, len(o.token_ids), o.finish_reason))
-    return pa.table(
-        {name: [[a[i] for a in row] for row in answers.values()] for i, name in enumerate(COLUMNS)}
-    )
+    converse(engine, talks, pool, tokenizer, args, **sampling)
+    too_long = "", 0, "prompt_too_long", "{}"
+    answers = {row: [] if row in prompts else [too_long] * args.n_samples for row in rows}
+    for (row, _), talk in zip(jobs, talks, strict=True):
+        text = tokenizer.decode(talk["answer_ids"], skip_special_tokens=True)
+        episode = json.dumps({name: talk[name] for name in EPISODE})
+        answers[row].append((text, len(talk["response_ids"]), talk["finish_reason"], episode))
+    names = columns_of(args)
+    return pa.table({name: [[a[i] for a in row] for row in answers.values()] for i, name in enumerate(names)})
 
 
 def main(args):
@@ -179,7 +300,9 @@ def main(args):
     try:
         args.model = check_args(args, world)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        prompts, table = load_prompts(args, tokenizer)
+        pool = EnvPool(args.env, args.env_workers, args.env_timeout_s) if args.env else None
+        prompts, table = load_prompts(args, tokenizer, pool and pool.tools)
+        about = table["extra_info"].to_pylist() if "extra_info" in table.column_names else [{}] * len(table)
         shards, made_by = plan_shards(args, prompts, table.num_rows)
         todo = [path for path in shards if not path.is_file()]  # before the ranks meet, so equal on all
         engine = build_engine(args)
@@ -190,7 +313,7 @@ def main(args):
     (sampler, follower), start = divmod(rank, args.tp_size), time.perf_counter()
     bar = tqdm(total=len(shards), initial=len(shards) - len(todo), desc="shards", disable=rank > 0)
     for path in todo[sampler :: world // args.tp_size]:
-        answers = generate(engine, shards[path], prompts, args, tokenizer)
+        answers = generate(engine, shards[path], prompts, args, tokenizer, pool, about)
         if not follower:
             with replacing(path) as new:
                 pq.write_table(answers.replace_schema_metadata(dict(made_by=made_by)), new)
@@ -204,7 +327,7 @@ def main(args):
         bar.close()
         seconds, answers = time.perf_counter() - start, {path: pq.read_table(path) for path in shards}
         tokens = sum(sum(map(sum, answers[path]["response_tokens"].to_pylist())) for path in todo)
-        for name in COLUMNS:
+        for name in columns_of(args):
             table = table.append_column(name, pa.concat_tables(answers.values())[name])
         with replacing(args.output) as new:
             pq.write_table(table, new)

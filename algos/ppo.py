@@ -768,7 +768,7 @@ def split_micro_batches(lengths, budget, one_row):
 
 
 MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
-    "model tokenizer critic_model reward_model lora_rank lora_alpha lora_target_modules train_files seed"
+    "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files seed"
     " prompt_key response_key messages_key max_length truncation max_prompt_length max_response_length"
     " train_batch_size group_size adv_estimator loss_agg reward_fn".split()
 )
@@ -891,9 +891,9 @@ def check_args(args):
         fail(f"{flag('top_p')} {flag('top_k')}: log-probs are not of all tokens then, so pass --tis_cap 0")
 
 
-def load_data(args):
+def load_data(args, tools=None):
     """-> tokenizer, reward managers of training and of validation, rows of both, and a line about them."""
-    limits = args.max_prompt_length, args.filter_overlong_prompts
+    limits = args.max_prompt_length, args.filter_overlong_prompts, tools
     pool = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
     shown = 0 if int(os.environ.get("RANK", 0)) else args.num_examine
     try:
@@ -961,22 +961,6 @@ def build_engine(args, device):
     return engine
 
 
-@contextmanager
-def awake(engine, models, optimizer, args, timing, **sampling):
-    """The sampler, awake and with the trainer's weights: `rollout`, for as long as the block lasts."""
-    with timed(timing, "sync"):
-        engine.wake_up(tags=["weights"])
-        sync_weights(engine, models[0].lm)
-        if args.offload:
-            move("cpu", models, optimizer)
-        engine.wake_up(tags=["kv_cache"])
-    yield partial(rollout, engine, args, timing, **sampling)
-    with timed(timing, "sync"):
-        engine.sleep(level=2)
-        if args.offload:
-            move("cuda", models, optimizer)
-
-
 def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     """Let the sampler answer the prompts of all ranks -> this rank's rows, ids and log-probs as arrays.
 
@@ -1003,6 +987,22 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
                 row |= dict(length=len(logps), prompt_length=len(row["prompt_ids"]))
                 row["finish_reason"] = o.finish_reason
     return rows[rank % args.tp_size :: args.tp_size]
+
+
+@contextmanager
+def awake(engine, models, optimizer, args, timing, sample=rollout, **sampling):
+    """The sampler, awake and with the trainer's weights: `sample`, for as long as the block lasts."""
+    with timed(timing, "sync"):
+        engine.wake_up(tags=["weights"])
+        sync_weights(engine, models[0].lm)
+        if args.offload:
+            move("cpu", models, optimizer)
+        engine.wake_up(tags=["kv_cache"])
+    yield partial(sample, engine, args, timing, **sampling)
+    with timed(timing, "sync"):
+        engine.sleep(level=2)
+        if args.offload:
+            move("cuda", models, optimizer)
 
 
 def sync_weights(engine, lm):
@@ -1072,10 +1072,10 @@ def check_sampler(logps, batch, args, step):
     return probs | {"training/rollout_logp_diff_mean": gap}
 
 
-def score_rows(rows, manager, tokenizer):
-    """Score this rank's rows -> all ranks' by prompt and sample, others' without texts; tokens by rank."""
+def score_rows(rows, manager, tokenizer, known=KNOWN):
+    """Score this rank's rows -> all ranks' by prompt and sample, others' as `known`; tokens by rank."""
     by_rank, rows = [None] * dist.get_world_size(), manager.score_responses(rows, tokenizer)
-    dist.all_gather_object(by_rank, [{name: row[name] for name in KNOWN} for row in rows])
+    dist.all_gather_object(by_rank, [{name: row[name] for name in known} for row in rows])
     by_rank[dist.get_rank()] = rows
     tokens = [sum(row["prompt_length"] + row["length"] for row in part) for part in by_rank]
     return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample"))), tokens
@@ -1168,7 +1168,7 @@ def columns(batch, rows, device):
     lengths = [len(batch["responses"][i]) for i in rows]
     part = {name: column for name, column in batch.items() if name.endswith("_nt")}
     part = {name: pad([x[i][:n] for i, n in zip(rows, lengths)]).to(device) for name, x in part.items()}
-    return part | dict(mask_nt=response_mask(lengths).to(device))
+    return dict(mask_nt=response_mask(lengths).to(device)) | part  # the batch's own mask, if it has one
 
 
 def micro_batches(policy, batch, sequences, args):

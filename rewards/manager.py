@@ -59,12 +59,15 @@ class RewardManager:
         return results
 
     def score_responses(self, rows, tokenizer):
-        """Score a trainer's rows -> the rows with `sampled`, what was scored, and `reward`."""
+        """Score a trainer's rows -> the rows with `sampled`, what was scored, and `reward`.
+
+        Of a response of several turns the last one, `answer_ids`, is scored: not what a tool wrote.
+        """
         samples = [
             dict(
                 data_source=row["data_source"],
                 prompt_str=row["prompt"][-1]["content"],
-                solution_str=tokenizer.decode(row["response_ids"], skip_special_tokens=True),
+                solution_str=tokenizer.decode(row.get("answer_ids", row["response_ids"]), skip_special_tokens=True),
                 ground_truth=row["reward_model"]["ground_truth"],
                 extra_info=row["extra_info"],
             )

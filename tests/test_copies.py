@@ -16,14 +16,17 @@ MANIFEST = {
     "grpo.py": ["system", "sampling"],
     "dapo.py": ["system", "sampling"],
     "ppo.py": ["system", "sampling"],
+    "agent.py": ["turns", "system", "sampling"],
+    "generate.py": ["turns"],
 }
 # what an algorithm is, in its script alone; all other functions of one name are one function
 OWN = {"main", "make_batch", "advantages", "actor_loss", "update_actor", "micro_batches", "check_args"}
-LIMITS = {  # lines above the banner "The system", and in all
+LIMITS = {  # of a trainer: lines above the banner "The system", and in all
     "grpo.py": (400, 1080),
     "dapo.py": (460, 1150),
     "ppo.py": (590, 1350),
     "sft.py": (350, 960),
+    "agent.py": (480, 1280),
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
 
@@ -42,7 +45,7 @@ def test_regions_and_functions_are_equal():
     for name in MANIFEST:
         text = (ALGOS / name).read_text()
         pieces = {f"region {region}": code for region, code in regions(ALGOS / name).items()}
-        for node in ast.parse(REGION.sub("", text)).body:
+        for node in ast.parse(REGION.sub("", text)).body if name in LIMITS else []:
             if isinstance(node, ast.FunctionDef) and node.name not in OWN:
                 pieces[f"{node.name}()"] = ast.get_source_segment(REGION.sub("", text), node)
         for piece, code in pieces.items():
@@ -52,7 +55,7 @@ def test_regions_and_functions_are_equal():
 
 def test_arguments_of_one_name_have_one_type():
     seen = {}
-    for name in MANIFEST:
+    for name in LIMITS:
         for node in ast.parse((ALGOS / name).read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name == "Args":
                 *flags, post_init = node.body

@@ -8,7 +8,7 @@ RANKS = {"1": (1, 1), "2": (2, 1), "2 hsdp": (2, 2)}  # ranks and replicas of th
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-@pytest.fixture(scope="module", params=("grpo", "dapo"))
+@pytest.fixture(scope="module", params=("grpo", "dapo", "agent"))
 def gradients(request, tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("gradients")
     for name, (ranks, replicas) in RANKS.items():

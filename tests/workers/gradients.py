@@ -1,4 +1,7 @@
-"""Gradients of an actor update on fixed rows, for many ways to cut the same work: ALGO MODEL OUT REPLICAS."""
+"""Gradients of an actor update on fixed rows, for many ways to cut the same work: ALGO MODEL OUT REPLICAS.
+
+Of agent.py's rows, some tokens are the environment's.
+"""
 
 import dataclasses
 import importlib
@@ -12,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-grpo = importlib.import_module(f"algos.{sys.argv[1]}")  # or dapo
+grpo = importlib.import_module(f"algos.{sys.argv[1]}")  # or dapo, agent
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # tokens of the prompts and of three responses to each: very unequal
@@ -21,13 +24,16 @@ LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 
 def make_rows():
     """On every rank all rows in whole; each is held, and sent, by one of them."""
+    others = slice(2, 5) if sys.argv[1] == "agent" else slice(0)  # what an environment wrote
     generator, rows = torch.Generator().manual_seed(0), []
     for group, (prompt, responses) in enumerate(LENGTHS.items()):
         prompt_ids = torch.randint(6, 100, (prompt,), generator=generator).tolist()
         for n in responses:
             ids = torch.randint(6, 100, (n,), generator=generator).tolist()
             logps = (-4.6 + 0.3 * torch.randn(n, generator=generator)).tolist()
+            logps[others] = [float("nan")] * len(logps[others])
             row = dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logps=logps, group=group)
+            row["sampled_length"] = n - len(logps[others])
             row |= dict(prompt_length=prompt, length=n, rank=len(rows) % dist.get_world_size())
             rows.append(row | dict(finish_reason="stop", carried_over=False))
     return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
@@ -48,15 +54,16 @@ class Capture(torch.optim.SGD):
 def naive(policy, args):
     """The loss of each row alone, written out with plain logits and no shared code but the loss formulas."""
     rows, adv_n = make_rows()
-    lengths = [len(row["response_ids"]) for row in rows]
+    lengths = [row["sampled_length"] for row in rows]
     loss = 0.0
     for row, adv, length in zip(rows, adv_n.tolist(), lengths, strict=True):
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
         logits = policy.lm(input_ids=ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / args.temperature
         logp = logits.log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1)
-        logp = logp[range(length), row["response_ids"]]
-        rollout = torch.tensor(row["rollout_logps"])
+        logp = logp[range(len(logp)), row["response_ids"]]
+        own = ~torch.tensor(row["rollout_logps"]).isnan()
+        logp, entropy, rollout = logp[own], entropy[own], torch.tensor(row["rollout_logps"])[own]
         old, ref = rollout + 0.05, rollout - 0.1
         ratio = (logp - old).exp()
         pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.3) * adv)
@@ -81,6 +88,7 @@ def naive(policy, args):
 def main(model, out, hsdp_replicas):
     device, mesh = grpo.setup_distributed(int(hsdp_replicas))
     kl = dict(use_kl_loss=True, kl_loss_coef=0.1) if hasattr(grpo.Args, "use_kl_loss") else {}
+    kl |= dict(env="") if sys.argv[1] == "agent" else {}
     base = grpo.Args(
         model=model, train_files=(), output_dir="", entropy_coeff=0.01, clip_ratio_high=0.3, **kl
     )
