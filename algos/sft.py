@@ -141,19 +141,20 @@ def scheduled_rate(args, step, total_steps):
 
 
 # ---- The step ----------------------------------------------------------------------------------------------
-def encode(prompt, response, tokenizer):
+def encode(prompt, response, tokenizer, tools=None):
     """-> ids of a prompt (messages, or a string: the user's) and a response with EOS; which are trained."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
+    prompt_ids = tokenizer.apply_chat_template(messages, **how)
     response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
-def encode_messages(messages, tokenizer):
+def encode_messages(messages, tokenizer, tools=None):
     """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
     messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up with null
-    text, found = turns(messages, tokenizer)
+    text, found = turns(messages, tokenizer, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, starts = np.array(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]])
     special = lambda: [i for i, x in tokenizer.added_tokens_decoder.items() if x.special]
@@ -896,7 +897,7 @@ def load_data(args):
     return tokenizer, train_rows, val_rows, ends, about
 
 
-def load_examples(paths, args, tokenizer):
+def load_examples(paths, args, tokenizer, tools=None):
     """-> rows as `split` makes them, the tokens that end responses, numbers of cut and of dropped rows."""
     columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     read = encode_messages if args.messages_key else encode
@@ -905,7 +906,7 @@ def load_examples(paths, args, tokenizer):
     def example(record, i):
         where = f"{', '.join(paths)}: row {i}"
         try:
-            ids, trained = read(*(record[column] for column in columns), tokenizer)
+            ids, trained = read(*(record[column] for column in columns), tokenizer, tools)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
         if (over := len(ids) > args.max_length) and args.truncation == "error":
@@ -916,7 +917,7 @@ def load_examples(paths, args, tokenizer):
         return row and dict(row, ends=[*ends], truncated=over)
 
     fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
-    how, code = (args.max_length, args.truncation), (load_examples, read, split)
+    how, code = (args.max_length, args.truncation, tools), (load_examples, read, split)
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), how, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a trained token")

@@ -1,6 +1,7 @@
-"""Additions of numbers with a fixed count of digits, as train, val and test parquet; needs no network.
+"""Sums or products of numbers with a fixed count of digits: train, val and test parquet; needs no network.
 
     python data_prep/arithmetic.py --local_save_dir data/arithmetic
+    python data_prep/arithmetic.py --operation multiply --tool_share .33 --local_save_dir data/multiplication
 
 a+b and b+a stay in one split, so that no val or test question is a train question with its operands swapped.
 """
@@ -15,6 +16,7 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -35,6 +37,10 @@ class Args:
     """Questions in test, of which no two have the same operands."""
     seed: int = 0
     """Seed of the choice and the order of the questions."""
+    operation: Literal["add", "multiply"] = "add"
+    """What is asked: 37+85= or 37*85=."""
+    tool_share: float | None = None
+    """Share of train's questions that ask a calculator in sft.parquet, conversations; None: no such file."""
 
 
 def splits(args):
@@ -44,6 +50,8 @@ def splits(args):
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
     if args.digits > 9:
         raise ValueError(f"--digits is {args.digits}; it must be at most 9")
+    if not 0 <= (args.tool_share or 0) <= 1:
+        raise ValueError(f"--tool_share is {args.tool_share}; it must be from 0 to 1")
     low = 10 ** (args.digits - 1) if args.digits > 1 else 0
     n = 10**args.digits - low  # operands
     n_pairs, held_out = n * (n + 1) // 2, args.val_size + args.test_size
@@ -67,9 +75,9 @@ def splits(args):
     }
 
 
-def make_row(split, index, a, b):
-    """One row of the schema for a + b."""
-    question, answer = f"{a}+{b}=", str(a + b)
+def make_row(split, index, a, b, operation="add"):
+    """One row of the schema for a + b, or a * b."""
+    question, answer = (f"{a}+{b}=", str(a + b)) if operation == "add" else (f"{a}*{b}=", str(a * b))
     return {
         "data_source": "arithmetic",
         "prompt": [{"role": "user", "content": question}],
@@ -79,12 +87,27 @@ def make_row(split, index, a, b):
     }
 
 
+def converse(row, with_tool):
+    """A row -> one for SFT: the answer, or <<37*85>>, the tool's answer to it, and the answer."""
+    answer, call = row["extra_info"]["answer"], f"<<{row['extra_info']['question'].rstrip('=')}>>"
+    said = [("assistant", call), ("tool", answer)] * with_tool + [("assistant", answer)]
+    messages = row["prompt"] + [{"role": role, "content": content} for role, content in said]
+    return {name: row[name] for name in ("data_source", "extra_info")} | {"messages": messages}
+
+
 def main(args):
-    """Write the three files and say how many rows each has."""
-    for split, questions in splits(args).items():
-        path = Path(args.local_save_dir) / f"{split}.parquet"
-        write_parquet([make_row(split, i, a, b) for i, (a, b) in enumerate(questions)], path)
-        print(f"{path}: {len(questions)} rows")
+    """Write the files and say how many rows each has."""
+    files = {
+        split: [make_row(split, i, *pair, args.operation) for i, pair in enumerate(pairs)]
+        for split, pairs in splits(args).items()
+    }
+    if args.tool_share is not None:  # the questions are in random order
+        with_tool = round(args.tool_share * args.train_size)
+        files["sft"] = [converse(row, i < with_tool) for i, row in enumerate(files["train"])]
+    for name, rows in files.items():
+        path = Path(args.local_save_dir) / f"{name}.parquet"
+        write_parquet(rows, path)
+        print(f"{path}: {len(rows)} rows")
 
 
 if __name__ == "__main__":

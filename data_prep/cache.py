@@ -47,13 +47,14 @@ class Rows(ConcatDataset):
         return {value for part in self.datasets for value in part.unique(name)}
 
 
-def load_prompts(paths, tokenizer, max_length, drop_overlong):
+def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
     """Rows of a list of RL data files, with `prompt_ids` (chat template, generation prompt) and `index`.
 
-    Prompts of more than max_length tokens are dropped, or a ValueError.  Returns Rows, number dropped.
+    Prompts of more than max_length tokens are dropped, or a ValueError.  tools: JSON schemas that the chat
+    template shows.  Returns Rows, number dropped.
     """
     names = ", ".join(map(str, paths))
-    how = dict(add_generation_prompt=True, return_dict=False)
+    how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
     how["tokenizer_kwargs"] = dict(return_attention_mask=False, verbose=False)
 
     def encode(rows, numbers):
@@ -74,7 +75,8 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong):
 
     columns = "data_source", "prompt", "reward_model", "extra_info"
     fields = dict(prompt_ids=IDS, index=INT, group=INT)
-    rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, (max_length, drop_overlong))
+    about = max_length, drop_overlong, tools
+    rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, about)
     if paths and not rows:
         raise ValueError(f"{names}: no prompt within --max_prompt_length {max_length}; raise it")
     return rows, dropped

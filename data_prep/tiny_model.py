@@ -34,6 +34,8 @@ class Args:
     """Longest sequence, in tokens."""
     tie_embeddings: bool = True
     """Use the input embedding as the output layer too."""
+    tool_role: bool = False
+    """Give the answers of tools a role and a special token: <|tool|>3145."""
     seed: int = 0
     """Seed of the weights."""
 
@@ -62,9 +64,11 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
 
-def make_tokenizer():
-    """One token a character (printable ASCII and newline), the special tokens in front, no BOS."""
-    vocab = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
+def make_tokenizer(tool_role=False):
+    """One token a character (printable ASCII and newline), the special tokens around them, no BOS."""
+    tool = ("<|tool|>",) * tool_role  # at the end: the ids of the others do not depend on it
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS, *tool))}
+    template = CHAT_TEMPLATE.replace("'assistant']", "'assistant', 'tool']") if tool_role else CHAT_TEMPLATE
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|unk|>"))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -72,8 +76,8 @@ def make_tokenizer():
         pad_token="<|pad|>",
         eos_token="<|eos|>",  # CAREFUL: not the pad token, or masking padding would mask it too
         unk_token="<|unk|>",
-        additional_special_tokens=list(SPECIAL[3:]),
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[*SPECIAL[3:], *tool],
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -110,7 +114,7 @@ def make_model(args, tokenizer):
 
 def main(args):
     """Write the directory and say how large the model is."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(args.tool_role)
     model = make_model(args, tokenizer)
     logging.disable_progress_bar()
     with replacing(args.local_save_dir) as new:

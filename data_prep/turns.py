@@ -9,15 +9,16 @@ MESSAGES = nodes.Name("messages", "load")
 BEHIND = "first", "index", "index0"  # what a loop knows without a look at the next message
 
 
-def turns(messages, tokenizer):
+def turns(messages, tokenizer, tools=None):
     """-> the text of a conversation, and (number of the message, begin, end) of the assistant's turns in it.
 
+    tools: JSON schemas that the template shows.
     A turn lies between what the template writes for the messages before it, with the generation prompt (what
     a sampler is given), and for those up to it. ValueError if these are not the beginning of the text.
     """
-    template = partial(tokenizer.apply_chat_template, tokenize=False)
+    template = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     text, found = template(messages), []
-    cuts, prompt, end = one_by_one(messages, tokenizer, text) or (None, "", "")
+    cuts, prompt, end = one_by_one(messages, tokenizer, tools, text) or (None, "", "")
     for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
         if cuts:
             before, upto = text[: cuts[i]] + prompt, text[: cuts[i + 1]] + end
@@ -29,7 +30,7 @@ def turns(messages, tokenizer):
     return text, found
 
 
-def one_by_one(messages, tokenizer, text):
+def one_by_one(messages, tokenizer, tools, text):
     """-> where each message begins in the text; what follows the last, with generation prompt and without.
 
     None if that cannot be said of all beginnings of the conversation from one look at the whole.
@@ -46,10 +47,12 @@ def one_by_one(messages, tokenizer, text):
                 yield message
             cuts.append(len(written))
 
-    known = dict(tokenizer.special_tokens_map, tools=None, documents=None, add_generation_prompt=False)
+    known = dict(tokenizer.special_tokens_map, tools=tools, documents=None, add_generation_prompt=False)
     for piece in compiled.generate(messages=Watched(messages), **known):
         written += piece
-    prompted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompted = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
     if len(cuts) <= len(messages) or written != text or not prompted.startswith(text[: cuts[-1]]):
         return None
     return cuts, prompted[cuts[-1] :], text[cuts[-1] :]

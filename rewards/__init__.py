@@ -80,28 +80,36 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return module.compute_score(data_source, solution_str, ground_truth, extra_info)
 
 
-def load_reward_fn(spec):
-    """Load the function of `--reward_fn FILE.py:NAME`; it takes the arguments of `compute_score` by name.
+def load_from(spec, flag):
+    """What NAME is in the Python file FILE, for a flag whose value is FILE.py:NAME.
 
-    Raises ValueError, in one line, when the file or the name is missing or the name is not callable.
+    Raises ValueError, in one line, when the file or the name is missing or the file cannot be run.
     """
     file, _, name = spec.rpartition(":")
     if not file or not name:
-        raise ValueError(f"--reward_fn {spec}: write it as FILE.py:NAME")
+        raise ValueError(f"{flag} {spec}: write it as FILE.py:NAME")
     path = Path(file).expanduser().resolve()
     if not path.is_file() or path.suffix != ".py":
-        raise ValueError(f"--reward_fn {spec}: {path} is not a Python file")
-    module_spec = importlib.util.spec_from_file_location(f"reward_fn_{path.stem}", path)
+        raise ValueError(f"{flag} {spec}: {path} is not a Python file")
+    module_spec = importlib.util.spec_from_file_location(f"{flag.strip('-')}_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look a class's module up by name
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:  # anything that stands in somebody's file
-        raise ValueError(f"--reward_fn {spec}: {path} cannot be loaded: {error!r}") from error
+        raise ValueError(f"{flag} {spec}: {path} cannot be loaded: {error!r}") from error
     if not hasattr(module, name):
-        raise ValueError(f"--reward_fn {spec}: {path} defines no {name!r}")
-    if not callable(getattr(module, name)):
-        raise ValueError(
-            f"--reward_fn {spec}: {name!r} is a {type(getattr(module, name)).__name__}, not a function"
-        )
+        raise ValueError(f"{flag} {spec}: {path} defines no {name!r}")
     return getattr(module, name)
+
+
+def load_reward_fn(spec):
+    """Load the function of `--reward_fn FILE.py:NAME`; it takes the arguments of `compute_score` by name.
+
+    Raises ValueError, in one line, as `load_from` does, and when it is not callable.
+    """
+    function = load_from(spec, "--reward_fn")
+    if not callable(function):
+        name = spec.rpartition(":")[2]
+        raise ValueError(f"--reward_fn {spec}: {name!r} is a {type(function).__name__}, not a function")
+    return function

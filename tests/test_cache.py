@@ -203,13 +203,15 @@ def test_a_second_start_makes_nothing(file, tmp_path):
 def test_what_the_key_depends_on(file, tmp_path, monkeypatch):
     tokenizer = Counting(tmp_path / "count")
 
-    def made(limit=99, drop=True, paths=(file,)):
+    def made(limit=99, drop=True, paths=(file,), tools=None):
         before = tokenizer.count()
-        load_prompts(paths, tokenizer, limit, drop)
+        load_prompts(paths, tokenizer, limit, drop, tools)
         return tokenizer.count() - before
 
     assert (made(), made()) == (20, 0)
     assert (made(limit=98), made(drop=False), made(paths=(file, file))) == (20, 20, 40)
+    tools = [dict(name="calculate")], [dict(name="calculator")]
+    assert [made(tools=x) for x in (*tools, *tools)] == [20, 20, 0, 0]
     tokenizer.tokenizer.chat_template += "{{- '' -}}"
     assert (made(), made()) == (20, 0)
     tokenizer.tokenizer.add_tokens(["37"])
@@ -225,7 +227,9 @@ def test_what_the_key_depends_on(file, tmp_path, monkeypatch):
 def test_examples_for_sft(tmp_path):
     path = str(tmp_path / "rows.parquet")
     write_parquet([dict(messages=MESSAGES[: 2 + i % 4]) for i in range(20)], path)
-    load = lambda **how: sft.load_examples([path], make_args(messages_key="messages", **how), tokenizer)
+    load = lambda tools=None, **how: sft.load_examples(
+        [path], make_args(messages_key="messages", **how), tokenizer, tools
+    )
     tokenizer = conversation_tokenizer()
     expected = [sft.split(*sft.encode_messages(MESSAGES[: 2 + i % 4], tokenizer)) for i in range(20)]
     first, again, cut = load(), load(), load(max_length=18, truncation="right")
@@ -235,6 +239,9 @@ def test_examples_for_sft(tmp_path):
     assert cut[1:] == ({tokenizer.eos_token_id}, 15, 5)
     assert [len(x["prompt_ids"] + x["response_ids"]) for x in cut[0]] == sft.lengths(cut[0]) == [18] * 15
     assert sft.lengths(first[0]) == sft.lengths([*first[0]])
+    tokenizer.chat_template = "{{- tools | tojson if tools else '' -}}" + tokenizer.chat_template
+    length = lambda **how: sum(sft.lengths(load(**how)[0]))
+    assert length(tools=[dict(a=1)]) > length()
 
 
 def test_one_rank_of_a_machine_tokenises(file, tmp_path, monkeypatch):

@@ -150,6 +150,29 @@ def test_arithmetic(tmp_path):
     assert not (seen["train"] & seen["val"] or seen["train"] & seen["test"] or seen["val"] & seen["test"])
 
 
+def test_multiplication_with_conversations(tmp_path):
+    args = ["--operation", "multiply", "--tool_share", ".33", "--train_size", 600, "--local_save_dir", "."]
+    assert run_script("arithmetic.py", *args, cwd=tmp_path).returncode == 0
+    train, val, test = (load_rows(tmp_path / f"{x}.parquet", COLUMNS) for x in ("train", "val", "test"))
+    said = [row["messages"] for row in load_rows(tmp_path / "sft.parquet", ["messages", "extra_info"])]
+    pairs = []
+    for rows in (train, val, test):
+        questions = [row["prompt"][0]["content"] for row in rows]
+        operands = [sorted(map(int, question.removesuffix("=").split("*"))) for question in questions]
+        assert [str(a * b) for a, b in operands] == [row["reward_model"]["ground_truth"] for row in rows]
+        pairs.append({*map(tuple, operands)})
+    assert not pairs[0] & (pairs[1] | pairs[2]) and not pairs[1] & pairs[2] and len(pairs[2]) == 512
+    assert [messages[0] for messages in said] == [row["prompt"][0] for row in train]
+    for messages, row in zip(said, train):
+        question, answer = row["prompt"][0]["content"], row["extra_info"]["answer"]
+        call = [("assistant", f"<<{question.removesuffix('=')}>>"), ("tool", answer)] * (len(messages) > 2)
+        assert [(m["role"], m["content"]) for m in messages[1:]] == [*call, ("assistant", answer)]
+        assert compute_score("arithmetic", answer, answer)["score"] == 1
+    assert sum(len(messages) == 4 for messages in said) == 198
+    done = run_script("arithmetic.py", "--tool_share", "33", cwd=tmp_path)
+    assert done.stderr == "arithmetic.py: --tool_share is 33.0; it must be from 0 to 1\n"
+
+
 def test_arithmetic_sizes(tmp_path):
     result = run_script("arithmetic.py", "--train_size", 7000, cwd=tmp_path)
     assert result.returncode == 1 and "--train_size 7000: only 6" in result.stderr
@@ -246,6 +269,17 @@ def test_tiny_tokenizer_template():
     assert t.encode("é") == [t.unk_token_id]
     with pytest.raises(Exception, match=r"unknown role tool"):
         t.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
+
+
+def test_tiny_tokenizer_with_tools():
+    t, call = tiny_model.make_tokenizer(tool_role=True), {"role": "assistant", "content": "<<37+85>>"}
+    text = t.apply_chat_template([*CHAT[:2], call, {"role": "tool", "content": "122"}], tokenize=False)
+    assert text == "<|system|>add<|user|>37+85=<|assistant|><<37+85>><|eos|><|tool|>122"
+    assert t.encode("<|tool|>1") == [len(TOKENIZER), *TOKENIZER.encode("1")] and len(t) == len(TOKENIZER) + 1
+    assert t.get_vocab() == TOKENIZER.get_vocab() | {"<|tool|>": len(TOKENIZER)}
+    assert t.decode(t.encode(text), skip_special_tokens=True) == "add37+85=<<37+85>>122"
+    model = tiny_model.make_model(tiny_model.Args(tool_role=True), t)
+    assert model.get_input_embeddings().num_embeddings == len(t)
 
 
 def test_tiny_model(tmp_path):

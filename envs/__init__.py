@@ -1,0 +1,42 @@
+"""Environments: what answers a model between its turns.  One object a trajectory.
+
+class Environment:
+    tools = None                     # or JSON schemas of tools, which the chat template shows; optional
+    def __init__(self, extra_info):  # extra_info of the row
+    def step(self, text):            # the model's turn -> chat messages that answer it, or None: finished
+        return [{"role": "tool", "content": "42"}]  # role: tool or user; a `name` where there is one
+    def reward(self):                # asked after each step: a number, or a dict with `score`; optional
+
+The code runs in processes that can be killed, each step perhaps in another one: the object must be picklable,
+and what is big and never changes belongs into a cache of its module.  A hang, a crash or an exception ends
+its trajectory only.
+"""
+
+from rewards import load_from
+
+
+def load_env(spec):
+    """The environment class of `--env FILE.py:NAME`, with `tools`.
+
+    NAME: such a class; a list of functions, tools in OpenAI's manner; or an environment class of TRL.
+    Raises ValueError, in one line.
+    """
+    from envs.tools import ToolEnv, trl_env
+
+    found = load_from(spec, "--env")
+    if isinstance(found, type) and callable(getattr(found, "reset", None)):
+        return trl_env(found)
+    if isinstance(found, type) and callable(getattr(found, "step", None)):
+        found.tools = getattr(found, "tools", None)
+        return found
+    if isinstance(found, list | tuple) and found and all(hasattr(f, "__code__") for f in found):
+        return type("Tools", (ToolEnv,), {"functions": {f.__name__: f for f in found}})
+    raise ValueError(
+        f"--env {spec}: {spec.rpartition(':')[2]!r} is no class with `step`, no list of functions"
+        " and no class of TRL with `reset`"
+    )
+
+
+def one_line(text):
+    """An error for a model or a log: one line of at most 200 characters."""
+    return " ".join(str(text).split())[:200]

@@ -1,0 +1,167 @@
+"""Tools in OpenAI's manner: plain functions, which the model is shown as JSON schemas and calls in its text.
+
+parse_calls: [(name, arguments), ...] of a turn, (None, what is wrong) for a call that cannot be read; nothing
+if there is no call.  The formats are told apart by how they look; the first that finds a call is taken.
+Special tokens, as [TOOL_CALLS] is one, are missing from the text of a turn: a call must then be all of it.
+"""
+
+import ast
+import inspect
+import json
+import re
+import typing
+from contextlib import suppress
+
+from envs import one_line
+
+
+def parse_calls(text):
+    text = text.rpartition("</think>")[2].strip()
+    return next(filter(None, (read(text) for read in FORMATS)), [])
+
+
+def _hermes(text):
+    """Hermes, Qwen: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number of them
+    Qwen3-Coder, Qwen3.5: <tool_call><function=f><parameter=a>1</parameter></function></tool_call>"""
+    bodies = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
+    return [_xml(body) if body.lstrip().startswith("<function=") else _json(body) for body in bodies]
+
+
+def _llama(text):
+    """Llama 3: {"name": "f", "parameters": {"a": 1}} as the whole text, after <|python_tag|> or not"""
+    call = _json(text.removeprefix("<|python_tag|>"))
+    return [call] if call[0] is not None or text.startswith("<|python_tag|>") else []
+
+
+def _mistral(text):
+    """Mistral: [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}], or [TOOL_CALLS]f[ARGS]{"a": 1}"""
+    _, mark, marked = text.partition("[TOOL_CALLS]")
+    calls = []
+    for part in filter(None, map(str.strip, (marked if mark else text).split("[TOOL_CALLS]"))):
+        if match := re.fullmatch(r"([\w.-]+)(?:\[ARGS\])?\s*(\{.*\})", part, re.DOTALL):
+            calls.append(_json({"name": match[1], "arguments": match[2]}))
+        else:
+            parsed = _loads(part)
+            calls += map(_json, parsed if isinstance(parsed, list) else [part])
+    return calls if mark or all(name is not None for name, _ in calls) else []
+
+
+def _pythonic(text):
+    """Llama 4, Gemma: [f(a=1), g(b="x")] as the whole text, arguments by name, literals only"""
+    try:
+        calls = ast.parse(text, mode="eval").body.elts if text.startswith("[") else []
+        calls = [] if any(call.args for call in calls) else calls
+        return [(c.func.id, {word.arg: ast.literal_eval(word.value) for word in c.keywords}) for c in calls]
+    except (AttributeError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+        return []
+
+
+FORMATS = _hermes, _llama, _mistral, _pythonic
+
+
+def _json(call):
+    """(name, arguments) of a call as JSON; its arguments may be JSON in a string."""
+    call = _loads(call)
+    with suppress(KeyError, TypeError, ValueError):
+        arguments = _loads(call["arguments"] if "arguments" in call else call["parameters"])
+        return str(call["name"]), dict(arguments or {})
+    return None, "the call is no valid JSON with name and arguments"
+
+
+def _loads(value):
+    """JSON, or the value itself where it is none."""
+    with suppress(TypeError, ValueError, RecursionError):
+        return json.loads(value)
+    return value
+
+
+def _xml(body):
+    name, _, body = body.partition("<function=")[2].partition(">")
+    arguments = {}
+    for part in body.partition("</function>")[0].split("<parameter=")[1:]:
+        key, _, value = part.partition(">")
+        arguments[key.strip()] = value.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
+    return name.strip(), arguments
+
+
+def _typed(value, hint):
+    """A string for a parameter that takes none, as in XML, is read as a literal of JSON or Python."""
+    takes = (hint, *typing.get_args(hint))
+    if isinstance(value, str) and not any(x in (str, typing.Any) or isinstance(x, str) for x in takes):
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError):
+                return read(value)
+    return value
+
+
+class _Schemas:
+    """JSON schemas of the functions of a class, made when asked for: transformers is slow to import."""
+
+    def __get__(self, _, env):
+        from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+        try:
+            return [get_json_schema(function) for function in env.functions.values()]
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise ValueError(f"{one_line(error)} (type hints, and a docstring with Args: for each)") from None
+
+
+class ToolEnv:
+    """Answers the calls of a turn; one without calls is the last.  functions: {name: function}."""
+
+    functions = {}  # noqa: RUF012, each class has its own
+    tools = _Schemas()
+
+    def __init__(self, extra_info):
+        pass
+
+    def step(self, text):
+        return [self._answer(*call) for call in parse_calls(text)] or None
+
+    def _answer(self, name, arguments):
+        if name is None:
+            return {"role": "tool", "content": f"error: {arguments}"}
+        if name not in self.functions:
+            known = ", ".join(self.functions)
+            return {"role": "tool", "content": one_line(f"error: no tool {name[:50]!r}; there are: {known}")}
+        try:
+            function = self._function(name)
+            hints = typing.get_type_hints(function)
+            arguments = {key: _typed(value, hints.get(key, str)) for key, value in arguments.items()}
+            bound = inspect.signature(function).bind(**arguments)
+            result = function(*bound.args, **bound.kwargs)
+            if not isinstance(result, str):
+                result = json.dumps(result, default=str, ensure_ascii=False)
+        except Exception as error:  # a tool is anybody's code, called with anything: the model is told
+            result = one_line(f"error: {type(error).__name__}: {error}")
+        return {"role": "tool", "name": name, "content": result}
+
+    def _function(self, name):
+        return self.functions[name]
+
+
+class TrlEnv(ToolEnv):
+    """An environment of TRL: its public methods are the tools, its attribute `reward` the reward."""
+
+    trl_class = None
+
+    def __init__(self, extra_info):
+        self.env = self.trl_class()
+        self.env.reset(**extra_info)
+
+    def _function(self, name):
+        return getattr(self.env, name)
+
+    def reward(self):
+        reward = getattr(self.env, "reward", None)
+        return None if callable(reward) else reward
+
+
+def trl_env(trl_class):
+    """The environment class that wraps one of TRL's."""
+    methods = {
+        name: method.__get__(trl_class)  # bound to anything, so that the schema leaves `self` out
+        for name, method in inspect.getmembers(trl_class, inspect.isfunction)
+        if not name.startswith("_") and name != "reset"
+    }
+    return type("Trl", (TrlEnv,), {"trl_class": trl_class, "functions": methods})

@@ -1,0 +1,408 @@
+"""Environments: formats of calls, steps in processes that can be killed, and those that are shipped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from envs import load_env
+from envs.pool import EnvPool
+from envs.tools import ToolEnv, parse_calls
+
+HOSTILE = '''
+import os, random, signal, subprocess, threading
+
+class Env:
+    """Does what its text says."""
+    tools = [{"type": "function", "function": {"name": "none"}}]
+    def __init__(self, extra_info):
+        self.texts, self.pids = [extra_info["first"]], set()
+        if extra_info["first"] == "broken":
+            raise OSError("no\\nsuch game")
+    def step(self, text):
+        self.texts.append(text)
+        self.pids.add(os.getpid())
+        return getattr(self, text, self.say)()
+    def say(self):
+        return [{"role": "user", "content": " ".join(self.texts), "extra": object()}]
+    def hang(self):
+        while True:
+            pass
+    def end(self):
+        os._exit(0)
+    def leave(self):
+        raise SystemExit
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def fail(self):
+        raise KeyError("several\\nlines " + "x" * 1000)
+    def deep(self):
+        return self.deep()
+    def large(self):
+        return [{"role": "tool", "content": "x" * 2**20, "name": "n"}]
+    def finish(self):
+        return None
+    def lock(self):
+        self.lock = threading.Lock()
+        return self.say()
+    def processes(self):
+        return [{"role": "tool", "content": " ".join(map(str, self.pids))}]
+    def half(self):
+        return [{"role": "tool", "content": "\\ud83d!"}]
+    def no_list(self):
+        return "text"
+    def empty(self):
+        return []
+    def no_dict(self):
+        return ["text"]
+    def number(self):
+        return [{"role": "tool", "content": 3}]
+    def assistant(self):
+        return [{"role": "assistant", "content": "I"}]
+    def reward(self):
+        return {"score": len(self.texts), "last": self.texts[-1]}
+
+def add(a: int, b: int = 1, text: str = "") -> int:
+    """Adds.
+
+    Args:
+        a: first
+        b: second
+        text: joined
+    """
+    return f"{a + b}{text}" if text else a + b
+
+def fail(kind: str):
+    """Fails.
+
+    Args:
+        kind: how
+    """
+    raise ValueError("of kind\\n" + kind)
+
+def undocumented(a):
+    return a
+
+class Counter:
+    """In TRL's manner."""
+    def reset(self, **row):
+        self.count, self.reward = row["start"], 0.0
+        return "begin"
+    def more(self, by: int) -> str:
+        """Counts.
+
+        Args:
+            by: how far
+        """
+        self.count += by
+        self.reward = float(self.count)
+        return f"now {self.count}"
+    def _hidden(self):
+        pass
+
+class Nothing:
+    pass
+
+TOOLS, BAD_TOOLS, NONE = [add, fail], [undocumented], []
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("env") / "mine.py"
+    path.write_text(HOSTILE)
+    return path
+
+
+@pytest.fixture
+def pools():
+    """Makes pools, and ends them."""
+    made = []
+
+    def make(*args):
+        made.append(EnvPool(*args))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def ask(pool, **texts):
+    """{key: answer} of a step for each key."""
+    for key, text in texts.items():
+        pool.step(key, text, {"first": "hello"})
+    answers = []
+    while len(answers) < len(texts):
+        answers += pool.answers(wait=True)
+    assert pool.answers(wait=False) == pool.answers(wait=True) == []
+    return {answer.pop("key"): answer for answer in answers}
+
+
+def failed(why):
+    return {"messages": None, "reward": None, "failure": why}
+
+
+F = ("f", {"a": 1})
+UNREADABLE = (None, "the call is no valid JSON with name and arguments")
+FORMATS = [
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [F]),
+    ('I call.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n' * 2, [F, F]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}', [F]),  # its end was the stop token
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [F]),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', [UNREADABLE]),
+    ('<tool_call>{"name": "f"}</tool_call>', [UNREADABLE]),
+    ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [UNREADABLE]),
+    ("<tool_call>[]</tool_call><tool_call></tool_call><tool_call>7</tool_call>", [UNREADABLE] * 3),
+    ("<tool_call>" + "[" * 100_000, [UNREADABLE]),
+    ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 5000 + "}}", [UNREADABLE]),
+    ("<tool_call>" * 1000, [UNREADABLE]),
+    (
+        '<think><tool_call>{"name": "g"}</tool_call></think><tool_call>{"name": "f", "arguments": {"a": 1}}',
+        [F],
+    ),
+    ('<think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call></think> It is 4.', []),
+    (
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n\ny\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [("f", {"a": "1", "b": "x\n\ny"})],
+    ),
+    ("<tool_call><function=f></function></tool_call>", [("f", {})]),
+    ("<tool_call><function=f><parameter=a>1", [("f", {"a": "1"})]),
+    ("<tool_call><function=" + "<parameter=" * 50_000, [("<parameter=" * 50_000, {})]),
+    ('{"name": "f", "parameters": {"a": 1}}', [F]),
+    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [F]),
+    ("<|python_tag|>print(1)", [UNREADABLE]),
+    ('The call {"name": "f", "parameters": {"a": 1}} is a text.', []),
+    ('{"name": "Bob", "age": 3}', []),
+    ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 1}}]', [F, F]),
+    ('[{"name": "f", "arguments": {"a": 1}}]', [F]),
+    ('Well. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{"a": 1}', [F, F]),
+    ('f{"a": 1}', [F]),
+    ("f{a}", []),
+    ("[TOOL_CALLS]f[ARGS]{a}", [UNREADABLE]),
+    ("[TOOL_CALLS][1", [UNREADABLE]),
+    ("[TOOL_CALLS][1, []]", [UNREADABLE] * 2),
+    ("[]", []),
+    ("[1, 2]", []),
+    ('["f", {"a": 1}]', []),
+    ("[f(a=1)]", [F]),
+    ('[f(a=1), g(b="x)]", c=[-1, {"d": None}])]', [F, ("g", {"b": "x)]", "c": [-1, {"d": None}]})]),
+    ("[f(a=__import__('os'))]", []),
+    ("[f(**{'a': 1}), f(1)]", []),
+    ("[sin(x), cos(x)]", []),
+    ("[f(a=1)] for you", []),
+    ("[x for x in y]", []),
+    ("[" * 10_000, []),
+    ("[f(a=\x00)]", []),
+    ("[f(a={[]: 1})]", []),
+    ("", []),
+    ("The answer is 42.", []),
+]
+
+
+@pytest.mark.parametrize(("text", "calls"), FORMATS, ids=range(len(FORMATS)))
+def test_formats(text, calls):
+    assert parse_calls(text) == calls
+
+
+def test_tools(file):
+    env_class = load_env(f"{file}:TOOLS")
+    schemas = env_class.tools
+    assert [schema["function"]["name"] for schema in schemas] == ["add", "fail"]
+    assert schemas[0]["function"]["parameters"]["required"] == ["a"]
+
+    def answer(name, **arguments):
+        call = json.dumps({"name": name, "arguments": arguments})
+        [message] = env_class({}).step(f"<tool_call>{call}</tool_call>")
+        assert message.pop("role") == "tool"
+        return tuple(message.values())
+
+    assert answer("add", a=1, b=2) == ("add", "3")
+    assert answer("add", a=1, text="4") == ("add", "24")  # a string stays one where it should be
+    assert answer("add", a="1", b=" 2") == ("add", "3")
+    assert answer("add") == ("add", "error: TypeError: missing a required argument: 'a'")
+    assert answer("add", a=1, c=2) == ("add", "error: TypeError: got an unexpected keyword argument 'c'")
+    assert answer("add", a=None)[1].startswith("error: TypeError: unsupported operand")
+    assert answer("fail", kind="x\ny") == ("fail", "error: ValueError: of kind x y")
+    assert len(answer("fail", kind="x" * 9999)[1]) == 200
+    assert answer("gone") == ("error: no tool 'gone'; there are: add, fail",)
+    assert env_class({}).step("<tool_call>gone</tool_call>") == [
+        {"role": "tool", "content": f"error: {UNREADABLE[1]}"}
+    ]
+    assert env_class({}).step("done") is None
+
+
+def test_trl(file, pools):
+    pool = pools(f"{file}:Counter", 1, 60)
+    assert [schema["function"]["name"] for schema in pool.tools] == ["more"]
+    assert list(pool.tools[0]["function"]["parameters"]["properties"]) == ["by"]
+    for content, reward in (("now 5", 5.0), ("now 8", 8.0)):
+        pool.step(0, '{"name": "more", "parameters": {"by": 3}}', {"start": 2})
+        [answer] = pool.answers(wait=True)
+        assert answer["messages"] == [{"role": "tool", "name": "more", "content": content}]
+        assert (answer["reward"], answer["failure"]) == (reward, None)
+    pool.step(1, "", {})
+    [answer] = pool.answers(wait=True)
+    assert answer == {"key": 1, **failed("error: KeyError: 'start'")}
+
+
+def test_load_env(file, tmp_path):
+    assert load_env(f"{file}:Env").tools[0]["type"] == "function"
+    assert issubclass(load_env(f"{file}:TOOLS"), ToolEnv)
+    for spec, what in (
+        (str(file), "FILE.py:NAME"),
+        (f"{tmp_path}/none.py:Env", "is not a Python file"),
+        (f"{tmp_path}:Env", "is not a Python file"),
+        (f"{file}:Gone", "defines no 'Gone'"),
+        (f"{file}:Nothing", "'Nothing' is no class with `step`"),
+        (f"{file}:NONE", "'NONE' is no class"),
+        (f"{file}:add", "'add' is no class"),
+        (f"{file}:BAD_TOOLS", "undocumented"),
+    ):
+        with pytest.raises(ValueError, match=what) as error:
+            EnvPool(spec, 1, 1)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="above 0"):
+        EnvPool(f"{file}:Env", 0, 1)
+
+
+def test_no_torch_in_a_worker(file):
+    code = f"import sys, envs; from envs.pool import *; from envs.tools import *; load_env('{file}:TOOLS')"
+    code += "; print([m for m in ('torch', 'transformers', 'vllm', 'numpy') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
+
+
+def test_failures_end_their_trajectory_only(file, pools):
+    pool = pools(f"{file}:Env", 2, 2)
+    assert ask(pool, a="x", b="x")["a"]["failure"] is None
+    answers = ask(pool, a="hang", b="one", c="end", d="leave", e="kill", f="fail", g="deep", h="two")
+    failures = {key: answer["failure"] for key, answer in answers.items()}
+    assert failures["a"] == "timeout"
+    assert [failures[key] for key in "cde"] == ["crash"] * 3
+    assert failures["f"].startswith("error: KeyError: 'several\\nlines xxx") and len(failures["f"]) < 220
+    assert failures["g"].startswith("error: RecursionError")
+    assert answers["c"] == failed("crash")
+    assert answers["b"] == {
+        "messages": [{"role": "user", "content": "hello x one"}],
+        "reward": {"score": 3, "last": "one"},
+        "failure": None,
+    }
+    assert answers["h"]["messages"] == [{"role": "user", "content": "hello two"}]
+    assert ask(pool, b="finish")["b"] == {
+        "messages": None,
+        "reward": {"score": 4, "last": "finish"},
+        "failure": None,
+    }
+    pool.step("broken", "", {"first": "broken"})
+    assert pool.answers(wait=True) == [{"key": "broken", **failed("error: OSError: no such game")}]
+    pool.step("key", "", {"first": threading.Lock()})
+    [answer] = pool.answers(wait=True)
+    assert answer["failure"].startswith("error: ") and "pickle" in answer["failure"]
+    pool.clear()
+    assert ask(pool, b="new")["b"]["messages"][0]["content"] == "hello new"
+
+
+def test_answers_are_checked(file, pools):
+    pool = pools(f"{file}:Env", 2, 60)
+    names = "no_list empty no_dict number assistant lock".split()
+    answers = ask(pool, **{name: name for name in names})
+    for name in names[:-1]:
+        assert answers[name]["failure"].startswith("error: TypeError: step returned "), answers[name]
+        assert "\n" not in answers[name]["failure"]
+    assert "pickle" in answers["lock"]["failure"]
+    answers = ask(pool, large="large", half="half")
+    assert answers["large"]["messages"] == [{"role": "tool", "name": "n", "content": "x" * 2**20}]
+    assert answers["half"]["messages"][0]["content"] == "?!"
+
+
+def test_state_goes_from_process_to_process(file, pools):
+    pool = pools(f"{file}:Env", 3, 60)
+    keys = [f"k{i}" for i in range(6)]
+    said = dict.fromkeys(keys, "hello")
+    for turn in range(10):
+        answers = ask(pool, **{key: f"{key}-{turn}" for key in keys})
+        for key in keys:
+            said[key] += f" {key}-{turn}"
+            assert answers[key]["messages"][0]["content"] == said[key]
+    used = ask(pool, **dict.fromkeys(keys, "processes"))
+    processes = {int(pid) for answer in used.values() for pid in answer["messages"][0]["content"].split()}
+    assert len(processes) == 3 and os.getpid() not in processes
+    pool.step("k0", "x", {})
+    with pytest.raises(RuntimeError, match="under way"):
+        pool.clear()
+    assert len(pool.answers(wait=True)) == 1
+
+
+def leaks():
+    """Files, threads, and helper processes that are there now."""
+    workers = [task.read_text().split() for task in Path("/proc/self/task").glob("*/children")]
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), sum(map(len, workers))
+
+
+def test_a_thousand_trajectories_leave_nothing(file, pools):
+    pool, chance = pools(f"{file}:Env", 4, 20), random.Random(0)
+    ask(pool, **dict.fromkeys("abcdefgh", "x"))
+    before = leaks()
+    texts = ["say"] * 80 + ["large"] + ["number", "fail", "finish"] * 6 + ["end"]
+    turns, open_ = dict.fromkeys(range(1000), 0), 0
+    for key in turns:
+        pool.step(key, chance.choice(texts), {"first": str(key)})
+        open_ += 1
+    while open_:
+        for answer in pool.answers(wait=True):
+            open_ -= 1
+            turns[answer["key"]] += 1
+            if answer["messages"] and turns[answer["key"]] < 8:
+                assert answer["reward"]["score"] == turns[answer["key"]] + 1
+                pool.step(answer["key"], chance.choice(texts), {"first": "another"})
+                open_ += 1
+    assert max(turns.values()) == 8 and sum(turns.values()) > 3000
+    files, threads, processes = leaks()
+    assert files <= before[0] + 4  # the socket of a dead process stays until its successor
+    assert threads <= before[1] and processes <= before[2]
+    pool.clear()
+    pool.close()
+    wait_for(lambda: leaks()[1] <= before[1] - 4 and leaks()[2] <= before[2] - 4)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 120
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
+def test_a_killed_owner_leaves_no_process(file):
+    script = f"""
+        import os, signal, time
+        from envs.pool import EnvPool
+        pool = EnvPool("{file}:Env", 3, 1)
+        pids = set()
+        while len(pids) < 3:
+            for key in range(3):
+                pool.step(key, "processes", dict(first="x"))
+            while answers := pool.answers(wait=True):
+                pids.update(*(answer["messages"][0]["content"].split() for answer in answers))
+        print(*pids, flush=True)
+        pool.step(0, "hang", None)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, check=False
+    )
+    assert out.returncode == -signal.SIGKILL, out.stderr
+    files = [Path(f"/proc/{pid}/cmdline") for pid in out.stdout.decode().split()]
+    assert len(files) == 3
+    wait_for(lambda: not any(f.exists() and b"rewards.worker" in f.read_bytes() for f in files))
