@@ -142,7 +142,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from envs.pool import EnvPool
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -154,6 +153,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.cache import load_prompts
 from data_prep.tracking import Logger, check_tracker, stats, step_metrics
+from envs.pool import EnvPool
 from rewards import check_sources
 from rewards.combined import load_rewards
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics

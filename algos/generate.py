@@ -62,12 +62,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
-from envs.pool import EnvPool
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from data_prep.atomic import replacing
 from data_prep.schema import load_rows
+from envs.pool import EnvPool
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons")
 EPISODE = ("turns", "messages", "env_reward", "failure")  # with --env a further column, as JSON

@@ -63,15 +63,16 @@ class RewardManager:
 
         Of a response of several turns the last one, `answer_ids`, is scored: not what a tool wrote.
         """
+        texts = [row.get("answer_ids", row["response_ids"]) for row in rows]
         samples = [
             dict(
                 data_source=row["data_source"],
                 prompt_str=row["prompt"][-1]["content"],
-                solution_str=tokenizer.decode(row.get("answer_ids", row["response_ids"]), skip_special_tokens=True),
+                solution_str=tokenizer.decode(text, skip_special_tokens=True),
                 ground_truth=row["reward_model"]["ground_truth"],
                 extra_info=row["extra_info"],
             )
-            for row in rows
+            for row, text in zip(rows, texts, strict=True)
         ]
         results = zip(rows, samples, self.score(samples), strict=True)
         return [dict(row, sampled=sample, reward=reward) for row, sample, reward in results]

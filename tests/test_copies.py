@@ -60,7 +60,7 @@ def test_arguments_of_one_name_have_one_type():
             if isinstance(node, ast.ClassDef) and node.name == "Args":
                 *flags, post_init = node.body
                 for flag in flags:
-                    kind = ast.unparse(flag.annotation)
+                    kind = ast.unparse(flag.annotation).removesuffix(" | None")
                     assert seen.setdefault(flag.target.id, kind) == kind, f"--{flag.target.id} of {name}"
                 assert seen.setdefault("__post_init__", ast.unparse(post_init)) == ast.unparse(post_init)
 

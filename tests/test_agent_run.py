@@ -1,0 +1,158 @@
+"""agent.py and generate.py --env from end to end, as a user runs them: five turns of a model that learns."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, documented, metrics, rollouts, run
+from safetensors.torch import load_file
+from transformers import GenerationConfig
+
+AGENT, TALK = ROOT / "algos/agent.py", ROOT / "tests/talk_env.py"
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory):
+    """It ends a turn by any of 31 tokens, so that turns are short."""
+    model = shutil.copytree(tiny, tmp_path_factory.mktemp("agent") / "model")
+    GenerationConfig(eos_token_id=[1, *range(20, 50)]).save_pretrained(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def flags(model, arithmetic):
+    def flags(out, *more, env="Talk"):
+        files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
+        talk = "--env", f"{TALK}:{env}", "--reward_fn", f"{TALK}:score", "--max_observation_length", 10
+        sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --total_steps 4 --save_freq 2"
+        sizes += " --max_prompt_length 16 --max_response_length 96 --max_tokens_per_microbatch 500"
+        rest = "--lr 3e-3 --test_freq 2 --rollout_dump --keep_checkpoints 0 --env_timeout_s 20"
+        return ["--model", model, "--output_dir", out, *files, *talk, *sizes.split(), *rest.split(), *more]
+
+    return flags
+
+
+@pytest.fixture(scope="module")
+def straight(flags, tmp_path_factory):
+    """Four steps on one rank, undisturbed, and without a warning."""
+    out = tmp_path_factory.mktemp("straight")
+    assert "UserWarning" not in run(AGENT, *flags(out)).stderr
+    return out
+
+
+def weights(out):
+    return load_file(out / "checkpoints/step_000004/hf/model.safetensors")
+
+
+def test_it_runs_and_reports(straight, model):
+    steps = metrics(straight)
+    assert list(steps) == [0, 1, 2, 3, 4]
+    assert all(math.isfinite(value) for m in steps.values() for value in m.values())
+    assert not {name for m in steps.values() for name in m if not documented(name)}
+    assert steps[1]["num_turns/max"] == 5 and steps[1]["num_turns/mean"] > 4 and steps[0]["val/num_turns"] > 4
+    assert 0.3 < steps[1]["env/token_ratio"] < 0.8 and steps[1]["env/used_ratio"] > 0.9
+    before, after = load_file(model / "model.safetensors"), weights(straight)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    said = [row["extra_info"]["messages"] for row in rollouts(straight, 1)]
+    assert [m["role"] for m in max(said, key=len)] == ["assistant", "user"] * 4 + ["assistant"]
+
+
+def test_sampler_and_trainer_agree_on_five_turns(straight):
+    for step in range(1, 5):
+        assert metrics(straight)[step]["training/rollout_logp_diff_mean"] < 1e-5
+        assert metrics(straight)[step]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def same(a, b, steps, tolerance):
+    """The metrics of two runs that no clock touches, and what was said in the last of the steps."""
+    for step in steps:
+        for name, value in metrics(a)[step].items():
+            if not name.startswith(("timing", "perf", "global_seqlen")):
+                expected = pytest.approx(value, rel=tolerance, abs=tolerance)
+                assert metrics(b)[step][name] == expected, (step, name)
+    ids = [[row["response_ids"] for row in rollouts(out, steps[-1])] for out in (a, b)]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(2, ()), (2, ("--tp_size", 2)), (2, ("--hsdp_replicas", 2, "--share_prefix"))]
+)
+def test_delays_and_ranks_change_nothing(straight, flags, ranks, more, tmp_path, monkeypatch):
+    """Environments that take up to .14 s, by chance; trajectories of a group in a row with one prompt."""
+    monkeypatch.setenv("TALK_DELAY_S", "0.02")
+    run(AGENT, *flags(tmp_path, "--total_steps", 1, "--env_workers", 3, *more), ranks=ranks)
+    same(straight, tmp_path, [1], 1e-4)
+
+
+def test_killed_while_environments_work_and_resumed(straight, flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = list(map(str, [sys.executable, AGENT, *flags(tmp_path)]))
+    env = os.environ | dict(TALK_DELAY_S="0.1")
+    victim = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "checkpoints/latest").exists():
+        assert victim.poll() is None
+        time.sleep(0.02)
+    time.sleep(1)  # in the next rollout, most of whose time is the environments'
+    workers = psutil.Process(victim.pid).children(recursive=True)
+    victim.kill()
+    victim.wait()
+    assert workers and len(metrics(tmp_path)) == 3
+    run(AGENT, *flags(tmp_path))
+    same(straight, tmp_path, [1, 2, 3, 4], 0)
+    resumed = weights(tmp_path)
+    assert all(torch.equal(value, resumed[name]) for name, value in weights(straight).items())
+    assert not psutil.wait_procs(workers, timeout=60)[1]  # none outlives its run
+
+
+def test_trouble_ends_single_trajectories(flags, tmp_path):
+    """Of seven turns one hangs, one raises, one kills its process and one answers with a megabyte."""
+    run(AGENT, *flags(tmp_path, "--total_steps", 2, "--env_timeout_s", 2, env="Trouble"), ranks=2)
+    steps = metrics(tmp_path)
+    for name in ("timeouts", "crashes", "errors"):
+        assert steps[1][f"env/{name}"] + steps[2][f"env/{name}"] > 0
+    assert steps[1]["env/cut_observations"] > 0 and steps[1]["num_turns/max"] > 2
+    assert steps[2]["training/rollout_logp_diff_mean"] < 1e-5 and steps[2]["actor/skipped_updates"] == 0
+    failures = {row["extra_info"]["failure"] for row in rollouts(tmp_path, 1)}
+    assert failures > {"timeout", "crash"} and "error: RuntimeError: no idea" in failures
+
+
+def test_generate_and_eval(straight, flags, arithmetic, tmp_path):
+    """The answers of validation, scored as there, whatever the number of ranks."""
+    talk = "--env", f"{TALK}:Talk", "--max_observation_length", 10
+    files = "--model", straight, "--data", arithmetic / "val.parquet"
+    limits = "--max_prompt_length", 16, "--max_response_length", 96, "--batch_size", 4
+    tables = []
+    for ranks in (0, 2):
+        out = tmp_path / f"{ranks}.parquet"
+        run(ROOT / "algos/generate.py", *files, *talk, *limits, "--output", out, ranks=ranks)
+        tables.append(pq.read_table(out))
+    assert tables[0].equals(tables[1])
+    assert {"responses", "response_tokens", "finish_reasons", "episodes"} < set(tables[0].column_names)
+    out = "--data", tmp_path / "0.parquet", "--output", tmp_path / "eval"
+    done = run(ROOT / "algos/eval.py", *out, "--reward_fn", f"{TALK}:score")
+    scores = sum(pq.read_table(tmp_path / "eval/scored_A.parquet")["scores"].to_pylist(), [])
+    expected = metrics(straight)[4]["val-core/arithmetic/reward/mean@1"]
+    assert sum(scores) / len(scores) == pytest.approx(expected) and "mean@1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (("--env", "nowhere.py:Env"), "nowhere.py"),
+        (("--env", f"{TALK}:Nobody"), "Nobody"),
+        (("--max_turns", 0), "--max_turns"),
+        (("--env_workers", 0), "0 workers"),
+    ],
+)
+def test_bad_flags_are_one_line(flags, tmp_path, more, error):
+    done = run(AGENT, *flags(tmp_path, *more), check=False)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and len(lines) == 1 and error in lines[0], done.stderr
+    assert not (tmp_path / "checkpoints").exists()
