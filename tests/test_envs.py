@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -554,3 +555,14 @@ def test_reward_of_the_environment():
     first, second, third = manager.score(rows)
     assert (first["score"], second["score"], second["last"]) == (0.25, 1.0, "x")
     assert third["score"] == 0 and third["failure"].startswith("ValueError: the environment gave no reward")
+
+
+def test_examples_of_the_docs(tmp_path):
+    page = (ROOT / "docs/environments.md").read_text()
+    (tmp_path / "mine.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    game = load_env(f"{tmp_path}/mine.py:Countdown")({"left": 2})
+    assert game.step("go") == [{"role": "user", "content": "1 left"}] and game.reward() == 0
+    assert game.step("go") is None and game.reward() == 1
+    tools = load_env(f"{tmp_path}/mine.py:TOOLS")
+    assert tools.tools[0]["function"]["parameters"]["required"] == ["city"]
+    assert tools({}).step('{"name": "temperature", "parameters": {"city": "Rome"}}')[0]["content"] == "21.5"
