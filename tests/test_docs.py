@@ -45,13 +45,15 @@ def commands(page):
     """[script, arguments] of the commands in a page's code blocks."""
     for block in CODE.findall(page.read_text()):
         for line in block.replace("\\\n", " ").splitlines():
+            if not re.match(r"(srun |\w+=\S+ )*(python|torchrun)", line.strip()):
+                continue
             words = shlex.split(line, comments=True)
             scripts = [
                 i
                 for i, word in enumerate(words)
                 if re.fullmatch(r"(algos|data_prep|benchmarks)/\w+\.py", word)
             ]
-            if scripts and re.match(r"(srun |\w+=\S+ )*(python|torchrun)", line.strip()):
+            if scripts:
                 yield words[scripts[0]], words[scripts[0] + 1 :]
 
 

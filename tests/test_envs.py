@@ -3,12 +3,14 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from conftest import ROOT
 from envs import load_env
 from envs.pool import EnvPool
 from envs.tools import ToolEnv, parse_calls
+from rewards.combined import load_rewards
+from rewards.manager import RewardManager
 
 HOSTILE = '''
 import os, random, signal, subprocess, threading
@@ -406,3 +410,159 @@ def test_a_killed_owner_leaves_no_process(file):
     files = [Path(f"/proc/{pid}/cmdline") for pid in out.stdout.decode().split()]
     assert len(files) == 3
     wait_for(lambda: not any(f.exists() and b"rewards.worker" in f.read_bytes() for f in files))
+
+
+ROWS = [
+    ("48/2", "24"),
+    ("1,000 * 12.5", "12500"),
+    ("$2.50*3", "7.5"),
+    ("0.1+0.2", "0.3"),
+    ("20%", "0.2"),
+    ("$80*20%+1", "17"),
+    ("7%3", "1"),
+    ("(7)%(3)", "1"),
+    ("-7//2", "-4"),
+    ("2**0.5", "1.414214"),
+    ("-1/3", "-0.333333"),
+    ("2/3", "0.666667"),
+    ("1/10000000", "0"),
+    ("-1/10000000", "0"),
+    ("1/1000000", "0.000001"),
+    ("99999999999999999999*3", "299999999999999999997"),
+    ("1e3", "1000"),
+    ("2**200", str(2**200)),
+    ("2**300", "error: the power is too large"),
+    ("9**9**9**9", "error: the power is too large"),
+    ("2**200*2**200", "error: the number is too large"),
+    ("(-8)**(1/3)", "error: a root of a negative number"),
+    ("1/0", "error: division by zero"),
+    ("0**-1", "error: division by zero"),
+    ("1.0%0", "error: division by zero"),
+    ("1" * 201, "error: the expression is too long"),
+    ("-" * 200, "error: the expression is not arithmetic"),
+    ("(" * 200, "error: the expression is not arithmetic"),
+    ("__import__('os')", "error: the expression is not arithmetic"),
+    ("True+1", "error: the expression is not arithmetic"),
+    ("3j", "error: the expression is not arithmetic"),
+    ("x=3", "error: the expression is not arithmetic"),
+    ("[1][0]", "error: the expression is not arithmetic"),
+    ("", "error: the expression is not arithmetic"),
+]
+
+
+@pytest.mark.parametrize(("expression", "value"), ROWS)
+def test_calculator(expression, value):
+    calculator = load_env(f"{ROOT}/envs/calculator.py:Calculator")({})
+    answer = [{"role": "tool", "content": value}]
+    assert calculator.step(f"It is <<1+1>>2, then <<{expression}>> \n") == answer
+
+
+def test_calculator_as_a_tool():
+    env_class = load_env(f"{ROOT}/envs/calculator.py:TOOLS")
+    assert env_class.tools[0]["function"]["name"] == "calculate"
+    assert env_class({}).step('[calculate(expression="1/0"), calculate(expression="4*3")]') == [
+        {"role": "tool", "name": "calculate", "content": "error: ValueError: division by zero"},
+        {"role": "tool", "name": "calculate", "content": "12"},
+    ]
+    for text in ("", "42", "<<1+1>>2", "<<1+1>", "<<1 < 2>>", "<1+1>>"):
+        assert load_env(f"{ROOT}/envs/calculator.py:Calculator")({}).step(text) is None
+
+
+def test_python(pools):
+    pool = pools(f"{ROOT}/envs/python_sandbox.py:TOOLS", 1, 60)
+
+    def python(code):
+        call = json.dumps({"name": "python", "arguments": {"code": code}})
+        pool.step(0, f"<tool_call>{call}</tool_call>", {})
+        [answer] = pool.answers(wait=True)
+        return answer["messages"][0]["content"]
+
+    assert python("print(6 * 7)") == "42\n"
+    assert python("x = 1") == "the program printed nothing"
+    assert python("print(1); [][1]") == "1\nerror: IndexError: list index out of range"
+    assert python("raise SystemExit(3)") == "error: exit code 3"
+    assert python("while True: pass") == "error: no end after 5 s"
+    assert python("open('/etc/passwd')").startswith("error: ")
+
+
+@pytest.mark.skipif(not find_spec("bm25s"), reason="it is in requirements-extra.txt")
+def test_search(tmp_path, monkeypatch, pools):
+    corpus = tmp_path / "corpus.jsonl"
+    spec = f"{ROOT}/envs/search.py:TOOLS"
+    for path in ("", corpus, tmp_path):
+        monkeypatch.setenv("SEARCH_CORPUS", str(path))
+        with pytest.raises(ValueError, match="set SEARCH_CORPUS"):
+            load_env(spec)
+    texts = ["A cat is a mammal.", "A dog barks.", "Cats and dogs; a cat, too, sleeps."]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setenv("SEARCH_CORPUS", str(corpus))
+    pool = pools(spec, 2, 60)
+    assert len(list(tmp_path.iterdir())) == 2  # the index, and nothing that is left over
+
+    def search(**arguments):
+        pool.step(0, json.dumps({"name": "search", "parameters": arguments}), {})
+        [answer] = pool.answers(wait=True)
+        return answer["messages"][0]["content"]
+
+    assert search(query="cat mammal", k="1") == "[1] A cat is a mammal."
+    assert search(query="barks", k=100) == "[1] A dog barks."
+    assert search(query="zebra") == search(query="", k=-1) == "nothing was found"
+    assert search(k=1).startswith("error: TypeError")
+
+
+def test_guess():
+    game = load_env(f"{ROOT}/envs/guess.py:Guess")({"low": 1, "high": 100, "number": 42})
+    said = {"50": "lower", "1 to 10": "higher", "?": "Guess a number from 1 to 100."}
+    said |= {"0": said["?"], "9" * 5000: said["?"], "-42": said["?"], "<think>42</think> 41": "higher"}
+    for text, answer in said.items():
+        assert game.step(text) == [{"role": "user", "content": answer}]
+        assert game.reward() == 0
+    assert game.step("So 50-42") is None and game.reward() == pytest.approx(0.9**7)
+    game = load_env(f"{ROOT}/envs/guess.py:Guess")({"low": 1, "high": 9, "number": 3})
+    assert game.step("3") is None and game.reward() == 1
+
+
+@pytest.mark.skipif(not find_spec("reasoning_gym"), reason="it is in requirements-reasoning-gym.txt")
+def test_reasoning_gym(pools):
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset("leg_counting", seed=1, size=1)[0]
+    info, right = {"entry": repr(entry)}, f"<answer>{entry['answer']}</answer>"
+    pool = pools(f"{ROOT}/envs/reasoning_gym.py:Retry", 1, 120)
+
+    def answer(key, text):
+        pool.step(key, text, info)
+        [answer] = pool.answers(wait=True)
+        assert answer["failure"] is None
+        return answer["messages"] and answer["messages"][0]["role"], answer["reward"]
+
+    assert answer(0, right) == (None, 1)
+    assert answer(1, "no idea") == ("user", 0)
+    assert answer(1, right) == (None, 0.5)
+    for role in ("user", "user", None):
+        assert answer(2, "<answer>-1</answer>")[0] == role
+    pool.step(3, "", {"entry": repr(entry | {"metadata": {"source_dataset": "n_queens"}})})
+    assert "refused" in pool.answers(wait=True)[0]["failure"]
+
+
+def test_reward_of_the_environment():
+    spec = f"{ROOT}/rewards/env.py:compute_score"
+    manager = RewardManager("naive", load_rewards(["none", spec], [1.0, 0.5], "sum"))
+    rows = [
+        {"data_source": "any", "solution_str": "", "ground_truth": "", "extra_info": {"env_reward": reward}}
+        for reward in (0.5, {"score": 2, "last": "x"}, None)
+    ]
+    first, second, third = manager.score(rows)
+    assert (first["score"], second["score"], second["last"]) == (0.25, 1.0, "x")
+    assert third["score"] == 0 and third["failure"].startswith("ValueError: the environment gave no reward")
+
+
+def test_examples_of_the_docs(tmp_path):
+    page = (ROOT / "docs/environments.md").read_text()
+    (tmp_path / "mine.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    game = load_env(f"{tmp_path}/mine.py:Countdown")({"left": 2})
+    assert game.step("go") == [{"role": "user", "content": "1 left"}] and game.reward() == 0
+    assert game.step("go") is None and game.reward() == 1
+    tools = load_env(f"{tmp_path}/mine.py:TOOLS")
+    assert tools.tools[0]["function"]["parameters"]["required"] == ["city"]
+    assert tools({}).step('{"name": "temperature", "parameters": {"city": "Rome"}}')[0]["content"] == "21.5"

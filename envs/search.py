@@ -1,0 +1,69 @@
+"""A search engine as a tool: search(query, k) returns passages of a local corpus, ranked by BM25.
+
+SEARCH_CORPUS=FILE, a parquet or JSON-lines file with a column `text`, one passage a row.  The index is made
+where the environment is first loaded, before a model is, and kept in a directory beside the file; processes
+share its memory.  The library: pip install --no-deps -r requirements-extra.txt
+"""
+
+import os
+import tempfile
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+MAX_PASSAGES = 10  # of one answer
+
+
+def search(query: str, k: int = 3) -> str:
+    """Searches a collection of texts and returns the passages that fit best.
+
+    Args:
+        query: words to search for
+        k: how many passages, at most 10
+    """
+    import bm25s
+
+    index = _index()
+    k = min(max(k, 1), MAX_PASSAGES, index.scores["num_docs"])
+    tokens = bm25s.tokenize([query], show_progress=False)
+    [passages], [scores] = index.retrieve(tokens, k=k, show_progress=False)
+    found = [passage["text"] for passage, score in zip(passages, scores, strict=True) if score > 0]
+    return "\n".join(f"[{i}] {text}" for i, text in enumerate(found, 1)) or "nothing was found"
+
+
+@cache
+def _index():
+    import bm25s
+
+    return bm25s.BM25.load(INDEX, load_corpus=True, mmap=True, show_progress=False)
+
+
+def _make_index():
+    """Directory of the index, made when it is not there; its name has the time of the corpus."""
+    corpus = Path(os.environ.get("SEARCH_CORPUS") or "SEARCH_CORPUS")
+    if corpus.suffix not in (".parquet", ".jsonl") or not corpus.is_file():
+        raise ValueError(f"{corpus} is not a file: set SEARCH_CORPUS to a .parquet or .jsonl with `text`")
+    if find_spec("bm25s") is None:
+        raise ValueError("bm25s is not installed; pip install --no-deps -r requirements-extra.txt")
+    path = corpus.with_name(f"{corpus.name}.bm25s-{corpus.stat().st_mtime_ns}")
+    if not path.is_dir():
+        import bm25s
+        import pyarrow.json
+        import pyarrow.parquet
+
+        read = pyarrow.parquet.read_table if corpus.suffix == ".parquet" else pyarrow.json.read_json
+        texts = read(corpus)["text"].to_pylist()
+        index = bm25s.BM25(corpus=[{"text": text} for text in texts])
+        index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+        with tempfile.TemporaryDirectory(dir=corpus.parent) as scratch:
+            index.save(f"{scratch}/index", show_progress=False)
+            try:
+                os.rename(f"{scratch}/index", path)
+            except OSError:
+                if not path.is_dir():  # or another rank was faster
+                    raise
+    return path
+
+
+INDEX = _make_index()
+TOOLS = [search]
