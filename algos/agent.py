@@ -352,7 +352,7 @@ def main(args):
         if pool.tools:
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
     except (ValueError, jinja2.TemplateError) as error:
-        fail(f"--env {args.env}: {error}")
+        fail(" ".join(str(error).split()))
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
 

@@ -103,7 +103,9 @@ class _Schemas:
         try:
             return [get_json_schema(function) for function in env.functions.values()]
         except (DocstringParsingException, TypeHintParsingException) as error:
-            raise ValueError(f"{one_line(error)} (type hints, and a docstring with Args: for each)") from None
+            raise ValueError(
+                f"--env: {one_line(error)} (type hints, and a docstring with Args: for each)"
+            ) from None
 
 
 class ToolEnv:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import vllm.distributed
 from test_tool_conversations import TEMPLATES, TOOLS, conversation, make_tokenizer, tool
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from algos import agent
@@ -131,7 +131,7 @@ def test_token_in_token_out(name):
 
 
 def test_what_stands_between_turns():
-    """Qwen's newline behind <|im_end|> is there; a turn that ended by another token gets the template's end."""
+    """Qwen's newline behind <|im_end|> is there; a turn with another end gets the template's."""
     tokenizer = make_tokenizer("qwen2.5")
     eos, other = tokenizer.eos_token_id, tokenizer.encode("!")[0]
     [[row], *_] = talk(tokenizer, [[[5, 6, eos], [7, 8, other], [9, eos]]], [[tool("1"), tool("2"), None]])
@@ -146,6 +146,7 @@ def test_what_was_sampled_is_not_tokenised_again():
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|eos|>"], show_progress=False)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     backend.train_from_iterator(["calculate user assistant tool " * 9], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
     tokenizer.chat_template = TEMPLATES["tiny"].replace("<|", "").replace("|>", "")
