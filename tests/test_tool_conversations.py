@@ -164,3 +164,24 @@ def test_templates_of_both_ways():
     assert {name for name in TEMPLATES if forward(TEMPLATES[name])} == {
         "tiny", "smollm2", "smollm2, with tools"
     }  # fmt: skip
+
+
+def test_flag_env(tmp_path, capsys):
+    tiny_model.main(tiny_model.Args(str(tmp_path / "model"), layers=1, tool_role=True))
+    make_tokenizer("qwen2.5").save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "env.py").write_text(
+        f"class Env:\n    tools = {TOOLS}\n    def step(self, text):\n        pass\n"
+    )
+    row = make_row("train", 0, 37, 85, "multiply")
+    write_parquet([dict(messages=row["prompt"] + conversation(TURNS["one call"]))], tmp_path / "rows.parquet")
+    args = make_args(messages_key="messages", train_batch_size=1)
+    args.model, args.tokenizer = str(tmp_path / "model"), str(tmp_path / "tokenizer")
+    args.train_files = (str(tmp_path / "rows.parquet"),)
+    for args.env in (None, f"{tmp_path}/env.py:Env"):
+        tokenizer, [row], *_ = sft.load_data(args)
+        assert ("calculate" in tokenizer.decode(row["prompt_ids"])) == bool(args.env)
+        assert tokenizer.decode(row["response_ids"]).count("3145<|im_end|>") == 1
+    args.env = f"{tmp_path}/env.py:Other"
+    with pytest.raises(SystemExit) as end:
+        sft.load_data(args)
+    assert re.fullmatch(r"error: [^\n]*Other[^\n]*", str(end.value.code))
