@@ -6,6 +6,7 @@ import pytest
 from test_sft import make_args
 
 from algos import sft
+from algos.agent import observation
 from data_prep import tiny_model
 from data_prep.arithmetic import make_row
 from data_prep.cache import load_prompts
@@ -81,7 +82,6 @@ TEMPLATES = {  # what the templates of these models write for messages of {role,
 }  # fmt: skip
 SHOWS_NO_TOOLS = "tiny", "smollm2"
 ENDS = {"tiny": "<|eos|>", "llama3.1": "<|eot_id|>"}
-MARK = "MARK"
 
 
 def make_tokenizer(name):
@@ -95,21 +95,13 @@ def make_tokenizer(name):
     return tokenizer
 
 
-def observation(messages, last, tokenizer, tools):
-    """-> the ids that follow a turn whose last id is `last`, up to the next turn."""
-    told = [dict(role="user", content="x"), dict(role="assistant", content=MARK), *messages]
-    text = tokenizer.apply_chat_template(told, tools=tools, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer.encode(text.rpartition(MARK)[2], add_special_tokens=False)
-    return ids[ids[:1] == [last] :]
-
-
 def rollout(prompt_ids, turns, tokenizer, tools):
     """-> ids of a rollout whose turns have these texts, each but the last with the messages that answer it;
     which were sampled."""
     ids, sampled = [*prompt_ids], [False] * len(prompt_ids)
     for text, answers in turns:
         turn = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-        follow = observation(answers, turn[-1], tokenizer, tools) if answers else []
+        follow = observation(tokenizer, answers, tools, turn[-1]) if answers else []
         ids, sampled = ids + turn + follow, sampled + [True] * len(turn) + [False] * len(follow)
     return ids, sampled
 
