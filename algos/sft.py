@@ -60,6 +60,7 @@ class Args:
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
     response_key: str = "extra_info.answer"  # column of the response, a string; dots reach into structs
     messages_key: str | None = None  # column of conversations, whose assistant turns are trained, instead
+    env: str | None = None  # environment whose tools the chat template shows, FILE.py:NAME; None: no tools
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
     truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut there
     packing: bool = bool(find_spec("flash_attn"))  # rows in one without padding; sdpa: by a dense mask
@@ -120,6 +121,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 from data_prep.cache import BOOL, BOOLS, IDS, prepare
 from data_prep.tracking import Logger, check_tracker, matmul_speed
 from data_prep.turns import turns
+from envs import load_env
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -886,8 +888,9 @@ def load_data(args):
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
-        train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer)
-        val_rows, _, *val_counts = load_examples(args.val_files, args, tokenizer)
+        tools = load_env(args.env).tools if args.env else None
+        train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer, tools)
+        val_rows, _, *val_counts = load_examples(args.val_files, args, tokenizer, tools)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
     if len(train_rows) < args.train_batch_size:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data_prep import arithmetic, gsm8k, inspect, smollm2, tiny_model
+from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
 from data_prep.atomic import replacing
 from data_prep.schema import ROW_GROUP, load_rows, write_parquet
 from rewards import compute_score
@@ -197,6 +197,28 @@ def test_gsm8k_row():
         "reward_model": {"style": "rule", "ground_truth": "1224"},
         "extra_info": {"split": "test", "index": 3, "question": "How many?", "answer": answer},
     }
+
+
+def test_gsm8k_tool_traces():
+    def trace(answer):
+        row = gsm8k.make_row({"question": "How many?", "answer": answer}, "train", 0, tool_traces=True)
+        assert row["messages"][:1] == row["prompt"]
+        return [(m["role"], m["content"]) for m in row["messages"][1:]]
+
+    answer = "May: 24/2 = <<24/2=12.00>>12 clips.\nIn all $<<1000+.5=1000.5>>1,000.5.\n#### 1,000.5"
+    assert trace(answer) == [
+        ("assistant", "May: 24/2 = <<24/2>>"),
+        ("tool", "12"),
+        ("assistant", "12 clips.\nIn all $<<1000+.5>>"),
+        ("tool", "1000.5"),
+        ("assistant", "1,000.5.\n#### 1,000.5"),
+    ]
+    assert trace("Six.\n#### 6") == [("assistant", "Six.\n#### 6")]
+    with pytest.raises(prepare.LeftOut, match="another result"):
+        trace("10/3 = <<10/3=3.33>>3.33\n#### 3.33")
+    for broken in ("<<3/4=3/4>>3/4", "<<x=3>>3"):  # not a number; the calculator says so
+        with pytest.raises(ValueError):
+            trace(f"{broken}\n#### 3")
 
 
 # ---- inspect

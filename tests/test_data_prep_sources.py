@@ -288,6 +288,19 @@ def test_broken_rows_are_named(tmp_path, capsys):
     assert "test.parquet: 1 rows have the prompt of train.parquet: 1\n" in output.out
 
 
+def test_tool_traces(tmp_path):
+    """RL rows as without, and conversations beside."""
+    names = ["prompt", "reward_model", "extra_info"]
+    for traces in (False, True):
+        gsm8k.main(gsm8k.Args(str(tmp_path / f"{traces}"), str(FIXTURES / "gsm8k"), tool_traces=traces))
+    plain, traced = (load_rows(tmp_path / f"{x}/train.parquet", names) for x in (False, True))
+    assert plain == traced
+    messages = load_rows(tmp_path / "True/train.parquet", ["messages"])[0]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [m["content"] for m in messages if m["role"] == "tool"] == ["12", "36"]
+    assert messages[:1] == plain[0]["prompt"] and messages[-1]["content"] == "36 clips.\n#### 36"
+
+
 def test_max_samples(tmp_path):
     records = [{"question": f"{i}+0?", "answer": f"#### {i}"} for i in range(50)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -6,6 +6,7 @@ import pytest
 from test_sft import make_args
 
 from algos import sft
+from algos.agent import observation
 from data_prep import tiny_model
 from data_prep.arithmetic import make_row
 from data_prep.cache import load_prompts
@@ -81,7 +82,6 @@ TEMPLATES = {  # what the templates of these models write for messages of {role,
 }  # fmt: skip
 SHOWS_NO_TOOLS = "tiny", "smollm2"
 ENDS = {"tiny": "<|eos|>", "llama3.1": "<|eot_id|>"}
-MARK = "MARK"
 
 
 def make_tokenizer(name):
@@ -95,21 +95,13 @@ def make_tokenizer(name):
     return tokenizer
 
 
-def observation(messages, last, tokenizer, tools):
-    """-> the ids that follow a turn whose last id is `last`, up to the next turn."""
-    told = [dict(role="user", content="x"), dict(role="assistant", content=MARK), *messages]
-    text = tokenizer.apply_chat_template(told, tools=tools, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer.encode(text.rpartition(MARK)[2], add_special_tokens=False)
-    return ids[ids[:1] == [last] :]
-
-
 def rollout(prompt_ids, turns, tokenizer, tools):
     """-> ids of a rollout whose turns have these texts, each but the last with the messages that answer it;
     which were sampled."""
     ids, sampled = [*prompt_ids], [False] * len(prompt_ids)
     for text, answers in turns:
         turn = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-        follow = observation(answers, turn[-1], tokenizer, tools) if answers else []
+        follow = observation(tokenizer, answers, tools, turn[-1]) if answers else []
         ids, sampled = ids + turn + follow, sampled + [True] * len(turn) + [False] * len(follow)
     return ids, sampled
 
@@ -164,3 +156,24 @@ def test_templates_of_both_ways():
     assert {name for name in TEMPLATES if forward(TEMPLATES[name])} == {
         "tiny", "smollm2", "smollm2, with tools"
     }  # fmt: skip
+
+
+def test_flag_env(tmp_path, capsys):
+    tiny_model.main(tiny_model.Args(str(tmp_path / "model"), layers=1, tool_role=True))
+    make_tokenizer("qwen2.5").save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "env.py").write_text(
+        f"class Env:\n    tools = {TOOLS}\n    def step(self, text):\n        pass\n"
+    )
+    row = make_row("train", 0, 37, 85, "multiply")
+    write_parquet([dict(messages=row["prompt"] + conversation(TURNS["one call"]))], tmp_path / "rows.parquet")
+    args = make_args(messages_key="messages", train_batch_size=1)
+    args.model, args.tokenizer = str(tmp_path / "model"), str(tmp_path / "tokenizer")
+    args.train_files = (str(tmp_path / "rows.parquet"),)
+    for args.env in (None, f"{tmp_path}/env.py:Env"):
+        tokenizer, [row], *_ = sft.load_data(args)
+        assert ("calculate" in tokenizer.decode(row["prompt_ids"])) == bool(args.env)
+        assert tokenizer.decode(row["response_ids"]).count("3145<|im_end|>") == 1
+    args.env = f"{tmp_path}/env.py:Other"
+    with pytest.raises(SystemExit) as end:
+        sft.load_data(args)
+    assert re.fullmatch(r"error: [^\n]*Other[^\n]*", str(end.value.code))
