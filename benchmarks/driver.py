@@ -4,10 +4,11 @@
     python benchmarks/driver.py --model models/smollm2 --sizes --prompts 1000000 --dialogues 200000
     python benchmarks/driver.py --model models/smollm2 --root OTHER_CHECKOUT
 
-The real script runs with random tokens in place of the sampler's and log-probs of 0 (driver_worker.py), and
-the time of these two is in no figure. The second step counts. Its parts are the script's own timing_s/*, and
-`a to b` is what lies between two of them. Memory is a rank's peak over what it held before the first step,
-the sampler's own lists (200 bytes a token) among it; at a start, over what it held after the imports.
+The real script runs with slices of docs/*.md in place of the sampler's responses and log-probs of 0
+(driver_worker.py), and the time of these two is in no figure. The second step counts. Its parts are the
+script's own timing_s/*, and `a to b` is what lies between two of them. Memory is a rank's peak over what it
+held before the first step, the sampler's own lists (200 bytes a token) among it; at a start, over what it
+held after the imports.
 """
 
 import json

@@ -21,6 +21,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def score(data_source, solution_str, ground_truth, extra_info):
     """The reward: every second prompt has right and wrong responses, the others only wrong ones."""
@@ -67,14 +69,15 @@ class Clock:
 
 
 class Engine:
-    """In place of vLLM: random tokens, lengths from a log-normal distribution with a mean of a quarter.
+    """In place of vLLM: slices of a text, lengths from a log-normal distribution with a mean of a quarter.
 
-    A response is a function of its seed, on any number of ranks. As vLLM's, it holds its tokens twice, their
-    log-probs and places. `generate` makes all of them at once, `llm_engine.step` one at a time.
+    text: its token ids, to be repeated. A response is a function of its seed, on any number of ranks. As
+    vLLM's, it holds its tokens twice, their log-probs and places. `generate` makes all of them at once,
+    `llm_engine.step` one at a time.
     """
 
-    def __init__(self, clock, vocab, barrier):
-        self.llm_engine, self.vocab, self.queue = self, vocab, []
+    def __init__(self, clock, text, barrier):
+        self.llm_engine, self.text, self.queue = self, np.array(text), []
         self.model_config = SimpleNamespace(dtype=None)
         self.wake_up = self.apply_model = self.reset_prefix_cache = lambda *args, **kwargs: None
         self.sleep = clock.away(lambda level: barrier())  # a rank waits here for the slowest sampler
@@ -95,7 +98,8 @@ class Engine:
     def answer(self, request_id, params):
         rng, limit = np.random.default_rng(params.seed), params.max_tokens
         n = int(np.clip(rng.lognormal(np.log(0.17 * limit)), 1, limit))
-        ids, logps = rng.integers(self.vocab, size=n), -1e-6 * rng.random(n)  # 0 but for rounding: no alarm
+        ids = self.text.take(rng.integers(len(self.text)) + np.arange(n), mode="wrap")
+        logps = -1e-6 * rng.random(n)  # 0 but for rounding: no alarm
         flat = dict(token_ids=ids.tolist(), logprobs=logps.tolist(), ranks=[1] * n, decoded_tokens=[None] * n)
         flat = SimpleNamespace(start_indices=[*range(n)], end_indices=[*range(1, n + 1)], **flat)
         reason = "length" if n == limit else "stop"
@@ -118,8 +122,9 @@ def watch_steps(algo, clock, parts):
         # as where there is a GPU: what is freed goes back, so that a part's peak is its own
         ctypes.CDLL("libc.so.6").mallopt(-4, 65536)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, 1 << 26)  # M_TRIM_THRESHOLD
-        vocab = algo.AutoConfig.from_pretrained(args.model).vocab_size
-        return Engine(clock, vocab, torch.distributed.barrier)
+        pages = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
+        text = algo.AutoTokenizer.from_pretrained(args.model).encode("".join(pages), add_special_tokens=False)
+        return Engine(clock, text, torch.distributed.barrier)
 
     def check_engines(*args, check=algo.check_engines):
         check(*args)
