@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+DEVICE = "{} on the device"
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -33,7 +34,7 @@ class Clock:
     """Wall and CPU seconds (children's too) and peak memory of what runs between marks, without `away`."""
 
     def __init__(self):
-        self.parts, self.before, self.away_s = {}, "log", np.zeros(2)
+        self.parts, self.before, self.part, self.away_s = {}, "log", "log", np.zeros(2)
         self.last, self.base = self.now(), self.memory("VmRSS")
 
     def now(self):
@@ -115,7 +116,11 @@ def forward(self, *args, **inputs):
 
 
 def watch_steps(algo, clock, parts):
-    """Marks at both ends of every `timed` block; a step begins and ends with its log."""
+    """Marks at both ends of every `timed` block; a step begins and ends with its log.
+
+    In the blocks that run a model, what comes between its forward and the next layout, and the check of the
+    sampler, is arithmetic on tensors of the model's device. It is a part of its own: a GPU would do it.
+    """
     import torch
 
     def build_engine(args, device):
@@ -133,10 +138,30 @@ def watch_steps(algo, clock, parts):
     @contextmanager
     def timed(timing, name, timed=algo.timed):
         clock.mark(f"{clock.before} to {name}")
+        clock.before, clock.part = name, name
         with timed(timing, name):
             yield
-        clock.mark(name)
-        clock.before = name
+        clock.mark(clock.part)
+
+    def on_host(function):
+        @wraps(function)
+        def wrapper(*args):
+            clock.mark(clock.part)
+            result = function(*args)
+            clock.mark(clock.before)
+            return result
+
+        return wrapper
+
+    def call(self, *args, **inputs):
+        clock.mark(clock.before)
+        clock.part = DEVICE.format(clock.before)  # from here on, but for what is `on_host`
+        return away_call(self, *args, **inputs)
+
+    def check_sampler(*args, check=algo.check_sampler):
+        metrics = check(*args)
+        clock.mark(DEVICE.format("check_sampler"))
+        return metrics
 
     class Logger(algo.Logger):
         def log(self, *args, **shown):
@@ -145,16 +170,14 @@ def watch_steps(algo, clock, parts):
             parts.append(clock.parts)
             clock.parts, clock.before = {}, "log"
 
-    algo.build_engine, algo.check_engines, algo.timed, algo.Logger = (
-        build_engine,
-        check_engines,
-        timed,
-        Logger,
-    )
+    for function in (build_engine, check_engines, timed, check_sampler, Logger):
+        setattr(algo, function.__name__, function)
+    for name in ("padded", "packed", "shared", "split_micro_batches", "response_mask"):
+        setattr(algo, name, on_host(getattr(algo, name)))
     torch.Tensor.backward = clock.away(torch.Tensor.backward)
+    away_call = clock.away(torch.nn.Module.__call__)
     for name in {"TokenLogps", "TokenValues"} & vars(algo).keys():
-        getattr(algo, name).forward = forward
-        getattr(algo, name).__call__ = clock.away(torch.nn.Module.__call__)
+        getattr(algo, name).forward, getattr(algo, name).__call__ = forward, call
 
 
 class Ready(Exception):

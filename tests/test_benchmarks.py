@@ -32,8 +32,10 @@ def test_driver_on_two_ranks(tiny, tmp_path):
     result = json.loads(out.read_text())
     [parts], [start] = (step["parts"] for step in result["steps"]), result["starts"]
     assert {"gen", "gen to reward", "reward", "adv", "old_log_prob", "update_actor"} < parts.keys()
-    wall, cpu, _ = parts.pop("step")
-    assert cpu > 0 and 0 < wall < sum(w for w, _, _ in parts.values())  # the longest of each over the ranks
+    (wall, cpu, _), (device, *_) = parts.pop("step"), parts.pop("of it on the device")
+    assert cpu > 0 and 0 < device < wall
+    for total, end in ((wall, ""), (device, "on the device")):  # the longest of each part over the ranks
+        assert total <= sum(w for name, (w, _, _) in parts.items() if name.endswith(end))
     assert all(start[cache]["peak"][0] > 0 < start[cache]["held"][2] for cache in ("cold", "warm"))
 
 
