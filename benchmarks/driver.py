@@ -4,10 +4,12 @@
     python benchmarks/driver.py --model models/smollm2 --sizes --prompts 1000000 --dialogues 200000
     python benchmarks/driver.py --model models/smollm2 --root OTHER_CHECKOUT
 
-The real script runs with random tokens in place of the sampler's and log-probs of 0 (driver_worker.py), and
-the time of these two is in no figure. The second step counts. Its parts are the script's own timing_s/*, and
-`a to b` is what lies between two of them. Memory is a rank's peak over what it held before the first step,
-the sampler's own lists (200 bytes a token) among it; at a start, over what it held after the imports.
+The real script runs with slices of docs/*.md in place of the sampler's responses and log-probs of 0
+(driver_worker.py), and the time of these two is in no figure. The second step counts. Its parts are the
+script's own timing_s/*, and `a to b` is what lies between two of them. `on the device` is arithmetic on
+tensors of the model's device, the loss above all: a GPU would do it, and the rest stays with the host.
+Memory is a rank's peak over what it held before the first step, the sampler's own lists (200 bytes a token)
+among it; at a start, over what it held after the imports.
 """
 
 import json
@@ -92,8 +94,10 @@ def run(args, work, kind, algo, ranks, **flags):
     results = []
     for by_rank in zip(*(json.loads(path.read_text()) for path in (work / "run").glob("rank*.json"))):
         for parts in by_rank if kind == "step" else ():
-            wall, cpu, mb = zip(*parts.values()) if parts else [[0]] * 3
-            parts["step"] = sum(wall), sum(cpu), max(mb)
+            device = [figures for name, figures in parts.items() if name.endswith("on the device")]
+            for name, figures in (("step", [*parts.values()]), ("of it on the device", device)):
+                wall, cpu, mb = zip(*figures) if figures else [[0]] * 3
+                parts[name] = sum(wall), sum(cpu), max(mb)
         columns = {name: list(zip(*(parts[name] for parts in by_rank))) for name in by_rank[0]}
         results.append({name: (max(wall), sum(cpu), max(mb)) for name, (wall, cpu, mb) in columns.items()})
     return results

@@ -21,6 +21,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE = "{} on the device"
+
 
 def score(data_source, solution_str, ground_truth, extra_info):
     """The reward: every second prompt has right and wrong responses, the others only wrong ones."""
@@ -31,7 +34,7 @@ class Clock:
     """Wall and CPU seconds (children's too) and peak memory of what runs between marks, without `away`."""
 
     def __init__(self):
-        self.parts, self.before, self.away_s = {}, "log", np.zeros(2)
+        self.parts, self.before, self.part, self.away_s = {}, "log", "log", np.zeros(2)
         self.last, self.base = self.now(), self.memory("VmRSS")
 
     def now(self):
@@ -67,14 +70,15 @@ class Clock:
 
 
 class Engine:
-    """In place of vLLM: random tokens, lengths from a log-normal distribution with a mean of a quarter.
+    """In place of vLLM: slices of a text, lengths from a log-normal distribution with a mean of a quarter.
 
-    A response is a function of its seed, on any number of ranks. As vLLM's, it holds its tokens twice, their
-    log-probs and places. `generate` makes all of them at once, `llm_engine.step` one at a time.
+    text: its token ids, to be repeated. A response is a function of its seed, on any number of ranks. As
+    vLLM's, it holds its tokens twice, their log-probs and places. `generate` makes all of them at once,
+    `llm_engine.step` one at a time.
     """
 
-    def __init__(self, clock, vocab, barrier):
-        self.llm_engine, self.vocab, self.queue = self, vocab, []
+    def __init__(self, clock, text, barrier):
+        self.llm_engine, self.text, self.queue = self, np.array(text), []
         self.model_config = SimpleNamespace(dtype=None)
         self.wake_up = self.apply_model = self.reset_prefix_cache = lambda *args, **kwargs: None
         self.sleep = clock.away(lambda level: barrier())  # a rank waits here for the slowest sampler
@@ -95,7 +99,8 @@ class Engine:
     def answer(self, request_id, params):
         rng, limit = np.random.default_rng(params.seed), params.max_tokens
         n = int(np.clip(rng.lognormal(np.log(0.17 * limit)), 1, limit))
-        ids, logps = rng.integers(self.vocab, size=n), -1e-6 * rng.random(n)  # 0 but for rounding: no alarm
+        ids = self.text.take(rng.integers(len(self.text)) + np.arange(n), mode="wrap")
+        logps = -1e-6 * rng.random(n)  # 0 but for rounding: no alarm
         flat = dict(token_ids=ids.tolist(), logprobs=logps.tolist(), ranks=[1] * n, decoded_tokens=[None] * n)
         flat = SimpleNamespace(start_indices=[*range(n)], end_indices=[*range(1, n + 1)], **flat)
         reason = "length" if n == limit else "stop"
@@ -111,15 +116,20 @@ def forward(self, *args, **inputs):
 
 
 def watch_steps(algo, clock, parts):
-    """Marks at both ends of every `timed` block; a step begins and ends with its log."""
+    """Marks at both ends of every `timed` block; a step begins and ends with its log.
+
+    In the blocks that run a model, what comes between its forward and the next layout, and the check of the
+    sampler, is arithmetic on tensors of the model's device. It is a part of its own: a GPU would do it.
+    """
     import torch
 
     def build_engine(args, device):
         # as where there is a GPU: what is freed goes back, so that a part's peak is its own
         ctypes.CDLL("libc.so.6").mallopt(-4, 65536)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, 1 << 26)  # M_TRIM_THRESHOLD
-        vocab = algo.AutoConfig.from_pretrained(args.model).vocab_size
-        return Engine(clock, vocab, torch.distributed.barrier)
+        pages = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
+        text = algo.AutoTokenizer.from_pretrained(args.model).encode("".join(pages), add_special_tokens=False)
+        return Engine(clock, text, torch.distributed.barrier)
 
     def check_engines(*args, check=algo.check_engines):
         check(*args)
@@ -128,10 +138,30 @@ def watch_steps(algo, clock, parts):
     @contextmanager
     def timed(timing, name, timed=algo.timed):
         clock.mark(f"{clock.before} to {name}")
+        clock.before, clock.part = name, name
         with timed(timing, name):
             yield
-        clock.mark(name)
-        clock.before = name
+        clock.mark(clock.part)
+
+    def on_host(function):
+        @wraps(function)
+        def wrapper(*args):
+            clock.mark(clock.part)
+            result = function(*args)
+            clock.mark(clock.before)
+            return result
+
+        return wrapper
+
+    def call(self, *args, **inputs):
+        clock.mark(clock.before)
+        clock.part = DEVICE.format(clock.before)  # from here on, but for what is `on_host`
+        return away_call(self, *args, **inputs)
+
+    def check_sampler(*args, check=algo.check_sampler):
+        metrics = check(*args)
+        clock.mark(DEVICE.format("check_sampler"))
+        return metrics
 
     class Logger(algo.Logger):
         def log(self, *args, **shown):
@@ -140,16 +170,14 @@ def watch_steps(algo, clock, parts):
             parts.append(clock.parts)
             clock.parts, clock.before = {}, "log"
 
-    algo.build_engine, algo.check_engines, algo.timed, algo.Logger = (
-        build_engine,
-        check_engines,
-        timed,
-        Logger,
-    )
+    for function in (build_engine, check_engines, timed, check_sampler, Logger):
+        setattr(algo, function.__name__, function)
+    for name in ("padded", "packed", "shared", "split_micro_batches", "response_mask"):
+        setattr(algo, name, on_host(getattr(algo, name)))
     torch.Tensor.backward = clock.away(torch.Tensor.backward)
+    away_call = clock.away(torch.nn.Module.__call__)
     for name in {"TokenLogps", "TokenValues"} & vars(algo).keys():
-        getattr(algo, name).forward = forward
-        getattr(algo, name).__call__ = clock.away(torch.nn.Module.__call__)
+        getattr(algo, name).forward, getattr(algo, name).__call__ = forward, call
 
 
 class Ready(Exception):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -31,14 +32,16 @@ def test_driver_on_two_ranks(tiny, tmp_path):
     result = json.loads(out.read_text())
     [parts], [start] = (step["parts"] for step in result["steps"]), result["starts"]
     assert {"gen", "gen to reward", "reward", "adv", "old_log_prob", "update_actor"} < parts.keys()
-    wall, cpu, _ = parts.pop("step")
-    assert cpu > 0 and 0 < wall < sum(w for w, _, _ in parts.values())  # the longest of each over the ranks
+    (wall, cpu, _), (device, *_) = parts.pop("step"), parts.pop("of it on the device")
+    assert cpu > 0 and 0 < device < wall
+    for total, end in ((wall, ""), (device, "on the device")):  # the longest of each part over the ranks
+        assert total <= sum(w for name, (w, _, _) in parts.items() if name.endswith(end))
     assert all(start[cache]["peak"][0] > 0 < start[cache]["held"][2] for cache in ("cold", "warm"))
 
 
 def test_driver_sampler():
-    """At once or one by one, in any order: the same response for a seed, within its limit."""
-    engine = driver_worker.Engine(driver_worker.Clock(), 9, barrier=None)
+    """At once or one by one, in any order: the same slice of the text for a seed, within its limit."""
+    engine = driver_worker.Engine(driver_worker.Clock(), range(9), barrier=None)
     params = [SimpleNamespace(seed=seed, max_tokens=40) for seed in range(30)]
     at_once = engine.generate([{}] * 30, params, use_tqdm=False)
     for i, p in enumerate(params):
@@ -47,6 +50,8 @@ def test_driver_sampler():
     while engine.llm_engine.has_unfinished_requests():
         one_by_one |= {int(done.request_id): done for done in engine.llm_engine.step() if done.finished}
     assert [one_by_one[i].outputs for i in range(30)] == [done.outputs for done in at_once]
+    ids = [done.outputs[0].token_ids for done in at_once]
+    assert all(b == (a + 1) % 9 for part in ids for a, b in pairwise(part)) and len({x[0] for x in ids}) > 3
     lengths = [len(done.outputs[0].token_ids) for done in at_once]
     assert 5 < sum(lengths) / 30 < 15 and max(lengths) <= 40
 
