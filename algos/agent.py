@@ -311,9 +311,9 @@ def turn_metrics(rows):
 
 
 def update_actor(policy, optimizer, batch, args):
-    """One optimizer step a mini-batch -> metrics, means over the steps, and log-probs as first seen."""
+    """One optimizer step a mini-batch -> metrics, means over them, and log-probs if there are no old ones."""
     sums, norms, first = 0.0, [], {}
-    for epoch in range(args.ppo_epochs):
+    for _ in range(args.ppo_epochs):
         for mini_batch, totals in zip(batch["mini_batches"], batch["totals"], strict=True):
             for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
                 part = columns(batch, rows, logp_nt.device)
@@ -326,7 +326,7 @@ def update_actor(policy, optimizer, batch, args):
                     mean_nt = loss_weights(part["mask_nt"], "token-mean", None, totals)
                     kinds = [weight_nt if "loss" in name else mean_nt for name in terms]
                     sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
-                    if epoch == 0:
+                    if "old_logp_nt" not in batch:  # then there is one optimizer step
                         first |= zip(rows, logp_nt.detach())
             norms.append(nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item())
             if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
@@ -1053,8 +1053,8 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
         while core.has_unfinished_requests():
             for done in core.step():  # at once, so that there are lists only of what is being sampled
                 row, [o] = rows[int(done.request_id)], done.outputs
-                logps = np.array(o.logprobs.logprobs, np.float32)
-                row |= dict(response_ids=np.array(o.token_ids, np.int32), rollout_logps=logps)
+                logps = np.fromiter(o.logprobs.logprobs, np.float32)
+                row |= dict(response_ids=np.fromiter(o.token_ids, np.int32), rollout_logps=logps)
                 row |= dict(length=len(logps), prompt_length=len(row["prompt_ids"]))
                 row["finish_reason"] = o.finish_reason
     return rows[rank % args.tp_size :: args.tp_size]
@@ -1221,14 +1221,15 @@ def balance_batch(rows, args, device):
         mini_batches.append([(tokens[i], sequences[i]) for i in parts[dist.get_rank()]])
     mine, number = [i for mini in mini_batches for _, sequence in mini for i in sequence], count()
     # ids and log-probs go from the rank that sampled them to the one that trains on them
-    names, parts = ("prompt_ids", "response_ids", "rollout_logps"), [{} for _ in load]
+    names, parts, rank = ("prompt_ids", "response_ids", "rollout_logps"), [{} for _ in load], dist.get_rank()
     for i, row in enumerate(rows):
-        if row["rank"] == dist.get_rank():
+        if row["rank"] == rank:
             parts[owners[i]][i] = [row[name] for name in names]
-    got = {i: texts for part in exchange(parts) for i, texts in part.items()}
+    got, parts[rank] = parts[rank], {}  # what stays is not copied
+    got |= {i: texts for part in exchange(parts) for i, texts in part.items()}
     prompts, responses, logps = ([got[i][k] for i in mine] for k in range(3))
     batch = dict(rows=mine, prompts=prompts, responses=responses, totals=totals)
-    batch["rollout_logp_nt"] = [torch.tensor(logp, device=device) for logp in logps]
+    batch["rollout_logp_nt"] = [torch.as_tensor(logp, device=device) for logp in logps]
     batch["new"] = [place for place, i in enumerate(mine) if not rows[i].get("carried_over")]
     batch["mini_batches"] = [[(n, [next(number) for _ in part]) for n, part in mini] for mini in mini_batches]
     return batch, load

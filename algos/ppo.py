@@ -982,8 +982,8 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
         while core.has_unfinished_requests():
             for done in core.step():  # at once, so that there are lists only of what is being sampled
                 row, [o] = rows[int(done.request_id)], done.outputs
-                logps = np.array(o.logprobs.logprobs, np.float32)
-                row |= dict(response_ids=np.array(o.token_ids, np.int32), rollout_logps=logps)
+                logps = np.fromiter(o.logprobs.logprobs, np.float32)
+                row |= dict(response_ids=np.fromiter(o.token_ids, np.int32), rollout_logps=logps)
                 row |= dict(length=len(logps), prompt_length=len(row["prompt_ids"]))
                 row["finish_reason"] = o.finish_reason
     return rows[rank % args.tp_size :: args.tp_size]
