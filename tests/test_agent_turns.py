@@ -219,9 +219,8 @@ def test_observations_are_limited_in_tokens(cut, left):
     words = tokenizer.add_tokens(["word"]) and tool("word" * 8)  # 8 tokens, 32 characters
     [[row], *_] = talk(tokenizer, said, [[words, None]], max_observation_length=8, observation_cut=cut)
     assert row["cut_observations"] == 0
-    [[row], *_] = talk(
-        tokenizer, said, [[tool("word" * 250_000), None]], max_observation_length=8, observation_cut=cut
-    )
+    long = "word" * 8 + "-" * 1_000_000 + "word" * 8
+    [[row], *_] = talk(tokenizer, said, [[tool(long), None]], max_observation_length=8, observation_cut=cut)
     assert row["messages"][1]["content"] == "word" * 8
 
 
