@@ -505,11 +505,8 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
     def ask(i):
         """The next turn of row i."""
         row = rows[i]
-        entropy = (
-            *row["entropy"],
-            *([row["turns"]] if row["turns"] else []),
-        )  # the first turn's as in `rollout`
-        [seed] = np.random.SeedSequence(entropy).generate_state(1)
+        turn = [row["turns"]] if row["turns"] else []  # the first is seeded as in `rollout`
+        [seed] = np.random.SeedSequence((*row["entropy"], *turn)).generate_state(1)
         room = args.max_response_length - len(row["response_ids"])
         params = SamplingParams(seed=int(seed), max_tokens=room, **sampling)
         core.add_request(str(i), dict(prompt_token_ids=[*row["prompt_ids"], *row["response_ids"]]), params)
