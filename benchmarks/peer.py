@@ -3,12 +3,16 @@
     pip install --no-deps -r requirements-bench.txt
     python benchmarks/peer.py --model models/smollm2 --algo grpo --ranks 1 2
     python benchmarks/peer.py --model models/smollm2 --algo sft --prompts 32
+    python benchmarks/peer.py --model models/smollm2 --algo agent --response_length 256 --max_length 1024
 
 A round runs each contestant once, one after the other. All are timed by one stopwatch: the lines of
 metrics.jsonl. A ratio is TRL's time per token over ours in the same round, with the same number of processes.
-GRPO runs here twice, with --share_prefix and without.
+GRPO runs here twice, with --share_prefix and without. Agents call a calculator after each turn but the last;
+the model does not know how, so that a call is read in place of what it says, by each side's own parser. The
+template is Qwen2.5's, which TRL parses and which fits the tokens of SmolLM2.
 """
 
+import importlib.util
 import itertools
 import shutil
 import statistics
@@ -21,14 +25,14 @@ from typing import Literal
 import tyro
 from rich.console import Console
 from rich.table import Table
-from workload import durations, launch, make_model, make_rows, read_metrics, save
+from workload import ROOT, durations, launch, make_model, make_rows, read_metrics, save
 
 
 @dataclass
 class Args:
     model: str
     """Hugging Face directory of the model."""
-    algo: Literal["grpo", "sft"] = "grpo"
+    algo: Literal["grpo", "agent", "sft"] = "grpo"
     """Which trainer."""
     config: dict[str, int] = field(default_factory=dict)
     """Sizes that replace those of the model's config.json: random weights."""
@@ -39,7 +43,11 @@ class Args:
     prompt_length: int = 96
     """Mean tokens of a prompt."""
     response_length: int = 64
-    """Tokens of each response, for sft their mean."""
+    """Tokens of each response, for sft their mean, for agents the limit of all turns."""
+    turns: int = 3
+    """Turns of an agent."""
+    turn_length: int = 24
+    """One token in so many ends an agent's turn."""
     temperature: float = 1.0
     """Sampling temperature; a low one makes a random model so confident that it does not sample EOS."""
     max_tokens_per_microbatch: int = 2048
@@ -65,17 +73,20 @@ def ours(args, work):
     )
     flags |= dict(train_batch_size=args.prompts, total_steps=args.steps + 1)
     flags |= dict(max_tokens_per_microbatch=args.max_tokens_per_microbatch)
-    if args.algo == "grpo":
+    if args.algo != "sft":
+        room = args.max_length - args.response_length if args.algo == "agent" else 2 * args.prompt_length
         flags |= dict(ppo_mini_batch_size=args.prompts, temperature=args.temperature)
-        flags |= dict(max_prompt_length=2 * args.prompt_length, max_response_length=args.response_length)
+        flags |= dict(max_prompt_length=room, max_response_length=args.response_length)
         flags |= dict(group_size=args.group_size)
+    if args.algo == "agent":
+        flags |= dict(env=f"{ROOT}/benchmarks/talk_env.py:Calls", max_turns=args.turns)
     words = [x for k, v in flags.items() for x in (f"--{k}", v)]
     return f"algos/{args.algo}.py", [*words, "--no-gradient_checkpointing", "--no-save_hf"]
 
 
 def trl(args, work, ranks, *extra):
     """Script and flags of TRL's trainer; packed, a step has about as many tokens as ours."""
-    rows = args.prompts * (args.group_size if args.algo == "grpo" else 1)
+    rows = args.prompts * (1 if args.algo == "sft" else args.group_size)
     batch = args.trl_batch
     if "--packing" in extra:
         rows = rows * (args.prompt_length + args.response_length) // args.max_length
@@ -84,7 +95,7 @@ def trl(args, work, ranks, *extra):
     flags |= dict(algo=args.algo, total_steps=args.steps + 1, max_length=args.max_length)
     flags |= dict(per_device_batch=batch, accumulation=max(1, rows // batch // ranks))
     flags |= dict(group_size=args.group_size, response_length=args.response_length)
-    flags |= dict(temperature=args.temperature)
+    flags |= dict(temperature=args.temperature, turns=args.turns)
     return "benchmarks/peer_trl.py", [*(x for k, v in flags.items() for x in (f"--{k}", v)), *extra]
 
 
@@ -119,7 +130,12 @@ def main():
     rounds, failed = [], {}
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
-        make_model(args.model, work / "model", args.config)
+        agent = args.algo == "agent"
+        make_model(args.model, work / "model", args.config, args.turn_length if agent else None)
+        if agent:
+            trl_files = Path(importlib.util.find_spec("trl").origin).parent
+            template = trl_files / "chat_templates/qwen2_5.jinja"
+            shutil.copy(template, work / "model/chat_template.jinja")
         # TRL packs over all its rows: enough for every step
         rows = args.prompts * (args.steps + 1 if args.algo == "sft" else 1)
         make_rows(work / "model", work / "rows.parquet", rows, args.prompt_length, args.response_length)
@@ -128,7 +144,7 @@ def main():
             for ranks in args.ranks:
                 script, flags = ours(args, work)
                 commands = {"ours": (script, flags)}
-                if args.algo == "grpo":
+                if args.algo != "sft":
                     commands["ours, shared prefix"] = script, [*flags, "--share_prefix"]
                 commands |= {name: trl(args, work, ranks, *extra) for name, extra in variants.items()}
                 for name, command in commands.items():
@@ -144,7 +160,7 @@ def main():
                         failed[key] = str(error)[-600:]
             rounds.append(results)
     table = Table("", "step, s", "CPU s", "ms per token", "ratio", "CPU s", title=f"{args.algo}, medians")
-    if args.algo == "grpo":
+    if args.algo != "sft":
         table.add_column("ratio to shared prefix")
     ratios = {}
     for key in rounds[0]:

@@ -18,8 +18,13 @@ import pyarrow.parquet as pq
 import torch
 import tyro
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer import grpo_trainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.talk_env import CALL
+from envs.calculator import calculate
 
 
 @dataclass
@@ -30,7 +35,7 @@ class Args:
     """Parquet file of one step's rows."""
     output_dir: Path
     """Directory for metrics.jsonl."""
-    algo: Literal["grpo", "sft"]
+    algo: Literal["grpo", "agent", "sft"]
     """Which trainer."""
     total_steps: int
     """Optimizer steps."""
@@ -42,6 +47,8 @@ class Args:
     """Responses to each prompt."""
     response_length: int = 64
     """Longest response, in tokens."""
+    turns: int = 1
+    """Turns of an agent, which calls the tool after each but the last."""
     temperature: float = 1.0
     """Sampling temperature."""
     vllm: bool = False
@@ -75,9 +82,14 @@ def alternating(completions, **_):
     return [float(i % 2) for i in range(len(completions))]
 
 
+def calling(tokenizer, parse):
+    """TRL's parser of turns, but every turn is the same call of the calculator."""
+    call = tokenizer.encode(CALL + tokenizer.eos_token, add_special_tokens=False)
+    return lambda tokenizer, ids, **more: parse(tokenizer, call, **more)
+
+
 def rules(completions, source, truth, **_):
     """The score that our trainers see."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from rewards import compute_score
 
     results = [
@@ -121,8 +133,13 @@ def main():
             import vllm._custom_ops
 
             vllm._custom_ops._supports_onednn = False  # or it packs the weights, and TRL's sync fails
+        agent = args.algo == "agent"
+        if agent:
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+            grpo_trainer.parse_response = calling(tokenizer, grpo_trainer.parse_response)
         config = GRPOConfig(
             **common,
+            max_tool_calling_iterations=args.turns - 1 if agent else None,
             num_generations=args.group_size,
             max_completion_length=args.response_length,
             temperature=args.temperature,
@@ -132,6 +149,7 @@ def main():
         trainer = GRPOTrainer(
             args.model,
             reward_funcs=rules if args.lr else alternating,
+            tools=[calculate] if agent else None,
             args=config,
             train_dataset=Dataset.from_list(
                 [

@@ -1,7 +1,8 @@
 """What the benchmarks share: a synthetic model and rows, a launcher, results with their machine.
 
 Response lengths are fixed: the model is a copy whose EOS has a zero row in the output layer, so that a
-model with confident logits never samples it. Whoever measures checks that it did not.
+model with confident logits never samples it. Whoever measures checks that it did not. Those of an agent's
+turns differ: the model has more EOS tokens, spread over the vocabulary.
 """
 
 import importlib.metadata
@@ -29,8 +30,11 @@ from data_prep.schema import write_parquet
 CORES = len(os.sched_getaffinity(0))
 
 
-def make_model(source, out, config):
-    """Copy a model directory, with a zero row for EOS. `config` overrides sizes: then weights are random."""
+def make_model(source, out, config, turn_length=None):
+    """Copy a model directory, with a zero row for EOS. `config` overrides sizes: then weights are random.
+
+    turn_length: one in so many tokens of the vocabulary is an EOS token.
+    """
     tokenizer, sizes = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
     torch.manual_seed(0)
     if config:
@@ -39,6 +43,9 @@ def make_model(source, out, config):
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model.get_output_embeddings().weight.data[tokenizer.eos_token_id] = 0
+    if turn_length:
+        ends = range(turn_length, len(tokenizer), turn_length)
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, *ends]
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 

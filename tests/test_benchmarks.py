@@ -1,4 +1,4 @@
-"""The benchmarks still run with the trainers as they are: the smallest sizes of three of them."""
+"""The benchmarks still run with the trainers as they are: the smallest sizes of some of them."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from conftest import ROOT, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.append(str(ROOT / "benchmarks"))
+import agent_rollout
 import driver_worker
 import memory
 
@@ -22,6 +23,25 @@ def test_throughput_without_vllm(tiny, tmp_path):
     [result] = json.loads(out.read_text())["rounds"]
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0
     assert set(result["parts_s"]) == {"reward", "adv", "update_actor", "other"}
+
+
+def test_waves_and_no_waves(tiny, tmp_path):
+    """Both sides write the same number of tokens, in as many turns."""
+    sizes = "--trajectories 3 --turns 2 --delay_s .01 --prompt_length 16 --turn_length 4 --rounds 1".split()
+    out = tmp_path / "x.json"
+    run(ROOT / "benchmarks/agent_rollout.py", "--model", tiny, *sizes, "--output", out)
+    [sides] = json.loads(out.read_text())["rounds"]
+    ours, waves = sides["asynchronous"], sides["waves"]
+    assert ours["turns"] == waves["turns"] == 2 and ours["tokens"] == waves["tokens"] > 0
+    assert all(0 < side["idle"] < 1 for side in sides.values())
+
+
+def test_a_wave_waits_for_all():
+    """Answers come together, and only when the sampler has nothing to do."""
+    ready = [["a"], ["b", "c"], []]
+    pool = SimpleNamespace(step=None, tools=None, clear=None, answers=lambda wait: ready.pop(0))
+    waves = agent_rollout.Waves(pool)
+    assert waves.answers(wait=False) == [] and waves.answers(wait=True) == ["a", "b", "c"]
 
 
 def test_driver_on_two_ranks(tiny, tmp_path):
