@@ -57,6 +57,9 @@ class Args:
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training pairs
     val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
+    prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
+    chosen_key: str = "chosen"  # column of the chosen response: messages, or a string (the assistant's)
+    rejected_key: str = "rejected"  # column of the rejected response, likewise
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
     bad_pairs: Literal["error", "drop"] = "error"  # equal, empty, too long ...: stop, or drop and count
     packing: bool = bool(find_spec("flash_attn"))  # rows in one without padding; sdpa: by a dense mask
@@ -182,14 +185,15 @@ def split(ids, trained):
 
 
 def encode_pair(prompt, chosen, rejected, tokenizer, max_length):
-    """Messages -> a pair: ids of the prompt and of both responses, and which of these are trained.
+    """Messages, or strings -> a pair: ids of the prompt and of both responses, which of these are trained.
 
     ValueError where there is nothing to prefer. What is trained are the assistant's turns of a response.
     """
-    pair, names = {}, ("chosen", "rejected")
+    said = lambda role, x: [dict(role=role, content=x)] if isinstance(x, str) else x
+    pair, names, prompt = {}, ("chosen", "rejected"), said("user", prompt)
     earlier = any(message["role"] == "assistant" for message in prompt)
     earlier = sum(encode_messages(prompt, tokenizer)[1]) if earlier else 0  # the prompt's own turns
-    for name, reply in zip(names, (chosen, rejected)):
+    for name, reply in zip(names, (said("assistant", chosen), said("assistant", rejected))):
         if not "".join(message["content"] for message in reply).strip():
             raise ValueError(f"{name!r} is empty")
         ids, trained = encode_messages(prompt + reply, tokenizer)
@@ -250,8 +254,8 @@ def objective(args, batch, logp_n2, pairs, tokens):
 
     tokens: of all chosen responses.
     """
-    columns = ([row[name] for row in batch] for name in ("reference", "tokens"))
-    reference_n2, tokens_n2 = (logp_n2.new_tensor(column).view(-1, 2) for column in columns)
+    columns = (np.array([row[name] for row in batch]) for name in ("reference", "tokens"))
+    reference_n2, tokens_n2 = (torch.as_tensor(x).view(-1, 2).to(logp_n2) for x in columns)
     loss_n, reward_n2 = preference_loss(args, logp_n2, reference_n2, tokens_n2)
     nll = -logp_n2[:, 0].sum() / tokens  # eq: dpo.nll
     loss = loss_n.sum() / pairs + args.nll_coef * nll  # eq: dpo.loss
@@ -976,7 +980,7 @@ def load_data(args):
 
 def load_pairs(paths, args, tokenizer):
     """-> pairs as `encode_pair` makes them, number of those that --bad_pairs dropped."""
-    columns = ["prompt", "chosen", "rejected"]
+    columns = [args.prompt_key, args.chosen_key, args.rejected_key]
 
     def example(record, i):
         try:
