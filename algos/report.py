@@ -581,6 +581,7 @@ CURVES = {
     "Critic": "critic/vf_* critic/vpred_mean critic/values/mean critic/returns/mean critic/grad_norm"
     " critic/lr critic/skipped_updates critic/score_rules/mean critic/score_model/mean",
     "Dynamic sampling": "dapo/*",
+    "Preferences": "rewards/* val/rewards/* logps/*",
     "Speed and memory": "timing_s/step perf/throughput perf/mfu/actor perf/max_memory_allocated_gb"
     " perf/cpu_memory_used_gb global_seqlen/minmax_diff",
 }

@@ -13,6 +13,7 @@ import pytest
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
 MANIFEST = {
     "sft.py": ["system"],
+    "dpo.py": ["system"],
     "grpo.py": ["system", "sampling"],
     "dapo.py": ["system", "sampling"],
     "ppo.py": ["system", "sampling"],
@@ -21,11 +22,13 @@ MANIFEST = {
 }
 # what an algorithm is, in its script alone; all other functions of one name are one function
 OWN = {"main", "make_batch", "advantages", "actor_loss", "update_actor", "micro_batches", "check_args"}
+OWN |= {"update", "evaluate", "load_policy", "load_data", "check_model", "check_layout", "layout_of"}
 LIMITS = {  # of a trainer: lines above the banner "The system", and in all
     "grpo.py": (400, 1080),
     "dapo.py": (460, 1150),
     "ppo.py": (590, 1350),
     "sft.py": (350, 960),
+    "dpo.py": (430, 1030),
     "agent.py": (480, 1280),
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
@@ -78,7 +81,7 @@ def test_the_algorithm_comes_first_and_is_short(name):
 
 
 def test_equations_are_tagged_in_code_and_docs():
-    for name in ("sft", "grpo", "dapo", "ppo", "agent", "eval"):
+    for name in ("sft", "dpo", "grpo", "dapo", "ppo", "agent", "eval"):
         page = (ALGOS.parent / f"docs/{name}.md").read_text()
         tags = set(re.findall(r"# eq: ([\w.]+)", (ALGOS / f"{name}.py").read_text()))
         assert tags and tags == set(re.findall(rf"`(?:# eq: )?((?:{name}|grpo)\.(?!py)\w+)`", page)), name

@@ -1,0 +1,355 @@
+"""DPO: its losses by hand, what is a pair, and whole runs that learn, split, are killed and go on."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT, documented, metrics, run
+from peft import PeftModel
+from test_sft import MESSAGES, conversation_tokenizer
+from torch.nn.functional import logsigmoid
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from algos import dpo, grpo
+from data_prep.arithmetic import make_row
+from data_prep.schema import load_rows, write_parquet
+from data_prep.tiny_model import make_tokenizer
+
+SCRIPT, STEPS, NAMES = ROOT / "algos/dpo.py", 8, ("prompt", "chosen", "rejected")
+
+
+def make_args(**changes):
+    return dpo.Args(**dict(model="", train_files=(), output_dir="", packing=False) | changes)
+
+
+def pair(question, chosen, rejected):
+    talk = lambda role, text: [dict(role=role, content=text)]
+    return dict(zip(NAMES, (talk("user", question), talk("assistant", chosen), talk("assistant", rejected))))
+
+
+# ---- the losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "losses", "rewards"),
+    [
+        # log-probs -10 -12, reference -11 -11, of 2 and 4 tokens: ratios 1 -1; a pair at the reference: 0 0
+        (dict(), [-math.log(1 / (1 + math.exp(-0.2))), math.log(2)], [[0.1, -0.1], [0, 0]]),
+        (dict(beta=0.5), [math.log(1 + math.exp(-1.0)), math.log(2)], [[0.5, -0.5], [0, 0]]),
+        (
+            dict(label_smoothing=0.25),
+            [0.75 * math.log(1 + math.exp(-0.2)) + 0.25 * math.log(1 + math.exp(0.2)), math.log(2)],
+            [[0.1, -0.1], [0, 0]],
+        ),
+        (dict(loss="ipo"), [(1 / 2 + 1 / 4 - 5) ** 2, 25.0], [[0.1, -0.1], [0, 0]]),
+        (dict(loss="ipo", beta=0.5), [(1 / 2 + 1 / 4 - 1) ** 2, 1.0], [[0.5, -0.5], [0, 0]]),
+        # means -5 -3 and -4 -1 (of 1 and 3 tokens), margin 1.5
+        (
+            dict(loss="simpo", beta=2.0, simpo_gamma=1.5),
+            [math.log(1 + math.exp(4 + 1.5)), math.log(1 + math.exp(6 + 1.5))],
+            [[-10, -6], [-8, -2]],
+        ),
+    ],
+)
+def test_losses_by_hand(changes, losses, rewards):
+    logp_n2 = torch.tensor([[-10.0, -12.0], [-4.0, -3.0]])
+    reference_n2, tokens_n2 = torch.tensor([[-11.0, -11.0], [-4.0, -3.0]]), torch.tensor([[2.0, 4], [1, 3]])
+    loss_n, reward_n2 = dpo.preference_loss(make_args(**changes), logp_n2, reference_n2, tokens_n2)
+    assert loss_n.tolist() == pytest.approx(losses, rel=1e-5)
+    assert reward_n2.tolist() == [pytest.approx(row, abs=1e-6) for row in rewards]
+
+
+def test_a_micro_batch_has_its_share_of_all_metrics():
+    """Two pairs of four; the chosen responses of all have 20 tokens."""
+    rows = [dict(reference=[-11.0, -11.0], tokens=[2, 4]), dict(reference=[-4.0, -3.0], tokens=[1, 3])]
+    logp_n2 = torch.tensor([[-10.0, -12.0], [-4.0, -3.0]])
+    terms = dpo.objective(make_args(nll_coef=0.5), rows, logp_n2, 4, 20)
+    loss = (math.log(1 + math.exp(-0.2)) + math.log(2)) / 4
+    assert {name: value.item() for name, value in terms.items()} == pytest.approx(
+        {
+            "loss": loss + 0.5 * 14 / 20,
+            "nll_loss": 14 / 20,
+            "rewards/chosen": 0.1 / 4,
+            "rewards/rejected": -0.1 / 4,
+            "rewards/accuracies": 1 / 4,  # equal rewards are not right
+            "rewards/margins": 0.2 / 4,
+            "logps/chosen": -14 / 4,
+            "logps/rejected": -15 / 4,
+        }
+    )
+    empty = dpo.objective(make_args(nll_coef=0.5), [], torch.zeros(0, 2, requires_grad=True) * 1, 4, 20)
+    assert {value.item() for value in empty.values()} == {0.0} and empty["loss"].requires_grad
+
+
+# ---- what is a pair
+
+
+def responses(row, tokenizer):
+    """Prompt, and what is trained of the responses."""
+    kept = [[x for x, on in zip(row[f"{n}_ids"], row[f"{n}_trained"]) if on] for n in ("chosen", "rejected")]
+    assert [*map(len, kept)] == row["tokens"]
+    return [tokenizer.decode(ids) for ids in (row["prompt_ids"], *kept)]
+
+
+def test_a_pair():
+    tokenizer, row = make_tokenizer(), pair("1+2=", "3", "12")
+    found = dpo.encode_pair(*(row[name] for name in NAMES), tokenizer, 99)
+    assert responses(found, tokenizer) == ["<|user|>1+2=<|assistant|>", "3<|eos|>", "12<|eos|>"]
+    assert dpo.encode_pair("1+2=", "3", "12", tokenizer, 99) == found
+
+
+def test_turns_of_the_prompt_are_not_trained():
+    """Chosen: a call, the tool's answer and the end; the prompt has a turn of the assistant, too."""
+    tokenizer, said = conversation_tokenizer(), lambda text: [dict(role="assistant", content=text)]
+    prompt, again = MESSAGES[:2] + said("what?"), [dict(role="user", content="1+2=")]
+    found = dpo.encode_pair(prompt + again, MESSAGES[2:], said("5"), tokenizer, 99)
+    head = "<|system|>add<|user|>1+2=<|assistant|>what?<|eos|>\n<|user|>1+2=<|assistant|>"
+    assert responses(found, tokenizer) == [head, "call 1+2<|eos|>3<|eos|>", "5<|eos|>"]
+    assert tokenizer.decode(found["chosen_ids"]) == "call 1+2<|eos|>\n<|user|>3<|assistant|>3<|eos|>"
+
+
+BAD = {
+    "equal": (pair("1+2=", "3", "3"), "'chosen' and 'rejected' are equal"),
+    "empty": (pair("1+2=", "3", " "), "'rejected' is empty"),
+    "long": (pair("1+2=", "3" * 40, "4"), "'chosen' has 47 tokens with its prompt, over --max_length 32"),
+    "user": (
+        pair("1+2=", "3", "4") | dict(rejected=MESSAGES[1:2]),
+        "'rejected' has no turn of the assistant",
+    ),
+    "prompt": (
+        pair("1+2=", "3", "4") | dict(chosen=MESSAGES[1:3]),
+        "the prompts of 'chosen' and 'rejected' differ after the chat template",
+    ),
+    "template": (pair("1+2=", "3", "4") | dict(rejected=MESSAGES[2:]), "unknown role tool"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_pairs(tmp_path, kind):
+    """Named in a line, or dropped and counted; a file of nothing else is an error all the same."""
+    bad, line = BAD[kind]
+    good, path, args = pair("1+1=", "2", "3"), str(tmp_path / "rows.parquet"), make_args(max_length=32)
+    write_parquet([good, bad, good], path)
+    with pytest.raises(ValueError, match=rf"rows.parquet: row 1: {line}; .*--bad_pairs drop"):
+        dpo.load_pairs([path], args, make_tokenizer())
+    args.bad_pairs = "drop"
+    rows, dropped = dpo.load_pairs([path], args, make_tokenizer())
+    assert len(rows) == 2 and dropped == 1 and rows[0] == rows[1]
+    write_parquet([bad], path)
+    with pytest.raises(ValueError, match="--bad_pairs drop leaves no pair"):
+        dpo.load_pairs([path], args, make_tokenizer())
+
+
+def test_a_prompt_of_a_pair_is_computed_once():
+    """See the docstring of `paired`; neighbours with one prompt are still rows of their own."""
+    inputs, where = dpo.paired([[7, 8]] * 4, [[1, 2], [3], [4], [5, 6]])
+    assert inputs["input_ids"].tolist() == [[7, 8, 1, 2, 3], [7, 8, 4, 5, 6]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2], [0, 1, 2, 2, 3]]
+    assert [x.tolist() for x in where] == [[1, 2], [1], [6], [6, 8]]
+    theirs, before = grpo.shared([[7, 8]] * 2, [[1, 2], [3]])
+    assert all(torch.equal(inputs[name][:1], theirs[name]) for name in theirs)
+    assert all(map(torch.equal, where, before))
+
+
+# ---- whole runs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sums that are right, and wrong in the last digit or by a digit too many."""
+    out, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0)
+    for split, size in (("train", 40), ("val", 10)):
+        rows = []
+        for i, (a, b, wrong) in enumerate(rng.integers(1, 100, (size, 3)).tolist()):
+            row = pair(f"{a}+{b}=", str(a + b), str(a + b + (wrong if wrong % 2 else 1000)))
+            rows.append(row | dict(prompt=make_row(split, i, a, b)["prompt"]))
+        write_parquet(rows, out / f"{split}.parquet")
+    return out
+
+
+def flags(model, data, out, *more):
+    values = dict(model=model, output_dir=out, total_steps=STEPS, max_length=32, max_tokens_per_microbatch=64)
+    values |= dict(train_batch_size=9, lr=3e-3, warmup_steps=2, save_freq=STEPS // 2, keep_checkpoints=0)
+    values |= dict(train_files=data / "train.parquet", val_files=data / "val.parquet", test_freq=4)
+    return [*(str(word) for name, value in values.items() for word in (f"--{name}", value)), *map(str, more)]
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, data, tmp_path_factory):
+    """A run on one rank, with many micro-batches in a step, and without a warning."""
+    out = tmp_path_factory.mktemp("dpo") / "straight"
+    assert "Warning: " not in run(SCRIPT, *flags(tiny, data, out)).stderr
+    return out
+
+
+def losses(out):
+    return [m["train/loss"] for step, m in metrics(out).items() if step]
+
+
+def references(out):
+    return {path.name: np.load(path) for path in (out / "reference").iterdir()}
+
+
+def logps(lm, data, tokenizer):
+    """Log-probs of both responses to each validation pair, [pairs, 2], by plain code."""
+    sums = []
+    for row in load_rows(data / "val.parquet", NAMES):
+        row = dpo.encode_pair(*(row[name] for name in NAMES), tokenizer, 32)
+        for ids in (row["chosen_ids"], row["rejected_ids"]):
+            logits = lm(input_ids=torch.tensor([row["prompt_ids"] + ids])).logits[0, -len(ids) - 1 : -1]
+            sums.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum())
+    return torch.stack(sums).view(-1, 2).detach()
+
+
+def test_the_first_step_is_at_the_reference(straight):
+    for m, prefix, loss in (
+        (metrics(straight)[0], "val/", "val/loss"),
+        (metrics(straight)[1], "", "train/loss"),
+    ):
+        assert m[loss] == pytest.approx(math.log(2), abs=1e-6)
+        assert {m[f"{prefix}rewards/{x}"] for x in ("chosen", "rejected", "margins", "accuracies")} == {0.0}
+
+
+def test_it_learns(straight, tiny):
+    by_step = metrics(straight)
+    assert list(by_step) == list(range(STEPS + 1))
+    assert by_step[STEPS]["train/loss"] < by_step[1]["train/loss"] - 0.02
+    assert by_step[STEPS]["val/loss"] < by_step[4]["val/loss"] < by_step[0]["val/loss"]
+    assert by_step[STEPS]["val/rewards/accuracies"] > 0.8
+    assert [m["training/epoch"] for s, m in by_step.items() if s] == [0] * 4 + [1] * 4  # 40 pairs, 9 a step
+    for name, value in [item for m in by_step.values() for item in m.items()]:
+        assert math.isfinite(value) and documented(name), name
+    before, after = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (tiny, hf(straight)))
+    assert before.keys() == after.keys() and all((before[k] != after[k]).any() for k in before)
+
+
+def hf(out):
+    return out / "checkpoints/latest/hf"
+
+
+def check_last_validation(out, policy, tiny, data):
+    """The metrics of the last validation, by plain code from the saved model and the one before training."""
+    tokenizer, last = AutoTokenizer.from_pretrained(tiny), metrics(out)[STEPS]
+    logp_n2 = logps(policy, data, tokenizer)
+    reward_n2 = 0.1 * (logp_n2 - logps(AutoModelForCausalLM.from_pretrained(tiny), data, tokenizer))
+    h_n = reward_n2[:, 0] - reward_n2[:, 1]
+    expected = dict(zip(("rewards/chosen", "rewards/rejected"), reward_n2.mean(0).tolist()))
+    expected |= dict(zip(("logps/chosen", "logps/rejected"), logp_n2.mean(0).tolist()))
+    expected |= {"rewards/margins": h_n.mean().item(), "rewards/accuracies": (h_n > 0).float().mean().item()}
+    expected["loss"] = -logsigmoid(h_n).mean().item()
+    assert {name: last[f"val/{name}"] for name in expected} == pytest.approx(expected, abs=1e-4)
+
+
+def test_metrics_are_those_of_the_saved_model(straight, tiny, data):
+    check_last_validation(straight, AutoModelForCausalLM.from_pretrained(hf(straight)), tiny, data)
+
+
+def test_killed_and_resumed_equals_straight(straight, tiny, data, tmp_path):
+    """Training's reference is read; validation's is lost, and computed before the checkpoint is loaded."""
+    command = [sys.executable, str(SCRIPT), *flags(tiny, data, tmp_path)]
+    env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    victim = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "checkpoints/latest").exists():
+        assert victim.poll() is None
+        time.sleep(0.02)
+    victim.kill()
+    victim.wait()
+    kept, lost = sorted((tmp_path / "reference").iterdir(), key=lambda path: -path.stat().st_size)
+    before = kept.stat().st_mtime_ns
+    lost.unlink()
+    run(SCRIPT, *flags(tiny, data, tmp_path))
+    assert "resumed from" in (tmp_path / "log.txt").read_text() and kept.stat().st_mtime_ns == before
+    a, b = references(straight), references(tmp_path)
+    assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+    assert sorted(map(len, a.values())) == [10, 40]
+    assert list(metrics(tmp_path)) == list(range(STEPS + 1))
+    assert losses(tmp_path) == pytest.approx(losses(straight), abs=1e-6)
+    assert metrics(tmp_path)[STEPS]["val/loss"] == pytest.approx(
+        metrics(straight)[STEPS]["val/loss"], abs=1e-6
+    )
+
+
+def test_two_ranks_that_share_prompts_change_nothing(straight, tiny, data, tmp_path):
+    run(SCRIPT, *flags(tiny, data, tmp_path, "--share_prefix", "--no-packing"), ranks=2)
+    assert losses(tmp_path) == pytest.approx(losses(straight), abs=1e-5)
+    one, two = metrics(straight), metrics(tmp_path)
+    assert two[1]["rewards/margins"] == two[0]["val/rewards/margins"] == 0.0
+    for name in ("val/loss", "val/rewards/margins", "perf/total_num_tokens"):
+        assert two[STEPS][name] == pytest.approx(one[STEPS][name], abs=1e-5)
+
+
+def test_adapters_begin_as_the_reference(straight, tiny, data, tmp_path):
+    run(SCRIPT, *flags(tiny, data, tmp_path, "--lora_rank", 4, "--lr", 2e-2, "--packing"))
+    by_step, first = metrics(tmp_path), references(straight)
+    assert by_step[1]["rewards/margins"] == by_step[0]["val/rewards/margins"] == 0.0
+    assert all(np.allclose(x, first[name], atol=1e-4) for name, x in references(tmp_path).items())
+    assert by_step[STEPS]["val/loss"] < by_step[0]["val/loss"] - 0.02
+    policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), hf(tmp_path))
+    check_last_validation(tmp_path, policy, tiny, data)
+
+
+def test_simpo_has_no_reference(tmp_path):
+    args = make_args(loss="simpo", output_dir=str(tmp_path))
+    assert dpo.reference_logps(None, [{}] * 3, range(3), args).tolist() == [[0.0, 0.0]] * 3
+    assert not [*tmp_path.iterdir()]
+
+
+# ---- bad arguments
+
+
+def test_errors_are_one_line(tiny, data, tmp_path):
+    words = flags(tiny, data, tmp_path / "run", "--train_batch_size", 41)
+    with pytest.raises(SystemExit, match=r"^error: --train_batch_size 41 is more than the 40 .* pairs$"):
+        dpo.main(dpo.Args(**dpo.parse(dpo.Args, words)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(max_tokens_per_microbatch=63, max_length=32), "microbatch 63 is less than a pair .* 64 tokens"),
+        (dict(hsdp_replicas=2), "1 ranks are not a multiple of --hsdp_replicas 2"),
+        (dict(qlora=True), "--qlora, --merge_lora need --lora_rank"),
+        (dict(share_prefix=True, packing=True), "add --no-packing"),
+        (dict(share_prefix=True, attn_implementation="eager"), "--share_prefix needs sdpa, not .* eager"),
+        (
+            dict(attn_implementation="flash_attention_2", compute_dtype="float32"),
+            "needs --compute_dtype bfloat16",
+        ),
+        (dict(beta=0.0), "--beta 0.0 must be above 0"),
+        (dict(label_smoothing=0.5), "--label_smoothing 0.5 must be from 0 to below .5"),
+        (dict(label_smoothing=0.1, loss="ipo"), "--loss ipo has no --label_smoothing 0.1"),
+    ],
+)
+def test_arguments_that_cannot_work(changes, message):
+    with pytest.raises(SystemExit, match=message):
+        dpo.check_args(make_args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "message"),
+    [
+        (
+            dict(share_prefix=True),
+            dict(sliding_window=64),
+            "sliding_window: --share_prefix needs full attention",
+        ),
+        (dict(lora_rank=4, lora_target_modules=("q_prj",)), {}, "has no q_prj for --lora_target_modules"),
+    ],
+)
+def test_models_that_do_not_fit(tiny, changes, model, message):
+    config = AutoConfig.from_pretrained(tiny)
+    for name, value in model.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        dpo.check_model(config, make_args(**changes))
+
+
+def test_a_model_of_images_and_text():
+    with pytest.raises(ValueError, match="takes more than text: not supported"):
+        dpo.check_model(transformers.Gemma3Config(), make_args())

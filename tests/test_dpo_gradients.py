@@ -1,0 +1,40 @@
+"""DPO's loss and gradient do not depend on how the work is cut: ranks, replicas, layout, budget."""
+
+import pytest
+import torch
+from conftest import ROOT, run
+from test_grpo_gradients import distance
+
+RANKS = {"1": (1, 1), "2": (2, 1), "2 hsdp": (2, 2)}  # ranks and replicas of the sharded model
+
+
+@pytest.fixture(scope="module")
+def results(tiny, tmp_path_factory):
+    """{ranks: {(LoRA rank, loss, layout, budget) or (LoRA rank, loss, "naive"): ...}}."""
+    out = tmp_path_factory.mktemp("gradients")
+    for name, (ranks, replicas) in RANKS.items():
+        run(ROOT / "tests/workers/dpo_gradients.py", tiny, out / f"{name}.pt", replicas, ranks=ranks)
+    return {name: torch.load(out / f"{name}.pt") for name in RANKS}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_update_equals_plain_code(results, ranks):
+    """For three losses, with adapters one, three layouts and two budgets."""
+    found = {key: value for key, value in results[ranks].items() if "naive" not in key}
+    assert len(found) == (3 + 1) * 3 * 2
+    first = {}
+    for (lora_rank, name, *cut), (metrics, val, grads) in found.items():
+        loss, expected = results["1"][lora_rank, name, "naive"]
+        assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5), cut
+        assert distance(grads, expected) < 1e-5 and max(g.abs().max() for g in expected) > 1e-3, cut
+        for key in val:  # evaluated in two steps of four pairs, and the last has two
+            same = metrics.get(key.removeprefix("val/"), metrics.get(key.replace("val", "train")))
+            assert val[key] == pytest.approx(same, rel=1e-5, abs=1e-6), (key, cut)
+            other = results["1"][lora_rank, name, "padded", 100_000][1][key]
+            assert val[key] == pytest.approx(other, rel=1e-5, abs=1e-5), (key, cut)
+        assert first.setdefault(name, len(val)) == len(val) == 8
+
+
+def test_the_losses_differ(results):
+    grads = {name: results["1"][0, name, "naive"][1] for name in ("sigmoid", "ipo", "simpo")}
+    assert distance(grads["sigmoid"], grads["ipo"]) > 0.1 and distance(grads["simpo"], grads["ipo"]) > 0.1

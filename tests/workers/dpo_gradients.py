@@ -1,0 +1,108 @@
+"""Loss, metrics and gradient of a DPO step on fixed pairs, for many ways to cut it: MODEL OUT REPLICAS."""
+
+import sys
+from dataclasses import replace
+from itertools import product
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch.nn.functional import logsigmoid
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from algos import dpo
+from tests.workers.sft_gradients import Capture
+
+# tokens of prompt, chosen and rejected response: very unequal, and two neighbours with one prompt
+LENGTHS = [(5, 40, 10), (30, 1, 20), (3, 2, 2), (60, 3, 8), (8, 25, 30), (8, 7, 25)]
+SMOOTH = dict(loss="sigmoid", label_smoothing=0.1, nll_coef=0.2)
+LOSSES = dict(sigmoid=SMOOTH, ipo=dict(loss="ipo"), simpo=dict(loss="simpo", beta=2.0))
+LAYOUTS = dict(padded={}, packed=dict(packing=True), paired=dict(share_prefix=True))
+
+
+def make_rows():
+    """The middle third of a long response is a tool's: not trained."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for number, (prompt, *responses) in enumerate(LENGTHS):
+        row = dict(prompt_ids=torch.randint(6, 100, (prompt,), generator=generator).tolist(), tokens=[])
+        row["prompt_ids"] = rows[-1]["prompt_ids"] if number == 5 else row["prompt_ids"]
+        for name, n in zip(("chosen", "rejected"), responses):
+            row[f"{name}_ids"] = torch.randint(6, 100, (n,), generator=generator).tolist()
+            row[f"{name}_trained"] = [n < 10 or not n <= 3 * i < 2 * n for i in range(n)]
+            row["tokens"].append(sum(row[f"{name}_trained"]))
+        noise = torch.randn(2, generator=generator).tolist()
+        row["reference"] = [-4.6 * n + 3 * x for n, x in zip(row["tokens"], noise)]
+        rows.append(row)
+    return rows
+
+
+def naive(lm, trained, loss, beta=0.1, label_smoothing=0.0, nll_coef=0.0):
+    """Each response alone, with plain logits, and the formulas of the papers."""
+    total, rows = 0.0, make_rows()
+    for row in rows:
+        ratios, means = [], []
+        for name, n, ref in zip(("chosen", "rejected"), row["tokens"], row["reference"]):
+            ids, response = row["prompt_ids"] + row[f"{name}_ids"], row[f"{name}_ids"]
+            logits = lm(input_ids=torch.tensor([ids])).logits[0, len(row["prompt_ids"]) - 1 : -1]
+            kept = [t for t, on in enumerate(row[f"{name}_trained"]) if on]
+            logp = sum(logits.log_softmax(-1)[t, response[t]] for t in kept)
+            ratios.append(logp - ref)
+            means.append((logp if loss == "simpo" else logp - ref) / n)
+            if name == "chosen":
+                total = total - nll_coef * logp / sum(row["tokens"][0] for row in rows)
+        if loss == "ipo":
+            total = total + (means[0] - means[1] - 1 / (2 * beta)) ** 2 / len(rows)
+            continue
+        h = beta * (ratios[0] - ratios[1]) if loss == "sigmoid" else beta * (means[0] - means[1]) - 0.5
+        e = label_smoothing
+        total = total - ((1 - e) * logsigmoid(h) + e * logsigmoid(-h)) / len(rows)
+    total.backward()
+    grads = [p.grad.clone() for p in trained.parameters()]
+    for p in trained.parameters():
+        p.grad = None
+    return total.item(), grads
+
+
+def adapters(lm, args):
+    """LoRA whose second matrices are not 0, as they are at first: the first ones would get no gradient."""
+    made, generator = dpo.Adapters(lm, args), torch.Generator().manual_seed(1)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02, generator=generator)
+    return made
+
+
+class Rows(list):
+    """Rows, with the column that `evaluate` reads from disk."""
+
+    def column(self, name):
+        return pa.array([row[name] for row in self], dpo.IDS)
+
+
+def main(model, out, replicas):
+    device, mesh = dpo.setup_distributed(int(replicas))
+    base = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa", grad_clip=1e9)
+    results, rows = {}, Rows(make_rows())
+    for lora_rank in (0, 4):
+        args = dpo.Args(**base, lora_rank=lora_rank, packing=False, train_batch_size=4)
+        policy, trained = dpo.load_policy(replace(args, lora_rank=0), mesh, device)
+        trained = adapters(policy.lm, args) if lora_rank else trained
+        plain = dpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        own = adapters(plain, args) if lora_rank else plain
+        for name in LOSSES if not lora_rank else ("sigmoid",):
+            for layout, budget in product(LAYOUTS, (140, 100_000)):
+                changes = LOSSES[name] | LAYOUTS[layout] | dict(max_tokens_per_microbatch=budget)
+                args_now, optimizer = replace(args, **changes), Capture(trained.parameters(), lr=1.0)
+                found = dpo.update(policy, optimizer, rows, args_now)
+                val = dpo.evaluate(policy, rows, [row["reference"] for row in rows], args_now)
+                results[lora_rank, name, layout, budget] = found, val, optimizer.grads
+            if dist.get_world_size() == 1:
+                results[lora_rank, name, "naive"] = naive(plain, own, **LOSSES[name])
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
