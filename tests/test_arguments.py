@@ -36,12 +36,12 @@ def test_help_and_wrong_flags_are_answered_before_libraries_are_loaded(script):
     assert out.splitlines()[-1] == "2 []" and "--no_such_flag" in err
 
 
-@pytest.mark.parametrize("script", ["sft.py", "grpo.py", "dapo.py", "ppo.py"])
+@pytest.mark.parametrize("script", ["sft.py", "rm.py", "grpo.py", "dapo.py", "ppo.py"])
 def test_help_has_groups(script):
     out, _ = answer(script, "--help")
     groups = "options run data model rollout optimizer algorithm rewards".split()
-    if script == "sft.py":
-        groups = "options run data model optimizer".split()
+    if script in ("sft.py", "rm.py"):
+        groups = "options run data model optimizer".split() + ["algorithm"] * (script == "rm.py")
     assert [line.split()[1] for line in out.splitlines() if "options ──" in line] == groups
     assert "RL" not in out or script != "sft.py"
 

@@ -13,6 +13,7 @@ import pytest
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
 MANIFEST = {
     "sft.py": ["system"],
+    "rm.py": ["system"],
     "grpo.py": ["system", "sampling"],
     "dapo.py": ["system", "sampling"],
     "ppo.py": ["system", "sampling"],
@@ -26,6 +27,7 @@ LIMITS = {  # of a trainer: lines above the banner "The system", and in all
     "dapo.py": (460, 1150),
     "ppo.py": (590, 1350),
     "sft.py": (350, 960),
+    "rm.py": (340, 910),
     "agent.py": (480, 1280),
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
@@ -78,7 +80,7 @@ def test_the_algorithm_comes_first_and_is_short(name):
 
 
 def test_equations_are_tagged_in_code_and_docs():
-    for name in ("sft", "grpo", "dapo", "ppo", "agent", "eval"):
+    for name in ("sft", "rm", "grpo", "dapo", "ppo", "agent", "eval"):
         page = (ALGOS.parent / f"docs/{name}.md").read_text()
         tags = set(re.findall(r"# eq: ([\w.]+)", (ALGOS / f"{name}.py").read_text()))
         assert tags and tags == set(re.findall(rf"`(?:# eq: )?((?:{name}|grpo)\.(?!py)\w+)`", page)), name
