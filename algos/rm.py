@@ -822,7 +822,7 @@ def check_classifier(config, args):
     for wrong, problem in (
         (labels != 1, f"is a classifier with {labels} labels; a reward model has one score"),
         (config.get_text_config() is not config, "takes more than text: not supported"),
-        (not isinstance(head, nn.Linear), "has no linear head `score` as a classifier: not supported"),
+        (getattr(head, "bias", 0) is not None, "as a classifier has no head `score` without a bias"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
         (missing, f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"),
     ):

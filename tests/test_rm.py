@@ -178,7 +178,7 @@ def test_models_that_cannot_work(tiny, tmp_path):
     check(AutoConfig.from_pretrained(tiny))  # whose number of labels, 2 by default, means nothing
     with pytest.raises(ValueError, match=r"has no q_prj for --lora_target_modules, but .*q_proj"):
         check(AutoConfig.from_pretrained(tiny), lora_rank=4, lora_target_modules=("q_prj",))
-    with pytest.raises(ValueError, match="has no linear head `score` as a classifier"):
+    with pytest.raises(ValueError, match="as a classifier has no head `score` without a bias"):
         check(AutoConfig.for_model("bart"))
     families.write("jamba", tmp_path)
     with pytest.raises(ValueError, match="passes a state on between packed rows: add --no-packing"):
@@ -263,6 +263,12 @@ def test_two_ranks_and_packed_rows_change_nothing(straight, tiny, data, tmp_path
     one, two = metrics(straight)[STEPS], metrics(tmp_path / "two")[STEPS]
     for name in ("val/loss", "val/accuracy", "val/margin", "perf/total_num_tokens", "rewards/chosen"):
         assert two[name] == pytest.approx(one[name], abs=1e-5)
+
+
+def test_export(straight, tmp_path):
+    run(ROOT / "algos/export.py", straight, tmp_path / "out")
+    a, b = (weights(path) for path in (straight / "checkpoints/latest/hf", tmp_path / "out"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def cut(straight, half):
