@@ -39,7 +39,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from data_prep.atomic import replacing
 
@@ -55,20 +61,28 @@ def read_weights(directory):
     return {name.removeprefix(prefix): weight for name, weight in weights.items()}
 
 
+def scores(weights):
+    """Whether they are a reward model's: of rm.py."""
+    return not weights.keys().isdisjoint(("score.weight", "score/weight"))
+
+
 def full_model(weights, hf, run):
     """The model that hf/ describes, with these weights."""
     dtype = getattr(torch, run["param_dtype"])
-    lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf), dtype=dtype)
+    auto = AutoModelForSequenceClassification if scores(weights) else AutoModelForCausalLM
+    lm = auto.from_config(AutoConfig.from_pretrained(hf), dtype=dtype)
     lm.load_state_dict(weights)
     return lm
 
 
 def adapters(weights, run):
-    """peft's configuration and names for the adapters of sft.py."""
+    """peft's configuration and names for the adapters of sft.py, or of rm.py with their head."""
     names = run["lora_target_modules"]
     targets = "all-linear" if names == ["all-linear"] else names
     sizes = dict(r=run["lora_rank"], lora_alpha=run["lora_alpha"], target_modules=targets)
-    config = LoraConfig(**sizes, task_type="CAUSAL_LM", base_model_name_or_path=run["model"])
+    head = dict(task_type="SEQ_CLS", modules_to_save=["score"])
+    task = head if scores(weights) else dict(task_type="CAUSAL_LM")
+    config = LoraConfig(**sizes, **task, base_model_name_or_path=run["model"])
     return config, {f"base_model.model.{name.replace('/', '.')}": w for name, w in weights.items()}
 
 
@@ -94,6 +108,8 @@ def main(args):
         if args.merge_lora and not with_lora:
             raise ValueError(f"--merge_lora: {checkpoint} has no adapters, the run was without --lora_rank")
         weights = read_weights(checkpoint / "dcp")
+        if args.merge_lora and scores(weights):  # whose pad token only rm.py knows
+            raise ValueError(f"{checkpoint} is a reward model: go on with its run by rm.py --merge_lora")
         with replacing(args.output) as new:
             AutoTokenizer.from_pretrained(checkpoint / "hf").save_pretrained(new)
             if not with_lora:

@@ -69,8 +69,7 @@ class Args:
     model: str  # Hugging Face directory or hub name of the model to train
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     critic_model: str | None = None  # causal LM or sequence classifier to start from; None: model
-    # sequence classifier whose score is one more reward, weighed last; None: reward_fn only
-    reward_model: str | None = None
+    reward_model: tuple[str, ...] = ()  # sequence classifiers: the score of each is one more reward
     # None: flash_attention_2 where it is installed, whose rows are packed without padding, else sdpa
     attn_implementation: str | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
@@ -126,7 +125,7 @@ class Args:
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the data_source's scorer; `none`: 0
-    reward_weights: tuple[float, ...] = ()  # weight of each reward_fn, and last of reward_model; none: all 1
+    reward_weights: tuple[float, ...] = ()  # weight of each reward_fn, then of each reward_model; none: all 1
     reward_aggregation: Literal["sum", "mean", "min"] = "sum"  # of several rewards; min: the worst case
     reward_workers: int = 4  # processes of the prime manager on each rank
     reward_timeout_s: float = 30.0  # seconds that the prime manager gives a sample before it fails
@@ -364,11 +363,12 @@ def main(args):
     check_args(args)
     if args.use_kl_loss and args.kl_kind == "k1":
         fail("--kl_kind k1 has an expected gradient of 0 as a loss: take k2 or k3")
-    reward_tokenizer = check_models(args)
+    reward_tokenizers = check_models(args)
     checkpoints = open_run(args)
     rules = args
-    if args.reward_model:  # its weight is the last; it may be the only reward
-        rules = replace(args, reward_fn=args.reward_fn or ("none",), reward_weights=args.reward_weights[:-1])
+    if args.reward_model:  # its weights are the last; it may be the only reward
+        own = args.reward_weights[: len(args.reward_fn)]
+        rules = replace(args, reward_fn=args.reward_fn or ("none",), reward_weights=own)
     tokenizer, manager, val_manager, train_rows, val_rows, about = load_data(rules)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
@@ -381,15 +381,15 @@ def main(args):
     if args.use_kl_loss or args.use_kl_in_reward:
         models.append(load_model(frozen, mesh, device).eval().requires_grad_(False))
     policy, critic = models[0], load_critic(args, mesh, device)
-    reward_model = load_reward_model(frozen, mesh, device) if args.reward_model else None
+    reward_models = load_reward_models(frozen, mesh, device)
     kl_weight = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
     adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
     optimizer = adamw(policy.parameters(), lr=args.lr)
     critic_optimizer = adamw(critic.parameters(), lr=args.critic_lr)
     trained, optimizers = Trained(policy.lm, critic.lm, kl_weight), [optimizer, critic_optimizer]
     state = load_checkpoint(checkpoints, trained, optimizers)
-    if args.offload:  # critic and reward model are in host memory but for their uses
-        move("cpu", [critic, *filter(None, [reward_model])], critic_optimizer)
+    if args.offload:  # critic and reward models are in host memory but for their uses
+        move("cpu", [critic, *reward_models], critic_optimizer)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
     sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
@@ -422,9 +422,8 @@ def main(args):
         # ---- reward: from here every rank knows the scores and lengths of all rows
         with timed(timing, "reward"):
             rows, rank_tokens = score_rows(rows, manager, tokenizer)
-            if args.reward_model:
-                results = model_scores(reward_model, reward_tokenizer, rows, args, device)
-                rows = add_model_scores(rows, results, args)
+            if judges := [*zip(reward_models, reward_tokenizers)]:
+                rows = add_model_scores(rows, [model_scores(*x, rows, args, device) for x in judges], args)
         # ---- balance over the ranks
         batch, load = balance_batch(rows, args, device)
         # ---- log-probs: the old ones only if more than the first optimizer step of the actor needs them
@@ -768,10 +767,10 @@ def split_micro_batches(lengths, budget, one_row):
 
 
 MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
-    "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files seed"
-    " prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation loss"
-    " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg"
-    " reward_fn".split()
+    "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
+    " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
+    " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
+    " loss center_rewards_coef".split()
 )
 
 
@@ -1206,13 +1205,14 @@ class TokenValues(TokenLogps):
 
 
 def check_models(args):
-    """Stop on what critic, reward model and KL cannot be, before a load -> the reward model's tokenizer."""
+    """Stop on what critic, reward models and KL cannot be, before a load -> the reward models' tokenizers."""
     for name in ("kl_target", "kl_horizon"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             fail(f"--{name} {getattr(args, name)} must be above 0")
-    weights, rewards = args.reward_weights, f"{len(args.reward_fn)} --reward_fn and --reward_model"
-    if args.reward_model and len(weights) not in (0, len(args.reward_fn) + 1):
-        fail(f"{len(weights)} --reward_weights for {rewards}: give one for each, the model's last")
+    weights, rules, models = args.reward_weights, len(args.reward_fn), len(args.reward_model)
+    if models and len(weights) not in (0, rules + models):
+        rewards = f"{rules} --reward_fn and {models} --reward_model"
+        fail(f"{len(weights)} --reward_weights for {rewards}: give one for each, the models' last")
     if args.reward_aggregation == "mean" and weights and not sum(weights) > 0:
         fail(f"--reward_aggregation mean: the sum of --reward_weights {weights} must be above 0")
     if args.val_files and not args.reward_fn:
@@ -1225,17 +1225,16 @@ def check_models(args):
         critic = AutoConfig.from_pretrained(names[0])
         if args.share_prefix and (recurrent(critic) or getattr(critic, "sliding_window", None)):
             fail(f"--share_prefix needs full attention, and --critic_model {names[0]} has other layers")
-        if not args.reward_model:
-            return None
-        tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
-        if (labels := AutoConfig.from_pretrained(args.reward_model).num_labels) != 1:
-            fail(f"--reward_model {args.reward_model} gives {labels} numbers, not 1 score")
-        if tokenizer.chat_template is None:
-            fail(f"--reward_model {args.reward_model}: its tokenizer has no chat template")
-        load_prompts(args.train_files, tokenizer, math.inf, False)  # which its chat template takes too
+        tokenizers = [AutoTokenizer.from_pretrained(name) for name in args.reward_model]
+        for name, tokenizer in zip(args.reward_model, tokenizers):
+            if (labels := AutoConfig.from_pretrained(name).num_labels) != 1:
+                fail(f"--reward_model {name} gives {labels} numbers, not 1 score")
+            if tokenizer.chat_template is None:
+                fail(f"--reward_model {name}: its tokenizer has no chat template")
+            load_prompts(args.train_files, tokenizer, math.inf, False)  # which its chat template takes too
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
-    return tokenizer
+    return tokenizers
 
 
 def load_critic(args, mesh, device):
@@ -1247,16 +1246,16 @@ def load_critic(args, mesh, device):
     return critic
 
 
-def load_reward_model(args, mesh, device):
-    """The reward model, sharded, with its own forward: a sequence classifier knows where its score stands."""
-    args = replace(args, model=args.reward_model)
-    model = load_model(args, mesh, device, AutoModelForSequenceClassification, lambda lm: lm, num_labels=1)
-    return model.eval().requires_grad_(False)
+def load_reward_models(args, mesh, device):
+    """The reward models, sharded, with their own forward: a classifier knows where its score stands."""
+    options = mesh, device, AutoModelForSequenceClassification, lambda lm: lm
+    models = [load_model(replace(args, model=name), *options, num_labels=1) for name in args.reward_model]
+    return [model.eval().requires_grad_(False) for model in models]
 
 
 @torch.no_grad()
 def model_scores(model, tokenizer, rows, args, device):
-    """The reward model's result for each row of the step, on every rank: a score, or 0 and why it failed.
+    """A reward model's result for each row of the step, on every rank: a score, or 0 and why it failed.
 
     CAREFUL: ids of the actor mean nothing to it. The conversation goes through its own chat template.
     """
@@ -1265,10 +1264,8 @@ def model_scores(model, tokenizer, rows, args, device):
     ids = {i: tokenizer.apply_chat_template(talk(rows[i]), return_dict=False) for i in own}
     config, lengths = model.config.get_text_config(), [len(ids.get(i, ())) for i in range(len(rows))]
     limit = min(getattr(config, "max_position_embeddings", None) or math.inf, args.max_tokens_per_microbatch)
-    score_n, mine = (
-        [0.0 if n <= limit else math.nan for n in lengths],
-        [i for i in own if lengths[i] <= limit],
-    )
+    score_n = [0.0 if n <= limit else math.nan for n in lengths]
+    mine = [i for i in own if lengths[i] <= limit]
     pad_id = config.pad_token_id  # none: one row at a time
     budget = 0 if pad_id is None else args.max_tokens_per_microbatch
     model.to(device)  # with --offload it is in host memory
@@ -1289,20 +1286,26 @@ def model_scores(model, tokenizer, rows, args, device):
     ]
 
 
+def score_names(models):
+    """rules model, or of several models rules model model_2 model_3."""
+    return ["rules", "model", *(f"model_{i}" for i in range(2, models + 1))]
+
+
 def add_model_scores(rows, results, args):
-    """Rows with the model's results combined into those of the rules, as if the flags listed all of them.
+    """Rows with each model's results combined into those of the rules, as if the flags listed all of them.
 
     Aggregates nest: the rules' is one more score, of weight 1, or for the mean of all the rules' weight.
     """
-    *weights, last = args.reward_weights or [1.0] * (len(args.reward_fn) + 1)
-    of_rules = sum(weights) if args.reward_aggregation == "mean" else 1.0
-    combined = []
-    for row, result in zip(rows, results, strict=True):
-        rules, model = row["reward"]["score"], result["score"]
-        parts = [(model, last), *([(rules, of_rules)] if weights else [])]
-        scores = {"score/rules": rules, "score/model": model}
-        scores["score"] = aggregate(*zip(*parts), args.reward_aggregation)
-        combined.append(row | dict(reward=result | row["reward"] | scores))
+    rules, combined = len(args.reward_fn), []
+    weights = args.reward_weights or [1.0] * (rules + len(results))
+    of_rules = sum(weights[:rules]) if args.reward_aggregation == "mean" else 1.0
+    weights = [of_rules][:rules] + [*weights[rules:]]  # without --reward_fn the models are alone
+    for row, *of_models in zip(rows, *results, strict=True):
+        own, models = row["reward"]["score"], [result["score"] for result in of_models]
+        scores = {f"score/{name}": x for name, x in zip(score_names(len(models)), [own, *models])}
+        scores["score"] = aggregate([own][:rules] + models, weights, args.reward_aggregation)
+        failures = {k: v for result in of_models for k, v in result.items()}  # if several failed: the last
+        combined.append(row | dict(reward=failures | row["reward"] | scores))
     return demote_failures(combined)
 
 
@@ -1323,7 +1326,7 @@ def critic_metrics(rows, step_nt, args):
         top, bottom = all_reduce(ends, dist.ReduceOp.MAX)
         found = dict(mean=moments(x)[0], max=top, min=-bottom)
         metrics |= {f"critic/{name}/{kind}": value for kind, value in found.items()}
-    for name in ("rules", "model") if args.reward_model else ():
+    for name in score_names(len(args.reward_model)) if args.reward_model else ():
         metrics |= stats(f"critic/score_{name}", [result[f"score/{name}"] for result in results])
     left, variance = moments(own["returns"] - own["values"])[1], moments(own["returns"])[1]
     metrics["critic/vf_explained_var"] = 1 - left / (variance + 1e-8)

@@ -36,14 +36,14 @@ def test_help_and_wrong_flags_are_answered_before_libraries_are_loaded(script):
     assert out.splitlines()[-1] == "2 []" and "--no_such_flag" in err
 
 
-@pytest.mark.parametrize("script", ["sft.py", "dpo.py", "grpo.py", "dapo.py", "ppo.py"])
+@pytest.mark.parametrize("script", ["sft.py", "rm.py", "dpo.py", "grpo.py", "dapo.py", "ppo.py", "agent.py"])
 def test_help_has_groups(script):
     out, _ = answer(script, "--help")
     groups = "options run data model rollout optimizer algorithm rewards".split()
-    if script == "sft.py":
-        groups = "options run data model optimizer".split()
-    if script == "dpo.py":
-        groups = "options run data model optimizer algorithm".split()
+    if script in ("sft.py", "rm.py", "dpo.py"):
+        groups = "options run data model optimizer".split() + ["algorithm"] * (script != "sft.py")
+    if script == "agent.py":
+        groups.insert(groups.index("rollout"), "environment")
     assert [line.split()[1] for line in out.splitlines() if "options ──" in line] == groups
     assert "RL" not in out or script != "sft.py"
 

@@ -63,7 +63,7 @@ def test_reward_model_without_a_chat_template(refused, tmp_path):
 
 def test_reward_weights(refused, tmp_path):
     write_reward_model(tmp_path)
-    assert "1 --reward_weights for 1 --reward_fn and --reward_model" in refused(
+    assert "1 --reward_weights for 1 --reward_fn and 1 --reward_model" in refused(
         "--reward_model", tmp_path, "--reward_weights", 1
     )
     assert "must be above 0" in refused(

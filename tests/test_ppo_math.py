@@ -104,7 +104,7 @@ def test_model_score_is_one_more_reward(how, weights):
     for scores in ((1.0, 0.5, -2.0), (-3.0, 0.2, 7.0)):
         rules = aggregate(scores[:2], every[:2], how)  # what the reward manager returns
         rows = [dict(index=3, group=0, reward={"score": rules, "pred": "7"})]
-        [row] = ppo.add_model_scores(rows, [{"score": scores[2]}], flags)
+        [row] = ppo.add_model_scores(rows, [[{"score": scores[2]}]], flags)
         assert row | dict(reward=0) == dict(index=3, group=0, reward=0)
         assert row["reward"] == {"score": pytest.approx(aggregate(scores, every, how))} | {
             "score/rules": rules,
@@ -114,11 +114,31 @@ def test_model_score_is_one_more_reward(how, weights):
 
 
 @pytest.mark.parametrize("how", ("sum", "mean", "min"))
+@pytest.mark.parametrize(
+    ("rules", "weights"), ((0, ()), (0, (0.5, 2.0, 3.0)), (2, (1.0, 0.5, 2.0, 1.0, 4.0)))
+)
+def test_scores_of_several_models(how, rules, weights):
+    """An ensemble, beside rules or alone: its mean, or its worst case."""
+    flags = SimpleNamespace(reward_fn=("a", "b")[:rules], reward_weights=weights, reward_aggregation=how)
+    models, every = (1.0, -2.0, 0.5), weights or (1.0,) * 3
+    own = aggregate((0.2, 0.7), every[:2], how) if rules else 0.0
+    results = [[{"score": 9.0}, {"score": score}] for score in models]
+    rows = [dict(group=g, reward={"score": own}) for g in (0, 1)]
+    _, row = ppo.add_model_scores(rows, results, flags)
+    expected = aggregate(((0.2, 0.7) if rules else ()) + models, every, how)
+    names = ("score", "score/rules", "score/model", "score/model_2", "score/model_3")
+    assert row["reward"] == dict(zip(names, (pytest.approx(expected), own, *models)))
+    results[1][1] = {"score": 0.0, "failure": "ValueError: nan"}  # of one model is one of the response
+    _, row = ppo.add_model_scores(rows, results, flags)
+    assert row["reward"]["failure"] == "ValueError: nan"
+
+
+@pytest.mark.parametrize("how", ("sum", "mean", "min"))
 def test_model_score_without_rules(how):
     for weights, expected in (((), 1.5), ((2.0,), 1.5 if how == "mean" else 3.0)):
         flags = SimpleNamespace(reward_fn=(), reward_weights=weights, reward_aggregation=how)
         rows = [dict(group=0, reward=score_row(load_rewards(("none",), (), how), dict.fromkeys(ROW)))]
-        [row] = ppo.add_model_scores(rows, [{"score": 1.5}], flags)
+        [row] = ppo.add_model_scores(rows, [[{"score": 1.5}]], flags)
         assert row["reward"] == {"score": expected, "score/rules": 0, "score/model": 1.5}
 
 
@@ -128,7 +148,7 @@ def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group():
     rules = [{"score": 1.0}, {"score": -1.0}, {"score": 1.0}, {"score": -1.0, "failure": "TypeError: x"}]
     model = [{"score": 2.0}, {"score": -1.0}, {"score": 0.0, "failure": "ValueError: nan"}, {"score": 4.0}]
     rows = [dict(group=0, reward=result) for result in rules] + [dict(group=1, reward={"score": -9.0})]
-    rewards = [row["reward"] for row in ppo.add_model_scores(rows, [*model, {"score": 0.0}], flags)]
+    rewards = [row["reward"] for row in ppo.add_model_scores(rows, [[*model, {"score": 0.0}]], flags)]
     assert [result["score"] for result in rewards] == [2.0, -1.5, -1.5, -1.5, -9.0]
     assert [result.get("failure") for result in rewards] == [
         *(None, None, "ValueError: nan", "TypeError: x"),

@@ -129,8 +129,7 @@ def scores(args, mesh, device):
     limit of tokens that one text exceeds, and a head that gives NaN for a text that ends in 4.
     """
     args = dataclasses.replace(args, max_tokens_per_microbatch=30)
-    model = ppo.load_reward_model(args, mesh, device)
-    tokenizer = ppo.check_models(args)
+    [model], [tokenizer] = ppo.load_reward_models(args, mesh, device), ppo.check_models(args)
     score = partial(ppo.model_scores, model, tokenizer, args=args, device=device)
     results = [score(rows=make_rows()), score(rows=make_rows()[:1])]
     model.config.pad_token_id = None
@@ -176,11 +175,11 @@ def checkpoint(policy, critic, critic_optimizer, args, device):
 def main(model, critic_model, reward_model, out):
     device, mesh = ppo.setup_distributed(1)
     args = ppo.Args(model=model, train_files=(), output_dir=str(Path(out).parent), attn_implementation="sdpa")
-    args = dataclasses.replace(args, critic_model=critic_model, reward_model=reward_model, grad_clip=1e9)
+    args = dataclasses.replace(args, critic_model=critic_model, reward_model=(reward_model,), grad_clip=1e9)
     args = dataclasses.replace(
         args, max_prompt_length=60, ppo_mini_batch_size=2, group_size=3, max_response_length=64
     )
-    plain = dataclasses.replace(args, critic_model=None, reward_model=None, grad_clip=1.0)
+    plain = dataclasses.replace(args, critic_model=None, reward_model=(), grad_clip=1.0)
     args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, use_kl_in_reward=True)
     args = dataclasses.replace(args, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
     args = dataclasses.replace(args, clip_ratio_low=0.1, clip_ratio_high=0.3, cliprange_value=0.2)

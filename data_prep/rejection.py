@@ -1,0 +1,120 @@
+"""Rejection sampling (RFT, arXiv 2308.01825): right responses as rows for SFT, right against wrong as pairs.
+
+python algos/generate.py --model MODEL --data train.parquet --output responses.parquet --n_samples 8
+python algos/eval.py --data responses.parquet --output runs/eval
+python data_prep/rejection.py runs/eval/scored_A.parquet --local_save_dir data/rft
+
+Writes sft.parquet, which sft.py takes with its default columns, and pairs.parquet for rm.py and dpo.py.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
+sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from data_prep.prepare import run
+from data_prep.schema import load_rows, open_parquet, write_parquet
+
+
+@dataclass
+class Args:
+    files: tyro.conf.Positional[tuple[str, ...]]
+    """Parquet files with responses and scores, as eval.py writes them; the same prompt may be in several."""
+    local_save_dir: str
+    """Directory for sft.parquet and pairs.parquet."""
+    keep: Literal["all", "first", "shortest"] = "all"
+    """Right responses to a prompt that become rows for SFT: max_per_prompt different ones, or one."""
+    max_per_prompt: int = 4
+    """Rows for SFT of a prompt, with --keep all."""
+    max_pairs: int = 4
+    """Pairs of a prompt; no two of them are the same."""
+    right: float = 1.0
+    """Accuracy, or score where there is none, from which a response is right."""
+
+
+def judged(path, right, left_out):
+    """Yield of each row its data source, prompt, [(messages that follow, whether right)]."""
+    extra = {"finish_reasons", "episodes"} & {*open_parquet(path, ["prompt"])[0].schema_arrow.names}
+    for i, row in enumerate(load_rows(path, ["results", "responses", "data_source", "prompt", *extra])):
+        if len(row["responses"]) != len(row["results"]):
+            raise ValueError(f"{path}: row {i}: 'responses' and 'results' differ in length; score it again")
+        found = []
+        for k, (text, result) in enumerate(zip(row["responses"], map(json.loads, row["results"]))):
+            if "failure" in result:
+                left_out["their reward failed"] += 1
+            elif not text.strip():
+                left_out["empty"] += 1
+            elif "finish_reasons" in row and row["finish_reasons"][k] != "stop":
+                left_out["cut off"] += 1  # as a row, it would teach to stop there
+            else:
+                reply = [{"role": "assistant", "content": text}]
+                if "episodes" in row:  # a conversation with an environment
+                    reply = json.loads(row["episodes"][k])["messages"]
+                found.append((reply, result.get("acc", result["score"]) >= right))
+        yield row["data_source"], row["prompt"], found
+
+
+def different(replies):
+    """The first of those that are the same up to white space."""
+    first = {}
+    for reply in replies:
+        first.setdefault(" ".join(" ".join(message["content"] for message in reply).split()), reply)
+    return [*first.values()]
+
+
+def pairs(right, wrong, most):
+    """At most so many pairs; each response comes once before one comes twice.
+
+    a b against x y z, five pairs -> ax by az bx ay.
+    """
+    turn = math.lcm(len(right), len(wrong)) or 1  # after which the same pairs would come again
+    numbers = range(min(most, len(right) * len(wrong)))
+    return [(right[i % len(right)], wrong[(i + i // turn) % len(wrong)]) for i in numbers]
+
+
+def main(args):
+    for name in ("max_per_prompt", "max_pairs"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    characters = lambda reply: sum(len(message["content"]) for message in reply)
+    prompts, left_out, shares, rows = {}, Counter(), Counter(), {"sft": [], "pairs": []}
+    for path in args.files:
+        for source, prompt, found in judged(path, args.right, left_out):
+            prompts.setdefault(json.dumps(prompt), (source, prompt, []))[2].extend(found)
+    talks = any(len(reply) > 1 for *_, found in prompts.values() for reply, _ in found)
+    for index, (source, prompt, found) in enumerate(prompts.values()):
+        right, wrong = (different([reply for reply, good in found if good is kind]) for kind in (True, False))
+        about, info = dict(data_source=source, prompt=prompt), dict(split="train", index=index)
+        kept = sorted(right, key=characters) if args.keep == "shortest" else right
+        kept = kept[: args.max_per_prompt if args.keep == "all" else 1]
+        made = pairs(right, wrong, args.max_pairs)
+        mine = dict(data_source=source) if talks else about  # then sft.py needs --messages_key
+        for reply in kept:
+            answer = dict(messages=prompt + reply, extra_info=info | dict(answer=reply[-1]["content"]))
+            rows["sft"].append(mine | answer)
+        rows["pairs"] += [about | dict(chosen=a, rejected=b, extra_info=info) for a, b in made]
+        shares += Counter(sft=bool(kept), pairs=bool(made))
+    if not rows["sft"]:
+        raise ValueError(f"{', '.join(args.files)}: no response is right, by --right {args.right}")
+    for name, some in rows.items():
+        path = Path(args.local_save_dir) / f"{name}.parquet"
+        path.unlink(missing_ok=True)  # of an earlier run: there may be no pairs now
+        count = write_parquet(some, path) if some else 0
+        share = f"{shares[name]} of {len(prompts)} prompts ({shares[name] / len(prompts):.1%})"
+        print(f"{path}: {count} rows from {share}")
+    if left_out:
+        print("responses left out: " + "; ".join(f"{n} {why}" for why, n in left_out.items()))
+
+
+if __name__ == "__main__":
+    run(main, Args)

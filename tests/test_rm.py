@@ -1,0 +1,323 @@
+"""The reward model: its loss, which pairs are none, and whole runs that learn, go on and are loaded."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, documented, metrics, run
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from algos import rm
+from data_prep.schema import load_rows, write_parquet
+from data_prep.tiny_model import make_tokenizer
+from tests import families
+
+SCRIPT, STEPS = ROOT / "algos/rm.py", 8
+COLUMNS = ["prompt", "chosen", "rejected"]
+
+
+def make_args(**changes):
+    return rm.Args(**dict(model="", train_files=(), output_dir="") | changes)
+
+
+def say(role, content):
+    return [dict(role=role, content=content)]
+
+
+def make_row(i, chosen=None, rejected=None):
+    """The rejected reply is another number with a question mark."""
+    a, b = 37 * i % 100, 11 * i % 90
+    chosen, rejected = chosen or f"{a + b}", rejected or f"{a + b + 1 + i % 3}?"
+    replies = dict(chosen=say("assistant", chosen), rejected=say("assistant", rejected))
+    return dict(prompt=say("user", f"{a}+{b}="), **replies)
+
+
+def write(rows, path):
+    write_parquet(rows, path)
+    return str(path)
+
+
+# ---- the loss
+
+
+def test_pair_loss():
+    chosen_n, rejected_n = torch.tensor([2.0, 0.0, 0.5]), torch.tensor([1.0, 0.0, 1.5])
+    loss_n = rm.pair_loss(chosen_n, rejected_n, torch.tensor([1.0, 0.0, 2.0]), 0.1)
+    # log 2 + .1 * 9;  log 2;  -log sigma(-3) = log(1 + e^3), + .1 * 4
+    expected = [math.log(2) + 0.9, math.log(2), math.log(1 + math.e**3) + 0.4]
+    assert loss_n.tolist() == pytest.approx(expected)
+    far_n = rm.pair_loss(torch.tensor([-500.0]), torch.tensor([500.0]), torch.zeros(1), 0.0)
+    assert far_n.item() == 1000  # where log(sigma(x)) is -inf
+
+
+def test_pair_metrics():
+    found = rm.pair_metrics(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.0, 2.0, 0.0]))
+    assert found["accuracy"].tolist() == [1, 0, 0.5] and found["margins"].tolist() == [1, -1, 0]
+
+
+# ---- where the score stands
+
+
+@pytest.mark.parametrize("family", "llama qwen3 gemma2 gpt2 qwen3_moe".split())
+def test_scores_are_those_of_transformers(family, tmp_path):
+    """Of each conversation, however they are laid out, its own forward at the last token but pads."""
+    if family == "gpt2":
+        config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=128, pad_token_id=0)
+    else:
+        families.write(family, tmp_path)
+        config = AutoConfig.from_pretrained(tmp_path)
+    config.num_labels, config._attn_implementation = 1, "eager"
+    torch.manual_seed(0)
+    lm = AutoModelForSequenceClassification.from_config(config).eval()
+    conversations = [[9, 8, 7, 6, 5, 4, 3, 2], [5], [0, 7, 0, 8], [3, 1]]
+    with torch.no_grad():
+        alone = [lm(input_ids=torch.tensor([ids])).logits.item() for ids in conversations]
+        assert len({round(x, 4) for x in alone}) == 4
+        for layout in (rm.padded, rm.packed):
+            score_l, _ = rm.score(rm.Scorer(lm), conversations, layout)
+            assert score_l.tolist() == pytest.approx(alone, abs=1e-5), layout
+
+
+@pytest.mark.parametrize("pad", ("<|pad|>", "<|eos|>"))
+def test_conversations_are_those_that_ppo_scores(pad):
+    """What a classifier with that pad reads: where EOS is the pad, the score stands before it."""
+    tokenizer = make_tokenizer()
+    pad_id = tokenizer.convert_tokens_to_ids(pad)
+    talk = say("system", "add") + say("user", "1+2="), say("assistant", "3") + say("user", "no")
+    ids, same = rm.conversation_ids(*talk, tokenizer, pad_id)
+    assert same and ids == tokenizer.apply_chat_template(talk[0] + talk[1], return_dict=False)
+    ids, same = rm.conversation_ids("1+2=", "3", tokenizer, pad_id)
+    whole = tokenizer.apply_chat_template(say("user", "1+2=") + say("assistant", "3"), return_dict=False)
+    assert same and ids == (whole[:-1] if pad == "<|eos|>" else whole)
+    assert tokenizer.decode(whole) == "<|user|>1+2=<|assistant|>3<|eos|>"
+
+
+# ---- pairs that are none
+
+
+def read(paths, tokenizer=None, **changes):
+    return rm.read_pairs(paths, make_args(**changes), tokenizer or make_tokenizer(), 0)
+
+
+BAD = {
+    "the chosen and the rejected conversation are the same tokens": make_row(1, "7", "7"),
+    "a conversation has 42 tokens, over --max_length 20; raise it": make_row(1, "7", "9" * 33),
+}
+
+
+@pytest.mark.parametrize("problem", BAD)
+def test_bad_pairs(problem, tmp_path):
+    path = write([make_row(0), BAD[problem], make_row(2)], tmp_path / "pairs.parquet")
+    with pytest.raises(ValueError) as error:
+        read([path], max_length=20)
+    assert str(error.value) == f"{path}: row 1: {problem}; or leave such pairs out by --bad_pairs drop"
+    rows, dropped = read([path], max_length=20, bad_pairs="drop")
+    assert (len(rows), dropped) == (2, 1)
+    with pytest.raises(ValueError, match="--bad_pairs drop leaves no pair"):
+        read([write([BAD[problem]], tmp_path / "none.parquet")], max_length=20, bad_pairs="drop")
+
+
+def test_a_template_that_changes_the_prompt(tmp_path):
+    """As those do that drop an earlier thought once a reply follows."""
+    tokenizer, path = make_tokenizer(), write([make_row(0)], tmp_path / "pairs.parquet")
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"pairs.parquet: row 0: the chat template writes the prompt diff"):
+        read([path], tokenizer)
+
+
+def test_columns(tmp_path):
+    rows = [make_row(i) for i in range(3)]
+    path = write(rows, tmp_path / "pairs.parquet")
+    plain, margins = read([path])[0], [0.5, 1, 2.25]
+    assert [row["margin"] for row in plain] == [0, 0, 0]
+    # strings stand for one message each
+    names = dict(prompt_key="question", chosen_key="better", rejected_key="worse")
+    strings = [dict(zip(names.values(), (message["content"] for [message] in row.values()))) for row in rows]
+    assert [*read([write(strings, tmp_path / "strings.parquet")], **names)[0]] == [*plain]
+    with_margins = write(
+        [row | dict(margin=m) for row, m in zip(rows, margins)], tmp_path / "margins.parquet"
+    )
+    assert [row["margin"] for row in read([with_margins])[0]] == margins
+    with pytest.raises(ValueError, match=r"pairs.parquet: no column 'margin'; it has"):
+        read([with_margins, path])
+    with pytest.raises(ValueError, match=r"nan.parquet: row 0: the margin nan is not a number"):
+        read([write([rows[0] | dict(margin=math.nan)], tmp_path / "nan.parquet")])
+    for row in rows:
+        del row["rejected"]
+    with pytest.raises(ValueError, match=r"half.parquet: no column 'rejected'; it has prompt, chosen"):
+        read([write(rows, tmp_path / "half.parquet")])
+
+
+# ---- arguments and models that cannot work
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(max_tokens_per_microbatch=63, max_length=32),
+            "microbatch 63 is under a pair, twice --max_length 32",
+        ),
+        (dict(merge_lora=True), "--merge_lora needs --lora_rank"),
+        (dict(attn_implementation="flash_attention_2", compute_dtype="float32"), "needs --compute_dtype bf"),
+    ],
+)
+def test_arguments_that_cannot_work(changes, message):
+    with pytest.raises(SystemExit, match=message):
+        rm.check_args(make_args(**changes))
+
+
+def test_models_that_cannot_work(tiny, tmp_path):
+    check = lambda config, **changes: rm.check_classifier(config, make_args(model="m", **changes))
+    two = AutoConfig.from_pretrained(tiny, num_labels=2, architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(ValueError, match=r"m \(llama\) is a classifier with 2 labels"):
+        check(two)
+    check(AutoConfig.from_pretrained(tiny))  # whose number of labels, 2 by default, means nothing
+    with pytest.raises(ValueError, match=r"has no q_prj for --lora_target_modules, but .*q_proj"):
+        check(AutoConfig.from_pretrained(tiny), lora_rank=4, lora_target_modules=("q_prj",))
+    with pytest.raises(ValueError, match="as a classifier has no head `score` without a bias"):
+        check(AutoConfig.for_model("bart"))
+    families.write("jamba", tmp_path)
+    with pytest.raises(ValueError, match="passes a state on between packed rows: add --no-packing"):
+        check(AutoConfig.from_pretrained(tmp_path), packing=True)
+
+
+# ---- whole runs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pairs")
+    write([make_row(i) | dict(margin=i % 2 / 4) for i in range(64)], out / "train.parquet")
+    write([make_row(i) | dict(margin=0.0) for i in range(64, 72)], out / "val.parquet")
+    return out
+
+
+def flags(model, data, out, **changes):
+    values = dict(model=model, output_dir=out, total_steps=STEPS, max_length=32, max_tokens_per_microbatch=64)
+    values |= dict(train_batch_size=15, lr=3e-3, warmup_steps=2, save_freq=STEPS // 2, keep_checkpoints=0)
+    values |= dict(train_files=data / "train.parquet", val_files=data / "val.parquet", test_freq=4) | changes
+    return [*(word for name, value in values.items() for word in (f"--{name}", value))]
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, data, tmp_path_factory):
+    """A run on one rank, with many micro-batches in a step, and without a warning."""
+    out = tmp_path_factory.mktemp("rm") / "straight"
+    assert "arning" not in run(SCRIPT, *flags(tiny, data, out)).stderr
+    return out
+
+
+def weights(out):
+    return AutoModelForSequenceClassification.from_pretrained(out).state_dict()
+
+
+def losses(out):
+    return [m["train/loss"] for step, m in metrics(out).items() if step]
+
+
+def test_it_learns(straight, tiny):
+    by_step = metrics(straight)
+    assert list(by_step) == list(range(STEPS + 1))
+    assert by_step[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6) and by_step[0]["val/margin"] == 0
+    assert by_step[STEPS]["val/loss"] < by_step[4]["val/loss"] < by_step[0]["val/loss"]
+    assert by_step[STEPS]["val/accuracy"] == 1 and by_step[0]["val/accuracy"] == 0.5
+    for name, value in [item for m in by_step.values() for item in m.items()]:
+        assert math.isfinite(value) and documented(name), name
+    lm = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
+    before, after = lm.state_dict(), weights(straight / "checkpoints/latest/hf")
+    assert before.keys() == after.keys() and all((before[k] != after[k]).any() for k in before)
+
+
+def own_scores(lm, tokenizer, path):
+    """Of the conversations of a file, one after another, by the classifier's own forward."""
+    pairs = [[row["prompt"] + row[key] for key in ("chosen", "rejected")] for row in load_rows(path, COLUMNS)]
+    ids = [tokenizer.apply_chat_template(talk, return_dict=False) for pair in pairs for talk in pair]
+    with torch.no_grad():
+        return [lm(input_ids=torch.tensor([x])).logits.item() for x in ids]
+
+
+def margin(scores):
+    return sum(chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2])) / len(scores) * 2
+
+
+def test_transformers_and_ppo_load_it(straight, data, tmp_path):
+    """And give what validation has logged."""
+    hf, val = straight / "checkpoints/latest/hf", data / "val.parquet"
+    lm, tokenizer = AutoModelForSequenceClassification.from_pretrained(hf), AutoTokenizer.from_pretrained(hf)
+    scores = own_scores(lm, tokenizer, val)
+    assert margin(scores) == pytest.approx(metrics(straight)[STEPS]["val/margin"], abs=1e-5)
+    assert margin(scores) > 0.1
+    run(ROOT / "tests/workers/rm_scores.py", hf, val, tmp_path / "ppo.json")
+    of_ppo = json.loads((tmp_path / "ppo.json").read_text())
+    assert of_ppo == [dict(score=pytest.approx(score, abs=1e-5)) for score in scores]
+
+
+def test_two_ranks_and_packed_rows_change_nothing(straight, tiny, data, tmp_path):
+    changes = dict(max_tokens_per_microbatch=4096)
+    run(SCRIPT, *flags(tiny, data, tmp_path / "two", **changes), "--packing", ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(straight), abs=1e-5)
+    one, two = metrics(straight)[STEPS], metrics(tmp_path / "two")[STEPS]
+    for name in ("val/loss", "val/accuracy", "val/margin", "perf/total_num_tokens", "rewards/chosen"):
+        assert two[name] == pytest.approx(one[name], abs=1e-5)
+
+
+def test_export(straight, tmp_path):
+    run(ROOT / "algos/export.py", straight, tmp_path / "out")
+    a, b = (weights(path) for path in (straight / "checkpoints/latest/hf", tmp_path / "out"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def cut(straight, half):
+    """As a kill after the checkpoint in the middle leaves it: metrics of later steps, but no checkpoint."""
+    shutil.copytree(straight, half, symlinks=True)
+    shutil.rmtree(half / f"checkpoints/step_{STEPS:06d}")
+    (half / "checkpoints/latest").unlink()
+    (half / "checkpoints/latest").symlink_to(f"step_{STEPS // 2:06d}")
+
+
+def test_a_killed_run_goes_on(straight, tiny, data, tmp_path):
+    cut(straight, tmp_path / "half")
+    run(SCRIPT, *flags(tiny, data, tmp_path / "half"))
+    assert "resumed from" in (tmp_path / "half/log.txt").read_text()
+    assert list(metrics(tmp_path / "half")) == list(range(STEPS + 1))
+    assert losses(tmp_path / "half") == pytest.approx(losses(straight), abs=1e-6)
+    a, b = (weights(out / "checkpoints/latest/hf") for out in (straight, tmp_path / "half"))
+    assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
+
+
+def test_lora(tiny, data, tmp_path):
+    """Adapters and head are trained and saved; on two ranks the run goes on, and merges them."""
+    out, half = tmp_path / "lora", tmp_path / "half"
+    lora = dict(lora_rank=4, lr=1e-2)
+    run(SCRIPT, *flags(tiny, data, out, **lora))
+    hf = out / "checkpoints/latest/hf"
+    assert not (hf / "model.safetensors").exists()
+    base = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
+    before = {name: x.clone() for name, x in base.state_dict().items()}
+    peft = PeftModel.from_pretrained(base, hf).eval()
+    assert len(peft.peft_config["default"].target_modules) == 2 * 7  # layers x linear layers of one
+    scores = own_scores(peft, AutoTokenizer.from_pretrained(hf), data / "val.parquet")
+    assert margin(scores) == pytest.approx(metrics(out)[STEPS]["val/margin"], abs=1e-5)
+    assert margin(scores) > 0.1
+    cut(out, half)
+    run(SCRIPT, *flags(tiny, data, half, **lora), "--merge_lora", "--packing", ranks=2)
+    assert losses(half) == pytest.approx(losses(out), abs=1e-5)
+    merged = weights(half / "checkpoints/latest/hf")
+    changed = {name for name, value in merged.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.endswith(("proj.weight", "score.weight"))}
+    merged = AutoModelForSequenceClassification.from_pretrained(half / "checkpoints/latest/hf")
+    again = own_scores(merged, AutoTokenizer.from_pretrained(hf), data / "val.parquet")
+    assert again == pytest.approx(scores, abs=1e-5)
+
+
+def test_too_few_pairs(tiny, data, tmp_path):
+    """Of which one line tells, before a process group or a model."""
+    words = [*map(str, flags(tiny, data, tmp_path / "run", train_batch_size=65))]
+    with pytest.raises(
+        SystemExit, match=r"^error: --train_batch_size 65 is more than the 64 training pairs$"
+    ):
+        rm.main(rm.Args(**rm.parse(rm.Args, words)))
