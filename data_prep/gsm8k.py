@@ -13,6 +13,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 from data_prep import prepare
@@ -42,7 +43,7 @@ def tool_trace(answer):
     for expression, result, following in zip(rest[::3], rest[1::3], rest[2::3]):
         messages.append({"role": "assistant", "content": f"{said}<<{expression}>>"})
         messages += Calculator({}).step(messages[-1]["content"])
-        if float(messages[-1]["content"]) != float(result):
+        if Fraction(messages[-1]["content"]) != Fraction(result):  # one is 3/4
             raise prepare.LeftOut("the calculator gives another result")
         said = following
     return [*messages, {"role": "assistant", "content": said}]
