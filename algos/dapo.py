@@ -932,15 +932,15 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
 
 
 @contextmanager
-def awake(engine, models, optimizer, args, timing, sample=rollout, **sampling):
-    """The sampler, awake and with the trainer's weights: `sample`, for as long as the block lasts."""
+def awake(engine, models, optimizer, args, timing, sample=None, **sampling):
+    """The sampler, awake and with the trainer's weights: `sample`, or `rollout`, while the block lasts."""
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
         sync_weights(engine, models[0].lm)
         if args.offload:
             move("cpu", models, optimizer)
         engine.wake_up(tags=["kv_cache"])
-    yield partial(sample, engine, args, timing, **sampling)
+    yield partial(sample or rollout, engine, args, timing, **sampling)
     with timed(timing, "sync"):
         engine.sleep(level=2)
         if args.offload:

@@ -216,9 +216,9 @@ def test_gsm8k_tool_traces():
     assert trace("Six.\n#### 6") == [("assistant", "Six.\n#### 6")]
     with pytest.raises(prepare.LeftOut, match="another result"):
         trace("10/3 = <<10/3=3.33>>3.33\n#### 3.33")
-    for broken in ("<<3/4=3/4>>3/4", "<<x=3>>3"):  # not a number; the calculator says so
-        with pytest.raises(ValueError):
-            trace(f"{broken}\n#### 3")
+    assert ("tool", "0.75") in trace("<<3/4=3/4>>3/4\n#### 3/4")
+    with pytest.raises(ValueError):  # the calculator says that this is no number
+        trace("<<x=3>>3\n#### 3")
 
 
 # ---- inspect
