@@ -59,7 +59,7 @@ def ours(engine, prompts, args, tokenizer):
     rows, tokens = list(prompts), 0
     for first in range(0, len(rows), args.batch_size):
         part = rows[first : first + args.batch_size]
-        table = generate.generate(engine, part, prompts, args, tokenizer, False)
+        table = generate.generate(engine, part, prompts, args, tokenizer, None, {row: {} for row in part})
         tokens += sum(map(sum, table["response_tokens"].to_pylist()))
     return tokens
 
@@ -78,7 +78,7 @@ def main():
     options = generate.Args(**own | dict(output=args.output or "unused", temperature=1.0))
     options.model = generate.check_args(options, 1)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    prompts = dict(list(generate.load_prompts(options, tokenizer)[0].items())[: args.rows])
+    prompts = dict(list(generate.load_prompts(options, tokenizer, None)[0].items())[: args.rows])
     stop_ids, engine = [tokenizer.eos_token_id], generate.build_engine(options)
     bare(engine, dict(list(prompts.items())[:2]), options, stop_ids)  # warm-up
     pairs = []
