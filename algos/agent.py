@@ -261,7 +261,7 @@ def trajectories(pool, tokenizer, engine, args, timing, prompts, step, group_siz
         try:
             logprobs = dict(logprobs=0, flat_logprobs=True)
             idle = converse(engine, rows, pool, tokenizer, args, **logprobs, **sampling)
-        except (ValueError, jinja2.TemplateError) as error:
+        except jinja2.TemplateError as error:
             raise SystemExit(f"error: --env {args.env}: {error}") from None
     timing["env_wait"] = timing.get("env_wait", 0.0) + idle
     for row in rows:
@@ -464,7 +464,8 @@ def observation(tokenizer, messages, tools, last):
     for message in messages:
         words = re.findall("[A-Za-z0-9]+", message["content"])
         if words and max(words, key=len) not in text:
-            raise ValueError(f"the chat template leaves out what the role {message['role']!r} says")
+            problem = f"the chat template leaves out what the role {message['role']!r} says"
+            raise jinja2.TemplateError(problem)
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[ids[:1] == [last] :]  # behind a turn without EOS the template's is kept
 

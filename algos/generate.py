@@ -171,7 +171,8 @@ def observation(tokenizer, messages, tools, last):
     for message in messages:
         words = re.findall("[A-Za-z0-9]+", message["content"])
         if words and max(words, key=len) not in text:
-            raise ValueError(f"the chat template leaves out what the role {message['role']!r} says")
+            problem = f"the chat template leaves out what the role {message['role']!r} says"
+            raise jinja2.TemplateError(problem)
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[ids[:1] == [last] :]  # behind a turn without EOS the template's is kept
 
@@ -298,6 +299,8 @@ def main(args):
         args.model = check_args(args, world)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         pool = EnvPool(args.env, args.env_workers, args.env_timeout_s) if args.env else None
+        if pool and pool.tools:
+            observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
         prompts, table = load_prompts(args, tokenizer, pool and pool.tools)
         about = table["extra_info"].to_pylist() if "extra_info" in table.column_names else [{}] * len(table)
         shards, made_by = plan_shards(args, prompts, table.num_rows)

@@ -1210,9 +1210,8 @@ def check_models(args):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             fail(f"--{name} {getattr(args, name)} must be above 0")
     weights, rules, models = args.reward_weights, len(args.reward_fn), len(args.reward_model)
-    if models and len(weights) not in (0, rules + models):
-        rewards = f"{rules} --reward_fn and {models} --reward_model"
-        fail(f"{len(weights)} --reward_weights for {rewards}: give one for each, the models' last")
+    if models and (n := len(weights)) not in (0, rules + models):
+        fail(f"{n} --reward_weights for {rules} --reward_fn and {models} --reward_model: give one for each")
     if args.reward_aggregation == "mean" and weights and not sum(weights) > 0:
         fail(f"--reward_aggregation mean: the sum of --reward_weights {weights} must be above 0")
     if args.val_files and not args.reward_fn:
@@ -1318,8 +1317,7 @@ def moments(x):
 def critic_metrics(rows, step_nt, args):
     """Rewards, advantages, returns and values of a step, and how much of the returns the values explain."""
     results, metrics = [row["reward"] for row in rows], {}
-    names = "kl_nt", "adv_nt", "return_nt", "value_nt"
-    kl, *own = (step_nt[name][step_nt["mask_nt"]] for name in names)
+    kl, *own = (step_nt[f"{x}_nt"][step_nt["mask_nt"]] for x in ("kl", "adv", "return", "value"))
     own = dict(zip(("advantages", "returns", "values"), own), rewards=step_nt["reward_nt"].sum(-1))
     for name, x in own.items():
         ends = [x.max(), -x.min()] if len(x) else [-math.inf] * 2
