@@ -26,7 +26,7 @@ KINDS = [ALL_WRONG, MIXED, LONG_BUT_ALL_RIGHT, ALL_RIGHT, LONG_AND_RIGHT]
 
 SCENARIOS = {  # groups by prompt number, in turn; flags
     "always right": ([ALL_RIGHT], "--max_gen_batches 3"),
-    "one more": ([ALL_RIGHT], "--max_gen_batches 4 --tis_cap 0"),
+    "one more": ([ALL_RIGHT], "--max_gen_batches 4 --rollout_is None"),
     "partial": ([ALL_RIGHT] * 7 + [MIXED], "--max_gen_batches 2 --allow_partial_batch --total_steps 2"),
     "kinds": (KINDS, "--total_steps 4"),
     "surplus": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
