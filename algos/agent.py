@@ -956,7 +956,7 @@ class Adapters(nn.Module):
         targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
         sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
         self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
-        self.args, self.generation_config = args, lm.generation_config
+        self.args, self.generation_config = args, getattr(lm, "generation_config", None)
         self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
         peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
         torch.manual_seed(args.seed)  # the same matrices on every rank
