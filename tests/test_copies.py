@@ -30,7 +30,7 @@ LIMITS = {  # of a trainer: lines above the banner "The system", and in all
     "ppo.py": (590, 1350),
     "sft.py": (350, 960),
     "rm.py": (340, 910),
-    "dpo.py": (430, 1030),
+    "dpo.py": (430, 1040),
     "agent.py": (480, 1280),
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
