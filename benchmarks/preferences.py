@@ -59,13 +59,10 @@ def costs(out):
 
 def flow(args, seed):
     """All of a seed -> method, responses and tokens sampled, tokens trained, seconds of updates, accuracy."""
-    data, found = args.demo / "data", []
-    prompts = pq.read_table(data / "train.parquet")
-    where = lambda name: args.output_dir / f"{name}_{seed}"
+    data, found, where = args.demo / "data", [], lambda name: args.output_dir / f"{name}_{seed}"
     hf = lambda name: where(name) / "checkpoints/latest/hf"
 
     def once(made, script, *flags, **options):
-        made.parent.mkdir(parents=True, exist_ok=True)
         if not made.exists():
             run(script, {}, script, *flags, **options)
 
@@ -73,25 +70,23 @@ def flow(args, seed):
         flags = "--model", model, "--train_files", file, "--seed", seed, *flags.split(), *more
         once(hf(name), f"algos/{script}.py", "--output_dir", where(name), *flags, ranks=args.ranks)
 
-    def samples(name, first, responses):
-        """Scored responses of a model to the training prompts from the first on."""
-        out = where(f"{name}_samples")
-        files = [out / f"{file}.parquet" for file in ("prompts", "responses", "scored_A")]
-        out.mkdir(exist_ok=True)
-        pq.write_table(prompts.slice(first // N_SAMPLES, responses // N_SAMPLES), files[0])
-        flags = "--model", hf(name), "--data", files[0], "--output", files[1], "--seed", seed
-        once(files[1], "algos/generate.py", *flags, *GENERATE.split(), ranks=args.ranks)
-        once(files[2], "algos/eval.py", "--data", files[1], "--output", out, stdout=DEVNULL)
-        return pq.read_table(files[2])
-
-    def rows(name, scored):
-        """-> right responses for sft.py, pairs for dpo.py, tokens of all responses."""
-        out = where(f"{name}_rows")
-        out.mkdir(exist_ok=True)
-        pq.write_table(scored, out / "scored.parquet")
-        flags = out / "scored.parquet", "--local_save_dir", out
-        once(out / "sft.parquet", "data_prep/rejection.py", *flags)
-        return out / "sft.parquet", out / "pairs.parquet", sum(sum(scored["response_tokens"].to_pylist(), []))
+    def rows(name, first, responses, budget):
+        """Samples of a model to the prompts from the first on -> of the budget: right ones, pairs, tokens."""
+        out, chosen = where(f"{name}_samples"), where(f"{name}_{budget}_rows")
+        for directory in (out, chosen):
+            directory.mkdir(parents=True, exist_ok=True)
+        prompts, answers, scored = (out / f"{x}.parquet" for x in ("prompts", "responses", "scored_A"))
+        table = pq.read_table(data / "train.parquet")
+        pq.write_table(table.slice(first // N_SAMPLES, responses // N_SAMPLES), prompts)
+        flags = "--model", hf(name), "--data", prompts, "--output", answers, "--seed", seed
+        once(answers, "algos/generate.py", *flags, *GENERATE.split(), ranks=args.ranks)
+        once(scored, "algos/eval.py", "--data", answers, "--output", out, stdout=DEVNULL)
+        table = pq.read_table(scored).slice(0, budget // N_SAMPLES)
+        pq.write_table(table, chosen / "scored.parquet")
+        flags = chosen / "scored.parquet", "--local_save_dir", chosen
+        once(chosen / "sft.parquet", "data_prep/rejection.py", *flags)
+        tokens = sum(sum(table["response_tokens"].to_pylist(), []))
+        return chosen / "sft.parquet", chosen / "pairs.parquet", tokens
 
     def note(method, responses, tokens, *names):
         """The last of these runs, which has cost what all of them have."""
@@ -101,18 +96,16 @@ def flow(args, seed):
     train("sft", "sft", SFT, args.demo / "model", data / "train.parquet")
     found.append(["SFT", 0, 0, 0, 0, where("sft")])
     # ---- from samples of the SFT model
-    scored = samples("sft", 0, BUDGETS[-1])
     for budget in BUDGETS:
-        right, pairs, tokens = rows(f"sft_{budget}", scored.slice(0, budget // N_SAMPLES))
+        right, pairs, tokens = rows("sft", 0, BUDGETS[-1], budget)
         train(f"rft_{budget}", "sft", RFT, hf("sft"), right)
         note("RFT", budget, tokens, f"rft_{budget}")
         train(f"dpo_{budget}", "dpo", DPO, hf("sft"), pairs)
         note("DPO", budget, tokens, f"dpo_{budget}")
     # ---- in rounds: each model from samples of the one before, the first of which is RFT's on such a share
-    names = [f"rft_{SHARE}"]
-    tokens = rows(f"sft_{SHARE}", scored.slice(0, SHARE // N_SAMPLES))[-1]
+    names, tokens = [f"rft_{SHARE}"], rows("sft", 0, BUDGETS[-1], SHARE)[-1]
     for number in range(1, ROUNDS):
-        right, _, more = rows(names[-1], samples(names[-1], number * SHARE, SHARE))
+        right, _, more = rows(names[-1], number * SHARE, SHARE, SHARE)
         names.append(f"round_{number + 1}")
         train(names[-1], "sft", RFT, hf(names[-2]), right)
         tokens += more

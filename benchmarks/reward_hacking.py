@@ -47,8 +47,6 @@ class Args:
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds of PPO; that with one model has the one of the same seed."""
-    ranks: int = 1
-    """Processes of the trainers, one thread each."""
 
 
 def train(args):
@@ -56,13 +54,12 @@ def train(args):
     out, data, sft = args.output_dir, args.demo / "data", args.demo / "sft/checkpoints/latest/hf"
 
     def once(made, script, *flags, **options):
-        made.parent.mkdir(parents=True, exist_ok=True)
         if not made.exists():
             run(script, {}, script, *flags, **options)
 
     def trainer(name, script, flags, seed, *more):
         common = "--model", sft, "--output_dir", out / name, "--seed", seed, *flags.split(), *more
-        once(out / name / "checkpoints/latest/hf", f"algos/{script}.py", *common, ranks=args.ranks)
+        once(out / name / "checkpoints/latest/hf", f"algos/{script}.py", *common)
         return out / name
 
     # ---- pairs: those of the last prompts are for validation
