@@ -30,7 +30,7 @@ LIMITS = {  # of a trainer: lines above the banner "The system", and in all
     "ppo.py": (590, 1439),
     "sft.py": (350, 969),
     "rm.py": (340, 930),
-    "dpo.py": (430, 1034),
+    "dpo.py": (430, 1050),
     "agent.py": (480, 1356),
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
