@@ -7,6 +7,7 @@ Departures from the papers:
 3. Losses are means over all tokens of the optimizer step (`--loss_agg token-mean`), not of responses.
 4. The sampler's rounding is corrected by truncated importance sampling (`--rollout_is`, Yao et al. 2025).
 5. The KL divergence from the initial model is off by default; it goes into the reward, the loss, or both.
+6. What VAPO (2504.05118) adds for long responses is there too, behind flags: docs/vapo.md.
 
 CPU:        python algos/ppo.py --model runs/tiny/hf --train_files data/train.parquet --output_dir runs/ppo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/ppo.py ...
@@ -100,7 +101,8 @@ class Args:
     ppo_epochs: int = 1  # passes over the responses of a step
     lr: float = 1e-6  # peak learning rate of the actor
     critic_lr: float = 1e-5  # peak learning rate of the critic
-    critic_warmup: int = 0  # first steps in which only the critic learns; the actor's schedule follows them
+    # first steps in which only the critic learns, from returns with lambda 1; the actor's schedule follows
+    critic_warmup: int = 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
     warmup_steps: int = 0  # steps of linear warm-up; the actor's begins after critic_warmup
     weight_decay: float = 0.01  # AdamW's decoupled weight decay
@@ -108,6 +110,9 @@ class Args:
     # ---- algorithm
     gamma: float = 1.0  # discount of later rewards, a token
     lam: float = 1.0  # GAE's lambda; 1: returns minus values, 0: one-step differences
+    critic_lam: float | None = None  # lambda of the critic's returns; None: that of --lam
+    # for advantages lambda is 1 - 1/(this * tokens of the response), at least 0; None: that of --lam
+    lam_alpha: float | None = None
     cliprange_value: float = 0.5  # how far an update may move a value before its gradient ends
     clip_ratio_low: float = 0.2  # ratios below 1 - this are clipped
     clip_ratio_high: float = 0.2  # ratios above 1 + this are clipped
@@ -125,6 +130,7 @@ class Args:
     kl_target: float | None = None  # KL a token that the weight is adapted towards; None: it is fixed
     kl_horizon: float = 10000.0  # responses over which the adaptive weight reacts
     entropy_coeff: float = 0.0  # weight of the entropy bonus
+    positive_nll_coef: float = 0.0  # weight in the loss of -log p of responses with acc, else score, above 0
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance of trainer against sampler
     rollout_is_threshold: float = 2.0  # a larger importance is cut to it
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # rejection by that ratio
@@ -182,6 +188,7 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
     """Generalised advantage estimation (1506.02438, eq. 16) -> adv_nt, not whitened, and return_nt = A + V.
 
     A masked token (tool output, padding) passes the V and A of its successor through; V after the end is 0.
+    lam: a number, or one for each response.
     Rewards 0 0 1, values .5 .6 .7, gamma = lam = 1 -> A .5 .4 .3, returns 1 1 1.
     """
     adv_nt, mask_nt = torch.zeros_like(value_nt), mask_nt.bool()
@@ -192,6 +199,11 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
         next_value_n = torch.where(mask_nt[:, t], value_nt[:, t], next_value_n)
         adv_nt[:, t] = next_adv_n
     return adv_nt, adv_nt + value_nt
+
+
+def adaptive_lam(mask_nt, alpha):
+    """VAPO's lambda of a response of l tokens, 1 - 1/(alpha l), at least 0: alpha = .05, l = 40 -> .5."""
+    return (1 - 1 / (alpha * mask_nt.sum(-1).clamp(min=1))).clamp(min=0)  # eq: ppo.lam_alpha
 
 
 def masked_whiten(x_nt, mask_nt, reduce=lambda sums: sums):
@@ -267,6 +279,18 @@ def loss_weights(mask_nt, mode, max_length=None, totals=None):
     return mask_nt / denominator[mode]  # eq: grpo.aggregation
 
 
+def nll_weights(rows, args):
+    """What turns a mean over all responses of an optimizer step into one over the right ones, [N].
+
+    Of a wrong one 0, of a right one (acc, else score, above 0) all tokens / tokens of right ones; numbers of
+    responses if loss_agg is not token-mean. Right, wrong and right of 1, 5 and 2 tokens: 8/3 0 8/3.
+    """
+    right_n = torch.tensor([float(row["reward"].get("acc", row["reward"]["score"]) > 0) for row in rows])
+    size_n = torch.tensor([row["length"] if args.loss_agg == "token-mean" else 1.0 for row in rows])
+    steps = [x.split(args.ppo_mini_batch_size * args.group_size) for x in (right_n, size_n)]
+    return torch.cat([right * size.sum() / (right * size).sum().clamp(min=1) for right, size in zip(*steps)])
+
+
 def actor_loss(args, logp_nt, entropy_nt, part):
     """The whole loss of each token -> loss_nt, and the terms that metrics are sums of.
 
@@ -280,7 +304,10 @@ def actor_loss(args, logp_nt, entropy_nt, part):
     loss_nt = pg_nt - args.entropy_coeff * entropy_nt
     if args.use_kl_loss:
         loss_nt = loss_nt + args.kl_loss_coef * kl_nt
-    terms = dict(pg_loss=pg_nt, kl_loss=kl_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
+    nll_nt = -logp_nt * part["nll_weight_nt"]
+    if args.positive_nll_coef:
+        loss_nt = loss_nt + args.positive_nll_coef * nll_nt  # eq: ppo.positive_nll
+    terms = dict(pg_loss=pg_nt, kl_loss=kl_nt, nll_loss=nll_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
     return loss_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
 
 
@@ -310,9 +337,13 @@ def advantages(rows, batch, kl_coef, args):
     if args.use_kl_in_reward:
         kl_nt = kl_estimate(part["old_logp_nt"], part["ref_logp_nt"], args.kl_penalty)
     reward_nt = token_rewards(score_n, kl_nt, mask_nt, kl_coef)
-    adv_nt, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, args.lam)
+    lam = args.lam if args.lam_alpha is None else adaptive_lam(mask_nt, args.lam_alpha)
+    critic_lam = args.lam if args.critic_lam is None else args.critic_lam
+    adv_nt, _ = gae(reward_nt, value_nt, mask_nt, args.gamma, lam)
+    _, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, critic_lam)  # eq: ppo.critic_lam
     about = dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, value_nt=value_nt, return_nt=return_nt)
-    return about | dict(adv_nt=masked_whiten(adv_nt, mask_nt, all_reduce))
+    nll_weight_nt = nll_weights(rows, args)[batch["rows"], None]
+    return about | dict(adv_nt=masked_whiten(adv_nt, mask_nt, all_reduce), nll_weight_nt=nll_weight_nt)
 
 
 def update_critic(critic, optimizer, batch, args):
@@ -453,8 +484,9 @@ def main(args):
         # ---- advantage
         with timed(timing, "adv"):
             kl_coef = kl_weight.value.item() * args.use_kl_in_reward
-            step_nt = advantages(rows, batch, kl_coef, args)
-            batch |= {name: step_nt[name].to(device) for name in ("adv_nt", "return_nt")}
+            # with a lower lambda a critic that warms up would learn its own first values
+            step_nt = advantages(rows, batch, kl_coef, args if learns else replace(args, critic_lam=1.0))
+            batch |= {name: step_nt[name].to(device) for name in ("adv_nt", "return_nt", "nll_weight_nt")}
             if learns:
                 kl_weight.update(moments(step_nt["kl_nt"][step_nt["mask_nt"]])[0], len(rows))
         # ---- update: the critic, then the actor
@@ -1350,9 +1382,15 @@ class TokenValues(TokenLogps):
 
 def check_models(args):
     """Stop on what critic, reward models and KL cannot be, before a load -> the reward models' tokenizers."""
-    for name in ("kl_target", "kl_horizon"):
+    for name in ("kl_target", "kl_horizon", "lam_alpha"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             fail(f"--{name} {getattr(args, name)} must be above 0")
+    if args.lam_alpha and (zero := 1 / args.lam_alpha) >= args.max_response_length:
+        fail(
+            f"--lam_alpha {args.lam_alpha}: lambda is 0 up to {zero:g} tokens, --max_response_length or more"
+        )
+    if not 0 <= (args.critic_lam or 0) <= 1:
+        fail(f"--critic_lam {args.critic_lam} must be from 0 to 1")
     weights, rules, models = args.reward_weights, len(args.reward_fn), len(args.reward_model)
     if models and (n := len(weights)) not in (0, rules + models):
         fail(f"{n} --reward_weights for {rules} --reward_fn and {models} --reward_model: give one for each")

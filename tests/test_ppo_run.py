@@ -23,6 +23,7 @@ def flags(tiny, arithmetic, tmp_path_factory):
         f"--model {tiny} --train_files {arithmetic}/train.parquet --val_files {arithmetic}/val.parquet"
         " --train_batch_size 8 --ppo_mini_batch_size 4 --group_size 8 --max_prompt_length 16"
         " --max_response_length 12 --lr 4e-3 --critic_lr 4e-3 --critic_warmup 3 --warmup_steps 4 --lam 0.95"
+        " --critic_lam 0.9 --lam_alpha 0.5 --positive_nll_coef 0.1"
         " --use_kl_in_reward --kl_coef 0.01 --kl_target 0.05 --kl_horizon 640 --use_kl_loss"
         " --save_freq 3 --test_freq 3 --rollout_dump --total_steps 9 --max_tokens_per_microbatch 300"
         f" --keep_checkpoints 0 --reward_fn {ROOT}/tests/digit_reward.py:digits"
@@ -61,6 +62,14 @@ def test_warm_up_leaves_the_actor_bit_for_bit(straight, tiny):
     for step in STEPS:  # the sampler works, and holds the trainer's weights
         assert metrics(straight)[step]["training/rollout_probs_diff_max"] < 1e-4
         assert ("actor/pg_loss" in metrics(straight)[step]) == (step > 3)
+
+
+def test_warm_up_learns_monte_carlo_returns(straight):
+    """Then no response is further from the reference than rounding: each of its tokens returns its score."""
+    for step in STEPS:
+        scores = [row["score"] for row in rollouts(straight, step) for _ in row["response_ids"]]
+        returns, expected = metrics(straight)[step]["critic/returns/mean"], sum(scores) / len(scores)
+        assert (returns == pytest.approx(expected, abs=1e-5)) == (step < 4)
 
 
 def test_the_learning_rate_counts_the_steps_of_its_own_model(straight):
