@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -317,7 +318,7 @@ def reference_logps(policy, rows, order, args):
         for part in (pc.list_flatten(column), pc.list_value_length(column)):
             digest.update(part.to_numpy().tobytes())
     path, rank = Path(args.output_dir, f"reference/{digest.hexdigest()[:32]}.npy"), dist.get_rank()
-    with suppress(OSError, ValueError, EOFError):  # not there, or cut by a full disk
+    with suppress(OSError, ValueError, EOFError):  # not there, or damaged
         found = [None if rank else np.load(path)]
     dist.broadcast_object_list(found)
     if found[0] is not None:
@@ -329,9 +330,7 @@ def reference_logps(policy, rows, order, args):
                 sums[[row["number"] for row in batch]] = logp_n2.cpu()
             bar.update(len(step))
     dist.all_reduce(sums)  # each row is one rank's, and 0 on the others
-    if rank == 0:
-        with replacing(path) as new, new.open("wb") as file:
-            np.save(file, sums.numpy())
+    keep(path, sums.numpy())
     return sums.numpy()
 
 
@@ -1016,6 +1015,22 @@ def load_pairs(paths, args, tokenizer):
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")
     return rows, dropped
+
+
+def keep(path, logp_n2):
+    """Rank 0 writes the reference's log-probs whole; where it cannot, all ranks stop with one line."""
+    problem = [None]
+    try:
+        if dist.get_rank() == 0:
+            np.save(whole := BytesIO(), logp_n2)  # CAREFUL: into a file it says nothing of a lost end
+            with replacing(path) as new:
+                new.write_bytes(whole.getbuffer())
+    except OSError as error:
+        free = f"{shutil.disk_usage(path.parents[1]).free / 2**30:.1f} GiB are free"
+        problem = [f"{path}: the reference's log-probs cannot be written ({error}); {free}: make room"]
+    dist.broadcast_object_list(problem)
+    if problem[0]:
+        fail(problem[0])
 
 
 def pack(lengths, budget):

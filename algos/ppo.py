@@ -1382,11 +1382,11 @@ def score_names(models):
 def add_model_scores(rows, results, args):
     """Rows with each model's results combined into those of the rules, as if the flags listed all of them.
 
-    Aggregates nest: the rules' is one more score, of weight 1, or for the mean of all the rules' weight.
+    Aggregates nest: the rules' is one more score, of weight 1 (0 if theirs are), for the mean of their sum.
     """
     rules, combined = len(args.reward_fn), []
     weights = args.reward_weights or [1.0] * (rules + len(results))
-    of_rules = sum(weights[:rules]) if args.reward_aggregation == "mean" else 1.0
+    of_rules = sum(weights[:rules]) if args.reward_aggregation == "mean" else float(any(weights[:rules]))
     weights = [of_rules][:rules] + [*weights[rules:]]  # without --reward_fn the models are alone
     for row, *of_models in zip(rows, *results, strict=True):
         own, models = row["reward"]["score"], [result["score"] for result in of_models]
