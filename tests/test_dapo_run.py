@@ -182,3 +182,4 @@ def test_an_epoch_ends_with_its_data(loop):
     assert 64 <= state(out, last)["drawn"] <= 64 + 12
     assert max(k for k in groups(out, last)) < state(out, last)["drawn"]
     assert loop[1]["epoch again"] == [("ended", 0, 0)] * 2  # resumed at the end: nothing is sampled
+    assert (out / "checkpoints/latest/hf/adapter_model.safetensors").exists()  # of --lora_rank

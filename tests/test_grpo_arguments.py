@@ -148,6 +148,12 @@ def test_resume_from_what_is_no_checkpoint(refused, tmp_path):
     assert "not a checkpoint" in refused("--resume", tmp_path)
 
 
+def test_adapters(refused):
+    assert "--merge_lora needs --lora_rank" in refused("--merge_lora")
+    line = refused("--lora_rank", 4, "--lora_target_modules", "q_prj", "lm_head")
+    assert "for --lora_target_modules, but ['down_proj'," in line and "q_prj" in line and "lm_head" in line
+
+
 def test_temperature(refused):
     assert "--temperature 0" in refused("--temperature", 0)
 

@@ -134,3 +134,24 @@ def test_two_ranks_equal_one(straight, flags, tmp_path):
         one, two = ([row["response_ids"] for row in rollouts(out, step)] for out in (straight, tmp_path))
         assert one == two
     same(straight, tmp_path, [1, 2, 3, 4], 1e-4)
+
+
+def test_adapters_of_the_actor(flags, tiny, tmp_path):
+    """The actor without its adapters is the reference of both KLs; the critic is trained in full."""
+    one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--critic_warmup", 0, "--warmup_steps", 0
+    run(PPO, *flags(tmp_path / "run", *one, "--lora_rank", 4, "--merge_lora"))
+    for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
+        first, second = (metrics(tmp_path / "run")[step][name] for step in (1, 2))
+        assert first == 0 and second > 1e-6
+    assert metrics(tmp_path / "run")[2]["training/rollout_probs_diff_max"] < 1e-4
+    base, actor = load_file(tiny / "model.safetensors"), weights(tmp_path / "run", 2)
+    changed = {name for name in base if not torch.equal(base[name], actor[name])}
+    assert changed == {name for name in base if name.endswith("proj.weight")}
+    assert all(
+        not torch.equal(base[name], x)
+        for name, x in weights(tmp_path / "run", 2, "critic").items()
+        if name in base
+    )
+    run(ROOT / "algos/export.py", tmp_path / "run", tmp_path / "merged", "--merge_lora")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.equal(value, actor[name]) for name, value in merged.items())

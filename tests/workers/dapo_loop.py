@@ -33,8 +33,8 @@ SCENARIOS = {  # groups by prompt number, in turn; flags
     "resumed": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 1"),
     "resumed on": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
     "thrown": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3 --no-carry_over"),
-    "epoch": (KINDS, "--total_epochs 1"),
-    "epoch again": (KINDS, "--total_epochs 1"),
+    "epoch": (KINDS, "--total_epochs 1 --lora_rank 4"),
+    "epoch again": (KINDS, "--total_epochs 1 --lora_rank 4"),
 }
 GOES_ON = {"one more": "always right", "resumed on": "resumed", "epoch again": "epoch"}  # in one directory
 gen_batches, syncs, groups = 0, 0, []

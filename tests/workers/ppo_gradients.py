@@ -175,9 +175,13 @@ def full(x):
 
 
 def checkpoint(policy, critic, critic_optimizer, args, device):
-    """What is trained, moments and KL weight included, after two ranks saved it or one loaded it."""
-    weight, optimizer = ppo.AdaptiveKL(0.1, 1.0, 10), torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    trained, optimizers = ppo.Trained(policy.lm, critic.lm, weight), [optimizer, critic_optimizer]
+    """What is trained, moments and KL weight included, after two ranks saved it or one loaded it.
+
+    Of the actor, adapters.
+    """
+    actor = ppo.Adapters(policy.lm, args)
+    weight, optimizer = ppo.AdaptiveKL(0.1, 1.0, 10), torch.optim.AdamW(actor.parameters(), lr=1e-3)
+    trained, optimizers = ppo.Trained(actor, critic.lm, weight), [optimizer, critic_optimizer]
     if dist.get_world_size() == 2:
         ppo.update_actor(policy, optimizer, prepare(make_rows(), critic, args, device), args)
         weight.update(5.0, 1)
@@ -196,7 +200,7 @@ def main(model, critic_model, reward_model, out):
     args = dataclasses.replace(
         args, max_prompt_length=60, ppo_mini_batch_size=2, group_size=3, max_response_length=64
     )
-    plain = dataclasses.replace(args, critic_model=None, reward_model=(), grad_clip=1.0)
+    plain = dataclasses.replace(args, critic_model=None, reward_model=(), grad_clip=1.0, lora_rank=4)
     args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, use_kl_in_reward=True)
     args = dataclasses.replace(args, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
     args = dataclasses.replace(args, clip_ratio_low=0.1, clip_ratio_high=0.3, cliprange_value=0.2)
