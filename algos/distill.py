@@ -657,7 +657,7 @@ MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
     " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
     " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss center_rewards_coef".split()
+    " loss center_rewards_coef teacher kl".split()
 )
 
 
@@ -1116,9 +1116,12 @@ def check_teacher(args, tokenizer, rows):
     # what load_data asks of the model it asks of the teacher
     load_data(replace(args, model=args.teacher, tokenizer=args.tokenizer or args.model, val_files=()))
     ours, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(args.teacher).get_vocab()
-    if other := sorted(token for token, _ in ours.items() ^ theirs.items()):
-        which = f"{len({*other})} tokens differ: {other[0]!r} is {ours.get(other[0])} there"
-        fail(f"--teacher {args.teacher} has another vocabulary; {which}")
+    if differing := sorted({token for token, _ in ours.items() ^ theirs.items()}):
+        number, other = (ids.get(differing[0], "none") for ids in (ours, theirs))
+        which = (
+            f"{len(differing)} tokens differ, {differing[0]!r} is number {other} there, {number} in --model"
+        )
+        fail(f"--teacher {args.teacher} has another vocabulary: {which}")
     sizes = [AutoConfig.from_pretrained(x).vocab_size for x in (args.model, args.teacher)]
     if args.kl == "full" and sizes[0] != sizes[1]:
         fail(f"--kl full: {sizes[0]} logits of --model, {sizes[1]} of --teacher; take --kl sampled")
@@ -1136,10 +1139,10 @@ def data_rows(prompts, tokenizer, args):
     for row in prompts[rank :: dist.get_world_size()]:
         ids = tokenizer(row["extra_info"]["answer"], add_special_tokens=False).input_ids
         ids = np.array([*ids, tokenizer.eos_token_id], np.int32)[: args.max_response_length]
-        row |= dict(response_ids=ids, rollout_logps=np.zeros(len(ids), np.float32), sample=0, rank=rank)
-        stopped = ids[-1] == tokenizer.eos_token_id
-        row |= dict(finish_reason="stop" if stopped else "length", length=len(ids))
-        rows.append(row | dict(prompt_length=len(row["prompt_ids"])))
+        lengths = dict(length=len(ids), prompt_length=len(row["prompt_ids"]))
+        texts = dict(response_ids=ids, rollout_logps=np.zeros(len(ids), np.float32))
+        stopped = "stop" if ids[-1] == tokenizer.eos_token_id else "length"
+        rows.append(row | texts | lengths | dict(sample=0, rank=rank, finish_reason=stopped))
     return rows
 
 

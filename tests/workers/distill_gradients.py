@@ -1,4 +1,4 @@
-"""Gradients of a distillation step on fixed rows, for many ways to cut the same work: distill MODEL OUT REPLICAS."""
+"""Gradients of a distillation step on fixed rows, for many ways to cut it: distill MODEL OUT REPLICAS."""
 
 import dataclasses
 import sys
@@ -49,7 +49,9 @@ def main(_, model, out, hsdp_replicas):
     def load(args):
         frozen = dataclasses.replace(args, model=args.teacher, param_dtype=args.compute_dtype)
         full = args.kl == "full"
-        teacher = distill.load_model(frozen, mesh, device, wrap=distill.Teacher if full else distill.TokenLogps)
+        teacher = distill.load_model(
+            frozen, mesh, device, wrap=distill.Teacher if full else distill.TokenLogps
+        )
         teacher.eval().requires_grad_(False)
         wrap = partial(distill.Student, teacher=teacher) if full else distill.TokenLogps
         return distill.load_model(args, mesh, device, wrap=wrap), teacher
