@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -105,7 +106,6 @@ if __name__ == "__main__":
 
 import jinja2
 import numpy as np
-import peft
 import psutil
 import pyarrow.compute as pc
 import torch
@@ -113,7 +113,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -274,17 +273,12 @@ def objective(args, batch, logp_n2, pairs, tokens):
 def update(policy, optimizer, rows, args):
     """One optimizer step -> metrics. Every rank knows all rows: the denominators need no communication."""
     sums, tokens = 0.0, sum(row["tokens"][0] for row in rows)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # the denominators are of all ranks; FSDP averages gradients over the ranks, those of adapters are summed
-    scale = 1 if args.lora_rank else dist.get_world_size()
     for batch, logp_n2 in micro_batches(policy, rows, args):
         terms = objective(args, batch, logp_n2, len(rows), tokens)
-        (terms["loss"] * scale).backward()
+        # the denominators are of all ranks, but gradients are averaged over the ranks
+        (terms["loss"] * dist.get_world_size()).backward()
         sums += torch.stack([*terms.values()]).detach()
-    for parameter in parameters if args.lora_rank else ():
-        dist.all_reduce(parameter.grad)
-    norm = nn.utils.clip_grad_norm_(parameters, args.grad_clip)
-    norm = (norm if args.lora_rank else norm.full_tensor()).item()
+    norm = clip_gradients(optimizer, args.grad_clip)
     if math.isfinite(norm):  # the norm of all ranks: they step or skip together
         optimizer.step()
     optimizer.zero_grad()
@@ -324,7 +318,7 @@ def reference_logps(policy, rows, order, args):
         for part in (pc.list_flatten(column), pc.list_value_length(column)):
             digest.update(part.to_numpy().tobytes())
     path, rank = Path(args.output_dir, f"reference/{digest.hexdigest()[:32]}.npy"), dist.get_rank()
-    with suppress(OSError, ValueError, EOFError):  # not there, or cut by a full disk
+    with suppress(OSError, ValueError, EOFError):  # not there, or damaged
         found = [None if rank else np.load(path)]
     dist.broadcast_object_list(found)
     if found[0] is not None:
@@ -336,9 +330,7 @@ def reference_logps(policy, rows, order, args):
                 sums[[row["number"] for row in batch]] = logp_n2.cpu()
             bar.update(len(step))
     dist.all_reduce(sums)  # each row is one rank's, and 0 on the others
-    if rank == 0:
-        with replacing(path) as new, new.open("wb") as file:
-            np.save(file, sums.numpy())
+    keep(path, sums.numpy())
     return sums.numpy()
 
 
@@ -797,25 +789,28 @@ def timed(timing, name):
 
 
 # endregion
-
-
+# region lora
 class Adapters(nn.Module):
     """LoRA: trained matrices beside the frozen linear layers of lm; in checkpoints they stand for the model.
 
-    Every rank holds all of them, in float32, and `update` sums their gradients; FSDP knows only the frozen.
+    Every rank holds all of them, in float32; FSDP knows only the frozen weights.
     """
 
+    auto, options, task = AutoModelForCausalLM, {}, dict(task_type="CAUSAL_LM")
+
     def __init__(self, lm, args):
+        import peft  # here: it takes two seconds
+
         super().__init__()
         targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
         sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
-        self.config = peft.LoraConfig(**sizes, task_type="CAUSAL_LM", base_model_name_or_path=args.model)
-        self.args, self.generation_config = args, lm.generation_config
+        self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
+        self.args, self.generation_config = args, getattr(lm, "generation_config", None)
         self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
         peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
         torch.manual_seed(args.seed)  # the same matrices on every rank
         for name, layer in lm.named_modules():
-            if isinstance(layer, peft.tuners.lora.LoraLayer):
+            if hasattr(layer, "lora_A"):
                 # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
                 layer.lora_A["default"].float()
                 out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
@@ -827,15 +822,41 @@ class Adapters(nn.Module):
 
     def save_pretrained(self, directory, state_dict):
         """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
+        import peft
+        from safetensors.torch import save_file
+
         state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
         if self.args.merge_lora:
-            lm = AutoModelForCausalLM.from_pretrained(self.args.model, dtype="auto")
+            lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
             peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
             lm.merge_and_unload().save_pretrained(directory)
         else:
             self.config.save_pretrained(directory)
             save_file(state, directory / "adapter_model.safetensors")
-        self.generation_config.save_pretrained(directory)
+        if self.generation_config:  # a classifier has none
+            self.generation_config.save_pretrained(directory)
+
+
+def check_adapters(lm, args):
+    """ValueError where lm, but for its head, has no such layers."""
+    linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
+    linear = {name.rpartition(".")[2] for name in linear}
+    if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
+        problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
+        raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
+
+
+def clip_gradients(optimizer, limit):
+    """Clip the gradient of all ranks to a norm of at most `limit` -> its norm before that."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if not isinstance(p, DTensor):  # FSDP averages the gradients of its shards; of adapters it has none
+            dist.all_reduce(p.grad.div_(dist.get_world_size()))
+    norm = nn.utils.clip_grad_norm_(parameters, limit)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+# endregion
 
 
 class Policy(TokenLogps):
@@ -939,18 +960,13 @@ def check_model(config, args):
     """ValueError or ImportError where the model cannot be trained with these arguments."""
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
-    TokenLogps(lm)  # refuses a bias of the output layer
-    head = lm.get_output_embeddings()  # without adapters: LogProbs takes its weight alone
-    layers = [name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    linear = {name.rpartition(".")[2] for name in layers}
-    missing = {*args.lora_target_modules} - linear - {"all-linear"} if args.lora_rank else ()
+    check_adapters(TokenLogps(lm).lm, args)  # TokenLogps refuses a bias of the output layer
     special = "sliding_window", "attention_chunk_size"
     special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
     for wrong, problem in (
         (config.get_text_config() is not config, "takes more than text: not supported"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
         (args.share_prefix and special, f"has {' and '.join(special)}: --share_prefix needs full attention"),
-        (missing, f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"),
     ):
         if wrong:
             raise ValueError(f"{args.model} ({config.model_type}) {problem}")
@@ -999,6 +1015,22 @@ def load_pairs(paths, args, tokenizer):
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")
     return rows, dropped
+
+
+def keep(path, logp_n2):
+    """Rank 0 writes the reference's log-probs whole; where it cannot, all ranks stop with one line."""
+    problem = [None]
+    try:
+        if dist.get_rank() == 0:
+            np.save(whole := BytesIO(), logp_n2)  # CAREFUL: into a file it says nothing of a lost end
+            with replacing(path) as new:
+                new.write_bytes(whole.getbuffer())
+    except OSError as error:
+        free = f"{shutil.disk_usage(path.parents[1]).free / 2**30:.1f} GiB are free"
+        problem = [f"{path}: the reference's log-probs cannot be written ({error}); {free}: make room"]
+    dist.broadcast_object_list(problem)
+    if problem[0]:
+        fail(problem[0])
 
 
 def pack(lengths, budget):

@@ -63,7 +63,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from data_prep.atomic import replacing
 from data_prep.schema import load_rows
@@ -138,12 +138,13 @@ def build_engine(args):
     arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ.get('MASTER_PORT')}"
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
+    quantized = hasattr(AutoConfig.from_pretrained(args.model), "quantization_config")
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
     return vllm.LLM(
         model=args.model,
         skip_tokenizer_init=True,
-        dtype="bfloat16" if cuda else "float32",  # as the trainers' samplers
+        dtype="auto" if quantized else "bfloat16" if cuda else "float32",  # as the trainers' samplers
         tensor_parallel_size=args.tp_size,
         distributed_executor_backend="external_launcher" if torchrun else None,
         max_model_len=args.max_prompt_length + args.max_response_length,

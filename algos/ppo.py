@@ -80,6 +80,10 @@ class Args:
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     share_prefix: bool = False  # compute a prompt once for all responses to it that fit in a micro-batch
     offload: bool = False  # parameters and optimizer state to host memory during sampling (GPU only)
+    lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
+    lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
+    lora_target_modules: tuple[str, ...] = ("all-linear",)  # names of layers; all-linear: all but the output
+    merge_lora: bool = False  # hf/ is the model with the adapters in its weights; else only the adapters
     # ---- rollout
     group_size: int = 1  # responses to each prompt
     max_response_length: int = 1024  # limit of the response in tokens
@@ -320,7 +324,7 @@ def update_critic(critic, optimizer, batch, args):
                 mean_nt = loss_weights(part["mask_nt"], "token-mean", None, totals)
                 kinds = [weight_nt if "loss" in name else mean_nt for name in terms]
                 sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
-        norms.append(nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip).full_tensor().item())
+        norms.append(clip_gradients(optimizer, args.grad_clip))
         if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
@@ -348,7 +352,7 @@ def update_actor(policy, optimizer, batch, args):
                     sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
                     if "old_logp_nt" not in batch:  # then there is one optimizer step
                         first |= zip(rows, logp_nt.detach())
-            norms.append(nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item())
+            norms.append(clip_gradients(optimizer, args.grad_clip))
             if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
                 optimizer.step()
             optimizer.zero_grad()
@@ -378,15 +382,16 @@ def main(args):
     engine = build_engine(args, device)
     models = [load_model(args, mesh, device)]
     frozen = replace(args, param_dtype=args.compute_dtype)
-    if args.use_kl_loss or args.use_kl_in_reward:
+    if (args.use_kl_loss or args.use_kl_in_reward) and not args.lora_rank:  # which has it without adapters
         models.append(load_model(frozen, mesh, device).eval().requires_grad_(False))
     policy, critic = models[0], load_critic(args, mesh, device)
+    actor = Adapters(policy.lm, args) if args.lora_rank else policy.lm
     reward_models = load_reward_models(frozen, mesh, device)
     kl_weight = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
     adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
-    optimizer = adamw(policy.parameters(), lr=args.lr)
+    optimizer = adamw(actor.parameters(), lr=args.lr)
     critic_optimizer = adamw(critic.parameters(), lr=args.critic_lr)
-    trained, optimizers = Trained(policy.lm, critic.lm, kl_weight), [optimizer, critic_optimizer]
+    trained, optimizers = Trained(actor, critic.lm, kl_weight), [optimizer, critic_optimizer]
     state = load_checkpoint(checkpoints, trained, optimizers)
     if args.offload:  # critic and reward models are in host memory but for their uses
         move("cpu", [critic, *reward_models], critic_optimizer)
@@ -432,8 +437,8 @@ def main(args):
             with timed(timing, "old_log_prob"):
                 batch["old_logp_nt"] = all_logps(policy, batch, args)
         if args.use_kl_loss or args.use_kl_in_reward:
-            with timed(timing, "ref"):
-                batch["ref_logp_nt"] = all_logps(models[1], batch, args)
+            with timed(timing, "ref"), without_adapters(models[-1].lm):
+                batch["ref_logp_nt"] = all_logps(models[-1], batch, args)
         # ---- values
         if args.offload:
             move(device, [critic], critic_optimizer)
@@ -865,6 +870,74 @@ def timed(timing, name):
 
 
 # endregion
+# region lora
+class Adapters(nn.Module):
+    """LoRA: trained matrices beside the frozen linear layers of lm; in checkpoints they stand for the model.
+
+    Every rank holds all of them, in float32; FSDP knows only the frozen weights.
+    """
+
+    auto, options, task = AutoModelForCausalLM, {}, dict(task_type="CAUSAL_LM")
+
+    def __init__(self, lm, args):
+        import peft  # here: it takes two seconds
+
+        super().__init__()
+        targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
+        sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
+        self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
+        self.args, self.generation_config = args, getattr(lm, "generation_config", None)
+        self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
+        peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
+        torch.manual_seed(args.seed)  # the same matrices on every rank
+        for name, layer in lm.named_modules():
+            if hasattr(layer, "lora_A"):
+                # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
+                layer.lora_A["default"].float()
+                out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
+                layer.lora_B["default"] = nn.Linear(args.lora_rank, out, bias=False, device=device)
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+                for part in ("lora_A", "lora_B"):
+                    key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
+                    self.register_parameter(key, getattr(layer, part)["default"].weight)
+
+    def save_pretrained(self, directory, state_dict):
+        """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
+        import peft
+        from safetensors.torch import save_file
+
+        state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
+        if self.args.merge_lora:
+            lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
+            peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
+            lm.merge_and_unload().save_pretrained(directory)
+        else:
+            self.config.save_pretrained(directory)
+            save_file(state, directory / "adapter_model.safetensors")
+        if self.generation_config:  # a classifier has none
+            self.generation_config.save_pretrained(directory)
+
+
+def check_adapters(lm, args):
+    """ValueError where lm, but for its head, has no such layers."""
+    linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
+    linear = {name.rpartition(".")[2] for name in linear}
+    if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
+        problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
+        raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
+
+
+def clip_gradients(optimizer, limit):
+    """Clip the gradient of all ranks to a norm of at most `limit` -> its norm before that."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if not isinstance(p, DTensor):  # FSDP averages the gradients of its shards; of adapters it has none
+            dist.all_reduce(p.grad.div_(dist.get_world_size()))
+    norm = nn.utils.clip_grad_norm_(parameters, limit)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+# endregion
 # region sampling
 # what all ranks know of a row
 KNOWN = "data_source index group sample rank reward finish_reason prompt_length length".split()
@@ -885,6 +958,8 @@ def check_args(args):
         fail(f"--share_prefix needs sdpa, whose mask can be any, unlike {flag('attn_implementation')}")
     if args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32":
         fail(f"{flag('attn_implementation')} needs --compute_dtype bfloat16")
+    if args.merge_lora and not args.lora_rank:
+        fail("--merge_lora needs --lora_rank")
     if args.temperature <= 0:
         fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
     if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
@@ -907,7 +982,8 @@ def load_data(args, tools=None):
         if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
             raise ValueError(f"{config.model_type} caps attention, sdpa cannot: --attn_implementation eager")
         with torch.device("meta"):  # what these two refuse, before anything is loaded
-            TokenLogps(AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation))
+            lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
+            check_adapters(TokenLogps(lm).lm, args)
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
         managers = [RewardManager(args.reward_manager, reward_fn, n, **pool) for n in (0, shown)]
@@ -1005,6 +1081,14 @@ def awake(engine, models, optimizer, args, timing, sample=None, **sampling):
             move("cuda", models, optimizer)
 
 
+@contextmanager
+def without_adapters(lm):
+    """The model as it was before training, while the block lasts; without adapters it stays as it is."""
+    lm.apply(lambda m: hasattr(m, "lora_A") and m.enable_adapters(False))
+    yield
+    lm.apply(lambda m: hasattr(m, "lora_A") and m.enable_adapters(True))
+
+
 def sync_weights(engine, lm):
     """Stream the sharded model into the sampler, one full tensor at a time; tied weights go once."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -1013,10 +1097,15 @@ def sync_weights(engine, lm):
 
     def stream():  # full_tensor is a collective: every rank iterates in the same order
         for name, x in lm.state_dict().items():  # persistent buffers too
-            if name not in lm.tied:
+            layer, base, end = name.partition(".base_layer.")  # a layer with adapters: W + (alpha / r) B A
+            if base and end == "weight":
+                lora = lm.get_submodule(layer)
+                a, b = (getattr(lora, part)["default"].weight.data for part in ("lora_A", "lora_B"))
+                x = x.full_tensor().float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
+            if name not in lm.tied and ".lora_" not in name:
                 # a shard is cast before it travels; in a forward FSDP casts parameters, but no buffers
                 x = x.to(dtype).full_tensor() if isinstance(x, DTensor) else x
-                yield from revert_weight_conversion(lm, {name: x}).items()
+                yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
 
     def load(model):
         model.load_weights(stream())
@@ -1293,11 +1382,11 @@ def score_names(models):
 def add_model_scores(rows, results, args):
     """Rows with each model's results combined into those of the rules, as if the flags listed all of them.
 
-    Aggregates nest: the rules' is one more score, of weight 1, or for the mean of all the rules' weight.
+    Aggregates nest: the rules' is one more score, of weight 1 (0 if theirs are), for the mean of their sum.
     """
     rules, combined = len(args.reward_fn), []
     weights = args.reward_weights or [1.0] * (rules + len(results))
-    of_rules = sum(weights[:rules]) if args.reward_aggregation == "mean" else 1.0
+    of_rules = sum(weights[:rules]) if args.reward_aggregation == "mean" else float(any(weights[:rules]))
     weights = [of_rules][:rules] + [*weights[rules:]]  # without --reward_fn the models are alone
     for row, *of_models in zip(rows, *results, strict=True):
         own, models = row["reward"]["score"], [result["score"] for result in of_models]

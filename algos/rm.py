@@ -98,7 +98,6 @@ if __name__ == "__main__":
 
 import jinja2
 import numpy as np
-import peft
 import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -106,7 +105,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -215,19 +213,15 @@ def micro_batches(policy, rows, args):
 
 def update_scorer(policy, optimizer, rows, args):
     """One optimizer step -> metrics. The denominator, the pairs of the step, is the same on all ranks."""
-    sums, parameters = 0.0, [p for group in optimizer.param_groups for p in group["params"]]
-    # FSDP averages gradients over the ranks; those of adapters are summed
-    scale = 1 if args.lora_rank else dist.get_world_size()
+    sums = 0.0
     for chosen_n, rejected_n, margin_n, n in micro_batches(policy, rows, args):
         part = pair_loss(chosen_n, rejected_n, margin_n, args.center_rewards_coef).sum() * bool(n)
-        (part * scale / len(rows)).backward()
+        # the rows are those of all ranks, but gradients are averaged over the ranks
+        (part * dist.get_world_size() / len(rows)).backward()
         with torch.no_grad():
             found = [x.sum() * bool(n) for x in pair_metrics(chosen_n, rejected_n).values()]
             sums += torch.stack([part.detach(), *found])
-    for parameter in parameters if args.lora_rank else ():
-        dist.all_reduce(parameter.grad)
-    norm = nn.utils.clip_grad_norm_(parameters, args.grad_clip)
-    norm = (norm if args.lora_rank else norm.full_tensor()).item()
+    norm = clip_gradients(optimizer, args.grad_clip)
     if math.isfinite(norm):  # the norm of all ranks: they step or skip together
         optimizer.step()
     optimizer.zero_grad()
@@ -698,6 +692,74 @@ def timed(timing, name):
 
 
 # endregion
+# region lora
+class Adapters(nn.Module):
+    """LoRA: trained matrices beside the frozen linear layers of lm; in checkpoints they stand for the model.
+
+    Every rank holds all of them, in float32; FSDP knows only the frozen weights.
+    """
+
+    auto, options, task = AutoModelForCausalLM, {}, dict(task_type="CAUSAL_LM")
+
+    def __init__(self, lm, args):
+        import peft  # here: it takes two seconds
+
+        super().__init__()
+        targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
+        sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
+        self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
+        self.args, self.generation_config = args, getattr(lm, "generation_config", None)
+        self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
+        peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
+        torch.manual_seed(args.seed)  # the same matrices on every rank
+        for name, layer in lm.named_modules():
+            if hasattr(layer, "lora_A"):
+                # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
+                layer.lora_A["default"].float()
+                out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
+                layer.lora_B["default"] = nn.Linear(args.lora_rank, out, bias=False, device=device)
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+                for part in ("lora_A", "lora_B"):
+                    key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
+                    self.register_parameter(key, getattr(layer, part)["default"].weight)
+
+    def save_pretrained(self, directory, state_dict):
+        """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
+        import peft
+        from safetensors.torch import save_file
+
+        state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
+        if self.args.merge_lora:
+            lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
+            peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
+            lm.merge_and_unload().save_pretrained(directory)
+        else:
+            self.config.save_pretrained(directory)
+            save_file(state, directory / "adapter_model.safetensors")
+        if self.generation_config:  # a classifier has none
+            self.generation_config.save_pretrained(directory)
+
+
+def check_adapters(lm, args):
+    """ValueError where lm, but for its head, has no such layers."""
+    linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
+    linear = {name.rpartition(".")[2] for name in linear}
+    if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
+        problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
+        raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
+
+
+def clip_gradients(optimizer, limit):
+    """Clip the gradient of all ranks to a norm of at most `limit` -> its norm before that."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if not isinstance(p, DTensor):  # FSDP averages the gradients of its shards; of adapters it has none
+            dist.all_reduce(p.grad.div_(dist.get_world_size()))
+    norm = nn.utils.clip_grad_norm_(parameters, limit)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+# endregion
 
 
 class Scorer(nn.Module):
@@ -715,49 +777,20 @@ class Scorer(nn.Module):
         ), hidden_lh  # of one column
 
 
-class Adapters(nn.Module):
-    """LoRA: the head, and matrices beside the frozen linear layers of lm; in checkpoints they are the model.
+class HeadAdapters(Adapters):
+    """Adapters, and the head, trained in full; hf/ has both."""
 
-    Every rank holds all of them, in float32, and the update sums their gradients; FSDP knows only the frozen.
-    """
+    auto, task = AutoModelForSequenceClassification, dict(task_type="SEQ_CLS", modules_to_save=["score"])
 
     def __init__(self, lm, args):
-        super().__init__()
-        targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
-        sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
-        about = dict(task_type="SEQ_CLS", modules_to_save=["score"], base_model_name_or_path=args.model)
-        self.peft_config, self.args, self.config = peft.LoraConfig(**sizes, **about), args, lm.config
-        self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
         head = lm.score.weight.data
         head = head.full_tensor() if isinstance(head, DTensor) else head
-        peft.inject_adapter_in_model(self.peft_config, lm)  # also freezes all other weights
-        # CAREFUL: FSDP averages the gradient of a weight that it shards; this head is summed as adapters are
+        super().__init__(lm, args)
+        # a head of its own, whole on every rank as the adapters are: the one that FSDP shards stays frozen
         lm.score = nn.Linear(head.shape[1], 1, bias=False, device=head.device)
         lm.score.weight.data.copy_(head)
         self.register_parameter("score/weight", lm.score.weight)
-        torch.manual_seed(args.seed)  # the same matrices on every rank
-        for name, layer in lm.named_modules():
-            if isinstance(layer, peft.tuners.lora.LoraLayer):
-                # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
-                layer.lora_A["default"].float()
-                out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
-                layer.lora_B["default"] = nn.Linear(args.lora_rank, out, bias=False, device=device)
-                layer.reset_lora_parameters("default", init_lora_weights=True)
-                for part in ("lora_A", "lora_B"):
-                    key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
-                    self.register_parameter(key, getattr(layer, part)["default"].weight)
-
-    def save_pretrained(self, directory, state_dict):
-        """What save_checkpoint writes to hf/: adapters and head as peft loads them, or the merged model."""
-        state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
-        if self.args.merge_lora:
-            same = dict(num_labels=1, pad_token_id=self.config.pad_token_id, dtype="auto")
-            lm = AutoModelForSequenceClassification.from_pretrained(self.args.model, **same)
-            peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.peft_config), state)
-            lm.merge_and_unload().save_pretrained(directory)
-        else:
-            self.peft_config.save_pretrained(directory)
-            save_file(state, directory / "adapter_model.safetensors")
+        self.options = dict(num_labels=1, pad_token_id=lm.config.pad_token_id)
 
 
 def load_scorer(args, mesh, device, pad_id):
@@ -767,7 +800,7 @@ def load_scorer(args, mesh, device, pad_id):
     policy = load_model(args, mesh, device, auto, Scorer, num_labels=1, pad_token_id=pad_id)
     if not is_classifier(policy.lm.config):
         nn.init.zeros_(policy.lm.score.weight)
-    return policy, Adapters(policy.lm, args) if args.lora_rank else policy.lm
+    return policy, HeadAdapters(policy.lm, args) if args.lora_rank else policy.lm
 
 
 def is_classifier(config):
@@ -817,15 +850,12 @@ def check_classifier(config, args):
         options = dict(attn_implementation=args.attn_implementation)
         lm = AutoModelForSequenceClassification.from_config(config, **options)
     head = getattr(lm, "score", None)
-    layers = [name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    linear = {name.rpartition(".")[2] for name in layers}
-    missing = {*args.lora_target_modules} - linear - {"all-linear"} if args.lora_rank else ()
+    check_adapters(lm, args)
     for wrong, problem in (
         (labels != 1, f"is a classifier with {labels} labels; a reward model has one score"),
         (config.get_text_config() is not config, "takes more than text: not supported"),
         (getattr(head, "bias", 0) is not None, "as a classifier has no head `score` without a bias"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
-        (missing, f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"),
     ):
         if wrong:
             raise ValueError(f"{args.model} ({config.model_type}) {problem}")

@@ -101,7 +101,6 @@ if __name__ == "__main__":
 
 import jinja2
 import numpy as np
-import peft
 import psutil
 import pyarrow.compute as pc
 import torch
@@ -109,7 +108,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -203,17 +201,12 @@ def micro_batches(policy, rows, args):
 def update(policy, optimizer, rows, args):
     """One optimizer step -> metrics. Every rank knows all rows: the denominator needs no communication."""
     loss, tokens = 0.0, sum(sum(row["trained"]) for row in rows)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # `tokens` counts those of all ranks; FSDP averages gradients over the ranks, those of adapters are summed
-    scale = 1 if args.lora_rank else dist.get_world_size()
     for logp_nt, trained_nt in micro_batches(policy, rows, args):
         part = sft_loss(logp_nt, trained_nt, tokens)
-        (part * scale).backward()
+        # `tokens` counts those of all ranks, but gradients are averaged over the ranks
+        (part * dist.get_world_size()).backward()
         loss += part.item()
-    for parameter in parameters if args.lora_rank else ():
-        dist.all_reduce(parameter.grad)
-    norm = nn.utils.clip_grad_norm_(parameters, args.grad_clip)
-    norm = (norm if args.lora_rank else norm.full_tensor()).item()
+    norm = clip_gradients(optimizer, args.grad_clip)
     if math.isfinite(norm):  # the norm of all ranks: they step or skip together
         optimizer.step()
     optimizer.zero_grad()
@@ -683,25 +676,28 @@ def timed(timing, name):
 
 
 # endregion
-
-
+# region lora
 class Adapters(nn.Module):
     """LoRA: trained matrices beside the frozen linear layers of lm; in checkpoints they stand for the model.
 
-    Every rank holds all of them, in float32, and `update` sums their gradients; FSDP knows only the frozen.
+    Every rank holds all of them, in float32; FSDP knows only the frozen weights.
     """
 
+    auto, options, task = AutoModelForCausalLM, {}, dict(task_type="CAUSAL_LM")
+
     def __init__(self, lm, args):
+        import peft  # here: it takes two seconds
+
         super().__init__()
         targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
         sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
-        self.config = peft.LoraConfig(**sizes, task_type="CAUSAL_LM", base_model_name_or_path=args.model)
-        self.args, self.generation_config = args, lm.generation_config
+        self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
+        self.args, self.generation_config = args, getattr(lm, "generation_config", None)
         self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
         peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
         torch.manual_seed(args.seed)  # the same matrices on every rank
         for name, layer in lm.named_modules():
-            if isinstance(layer, peft.tuners.lora.LoraLayer):
+            if hasattr(layer, "lora_A"):
                 # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
                 layer.lora_A["default"].float()
                 out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
@@ -713,15 +709,41 @@ class Adapters(nn.Module):
 
     def save_pretrained(self, directory, state_dict):
         """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
+        import peft
+        from safetensors.torch import save_file
+
         state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
         if self.args.merge_lora:
-            lm = AutoModelForCausalLM.from_pretrained(self.args.model, dtype="auto")
+            lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
             peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
             lm.merge_and_unload().save_pretrained(directory)
         else:
             self.config.save_pretrained(directory)
             save_file(state, directory / "adapter_model.safetensors")
-        self.generation_config.save_pretrained(directory)
+        if self.generation_config:  # a classifier has none
+            self.generation_config.save_pretrained(directory)
+
+
+def check_adapters(lm, args):
+    """ValueError where lm, but for its head, has no such layers."""
+    linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
+    linear = {name.rpartition(".")[2] for name in linear}
+    if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
+        problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
+        raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
+
+
+def clip_gradients(optimizer, limit):
+    """Clip the gradient of all ranks to a norm of at most `limit` -> its norm before that."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if not isinstance(p, DTensor):  # FSDP averages the gradients of its shards; of adapters it has none
+            dist.all_reduce(p.grad.div_(dist.get_world_size()))
+    norm = nn.utils.clip_grad_norm_(parameters, limit)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+# endregion
 
 
 class Policy(TokenLogps):
@@ -859,11 +881,7 @@ def check_model(config, args):
     """ValueError or ImportError where the model cannot be trained with these arguments."""
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
-    TokenLogps(lm)  # refuses a bias of the output layer
-    head = lm.get_output_embeddings()  # without adapters: LogProbs takes its weight alone
-    layers = [name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    linear = {name.rpartition(".")[2] for name in layers}
-    missing = {*args.lora_target_modules} - linear - {"all-linear"} if args.lora_rank else ()
+    check_adapters(TokenLogps(lm).lm, args)  # TokenLogps refuses a bias of the output layer
     heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
     special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
@@ -874,7 +892,6 @@ def check_model(config, args):
         (heads % args.sp_size, f"has {heads} attention heads, which {sp} does not divide"),
         (args.sp_size > 1 and special, f"has {' and '.join(special)}, which {sp} does not implement"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
-        (missing, f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"),
         (args.liger and config.model_type not in known, "has no kernels for --liger"),
     ):
         if wrong:

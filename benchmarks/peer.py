@@ -3,11 +3,14 @@
     pip install --no-deps -r requirements-bench.txt
     python benchmarks/peer.py --model models/smollm2 --algo grpo --ranks 1 2
     python benchmarks/peer.py --model models/smollm2 --algo sft --prompts 32
+    python benchmarks/peer.py --model models/smollm2 --algo dpo --prompts 16 --max_tokens_per_microbatch 4096
     python benchmarks/peer.py --model models/smollm2 --algo agent --response_length 256 --max_length 1024
 
 A round runs each contestant once, one after the other. All are timed by one stopwatch: the lines of
 metrics.jsonl. A ratio is TRL's time per token over ours in the same round, with the same number of processes.
-GRPO runs here twice, with --share_prefix and without. Agents call a calculator after each turn but the last;
+GRPO and DPO run here twice, with --share_prefix and without; rm.py and dpo.py also show the loss of the first
+step, of all pairs, for TRL's must be the same. DPO's reference log-probs are computed before the first step
+by both, and not timed. Agents call a calculator after each turn but the last;
 the model does not know how, so that a call is read in place of what it says, by each side's own parser. The
 template is Qwen2.5's, which TRL parses and which fits the tokens of SmolLM2.
 """
@@ -22,9 +25,11 @@ from os import getloadavg
 from pathlib import Path
 from typing import Literal
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForSequenceClassification
 from workload import ROOT, durations, launch, make_model, make_rows, read_metrics, save
 
 
@@ -32,18 +37,18 @@ from workload import ROOT, durations, launch, make_model, make_rows, read_metric
 class Args:
     model: str
     """Hugging Face directory of the model."""
-    algo: Literal["grpo", "agent", "sft"] = "grpo"
+    algo: Literal["grpo", "agent", "sft", "rm", "dpo"] = "grpo"
     """Which trainer."""
     config: dict[str, int] = field(default_factory=dict)
     """Sizes that replace those of the model's config.json: random weights."""
     prompts: int = 8
-    """Prompts of a step, or rows for sft."""
+    """Prompts of a step, rows for sft, pairs for rm and dpo."""
     group_size: int = 4
     """Responses to each prompt."""
     prompt_length: int = 96
     """Mean tokens of a prompt."""
     response_length: int = 64
-    """Tokens of each response, for sft their mean, for agents the limit of all turns."""
+    """Tokens of each response; for sft, rm and dpo their mean, for agents the limit of all turns."""
     turns: int = 3
     """Turns of an agent."""
     turn_length: int = 24
@@ -53,7 +58,7 @@ class Args:
     max_tokens_per_microbatch: int = 2048
     """Our tokens of a forward pass on one rank, padding included."""
     trl_batch: int = 8
-    """TRL's rows of a forward pass on one rank."""
+    """TRL's rows, or pairs, of a forward pass on one rank."""
     max_length: int = 512
     """TRL's longest sequence, which packing fills."""
     ranks: tuple[int, ...] = (1,)
@@ -73,7 +78,7 @@ def ours(args, work):
     )
     flags |= dict(train_batch_size=args.prompts, total_steps=args.steps + 1)
     flags |= dict(max_tokens_per_microbatch=args.max_tokens_per_microbatch)
-    if args.algo != "sft":
+    if args.algo in ("grpo", "agent"):
         room = args.max_length - args.response_length if args.algo == "agent" else 2 * args.prompt_length
         flags |= dict(ppo_mini_batch_size=args.prompts, temperature=args.temperature)
         flags |= dict(max_prompt_length=room, max_response_length=args.response_length)
@@ -86,7 +91,7 @@ def ours(args, work):
 
 def trl(args, work, ranks, *extra):
     """Script and flags of TRL's trainer; packed, a step has about as many tokens as ours."""
-    rows = args.prompts * (1 if args.algo == "sft" else args.group_size)
+    rows = args.prompts * (args.group_size if args.algo in ("grpo", "agent") else 1)
     batch = args.trl_batch
     if "--packing" in extra:
         rows = rows * (args.prompt_length + args.response_length) // args.max_length
@@ -118,6 +123,7 @@ def measure(command, work, ranks):
         cpu_ms_per_token=1000 * statistics.median(s / n for s, n in zip(cpu, counts, strict=True)),
         tokens=statistics.median(counts),
         peak_memory_gb=memory,
+        first_loss=metrics[0].get("train/loss", metrics[0].get("loss")),
         load=(before, getloadavg()[0]),
     )
 
@@ -127,6 +133,10 @@ def main():
     variants = {"TRL": (), "TRL, vLLM": ("--vllm",)}
     if args.algo == "sft":
         variants = {"TRL, padded": (), "TRL, packed": ("--packing",)}
+    pairs_of = args.algo in ("rm", "dpo")
+    if pairs_of:
+        variants = {"TRL": ()}
+    sharing = args.algo not in ("sft", "rm")
     rounds, failed = [], {}
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
@@ -138,13 +148,19 @@ def main():
             shutil.copy(template, work / "model/chat_template.jinja")
         # TRL packs over all its rows: enough for every step
         rows = args.prompts * (args.steps + 1 if args.algo == "sft" else 1)
-        make_rows(work / "model", work / "rows.parquet", rows, args.prompt_length, args.response_length)
+        make_rows(
+            work / "model", work / "rows.parquet", rows, args.prompt_length, args.response_length, pairs_of
+        )
+        if args.algo == "rm":  # with a head, so that both sides begin with the same one
+            torch.manual_seed(0)
+            head = AutoModelForSequenceClassification.from_pretrained(work / "model", num_labels=1)
+            head.save_pretrained(work / "model")
         for _ in range(args.rounds):
             results = {}
             for ranks in args.ranks:
                 script, flags = ours(args, work)
                 commands = {"ours": (script, flags)}
-                if args.algo != "sft":
+                if sharing:
                     commands["ours, shared prefix"] = script, [*flags, "--share_prefix"]
                 commands |= {name: trl(args, work, ranks, *extra) for name, extra in variants.items()}
                 for name, command in commands.items():
@@ -159,9 +175,9 @@ def main():
                             raise
                         failed[key] = str(error)[-600:]
             rounds.append(results)
-    table = Table("", "step, s", "CPU s", "ms per token", "ratio", "CPU s", title=f"{args.algo}, medians")
-    if args.algo != "sft":
-        table.add_column("ratio to shared prefix")
+    columns = ["", "step, s", "CPU s", "ms per token", "peak GB", *["first loss"] * pairs_of]
+    columns += ["ratio", "ratio, CPU s", *["ratio to shared prefix"] * sharing]
+    table = Table(*columns, title=f"{args.algo}, medians")
     ratios = {}
     for key in rounds[0]:
         ran, ranks = [r for r in rounds if key in r], key.rsplit(", ", 1)[1]
@@ -171,14 +187,13 @@ def main():
             ("ours, shared prefix", "ms_per_token"),
         ]
         ratios[key] = [
-            [r[key][unit] / r[f"{us}, {ranks}"][unit] for r in ran]
-            for us, unit in pairs[: len(table.columns) - 4]
+            [r[key][unit] / r[f"{us}, {ranks}"][unit] for r in ran] for us, unit in pairs[: 2 + sharing]
         ]
-        middle = [
-            statistics.median(r[key][unit] for r in ran) for unit in ("step_s", "step_cpu_s", "ms_per_token")
-        ]
+        units = "step_s", "step_cpu_s", "ms_per_token", "peak_memory_gb"
+        middle = [statistics.median(r[key][unit] for r in ran) for unit in units]
+        first = [f"{ran[0][key]['first_loss']:.5f}"] * pairs_of
         spread = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios[key]]
-        table.add_row(key, *(f"{x:.2f}" for x in middle), *spread)
+        table.add_row(key, *(f"{x:.2f}" for x in middle), *first, *spread)
     Console().print(table)
     for key, error in failed.items():
         print(f"{key} failed: {error}")

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer or SFTTrainer on the rows of a benchmark; peer.py starts it.
+"""TRL's GRPOTrainer, SFTTrainer, RewardTrainer or DPOTrainer on the rows of a benchmark; peer.py starts it.
 
     pip install --no-deps -r requirements-bench.txt
 
@@ -19,7 +19,16 @@ import torch
 import tyro
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.trainer import grpo_trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,7 +44,7 @@ class Args:
     """Parquet file of one step's rows."""
     output_dir: Path
     """Directory for metrics.jsonl."""
-    algo: Literal["grpo", "agent", "sft"]
+    algo: Literal["grpo", "agent", "sft", "rm", "dpo"]
     """Which trainer."""
     total_steps: int
     """Optimizer steps."""
@@ -127,6 +136,14 @@ def main():
         ]
         config = SFTConfig(**common, packing=args.packing, max_length=args.max_length)
         trainer = SFTTrainer(args.model, config, train_dataset=Dataset.from_list(columns), callbacks=[stamp])
+    elif args.algo in ("rm", "dpo"):
+        rows = Dataset.from_list([{name: r[name] for name in ("prompt", "chosen", "rejected")} for r in rows])
+        common |= dict(max_length=args.max_length)
+        if args.algo == "rm":
+            make, config = RewardTrainer, RewardConfig(**common)
+        else:
+            make, config = DPOTrainer, DPOConfig(**common, precompute_ref_log_probs=True)
+        trainer = make(args.model, args=config, train_dataset=rows, callbacks=[stamp])
     else:
         if args.vllm and not cuda:
             os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")

@@ -50,8 +50,11 @@ def make_model(source, out, config, turn_length=None):
     tokenizer.save_pretrained(out)
 
 
-def make_rows(model, out, count, prompt_length, response_length):
-    """Write `count` rows whose prompts and answers have these lengths in tokens, give or take a half."""
+def make_rows(model, out, count, prompt_length, response_length, pairs=False):
+    """Write `count` rows whose prompts and answers have these lengths in tokens, give or take a half.
+
+    pairs: two answers to each prompt, as preferences.
+    """
     tokenizer, rng = AutoTokenizer.from_pretrained(model), random.Random(0)
 
     def sums(mean, length):
@@ -77,6 +80,10 @@ def make_rows(model, out, count, prompt_length, response_length):
         )
         for i in range(count)
     ]
+    for row in rows if pairs else ():
+        answers = (sums(response_length, lambda x: len(tokenizer.encode(x))) for _ in range(2))
+        for name, answer in zip(("chosen", "rejected"), answers):
+            row[name] = [dict(role="assistant", content=answer)]
     write_parquet(rows, out)
 
 

@@ -6,14 +6,16 @@ from rewards import compute_score, load_reward_fn
 
 
 def aggregate(scores, weights, how):
-    """sum: sum(w s); mean: sum(w s) / sum(w); min: min(w s).
+    """sum: sum(w s); mean: sum(w s) / sum(w); min: min(w s) of those with a weight.
 
-    aggregate([1, 0.5], [1, 2], "sum") = 2; "mean" 2/3; "min" 1
+    aggregate([1, 0.5], [1, 2], "sum") = 2; "mean" 2/3; "min" 1; with weights 1 and 0 "min" is 1, too
     """
     weighted = [weight * score for weight, score in zip(weights, scores, strict=True)]
     if how == "mean":
         return sum(weighted) / sum(weights)
-    return {"sum": sum, "min": min}[how](weighted)
+    if how == "min":  # a weight of 0 only looks on: its 0 must not be the worst case
+        return min((x for x, weight in zip(weighted, weights) if weight), default=0.0)
+    return sum(weighted)
 
 
 @dataclass

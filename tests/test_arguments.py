@@ -31,7 +31,9 @@ def test_help_and_wrong_flags_are_answered_before_libraries_are_loaded(script):
     assert out.splitlines()[-1] == "0 []"
     first = (ROOT / "algos" / script).read_text().split('"""')[1].split()[:4]
     assert " ".join(out.partition("\n\n")[2].split()[:4]) == " ".join(first)
-    words = {"export.py": ("a", "b"), "report.py": ("a", "--output", "b")}.get(script, ())
+    words = {"export.py": ("a", "b"), "quantize.py": ("a", "b"), "report.py": ("a", "--output", "b")}.get(
+        script, ()
+    )
     out, err = answer(script, *words, "--no_such_flag", "1")
     assert out.splitlines()[-1] == "2 []" and "--no_such_flag" in err
 

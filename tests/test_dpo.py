@@ -2,9 +2,12 @@
 
 import math
 import os
+import re
+import resource
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -273,6 +276,8 @@ def test_killed_and_resumed_equals_straight(straight, tiny, data, tmp_path):
     assert metrics(tmp_path)[STEPS]["val/loss"] == pytest.approx(
         metrics(straight)[STEPS]["val/loss"], abs=1e-6
     )
+    a, b = (AutoModelForCausalLM.from_pretrained(hf(out)).state_dict() for out in (straight, tmp_path))
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_two_ranks_that_share_prompts_change_nothing(straight, tiny, data, tmp_path):
@@ -298,6 +303,24 @@ def test_simpo_has_no_reference(tmp_path):
     args = make_args(loss="simpo", output_dir=str(tmp_path))
     assert dpo.reference_logps(None, [{}] * 3, range(3), args).tolist() == [[0.0, 0.0]] * 3
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    """No file grows over 1000 bytes: one line, nothing half-written; with more room the same log-probs."""
+    path, logp_n2 = tmp_path / "reference/x.npy", np.arange(500.0).reshape(-1, 2)
+    one_rank = SimpleNamespace(get_rank=lambda: 0, broadcast_object_list=lambda problem: None)
+    monkeypatch.setattr(dpo, "dist", one_rank)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            dpo.keep(path, logp_n2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    line = rf"error: {path}: the reference's log-probs cannot be written \(.+\); .* GiB are free: make room"
+    assert re.fullmatch(line, str(stopped.value)) and not [*path.parent.iterdir()]
+    dpo.keep(path, logp_n2)
+    assert np.array_equal(np.load(path), logp_n2)
 
 
 # ---- bad arguments

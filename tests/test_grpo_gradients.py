@@ -23,7 +23,7 @@ def distance(a, b):
     return (torch.stack([(x - y).norm() for x, y in zip(a, b, strict=True)]).norm() / norm).item()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", (*MODES, "lora"))
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("budget", (70, 200, 100_000))
 @pytest.mark.parametrize("layout", ("padded", "packed", "shared"))

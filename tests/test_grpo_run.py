@@ -13,8 +13,10 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, documented, metrics, rollouts, run
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import GenerationConfig
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from algos.grpo import group_advantages
 
@@ -76,9 +78,10 @@ def test_advantages_are_those_of_the_groups(straight):
         assert all(len(set(text)) > 1 for text in texts)
 
 
-def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path):
+@pytest.mark.parametrize("lora_rank", (0, 4))
+def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path, lora_rank):
     one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--warmup_steps", 0
-    run(GRPO, *flags(tiny, arithmetic, tmp_path, *one))
+    run(GRPO, *flags(tiny, arithmetic, tmp_path, *one, "--lora_rank", lora_rank))
     [_, first, second] = metrics(tmp_path).values()
     for step in (first, second):
         assert step["actor/pg_clipfrac"] == step["actor/ppo_kl"] == 0
@@ -86,6 +89,15 @@ def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path):
         assert step["actor/grad_norm"] > 0
     # the reference is the model of the start, and stays so
     assert first["actor/kl_loss"] == 0 and second["actor/kl_loss"] > 1e-6
+    if lora_rank:  # the one model is the reference too; adapters, and nothing else, are trained and saved
+        saved = tmp_path / "checkpoints/latest"
+        names = [
+            x
+            for x in FileSystemReader(saved / "dcp").read_metadata().state_dict_metadata
+            if "param_groups" not in x
+        ]
+        assert len(names) == 4 * 28 and all("lora" in name for name in names)  # a weight, two moments, a step
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), saved / "hf")
 
 
 def same(a, b, steps, tolerance):

@@ -133,6 +133,16 @@ def test_scores_of_several_models(how, rules, weights):
     assert row["reward"]["failure"] == "ValueError: nan"
 
 
+@pytest.mark.parametrize(("how", "expected"), (("sum", 5.0), ("min", 2.0)))
+def test_rules_of_weight_0_only_look_on(how, expected):
+    """Without them the scores, and so the worst case, are the same."""
+    flags = SimpleNamespace(reward_fn=("a",), reward_weights=(0.0, 2.0, 1.0), reward_aggregation=how)
+    assert aggregate([7.0], [0.0], how) == 0
+    rows = [dict(group=0, reward={"score": 0.0, "acc": 1.0})]
+    [row] = ppo.add_model_scores(rows, [[{"score": 1.0}], [{"score": 3.0}]], flags)
+    assert row["reward"]["score"] == expected and row["reward"]["acc"] == 1.0
+
+
 @pytest.mark.parametrize("how", ("sum", "mean", "min"))
 def test_model_score_without_rules(how):
     for weights, expected in (((), 1.5), ((2.0,), 1.5 if how == "mean" else 3.0)):

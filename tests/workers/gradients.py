@@ -39,6 +39,23 @@ def make_rows():
     return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
 
 
+def make_batch(args, device):
+    batch, _ = grpo.make_batch(*make_rows(), args, device)
+    batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
+    batch["ref_logp_nt"] = [x - 0.1 for x in batch["rollout_logp_nt"]]
+    return batch
+
+
+def cuts(args):
+    """(budget, layout) and arguments that cut the work so."""
+    for budget in (70, 200, 100_000):  # 200: two of three responses share a row
+        for layout in ("padded", "packed", "shared"):
+            # only the layout follows the argument: the model itself is built with SDPA
+            kernel = "flash_attention_2" if layout == "packed" else "sdpa"
+            how = dict(max_tokens_per_microbatch=budget, attn_implementation=kernel)
+            yield (budget, layout), dataclasses.replace(args, share_prefix=layout == "shared", **how)
+
+
 class Capture(torch.optim.SGD):
     """Keeps the gradient of the step."""
 
@@ -80,9 +97,59 @@ def naive(policy, args):
         pg = pg + args.kl_loss_coef * kl if hasattr(args, "use_kl_loss") else pg
         loss = loss + weight * (pg - args.entropy_coeff * entropy).sum()
     loss.backward()
-    grads = [p.grad.clone() for p in policy.parameters()]
+    grads = [p.grad.clone() for p in policy.parameters() if p.requires_grad]
     policy.zero_grad()
     return grads
+
+
+def adapters(lm, args):
+    """LoRA whose second matrices are not 0, as they are at first: the first ones would get no gradient."""
+    made, generator = grpo.Adapters(lm, args), torch.Generator().manual_seed(1)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02, generator=generator)
+    return made
+
+
+def check_lora(args, mesh, device, results):
+    """Gradients of adapters, their checkpoint, and the model of the start, which is there without them."""
+    base = grpo.load_model(args, mesh, device)
+    batch = make_batch(args, device)
+    start = grpo.all_logps(base, batch, args)
+
+    def same(policy):
+        logps = grpo.all_logps(policy, batch, args)
+        return all(torch.equal(logps[i], start[i]) for i in start)
+
+    grpo.Adapters(base.lm, args)
+    assert same(base)  # as long as they are not trained
+    policy = grpo.load_model(args, mesh, device)
+    actor = adapters(policy.lm, args)
+    assert not same(policy)
+    with grpo.without_adapters(policy.lm):
+        assert same(policy)
+    assert not same(policy)
+    for cut, how in cuts(args):
+        optimizer = Capture(actor.parameters(), lr=1.0)
+        grpo.update_actor(policy, optimizer, make_batch(how, device), how)
+        results["lora", *cut] = optimizer.grads
+
+    def train(policy, actor, optimizer, step):
+        grpo.update_actor(policy, optimizer, batch, args)
+        if step == 1:
+            tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
+            grpo.save_checkpoint(args, step, actor, optimizer, tokenizer)
+        return [p.detach().clone() for p in actor.parameters()]
+
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-2)
+    first, second = (train(policy, actor, optimizer, step) for step in (1, 2))
+    policy = grpo.load_model(args, mesh, device)
+    actor = grpo.Adapters(policy.lm, dataclasses.replace(args, seed=2))
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-2)
+    path = Path(args.output_dir) / "checkpoints/latest"
+    assert grpo.load_checkpoint([path], actor, optimizer)["step"] == 1
+    third = train(policy, actor, optimizer, 2)
+    assert not any(map(torch.equal, first, second)) and all(map(torch.equal, second, third))
 
 
 def main(model, out, hsdp_replicas):
@@ -102,22 +169,13 @@ def main(model, out, hsdp_replicas):
     count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel())
     policy.register_forward_pre_hook(count, with_kwargs=True)
     for mode in MODES:
-        for budget in (70, 200, 100_000):  # 200: two of three responses share a row
-            for layout in ("padded", "packed", "shared"):
-                # only the layout follows the argument from here on: the model itself is built with SDPA
-                kernel = "flash_attention_2" if layout == "packed" else "sdpa"
-                args = dataclasses.replace(base, loss_agg=mode, max_tokens_per_microbatch=budget)
-                args = dataclasses.replace(args, attn_implementation=kernel, share_prefix=layout == "shared")
-                rows, adv_n = make_rows()
-                batch, _ = grpo.make_batch(rows, adv_n, args, device)
-                batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
-                batch["ref_logp_nt"] = [x - 0.1 for x in batch["rollout_logp_nt"]]
-                optimizer = Capture(policy.parameters(), lr=1.0)
-                grpo.update_actor(policy, optimizer, batch, args)
-                results[mode, budget, layout] = optimizer.grads
-                results["tokens", budget, layout] = sum(tokens)
-                results["reduced", budget, layout] = sum(reduced)  # gradients, over the replicas
-                tokens.clear(), reduced.clear()
+        for cut, args in cuts(dataclasses.replace(base, loss_agg=mode)):
+            batch, optimizer = make_batch(args, device), Capture(policy.parameters(), lr=1.0)
+            grpo.update_actor(policy, optimizer, batch, args)
+            results[mode, *cut] = optimizer.grads
+            results["tokens", *cut] = sum(tokens)
+            results["reduced", *cut] = sum(reduced)  # gradients, over the replicas
+            tokens.clear(), reduced.clear()
     # a small limit: the optimizer sees a gradient of that norm, the metric is the norm without it
     args = dataclasses.replace(base, grad_clip=1e-3)
     metrics, _ = grpo.update_actor(policy, optimizer, batch, args)
@@ -154,6 +212,10 @@ def main(model, out, hsdp_replicas):
         for x, y in zip(*found, strict=True):
             torch.testing.assert_close(x * share, y, rtol=1e-4, atol=1e-6)
 
+    lora = dataclasses.replace(base, lora_rank=4, output_dir=f"{out}.lora")
+    (Path(lora.output_dir) / "checkpoints").mkdir(parents=True, exist_ok=True)
+    check_lora(lora, mesh, device, results)
+
     # weights in half precision are read as they are, and trained in --param_dtype
     auto, half = grpo.AutoModelForCausalLM, f"{out}.half"
     if dist.get_rank() == 0:
@@ -179,6 +241,8 @@ def main(model, out, hsdp_replicas):
         plain = grpo.TokenLogps(grpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
         for mode in MODES:
             results[mode, "naive"] = naive(plain, dataclasses.replace(base, loss_agg=mode))
+        adapters(plain.lm, lora)
+        results["lora", "naive"] = naive(plain, lora)
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.destroy_process_group()

@@ -44,7 +44,7 @@ def naive(lm, trained):
 
 def adapters(lm, args):
     """LoRA whose second matrices are not 0, as they are at first: the first ones would get no gradient."""
-    made, generator = rm.Adapters(lm, args), torch.Generator().manual_seed(1)
+    made, generator = rm.HeadAdapters(lm, args), torch.Generator().manual_seed(1)
     for name, parameter in made.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.02, generator=generator)

@@ -25,9 +25,20 @@ def gap(engine, policy, args, temperature):
     return (logp_nt[grpo.response_mask([len(r) for r in responses])] - rollout).abs().max().item()
 
 
+def forgets_to_merge(engine, lm, sync_weights=grpo.sync_weights):
+    layers = [m for m in lm.modules() if hasattr(m, "lora_A")]
+    before = [layer.scaling["default"] for layer in layers]
+    assert len(layers) == 2 * 7
+    for layer in layers:
+        layer.scaling["default"] = 0.0
+    sync_weights(engine, lm)
+    for layer, scaling in zip(layers, before, strict=True):
+        layer.scaling["default"] = scaling
+
+
 def main(model, tp_size):
     device, mesh = grpo.setup_distributed(1)
-    args = grpo.Args(model=model, train_files=(), output_dir="", tp_size=int(tp_size))
+    args = grpo.Args(model=model, train_files=(), output_dir="", tp_size=int(tp_size), lora_rank=4)
     args = dataclasses.replace(args, max_prompt_length=16, max_response_length=16)
     engine = grpo.build_engine(args, device)
     policy = grpo.load_model(args, mesh, device)
@@ -55,9 +66,19 @@ def main(model, tp_size):
         and ends <= set(EOS)
         and not any(set(EOS) & set(row["response_ids"][:-1]) for row in ended)
     )
+    # adapters, after a step that gives them something to say
+    optimizer = torch.optim.AdamW(grpo.Adapters(policy.lm, args).parameters(), lr=1e-2)
+    for _ in range(2):
+        logp_nt, _ = grpo.token_logps(policy, [[8, 9, 10]], [[30, 31, 32]], 1.0, grpo.padded)
+        (-logp_nt.sum()).backward()
+        optimizer.step()
+    gaps["LoRA"] = gap(engine, policy, args, 1.0)
+    grpo.sync_weights = forgets_to_merge
+    gaps["not merged"] = gap(engine, policy, args, 1.0)
     if dist.get_rank() == 0:
         print("GAPS", gaps)
     assert gaps.pop("stale") > 0.05, gaps
+    assert gaps.pop("not merged") > 0.05, gaps
     assert max(gaps.values()) < 1e-4, gaps
     dist.barrier()
 

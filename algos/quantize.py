@@ -1,0 +1,234 @@
+"""A model with weights of 8 or 4 bits: a directory of compressed-tensors, which vLLM loads.
+
+Every weight to the nearest value, or with --calibration by GPTQ (2210.17323), layer by layer: beside the
+model there are the states of the calibration rows between two layers, and the sums of one layer. One
+process, no GPU. transformers loads w8a8 and w4a16 too; fp8 is for GPUs.
+
+Command:    python algos/quantize.py runs/grpo/checkpoints/latest/hf models/mine_w8a8
+            python algos/quantize.py models/mine models/mine_w4 --scheme w4a16 --calibration data/sft.parquet
+Docs: docs/quantize.md
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.arguments import parse
+
+
+@dataclass
+class Args:
+    model: tyro.conf.Positional[str]
+    """Hugging Face directory, as hf/ of a checkpoint is one."""
+    output: tyro.conf.Positional[str]
+    """Directory to write; it must not exist."""
+    scheme: Literal["w8a8", "w4a16", "fp8"] = "w8a8"
+    """Bits of the linear layers: weights and activations in 8, or in fp8; or weights alone in 4."""
+    ignore: tuple[str, ...] = ("lm_head",)
+    """Linear layers that stay as they are: names, or re:PATTERN."""
+    calibration: str | None = None
+    """Parquet of conversations for GPTQ; None: every weight to the nearest value."""
+    calibration_rows: int = 128
+    """How many of its rows are used, the first ones."""
+    held_out: str | None = None
+    """Parquet of conversations: the loss on the assistant's turns is told, before and after."""
+    response_key: str | None = "extra_info.answer"
+    """Column of the answers to `prompt` in files without a column `messages`; None: prompts alone."""
+    max_length: int = 2048
+    """Longest row of either file, in tokens; a longer one is an error."""
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before the libraries below are loaded: a wrong flag is answered at once
+
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, calculate_range
+from compressed_tensors.utils import match_named_modules
+from safetensors import SafetensorError
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data_prep.atomic import replacing
+from data_prep.schema import load_rows, open_parquet
+from data_prep.turns import turns
+
+BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
+
+
+def read_texts(path, tokenizer, args, limit=None):
+    """Rows of a parquet -> ids [1, L] of each, and where its assistant speaks."""
+    names, texts = open_parquet(path, [])[0].schema_arrow.names, []
+    keys = ["messages"] if "messages" in names else ["prompt", *filter(None, [args.response_key])]
+    for number, row in enumerate(load_rows(path, keys)[:limit]):
+        messages, *answer = (row[key] for key in keys)
+        messages = messages + [dict(role="assistant", content=text) for text in answer]
+        text, found = turns(messages, tokenizer)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
+        ids, starts = encoded["input_ids"], encoded["offset_mapping"][0, :, 0]
+        if ids.shape[1] > args.max_length:
+            limit = f"over --max_length {args.max_length}"
+            raise ValueError(f"{path}: row {number} has {ids.shape[1]} tokens, {limit}")
+        spoken = [(begin <= starts) & (starts < end) for _, begin, end in found]
+        texts.append((ids, sum(spoken, torch.zeros(len(starts))) > 0))
+    return texts
+
+
+@torch.no_grad()
+def mean_loss(lm, texts):
+    """Negative log-likelihood of what the assistants say, a token -> {"loss": ...}; {} without texts."""
+    losses = [
+        nn.functional.cross_entropy(lm(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none")[spoken[1:]]
+        for ids, spoken in tqdm(texts, desc="loss")
+    ]
+    return dict(loss=torch.cat(losses).mean().item()) if texts else {}
+
+
+def scale_of(weight, args):
+    """weight [..., inputs], which share a scale -> scale [...], of the weight's dtype."""
+    return calculate_qparams(weight.amin(-1), weight.amax(-1), args)[0]
+
+
+def nearest(weight, args):
+    """Scales [outputs, groups] of a weight, each of whose values is rounded by itself."""
+    return scale_of(weight.unflatten(1, (-1, args.group_size or weight.shape[1])), args)
+
+
+def gptq(weight, hessian, args):
+    """Inputs one after the other, each rounding's error made good by those that follow (algorithm 1).
+
+    weight [outputs, inputs], hessian [inputs, inputs]: sum of x x^T -> rounded weight, scales as `nearest`.
+    """
+    dtype, inputs, (low, high) = weight.dtype, len(hessian), calculate_range(args, weight.device)
+    weight, scales, group = weight.float().clone(), [], args.group_size or inputs
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(inputs)
+    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    for start in range(0, inputs, BLOCK):
+        stop = min(start + BLOCK, inputs)
+        error = torch.zeros(len(weight), stop - start)
+        for i in range(start, stop):
+            if i % group == 0:
+                scales.append(scale_of(weight[:, i : i + group], args).to(dtype).float())
+            rounded = (weight[:, i] / scales[-1]).round().clamp(low, high) * scales[
+                -1
+            ]  # eq: quantize.nearest
+            error[:, i - start] = (weight[:, i] - rounded) / inverse[i, i]
+            weight[:, i] = rounded
+            weight[:, i + 1 : stop] -= (
+                error[:, i - start, None] * inverse[i, i + 1 : stop]
+            )  # eq: quantize.gptq
+        weight[:, stop:] -= error @ inverse[start:stop, stop:]
+    return weight.to(dtype), torch.stack(scales, 1).to(dtype)
+
+
+def seen(lm, blocks, ids):
+    """Run a text through the model -> the first layer's input, and {name: what else each layer is given}.
+
+    That is masks and positions: not all layers have the same ones.
+    """
+    given, hooks = {}, []
+    for name, block in blocks.items():
+        note = lambda _, inputs, options, name=name: given.update({name: (inputs[0], options)})
+        hooks.append(block.register_forward_pre_hook(note, with_kwargs=True))
+    lm.base_model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return given[next(iter(blocks))][0], {name: options for name, (_, options) in given.items()}
+
+
+@torch.no_grad()
+def round_layers(lm, linears, texts, args):
+    """Round the weights of these linear layers -> {name: scales}; with texts by GPTQ, layer by layer.
+
+    What is held beside the model: the states of all texts between two layers, and the sums of one layer.
+    """
+    if not texts:
+        return {name: nearest(m.weight, args) for name, m in tqdm(linears.items(), desc="rounding")}
+    blocks = {name: m for name, m in lm.named_modules() if type(m).__name__ in lm._no_split_modules}
+    states, given = zip(*(seen(lm, blocks, ids) for ids, _ in tqdm(texts, desc="calibration")))
+    scales = {}
+    for prefix, block in tqdm(blocks.items(), desc="GPTQ"):
+        inside = {name: m for name, m in linears.items() if name.startswith(f"{prefix}.")}
+        sums = {name: torch.zeros(m.in_features, m.in_features) for name, m in inside.items()}
+        hooks = [m.register_forward_pre_hook(partial(add_product, sums[name])) for name, m in inside.items()]
+        run = lambda states, block=block, name=prefix: [block(x, **o[name]) for x, o in zip(states, given)]
+        run(states)
+        for hook in hooks:
+            hook.remove()
+        for name, linear in inside.items():
+            linear.weight.data, scales[name] = gptq(linear.weight, sums.pop(name), args)
+        states = run(states)  # the next layer sees what the rounded one makes
+    return scales | {n: nearest(m.weight, args) for n, m in linears.items() if n not in scales}
+
+
+def add_product(total, _, inputs):
+    """Hook of a linear layer: add x^T x of its input to `total`."""
+    x = inputs[0].flatten(0, -2).float()
+    total.addmm_(x.t(), x)
+
+
+def quantize(lm, tokenizer, args, output):
+    """Round the weights of a model and write it to `output` -> what it cost, in words."""
+    preset = {"w8a8": "W8A8", "w4a16": "W4A16", "fp8": "FP8_DYNAMIC"}[args.scheme]
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    linears = dict(match_named_modules(lm, ["Linear"], args.ignore))
+    if scheme.weights.group_size:
+        fits = [n for n in (128, 64, 32) if not any(m.in_features % n for m in linears.values())]
+        if not fits:
+            name, odd = next((n, m) for n, m in linears.items() if m.in_features % 32)
+            mend = "take --scheme w8a8, or leave it out by --ignore"
+            raise ValueError(f"{name} has {odd.in_features} inputs, no multiple of 128, 64 or 32: {mend}")
+        scheme.weights.group_size = fits[0]
+    held_out = read_texts(args.held_out, tokenizer, args) if args.held_out else []
+    texts = read_texts(args.calibration, tokenizer, args, args.calibration_rows) if args.calibration else []
+    before = dict(MB=sum(x.nbytes for x in lm.parameters()) / 1e6) | mean_loss(lm, held_out)
+    scales = round_layers(lm, linears, texts, scheme.weights)
+    apply_quantization_config(
+        lm, QuantizationConfig(config_groups={"group_0": scheme}, ignore=[*args.ignore])
+    )
+    for name, linear in linears.items():
+        linear.weight_scale.data.copy_(scales[name])
+    after = mean_loss(lm, held_out)  # computes as the rounded model will
+    compressor = ModelCompressor.from_pretrained_model(lm)
+    compressor.compress_model(lm)
+    lm.save_pretrained(output)
+    compressor.update_config(output)
+    after["MB"] = sum(path.stat().st_size for path in output.glob("*.safetensors")) / 1e6
+    told = ", ".join(f"{name} {x:.4g} -> {after[name]:.4g}" for name, x in before.items())
+    return f"{len(linears)} linear layers in {args.scheme}; {told}"
+
+
+def main(args):
+    if os.path.lexists(args.output):
+        sys.exit(f"error: {args.output} is there already: choose another directory, or remove it")
+    try:
+        if args.scheme == "fp8" and args.calibration:
+            raise ValueError(
+                "--calibration: GPTQ is for w8a8 and w4a16, fp8 rounds every weight to the nearest"
+            )
+        # vLLM's kernels for 4 bits take no float32
+        dtype = torch.bfloat16 if args.scheme == "w4a16" else "auto"
+        lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        with replacing(args.output) as new:
+            tokenizer.save_pretrained(new)
+            told = quantize(lm, tokenizer, args, new)
+    except (ValueError, OSError, SafetensorError) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+    print(f"{args.output}: {told}")
+
+
+if __name__ == "__main__":
+    main(Args(**flags))

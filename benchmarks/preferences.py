@@ -1,0 +1,158 @@
+"""What a budget of sampled tokens buys: RFT, RFT in rounds, DPO and GRPO from one SFT model, several seeds.
+
+    make demo                            # data and model
+    python benchmarks/preferences.py     # an hour on two cores
+
+A seed is that of the whole flow. RFT and DPO learn from the first of the SFT model's samples, in rounds each
+model from the samples of the one before; GRPO is one run. Writes runs/preferences: results.json,
+preferences.png, a directory a stage; what is there already is not made again.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import DEVNULL
+
+import matplotlib
+import numpy as np
+import pyarrow.parquet as pq
+import tyro
+from demo import FLAGS, ROOT, run
+from rich.console import Console
+from rich.table import Table
+from seeds import held_out
+from workload import read_metrics, save
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+BUDGETS, ROUNDS = (2048, 8192, 32768), 4  # sampled responses; rounds of a share of the last budget
+SHARE = BUDGETS[-1] // ROUNDS
+N_SAMPLES, A_STEP = 8, 512  # responses to a prompt of RFT and DPO; of a step of GRPO, 32 x 16
+STEP = "--max_length 32 --lr_schedule constant --warmup_steps 5 --test_freq 0 --save_freq 0"
+STEP += " --no-gradient_checkpointing --train_batch_size 64"
+SFT = FLAGS["tiny"]["sft"].replace("--total_steps 250", "--total_steps 300")
+RFT = f"{STEP} --total_steps 150 --lr 3e-4"
+DPO = f"{STEP} --total_steps 100 --lr 1e-4"
+GRPO = f"{FLAGS['tiny']['grpo']} --save_freq 0 --total_steps {BUDGETS[-1] // A_STEP}"
+GRPO = GRPO.replace("linear", "constant").replace("--test_freq 10", "--test_freq 4")
+GENERATE = f"{FLAGS['tiny']['generate']} --n_samples {N_SAMPLES} --temperature 1"
+
+
+@dataclass
+class Args:
+    demo: Path = ROOT / "runs/demo"
+    """Directory of `make demo`, for its data and its random model."""
+    output_dir: Path = ROOT / "runs/preferences"
+    """Directory of the runs."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Seeds of the whole flow."""
+    ranks: int = 1
+    """Processes of the trainers, one thread each."""
+
+
+def costs(out):
+    """Lines of a run's metrics; after each: tokens trained, seconds of updates, tokens sampled by itself."""
+    lines = read_metrics(out, 0)
+    keys = "perf/total_num_tokens", "timing_s/update_actor", "response_length/mean"
+    return lines, np.cumsum([[m.get(key, 0) for key in keys] for m in lines], axis=0) * [1, 1, A_STEP]
+
+
+def flow(args, seed):
+    """All of a seed -> method, responses and tokens sampled, tokens trained, seconds of updates, accuracy."""
+    data, found, where = args.demo / "data", [], lambda name: args.output_dir / f"{name}_{seed}"
+    hf = lambda name: where(name) / "checkpoints/latest/hf"
+
+    def once(made, script, *flags, **options):
+        if not made.exists():
+            run(script, {}, script, *flags, **options)
+
+    def train(name, script, flags, model, file, *more):
+        flags = "--model", model, "--train_files", file, "--seed", seed, *flags.split(), *more
+        once(hf(name), f"algos/{script}.py", "--output_dir", where(name), *flags, ranks=args.ranks)
+
+    def rows(name, first, responses, budget):
+        """Samples of a model to the prompts from the first on -> of the budget: right ones, pairs, tokens."""
+        out, chosen = where(f"{name}_samples"), where(f"{name}_{budget}_rows")
+        for directory in (out, chosen):
+            directory.mkdir(parents=True, exist_ok=True)
+        prompts, answers, scored = (out / f"{x}.parquet" for x in ("prompts", "responses", "scored_A"))
+        table = pq.read_table(data / "train.parquet")
+        pq.write_table(table.slice(first // N_SAMPLES, responses // N_SAMPLES), prompts)
+        flags = "--model", hf(name), "--data", prompts, "--output", answers, "--seed", seed
+        once(answers, "algos/generate.py", *flags, *GENERATE.split(), ranks=args.ranks)
+        once(scored, "algos/eval.py", "--data", answers, "--output", out, stdout=DEVNULL)
+        table = pq.read_table(scored).slice(0, budget // N_SAMPLES)
+        pq.write_table(table, chosen / "scored.parquet")
+        flags = chosen / "scored.parquet", "--local_save_dir", chosen
+        once(chosen / "sft.parquet", "data_prep/rejection.py", *flags)
+        tokens = sum(sum(table["response_tokens"].to_pylist(), []))
+        return chosen / "sft.parquet", chosen / "pairs.parquet", tokens
+
+    def note(method, responses, tokens, *names):
+        """The last of these runs, which has cost what all of them have."""
+        trained, seconds, _ = np.sum([costs(where(name))[1][-1] for name in names], axis=0)
+        found.append([method, responses, tokens, trained, seconds, where(names[-1])])
+
+    train("sft", "sft", SFT, args.demo / "model", data / "train.parquet")
+    found.append(["SFT", 0, 0, 0, 0, where("sft")])
+    # ---- from samples of the SFT model
+    for budget in BUDGETS:
+        right, pairs, tokens = rows("sft", 0, BUDGETS[-1], budget)
+        train(f"rft_{budget}", "sft", RFT, hf("sft"), right)
+        note("RFT", budget, tokens, f"rft_{budget}")
+        train(f"dpo_{budget}", "dpo", DPO, hf("sft"), pairs)
+        note("DPO", budget, tokens, f"dpo_{budget}")
+    # ---- in rounds: each model from samples of the one before, the first of which is RFT's on such a share
+    names, tokens = [f"rft_{SHARE}"], rows("sft", 0, BUDGETS[-1], SHARE)[-1]
+    for number in range(1, ROUNDS):
+        right, _, more = rows(names[-1], number * SHARE, SHARE, SHARE)
+        names.append(f"round_{number + 1}")
+        train(names[-1], "sft", RFT, hf(names[-2]), right)
+        tokens += more
+        note("RFT in rounds", (number + 1) * SHARE, tokens, *names)
+    for some, accuracy in zip(found, held_out(args, [out for *_, out in found]), strict=True):
+        some[-1] = accuracy
+    # ---- GRPO, whose validation is on the held-out rows
+    train("grpo", "grpo", GRPO, hf("sft"), data / "train.parquet", "--val_files", data / "test.parquet")
+    for line, (trained, seconds, tokens) in zip(*costs(where("grpo")), strict=True):
+        if accuracy := line.get("val-core/arithmetic/acc/mean@1"):
+            responses = A_STEP * int(line["training/global_step"])
+            found.append(["GRPO", responses, tokens, trained, seconds, accuracy])
+    return found
+
+
+def plot(groups, path):
+    """Accuracy over sampled tokens: mean and range of the seeds."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for method, first in (("RFT", []), ("RFT in rounds", [("RFT", SHARE)]), ("DPO", []), ("GRPO", [])):
+        keys = [("SFT", 0), *first, *(key for key in groups if key[0] == method)]
+        points = [groups[key] for key in keys]
+        x, y = (np.array([[row[i] for row in rows] for rows in points]) for i in (0, -1))
+        axes.plot(x.mean(1), y.mean(1), "." if method == "GRPO" else "o-", ls="-", label=method)
+        axes.fill_between(x.mean(1), y.min(1), y.max(1), alpha=0.15, lw=0)
+    axes.set(xlabel="sampled tokens", ylabel="512 held-out sums, greedy", ylim=(0, 1))
+    axes.set(title=f"From the same SFT models: mean and range of {y.shape[1]} seeds")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    args, groups = tyro.cli(Args), {}
+    for method, responses, *numbers in [row for seed in args.seeds for row in flow(args, seed)]:
+        groups.setdefault((method, responses), []).append(numbers)
+    plot(groups, args.output_dir / "preferences.png")
+    table = Table("", "responses", "their tokens", "tokens trained", "seconds of it", "right", "std")
+    for (method, responses), rows in groups.items():
+        if responses in (0, *BUDGETS):
+            *means, right = np.mean(rows, axis=0)
+            spread = np.std([row[-1] for row in rows], ddof=1)
+            numbers = *(f"{x:,.0f}" for x in (responses, *means)), f"{right:.1%}", f"{spread:.1%}"
+            table.add_row(method, *numbers)
+    Console().print(table)
+    results = [dict(method=method, responses=n, seeds=rows) for (method, n), rows in groups.items()]
+    save(args.output_dir / "results.json", args, dict(results=results))
+
+
+if __name__ == "__main__":
+    main()

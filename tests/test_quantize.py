@@ -1,0 +1,122 @@
+"""quantize.py: GPTQ by hand, what transformers and vLLM compute from the files, errors."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from compressed_tensors.quantization import preset_name_to_scheme
+from conftest import ROOT, run
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from algos import quantize
+
+QUANTIZE = ROOT / "algos/quantize.py"
+LOADED = """
+import sys, torch, vllm
+ids = [*range(3, 19)]
+for path, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
+    engine = vllm.LLM(path, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, max_model_len=32,
+                      kv_cache_memory_bytes=1 << 26)
+    params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    [out] = engine.generate([dict(prompt_token_ids=ids)], params, use_tqdm=False)
+    print("logps", *[at[i].logprob for i, at in zip(ids[1:], out.prompt_logprobs[1:])])
+"""
+
+
+def four_bits(group_size):
+    scheme = preset_name_to_scheme("W4A16", ["Linear"])
+    scheme.weights.group_size = group_size
+    return scheme.weights
+
+
+def test_gptq_by_hand():
+    """One output, scale 1 (the largest weight, 7.5, becomes 7). Inputs 2 and 3 are alike: what one lost the
+    other makes good, .4 -> 0, .4 + .4 -> 1; uncorrelated ones are rounded each by itself."""
+    weight = torch.tensor([[7.5, 0.4, 0.4, -2.2]])
+    alone, scales = quantize.gptq(weight, torch.eye(4), four_bits(4))
+    assert scales.tolist() == [[1.0]] and alone.tolist() == [[7.0, 0.0, 0.0, -2.0]]
+    together = torch.eye(4)
+    together[1, 2] = together[2, 1] = 0.999
+    assert quantize.gptq(weight, together, four_bits(4))[0].tolist() == [[7.0, 0.0, 1.0, -2.0]]
+    assert quantize.nearest(weight, four_bits(2)).flatten().tolist() == pytest.approx([1, 2.2 / 7.5])
+
+
+def test_gptq_over_several_blocks():
+    """Its outputs are nearer to the true ones than those of the nearest values; it changes no argument."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(16, 320), torch.randn(1000, 40) @ torch.randn(40, 320)
+    x += 0.1 * torch.randn_like(x)
+    before, args = weight.clone(), four_bits(32)
+    rounded, scales = quantize.gptq(weight, x.T @ x, args)
+    assert scales.shape == (16, 10) and torch.equal(weight, before)
+    steps = rounded.unflatten(1, (10, 32)) / scales[..., None]
+    torch.testing.assert_close(steps, steps.round(), atol=1e-3, rtol=0)
+    assert steps.round().min() >= -8 and steps.round().max() <= 7
+    by_itself = quantize.nearest(weight, args)[..., None]
+    plain = (weight.unflatten(1, (10, 32)) / by_itself).round().clamp(-8, 7) * by_itself
+    loss = lambda w: ((x @ (w - weight).T) ** 2).sum()
+    assert loss(rounded) < 0.5 * loss(plain.flatten(1))
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory):
+    """The tiny model with larger weights, so that its log-probs are not all alike."""
+    out = tmp_path_factory.mktemp("model") / "model"
+    lm = AutoModelForCausalLM.from_pretrained(tiny)
+    for linear in lm.model.modules():
+        if isinstance(linear, torch.nn.Linear):
+            linear.weight.data *= 4
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(out)
+    lm.save_pretrained(out)
+    return out
+
+
+@torch.no_grad()
+def logps(lm):
+    ids = torch.arange(3, 19)
+    return lm(ids[None]).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, capsys):
+    """8 bits are near the model, 4 bits less so; vLLM and transformers compute the same from a directory."""
+    data = dict(calibration=str(arithmetic / "train.parquet"), calibration_rows=16)
+    true, bounds = logps(AutoModelForCausalLM.from_pretrained(model)), dict(w8a8=0.1, w4a16=0.6, fp8=0.3)
+    for scheme, bound in bounds.items():
+        more = dict(scheme=scheme, held_out=str(arithmetic / "val.parquet")) | (
+            data if scheme != "fp8" else {}
+        )
+        quantize.main(quantize.Args(str(model), str(tmp_path / scheme), **more))
+        mb, loss = capsys.readouterr().out.rstrip().split("; ")[1].split(", ")
+        (before, after), (large, small) = ([float(x) for x in y.split()[1::2]] for y in (loss, mb))
+        assert abs(before - after) < bound and small < large
+    pairs = (tmp_path / "w8a8", "float32"), (tmp_path / "w4a16", "bfloat16")
+    done = run("-c", LOADED, *(x for pair in pairs for x in pair))
+    theirs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("logps")]
+    for (path, _), line in zip(pairs, theirs, strict=True):
+        logp = torch.tensor([float(x) for x in line])
+        assert (logp - true).abs().mean() < bounds[path.name]
+        ours = logps(AutoModelForCausalLM.from_pretrained(path))
+        torch.testing.assert_close(logp, ours, atol=0.1 * bounds[path.name], rtol=0)
+
+
+def test_errors_are_one_line(model, arithmetic, tmp_path):
+    sizes = dict(vocab_size=9, num_attention_heads=2, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    odd, out, train = tmp_path / "odd", tmp_path / "out", str(arithmetic / "train.parquet")
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(odd)
+    AutoTokenizer.from_pretrained(model).save_pretrained(odd)
+    for source, path, more, part in [
+        (model, odd, {}, "there already"),
+        (odd, out, dict(scheme="w4a16"), "8 inputs, no multiple of 128, 64 or 32"),
+        (model, out, dict(calibration=train, max_length=4), "row 0 has"),
+        (model, out, dict(calibration=train, scheme="fp8"), "--calibration"),
+        (tmp_path, out, {}, "config.json"),
+    ]:
+        with pytest.raises(SystemExit) as error:
+            quantize.main(quantize.Args(str(source), str(path), **more))
+        assert str(error.value).startswith("error: ") and part in str(error.value)
+        assert "\n" not in str(error.value) and not out.exists()
+    command = f"ulimit -f 64; exec {sys.executable} {QUANTIZE} {model} {out}"  # files of at most 64 KiB
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1 and "error: " in done.stderr and "Traceback" not in done.stderr
+    assert not out.exists() and not any(tmp_path.glob(".out*"))
