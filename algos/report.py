@@ -574,9 +574,9 @@ CURVES = {
     "Learning": "critic/score/mean val-core/*/mean@* val-core/*/maj@* val-core/*/best@* train/loss val/loss"
     " critic/rewards/mean critic/advantages/max critic/advantages/min reward/*",
     "Responses": "response_length/mean response_length/max response_length/clip_ratio prompt_length/mean",
-    "Policy": "actor/entropy actor/kl_loss actor/reward_kl_penalty actor/reward_kl_penalty_coeff actor/ppo_kl"
-    " actor/pg_clipfrac actor/pg_clipfrac_lower actor/pg_loss actor/grad_norm train/grad_norm actor/lr"
-    " train/lr actor/skipped_updates train/skipped_updates",
+    "Policy": "actor/entropy actor/teacher_kl actor/kl_loss actor/reward_kl_penalty"
+    " actor/reward_kl_penalty_coeff actor/ppo_kl actor/pg_clipfrac actor/pg_clipfrac_lower actor/pg_loss"
+    " actor/grad_norm train/grad_norm actor/lr train/lr actor/skipped_updates train/skipped_updates",
     "Sampler and trainer": f"{GAP}_mean {GAP}_max",
     "Critic": "critic/vf_* critic/vpred_mean critic/values/mean critic/returns/mean critic/grad_norm"
     " critic/lr critic/skipped_updates critic/score_rules/mean critic/score_model/mean",

@@ -38,7 +38,7 @@ def test_help_and_wrong_flags_are_answered_before_libraries_are_loaded(script):
     assert out.splitlines()[-1] == "2 []" and "--no_such_flag" in err
 
 
-@pytest.mark.parametrize("script", ["sft.py", "rm.py", "dpo.py", "grpo.py", "dapo.py", "ppo.py", "agent.py"])
+@pytest.mark.parametrize("script", [f"{x}.py" for x in "sft rm dpo grpo dapo ppo agent distill".split()])
 def test_help_has_groups(script):
     out, _ = answer(script, "--help")
     groups = "options run data model rollout optimizer algorithm rewards".split()

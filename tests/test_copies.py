@@ -19,6 +19,7 @@ MANIFEST = {
     "dapo.py": ["losses", "system", "lora", "sampling"],
     "ppo.py": ["system", "lora", "sampling"],
     "agent.py": ["losses", "turns", "system", "lora", "sampling"],
+    "distill.py": ["system", "lora", "sampling"],
     "generate.py": ["turns"],
 }
 # what an algorithm is, in its script alone; all other functions of one name are one function
@@ -32,6 +33,7 @@ LIMITS = {  # of a trainer: lines above the banner "The system", and in all
     "rm.py": (340, 930),
     "dpo.py": (430, 1050),
     "agent.py": (480, 1480),
+    "distill.py": (400, 1300),
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
 
@@ -93,7 +95,7 @@ def test_the_algorithm_comes_first_and_is_short(name):
 
 
 def test_equations_are_tagged_in_code_and_docs():
-    for name in ("sft", "rm", "dpo", "grpo", "dapo", "ppo", "agent", "eval", "quantize"):
+    for name in ("sft", "rm", "dpo", "grpo", "dapo", "ppo", "agent", "distill", "eval", "quantize"):
         page = (ALGOS.parent / f"docs/{name}.md").read_text()
         tags = set(re.findall(r"# eq: ((?!lora)[\w.]+)", (ALGOS / f"{name}.py").read_text()))
         assert tags and tags == set(re.findall(rf"`(?:# eq: )?((?:{name}|grpo)\.(?!py)\w+)`", page)), name

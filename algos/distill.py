@@ -1,0 +1,1292 @@
+"""On-policy distillation (GKD, arXiv 2306.13649): minimise KL(p || q) of a student p and a frozen teacher
+q at every token of responses that the student samples.
+
+Departures from the paper:
+1. The divergence is the reverse KL: the sum over the vocabulary (`--kl full`), or its policy gradient on the
+   sampled tokens, with A = log q - log p (`--kl sampled`; Thinking Machines, 2025).
+2. Whether the student or the data answers is drawn for each prompt (`--lam`), not for a batch.
+3. The loss is the mean over all tokens of the optimizer step (`--loss_agg token-mean`), not of responses.
+
+CPU:        python algos/distill.py --model runs/sft/checkpoints/latest/hf --output_dir runs/distill \
+                --teacher runs/grpo/checkpoints/latest/hf --train_files data/train.parquet
+One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/distill.py ...
+Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
+Docs: docs/distill.md
+"""
+
+import ctypes
+import faulthandler
+import io
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import sys
+import time
+import warnings
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate, chain, count, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data_prep.arguments import parse
+
+# Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
+# names the axes (logp_nt). T is aligned with the response: column t speaks of response token t.
+
+
+@dataclass(kw_only=True)
+class Args:
+    # ---- run
+    output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
+    resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
+    seed: int = 1  # of the data order and, with step, prompt and sample number, of every response
+    total_epochs: int = 1  # passes over the training data
+    total_steps: int | None = None  # RL steps in all; None: total_epochs
+    save_freq: int = 50  # steps between checkpoints; 0: only at the end
+    test_freq: int = 10  # steps between validations; 0: only before and after training
+    val_before_train: bool = True  # validate before the first step
+    keep_checkpoints: int = 2  # newest checkpoints that are kept; 0: all
+    save_hf: bool = True  # also write each checkpoint's weights as a Hugging Face directory (hf/)
+    rollout_dump: bool = False  # write every training response to output_dir/rollouts
+    num_examine: int = 1  # responses of each data source that every validation shows in a table
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go beside metrics.jsonl
+    wandb_project: str | None = None  # with --tracker wandb: its project; None: its default
+    timeout_s: float = 3600.0  # seconds that a rank waits for the others before the run ends
+    # ---- data
+    train_files: tuple[str, ...]  # parquet files of training prompts
+    val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
+    max_prompt_length: int = 512  # limit of the prompt in tokens
+    filter_overlong_prompts: bool = True  # drop and count prompts over the limit; else they are an error
+    # ---- model
+    model: str  # Hugging Face directory or hub name of the model to train
+    teacher: str  # Hugging Face directory or hub name of the teacher: of any size, with the same vocabulary
+    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
+    # None: flash_attention_2 where it is installed, whose rows are packed without padding, else sdpa
+    attn_implementation: str | None = None
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
+    # of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
+    gradient_checkpointing: bool = True  # recompute activations in the backward pass
+    max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
+    share_prefix: bool = False  # compute a prompt once for all responses to it that fit in a micro-batch
+    offload: bool = False  # parameters and optimizer state to host memory during sampling (GPU only)
+    lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
+    lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
+    lora_target_modules: tuple[str, ...] = ("all-linear",)  # names of layers; all-linear: all but the output
+    merge_lora: bool = False  # hf/ is the model with the adapters in its weights; else only the adapters
+    # ---- rollout
+    group_size: int = 1  # responses to each prompt
+    max_response_length: int = 1024  # limit of the response in tokens
+    temperature: float = 1.0  # of sampling; log-probs of the trainer are taken at the same
+    top_p: float = 1.0  # nucleus sampling; below 1 only without rollout_is, rollout_rs
+    top_k: int = -1  # top-k sampling; -1: off, else as top_p
+    tp_size: int = 1  # ranks that share one sampler by tensor parallelism
+    gpu_memory_utilization: float = 0.5  # share of the GPU's memory that the awake sampler takes
+    val_group_size: int = 1  # responses to each validation prompt
+    val_temperature: float = 0.0  # of sampling in validation
+    # ---- optimizer
+    train_batch_size: int = 64  # prompts of a step, over all ranks
+    ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
+    lr: float = 1e-6  # peak learning rate
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
+    warmup_steps: int = 0  # steps of linear warm-up
+    weight_decay: float = 0.01  # AdamW's decoupled weight decay
+    grad_clip: float = 1.0  # largest gradient norm
+    # ---- algorithm
+    # full: the sum over the vocabulary; sampled: its policy gradient on the sampled tokens
+    kl: Literal["full", "sampled"] = "full"
+    lam: float = 1.0  # share of the prompts that the student answers, the others by their extra_info.answer
+    # how token losses of an optimizer step are averaged; the last is Dr. GRPO's
+    loss_agg: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    clip_ratio_low: float = 0.2  # --kl sampled: ratios below 1 - this are clipped
+    clip_ratio_high: float = 0.2  # --kl sampled: ratios above 1 + this are clipped
+    clip_ratio_c: float = 3.0  # --kl sampled, dual clip: bound of the ratio for negative advantages
+    # --kl sampled: importance of trainer against sampler
+    rollout_is: Literal["token", "sequence"] | None = "token"
+    rollout_is_threshold: float = 2.0  # a larger importance is cut to it
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # rejection by that ratio
+    rollout_rs_threshold: float | None = None  # with rollout_rs: largest ratio of what is not rejected
+    rollout_rs_threshold_lower: float | None = None  # smallest; None: 1 / rollout_rs_threshold
+    # ---- rewards
+    reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
+    # FILE.py:NAME; `rewards`: the scorer of the data_source; `none`. They measure, and train nothing
+    reward_fn: tuple[str, ...] = ("rewards",)
+    reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
+    reward_aggregation: Literal["sum", "mean", "min"] = "sum"  # of several rewards; min: the worst case
+    reward_workers: int = 4  # processes of the prime manager on each rank
+    reward_timeout_s: float = 30.0  # seconds that the prime manager gives a sample before it fails
+
+    def __post_init__(self):
+        flash = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+        self.attn_implementation = self.attn_implementation or flash
+        self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import is_flash_attn_2_available, logging
+
+from data_prep.cache import load_prompts
+from data_prep.tracking import Logger, check_tracker, step_metrics
+from rewards import check_sources
+from rewards.combined import load_rewards
+from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
+
+
+# ---- The mathematics ---------------------------------------------------------------------------------------
+class ReverseKL(torch.autograd.Function):
+    """KL(p || q) at L positions, and log-probs of the targets, from hidden states; float32, [L] each.
+
+    hidden [L, H], weight [V, H], limits (temperature, softcap): of the student p. theirs: these three of the
+    teacher q, whose H may be another. A chunk of logits at a time, in three buffers both ways: as LogProbs.
+    """
+
+    @staticmethod
+    def log_probs(part, ours, theirs, scratch_lv, logp_lv, diff_lv):
+        """Put log p and log p - log q of a chunk into the last two buffers: 0 to the bit where p is q."""
+        for (hidden, weight, limits), out_lv in ((ours, logp_lv), (theirs, diff_lv)):
+            torch.log_softmax(LogProbs.logits(hidden[part], weight, *limits, scratch_lv), -1, out=out_lv)
+        torch.sub(logp_lv, diff_lv, out=diff_lv)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, limits, theirs, target):
+        ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
+        kl, logp = (torch.zeros(len(target), device=target.device) for _ in range(2))
+        buffers = torch.empty(3, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
+        for part in ctx.chunks:
+            p_lv, logp_lv, diff_lv = chunk = buffers[:, : len(target[part])]
+            ReverseKL.log_probs(part, (hidden, weight, limits), theirs, *chunk)
+            logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
+            kl[part] = torch.exp(logp_lv, out=p_lv).mul_(diff_lv).sum(-1)  # eq: distill.full
+        ctx.save_for_backward(hidden, weight, kl, buffers)
+        ctx.limits, ctx.theirs = limits, theirs
+        ctx.mark_non_differentiable(logp)
+        return logp, kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _, d_kl):
+        """d KL / d logit_v = p_v (log p_v - log q_v - KL) / temperature."""
+        hidden, weight, kl, buffers = ctx.saved_tensors
+        (temperature, softcap), d_hidden = ctx.limits, torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for i, part in enumerate(reversed(ctx.chunks)):
+            p_lv, logp_lv, d_lv = chunk = buffers[:, : len(kl[part])]
+            if i:  # the last chunk is still there
+                ReverseKL.log_probs(part, (hidden, weight, ctx.limits), ctx.theirs, *chunk)
+            torch.exp(logp_lv, out=p_lv)
+            d_lv.sub_(kl[part, None]).mul_(p_lv).mul_(d_kl[part, None] / temperature)  # eq: distill.gradient
+            if softcap:  # d tanh = 1 - tanh^2
+                logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
+                d_lv.addcmul_(d_lv, logits_lv.mul_(temperature / softcap).square_(), value=-1)
+            d_low = d_lv.to(weight.dtype)
+            torch.mm(d_low, weight, out=d_hidden[part])
+            if d_weight is not None:
+                d_weight.addmm_(d_low.t(), hidden[part])
+        return d_hidden, d_weight, None, None, None
+
+
+def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
+    """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
+
+    Returns loss_nt, and where the clip and where the dual clip decided (bool).
+    A = 1, r = 1.5, high = .2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
+    """
+    ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
+    plain_nt = -ratio_nt * adv_nt
+    clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
+    loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
+    dual_nt = -clip_c * adv_nt
+    lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
+    return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
+
+
+def loss_weights(mask_nt, mode, max_length=None, totals=None):
+    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss; mask_nt: the responses of an optimizer step.
+
+    totals: its (tokens, responses), if mask_nt is a part of it. Lengths 1 and 3, token-mean: weights 1/4;
+    seq-mean-token-mean: 1/2 and 1/6. Empty ones do not count.
+    """
+    mask_nt = mask_nt.float()
+    length_n1 = mask_nt.sum(-1, keepdim=True)
+    tokens, responses = (max(int(x), 1) for x in totals or (length_n1.sum(), (length_n1 > 0).sum()))
+    denominator = {
+        "token-mean": tokens,
+        "seq-mean-token-sum": responses,
+        "seq-mean-token-mean": length_n1.clamp(min=1) * responses,
+        "seq-mean-token-sum-norm": responses * (max_length or mask_nt.shape[1]),
+    }
+    return mask_nt / denominator[mode]  # eq: grpo.aggregation
+
+
+def actor_loss(args, logp_nt, other_nt, part):
+    """The whole loss of each token -> loss_nt, and the terms that metrics are sums of.
+
+    other_nt: the entropy, with --kl full the KL. part: columns of the batch; without old_logp_nt (a single
+    optimizer step) the policy is its own old one.
+    """
+    if args.kl == "full":
+        return other_nt, dict(kl_loss=other_nt, teacher_kl=other_nt)
+    old_nt = part.get("old_logp_nt", logp_nt.detach())
+    # CAREFUL: without the ratio, log p - log q as a loss has an expected gradient of 0
+    adv_nt = part["teacher_logp_nt"] - logp_nt.detach()  # eq: distill.advantage
+    clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
+    pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, *clip)
+    pg_nt = pg_nt * rollout_weights(args, old_nt, part["rollout_logp_nt"], part["mask_nt"])
+    terms = dict(pg_loss=pg_nt, teacher_kl=-adv_nt, entropy=other_nt, ppo_kl=old_nt - logp_nt)
+    return pg_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+
+
+# ---- The step ----------------------------------------------------------------------------------------------
+def update_actor(policy, optimizer, batch, args):
+    """One optimizer step a mini-batch -> metrics, means over them, and log-probs if there are no old ones."""
+    sums, norms, first = 0.0, [], {}
+    for mini_batch, totals in zip(batch["mini_batches"], batch["totals"], strict=True):
+        for rows, logp_nt, other_nt in micro_batches(policy, batch, mini_batch, args):
+            part = columns(batch, rows, logp_nt.device)
+            loss_nt, terms = actor_loss(args, logp_nt, other_nt, part)
+            # totals are of all ranks and micro-batches: no way to cut them changes the gradient
+            weight_nt = loss_weights(part["mask_nt"], args.loss_agg, args.max_response_length, totals)
+            # FSDP averages gradients over the ranks, but the totals are already of all ranks
+            ((weight_nt * loss_nt).sum() * dist.get_world_size()).backward()
+            with torch.no_grad():
+                mean_nt = loss_weights(part["mask_nt"], "token-mean", None, totals)
+                kinds = [weight_nt if "loss" in name else mean_nt for name in terms]
+                sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
+                if "old_logp_nt" not in batch:  # then there is one optimizer step
+                    first |= zip(rows, logp_nt.detach())
+        norms.append(clip_gradients(optimizer, args.grad_clip))
+        if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
+            optimizer.step()
+        optimizer.zero_grad()
+    means = [total / len(norms) for total in all_reduce(sums.tolist())]
+    metrics = {f"actor/{name}": mean for name, mean in zip(terms, means, strict=True)}
+    metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": np.sum(~np.isfinite(norms))}
+    return metrics, first
+
+
+def main(args):
+    # ---- arguments and data: nothing slow before they are known to be good
+    check_args(args)
+    checkpoints = open_run(args)
+    tokenizer, manager, val_manager, train_rows, val_rows, about = load_data(args)
+    check_teacher(args, tokenizer, train_rows)
+    steps_per_epoch = len(train_rows) // args.train_batch_size
+    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+
+    # ---- models: the engine first, while the GPU is empty; then it sleeps
+    device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
+    engine = build_engine(args, device)
+    frozen = replace(args, model=args.teacher, param_dtype=args.compute_dtype, gradient_checkpointing=False)
+    teacher = load_model(frozen, mesh, device, wrap=Teacher if args.kl == "full" else TokenLogps)
+    teacher.eval().requires_grad_(False)
+    wrap = partial(Student, teacher=teacher) if args.kl == "full" else TokenLogps
+    models = [load_model(args, mesh, device, wrap=wrap), teacher]
+    policy = models[0]
+    actor = Adapters(policy.lm, args) if args.lora_rank else policy.lm
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    state = load_checkpoint(checkpoints, actor, optimizer)
+    log = Logger(args, state["step"], total_steps)
+    log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
+    check_engines(sampler, policy, train_rows, args)
+    stop = []  # by SIGTERM: the step in progress is the last
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+
+    def validate():
+        with sampler({}) as sample:
+            rows = sample(val_rows, 0, args.val_group_size, temperature=args.val_temperature)
+        metrics = validation_metrics(score_rows(rows, val_manager, tokenizer)[0])
+        log.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
+        return metrics
+
+    if val_rows and args.val_before_train and not state["step"]:
+        log.log(validate() | {"training/global_step": 0}, 0)
+
+    saving = {}  # seconds of the last checkpoint: reported by the step after it
+    for step in range(state["step"] + 1, total_steps + 1):
+        timing, saving, begin = saving, {}, time.perf_counter()
+        faulthandler.dump_traceback_later(args.timeout_s)  # where this rank hangs
+        epoch, number = divmod(step - 1, steps_per_epoch)
+        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        # those that the data answers are "carried over": of no sampler of this step
+        answered = np.random.default_rng((args.seed, step)).random(len(chosen)) >= args.lam
+        known = [dict(carried_over=bool(x)) for x in answered]
+        prompts = [dict(train_rows[i], group=g) | known[g] for g, i in enumerate(chosen)]
+        # ---- rollout
+        sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+        with sampler(timing) as sample:
+            own = [row for row in prompts if not row["carried_over"]]
+            rows = sample(own, step, args.group_size, **sampling)
+        rows += data_rows([row for row in prompts if row["carried_over"]], tokenizer, args)
+        # ---- reward: from here every rank knows the scores and lengths of all rows
+        with timed(timing, "reward"):
+            rows, rank_tokens = score_rows(rows, manager, tokenizer, [*KNOWN, "carried_over"])
+        # ---- balance over the ranks
+        batch, load = balance_batch(rows, args, device)
+        # ---- log-probs: the old ones only if there will be a second optimizer step
+        if len(batch["mini_batches"]) > 1:
+            with timed(timing, "old_log_prob"):
+                batch["old_logp_nt"] = all_logps(policy, batch, args)
+        if args.kl == "sampled":
+            with timed(timing, "ref"):
+                batch["teacher_logp_nt"] = all_logps(teacher, batch, args)
+        # ---- update
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step, total_steps)
+        with timed(timing, "update_actor"):
+            metrics, first = update_actor(policy, optimizer, batch, args)
+        metrics |= check_sampler(batch.get("old_logp_nt", first), batch, args, step)
+        # ---- validation
+        last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
+        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+            with timed(timing, "testing"):
+                metrics |= validate()
+        # ---- metrics
+        timing["step"] = time.perf_counter() - begin
+        metrics |= step_metrics(rows, rank_tokens, load, policy, timing, args)
+        metrics |= {
+            "actor/lr": learning_rate(args, step, total_steps),
+            "training/global_step": step,
+            "training/epoch": epoch,
+        }
+        log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
+        if args.rollout_dump and (whole := gather_rows(rows)):
+            dump_rollouts(whole, log.out / f"rollouts/step_{step:06d}.jsonl")
+        # ---- checkpoint, after the metrics: a kill in between loses neither
+        if last or (args.save_freq and step % args.save_freq == 0):
+            with timed(saving, "save_checkpoint"):
+                save_checkpoint(args, step, actor, optimizer, tokenizer)
+        if last:
+            break
+    log.close(args)
+    dist.barrier()  # the process group ends with the engine, at exit
+
+
+# --------------------------------------------------------------------------------------------------
+# The system
+# --------------------------------------------------------------------------------------------------
+# region system
+LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+
+
+class LogProbs(torch.autograd.Function):
+    """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets and entropy [L], in float32.
+
+    A chunk of logits at a time, in two buffers both ways: malloc's gaps would not fit those of a checkpoint.
+    """
+
+    @staticmethod
+    def logits(hidden, weight, temperature, softcap, out):
+        """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
+        if weight.dtype is out.dtype:
+            torch.mm(hidden, weight.t(), out=out)  # no new memory
+        elif weight.is_cuda:
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        else:
+            out.copy_(hidden @ weight.t())
+        if softcap:
+            out.div_(softcap).tanh_().mul_(softcap)
+        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
+        return out if temperature == 1 else out.div_(temperature)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True):
+        ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
+        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
+        buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
+        for part in ctx.chunks:
+            p_lv, logp_lv = buffers[:, : len(target[part])]
+            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
+            torch.log_softmax(logits_lv, -1, out=logp_lv)
+            logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
+            if with_entropy and ctx.needs_input_grad[0]:  # without a backward nobody looks at it
+                entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
+        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
+        ctx.temperature, ctx.softcap, ctx.with_entropy = temperature, softcap, with_entropy
+        return logp, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_logp, d_entropy):
+        """With p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
+        hidden, weight, target, entropy, buffers = ctx.saved_tensors
+        d_logp, d_entropy = (x[:, None] / ctx.temperature for x in (d_logp, d_entropy))
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for i, part in enumerate(reversed(ctx.chunks)):
+            p_lv, logp_lv = buffers[:, : len(target[part])]
+            logits = partial(LogProbs.logits, hidden[part], weight, ctx.temperature, ctx.softcap, p_lv)
+            if i:  # the last chunk is still there
+                torch.log_softmax(logits(), -1, out=logp_lv)
+            torch.exp(logp_lv, out=p_lv)
+            d_lv = -d_logp[part]
+            if ctx.with_entropy:
+                d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).add_(d_lv)
+            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[part, None], d_logp[part])
+            if ctx.softcap:  # d tanh = 1 - tanh^2
+                tanh_lv = logits().mul_(ctx.temperature / ctx.softcap)
+                d_lv = d_lv.addcmul_(d_lv, tanh_lv.square_(), value=-1)
+            d_lv = d_lv.to(weight.dtype)
+            torch.mm(d_lv, weight, out=d_hidden[part])
+            if d_weight is not None:
+                d_weight.addmm_(d_lv.t(), hidden[part])
+        return d_hidden, d_weight, *[None] * 4
+
+
+class TokenLogps(nn.Module):
+    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
+
+    def __init__(self, lm: nn.Module, entropy=True):
+        super().__init__()
+        self.lm, self.entropy = lm, entropy  # entropy: whether a loss needs it
+        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+            fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
+        # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
+        known = lambda *names: next((x for x in (getattr(lm.config, name, None) for name in names) if x), 1)
+        self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
+        self.softcap = getattr(lm.config, "final_logit_softcapping", None)
+
+    def forward(self, where, target, temperature, **inputs):
+        """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        weight = self.lm.get_output_embeddings().weight
+        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap, self.entropy)
+
+
+def recurrent(config):
+    """Whether a layer passes a state on along the row, over the borders of what is packed or shared there."""
+    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    stateful, kinds = getattr(model, "_is_stateful", False), getattr(config, "layer_types", None) or []
+    return stateful or not {"conv", "linear_attention", "hybrid", "hybrid_sliding"}.isdisjoint(kinds)
+
+
+def pad(rows):
+    """Rows of numbers as a tensor, [rows, longest], with zeros behind the shorter ones."""
+    rows = [torch.as_tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 1)
+
+
+def join(*parts):
+    """Ids of several lists or arrays as one tensor."""
+    return torch.cat([torch.as_tensor(part) for part in parts]).long()
+
+
+def padded(prompts, responses):
+    """A layout for `token_logps`: a row each, padded on the right, which causal attention never looks at.
+
+    Returns what the model takes, and for each response the flat positions that predict it.
+    """
+    input_ids = pad(map(join, prompts, responses))
+    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
+    return dict(input_ids=input_ids), [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
+
+
+def packed(prompts, responses):
+    """One row without padding, for attention kernels that tell sequences apart by position ids."""
+    rows = [*map(join, prompts, responses)]
+    position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    ends, longest = [*accumulate(map(len, rows))], max(map(len, rows))
+    where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
+    # flash attention would look for the borders in each layer, and wait for the GPU
+    borders = torch.tensor([0, *ends], dtype=torch.int32)
+    sizes = dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest)
+    return dict(input_ids=torch.cat(rows)[None], position_ids=position_ids, **sizes), where
+
+
+def token_logps(policy, prompts, responses, temperature, layout):
+    """Log-probs of the response tokens, and the entropy of the distributions that they come from.
+
+    prompts, responses: N lists of token ids, none empty; layout: how they become rows.
+    Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
+    """
+    device = next(policy.parameters()).device
+    inputs, where = layout(prompts, responses)
+    inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
+    logp, entropy = policy(torch.cat(where).to(device), join(*responses).to(device), temperature, **inputs)
+    mask_nt = response_mask([len(r) for r in responses]).to(device)
+    zero_nt = logp.new_zeros(mask_nt.shape)
+    return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
+
+
+def response_mask(lengths):
+    """[N, T] bool, True on response tokens (EOS included)."""
+    return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
+
+
+def setup_distributed(hsdp_replicas, timeout_s=3600.0):
+    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
+    if "RANK" not in os.environ:  # plain `python`: a world of one
+        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    elif sys.platform == "linux":  # keep freed memory: getting it anew is 30 % of an update
+        ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
+        ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
+    store, rank, world = next(dist.rendezvous("env://"))
+    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
+        fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
+    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    c10d = dist.distributed_c10d  # the time-outs of subgroups: the mesh's, the sampler's
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backends, None, timedelta(seconds=timeout_s), world, rank, store)
+    sys.excepthook = partial(report_failure, store, rank, world)
+    shape = hsdp_replicas, world // hsdp_replicas
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
+
+
+def report_failure(store, rank, world, *error):
+    """After the traceback: the ranks that answer no more (they hang, or are dead), or who failed first."""
+    sys.__excepthook__(*error)
+    store.set(f"failed/{rank}", f"{time.time()}")
+    time.sleep(3)  # the time-outs of the others
+    failed = {r: store.get(f"failed/{r}") for r in range(world) if store.check([f"failed/{r}"])}
+    silent = ", ".join(f"rank {r}" for r in range(world) if r not in failed)
+    what = f"no answer from {silent}" if silent else f"rank {min(failed, key=failed.get)} failed first"
+    sys.stderr.write(f"rank {rank}: {what}\n")  # print makes two writes of it, and others come between
+
+
+def fail(message):
+    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
+    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Reduce a list of numbers over all ranks."""
+    dist.all_reduce(total := torch.tensor(values, dtype=torch.float64), op)
+    return total.tolist()
+
+
+def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
+    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
+    logging.disable_progress_bar()  # of transformers: one bar is enough
+    config = AutoConfig.from_pretrained(args.model, **changes)
+    dtype = config.dtype or getattr(torch, args.param_dtype)
+    for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+        setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
+    with torch.device("meta"):
+        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
+    # of hf/: the dtype in which the model came, and tied weights once
+    lm.saved_dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = wrap(lm)
+    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    policy.to_empty(device=device)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
+    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
+        if full:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, 0)
+    if full and lm.can_generate():  # saved with the weights: it may name further EOS tokens
+        lm.generation_config = full.generation_config
+    return policy
+
+
+def learning_rate(args, step, total_steps):
+    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.lr * decay[args.lr_schedule]
+
+
+def balance(lengths, ranks):
+    """Deal rows to ranks so that each gets about the same number of tokens -> list of lists of row numbers.
+
+    Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
+    """
+    parts, load = [[] for _ in range(ranks)], [0] * ranks
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        lightest = load.index(min(load))
+        parts[lightest].append(i)
+        load[lightest] += lengths[i]
+    return parts
+
+
+def split_micro_batches(lengths, budget, one_row):
+    """Split rows, longest first, into micro-batches of at most `budget` tokens (padding, if any, counted).
+
+    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
+    """
+    batches = [[]]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rows = [*batches[-1], i]
+        cost = sum(lengths[j] for j in rows) if one_row else lengths[rows[0]] * len(rows)
+        if len(rows) > 1 and cost > budget:
+            batches.append([i])
+        else:
+            batches[-1].append(i)
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
+    [most] = all_reduce([len(batches)], dist.ReduceOp.MAX)
+    return batches + [[]] * (int(most) - len(batches))
+
+
+MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
+    "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
+    " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
+    " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
+    " loss policy_loss center_rewards_coef teacher kl".split()
+)
+
+
+def open_run(args):
+    """Check output_dir against the arguments -> the checkpoints to go on from, the newest first."""
+    out, there, now = Path(args.output_dir), {}, json.loads(json.dumps(asdict(args)))
+    if (out / "args.json").exists():
+        if args.resume == "never":
+            fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
+        with suppress(ValueError):  # of a disk that was full
+            there = json.loads((out / "args.json").read_text())
+    other = [k for k in there if k in MUST_AGREE and k in now and there[k] != now[k]]
+    if changes := "; ".join(f"--{k} {there[k]} there, {now[k]} now" for k in other):
+        fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
+    latest = (out / "checkpoints/latest").resolve()
+    own = sorted((path for path in latest.parent.glob("step_*") if path <= latest), reverse=True)
+    if args.resume in ("auto", "never"):
+        return own
+    if not (Path(args.resume) / "trainer_state.json").is_file():
+        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+    return [*own, Path(args.resume).resolve()]  # the same command again goes on with its own run
+
+
+def load_checkpoint(checkpoints, lm, optimizer):
+    """Load the first checkpoint that can be, at any world size -> the trainer's state; none: step 0."""
+    for path in checkpoints:
+        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
+        try:
+            state = json.loads((path / "trainer_state.json").read_text())
+            dcp.load(dict(model=model_state, optimizer=optim_state), checkpoint_id=path / "dcp")
+        except (dcp.CheckpointException, OSError, ValueError) as error:
+            if dist.get_rank() == 0:
+                sys.stderr.write(f"{path} is damaged ({causes(error)}) and left out\n")
+            continue
+        dcp_state.set_state_dict(lm, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+        return state | dict(origin=f"\nresumed from {path}")
+    if checkpoints:
+        fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
+    return dict(step=0, origin="")
+
+
+def causes(error):
+    """An error of a checkpoint in one line; dcp's have a cause for each rank."""
+    by_rank = getattr(error, "failures", {dist.get_rank(): (error, None)})
+    return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
+
+
+def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
+    """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
+    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, None
+    final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
+    text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
+    try:
+        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
+        dcp.save(dict(model=model_state, optimizer=optim_state), checkpoint_id=new / "dcp")
+        weights = {}
+        for name, x in model_state.items() if args.save_hf else ():
+            x = x.to(lm.saved_dtype).full_tensor() if isinstance(x, DTensor) else x  # all ranks together
+            weights |= {name: x.cpu()} if rank0 and name not in lm.tied else {}
+        if rank0:
+            tokenizer.save_pretrained(new / "hf")
+            save = partial(lm.save_pretrained, state_dict=weights)
+            (save if args.save_hf else lm.config.save_pretrained)(new / "hf")
+            for path in new.glob("*/config.json"):  # save_pretrained names the dtype that trains
+                config = json.loads(path.read_text()) | dict(dtype=str(lm.saved_dtype)[6:])
+                path.write_text(json.dumps(config, indent=2) + "\n")
+            (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
+            shutil.rmtree(final, ignore_errors=True)
+            new.rename(final)
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            link.replace(root / "latest")
+            done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
+            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
+                shutil.rmtree(old)
+    except (dcp.CheckpointException, OSError, SafetensorError) as error:  # the first, on all ranks alike
+        problem = causes(error)
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if problems := {*problems} - {None}:
+        print(file=sys.stderr)  # below the progress bar
+        free = f"{shutil.disk_usage(root).free / 2**30:.1f} GiB are free"
+        fail(f"{final} cannot be written: {'; '.join(sorted(problems))}; {free}")
+
+
+@contextmanager
+def timed(timing, name):
+    """Add the seconds of a block to timing[name]."""
+    start = time.perf_counter()
+    yield
+    timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
+
+
+# endregion
+# region lora
+class Adapters(nn.Module):
+    """LoRA: trained matrices beside the frozen linear layers of lm; in checkpoints they stand for the model.
+
+    Every rank holds all of them, in float32; FSDP knows only the frozen weights.
+    """
+
+    auto, options, task = AutoModelForCausalLM, {}, dict(task_type="CAUSAL_LM")
+
+    def __init__(self, lm, args):
+        import peft  # here: it takes two seconds
+
+        super().__init__()
+        targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
+        sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
+        self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
+        self.args, self.generation_config = args, getattr(lm, "generation_config", None)
+        self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
+        peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
+        torch.manual_seed(args.seed)  # the same matrices on every rank
+        for name, layer in lm.named_modules():
+            if hasattr(layer, "lora_A"):
+                # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
+                layer.lora_A["default"].float()
+                out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
+                layer.lora_B["default"] = nn.Linear(args.lora_rank, out, bias=False, device=device)
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+                for part in ("lora_A", "lora_B"):
+                    key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
+                    self.register_parameter(key, getattr(layer, part)["default"].weight)
+
+    def save_pretrained(self, directory, state_dict):
+        """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
+        import peft
+        from safetensors.torch import save_file
+
+        state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
+        if self.args.merge_lora:
+            lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
+            peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
+            lm.merge_and_unload().save_pretrained(directory)
+        else:
+            self.config.save_pretrained(directory)
+            save_file(state, directory / "adapter_model.safetensors")
+        if self.generation_config:  # a classifier has none
+            self.generation_config.save_pretrained(directory)
+
+
+def check_adapters(lm, args):
+    """ValueError where lm, but for its head, has no such layers."""
+    linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
+    linear = {name.rpartition(".")[2] for name in linear}
+    if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
+        problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
+        raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
+
+
+def clip_gradients(optimizer, limit):
+    """Clip the gradient of all ranks to a norm of at most `limit` -> its norm before that."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if not isinstance(p, DTensor):  # FSDP averages the gradients of its shards; of adapters it has none
+            dist.all_reduce(p.grad.div_(dist.get_world_size()))
+    norm = nn.utils.clip_grad_norm_(parameters, limit)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+# endregion
+# region sampling
+# what all ranks know of a row
+KNOWN = "data_source index group sample rank reward finish_reason prompt_length length".split()
+
+
+def check_args(args):
+    """Stop on combinations that cannot work, before anything is loaded."""
+    world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
+    flag = lambda name: f"--{name} {getattr(args, name)}"
+    if args.train_batch_size % args.ppo_mini_batch_size:
+        fail(f"{flag('train_batch_size')} is not a multiple of {flag('ppo_mini_batch_size')}")
+    for name in ("tp_size", "hsdp_replicas"):
+        if world % getattr(args, name):
+            fail(f"{world} ranks are not a multiple of {flag(name)}")
+    if args.max_tokens_per_microbatch < row:
+        fail(f"{flag('max_tokens_per_microbatch')} is less than a row, {row} tokens")
+    if args.share_prefix and args.attn_implementation != "sdpa":
+        fail(f"--share_prefix needs sdpa, whose mask can be any, unlike {flag('attn_implementation')}")
+    if args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32":
+        fail(f"{flag('attn_implementation')} needs --compute_dtype bfloat16")
+    if args.merge_lora and not args.lora_rank:
+        fail("--merge_lora needs --lora_rank")
+    if args.temperature <= 0:
+        fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
+    if (args.rollout_is or args.rollout_rs) and (args.top_p < 1 or args.top_k > 0):
+        why = "log-probs are not of all tokens then, so pass --rollout_is None and no --rollout_rs"
+        fail(f"{flag('top_p')} {flag('top_k')}: {why}")
+    low, high = args.rollout_rs_threshold_lower, args.rollout_rs_threshold
+    if bool(args.rollout_rs) != bool(high) or (low or 0) < 0 or (low or 0) > (high or 0):
+        flags = f"{flag('rollout_rs')} {flag('rollout_rs_threshold')} {flag('rollout_rs_threshold_lower')}"
+        fail(f"{flags}: a level and bounds of its ratio, 0 <= lower <= upper, belong together")
+    if args.rollout_is_threshold <= 0:
+        fail(f"{flag('rollout_is_threshold')} leaves no weight above 0")
+
+
+def load_data(args, tools=None):
+    """-> tokenizer, reward managers of training and of validation, rows of both, and a line about them."""
+    limits = args.max_prompt_length, args.filter_overlong_prompts, tools
+    pool = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
+    shown = 0 if int(os.environ.get("RANK", 0)) else args.num_examine
+    try:
+        check_tracker(args)
+        config = AutoConfig.from_pretrained(args.model)
+        if config.get_text_config() is not config:
+            raise ValueError(f"{args.model}: {config.model_type} models take more than text: not supported")
+        window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+        if args.share_prefix and (window or recurrent(config)):
+            raise ValueError(f"--share_prefix needs full attention, and {config.model_type} has other layers")
+        if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+            raise ValueError(f"{config.model_type} caps attention, sdpa cannot: --attn_implementation eager")
+        with torch.device("meta"):  # what these two refuse, before anything is loaded
+            lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
+            check_adapters(TokenLogps(lm).lm, args)
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
+        managers = [RewardManager(args.reward_manager, reward_fn, n, **pool) for n in (0, shown)]
+        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, *limits)
+        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, *limits)
+        if "rewards" in args.reward_fn:
+            check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
+    except (ValueError, OSError, ImportError) as error:
+        fail(" ".join(str(error).split()))
+    if len(train_rows) < args.train_batch_size:
+        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
+    dropped = f"{train_dropped + val_dropped} dropped: over {args.max_prompt_length} tokens"
+    about = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
+    return tokenizer, *managers, train_rows, val_rows, about
+
+
+def build_engine(args, device):
+    """A vLLM engine in this process, asleep. It starts with random weights: only a sync makes it useful."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(device.type == "cpu")))  # it needs a C++ compiler
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import vllm
+    from vllm import _custom_ops as ops
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
+
+    # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
+    arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
+    Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
+    cuda, set_num_threads, onednn = device.type == "cuda", torch.set_num_threads, ops._supports_onednn
+    # CAREFUL: on a CPU vLLM packs the weights for oneDNN and drops what a sync writes to; sync_weights packs
+    ops._supports_onednn = False
+    model = dict(model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype=args.compute_dtype)
+    group = dict(tensor_parallel_size=args.tp_size, distributed_executor_backend="external_launcher")
+    # CPU: sleep does nothing; seeds fail where a prompt is cut over steps, and states are cached at such cuts
+    paths = dict(enable_sleep_mode=cuda, enforce_eager=not cuda, enable_chunked_prefill=cuda)
+    paths |= dict(block_size=None if cuda else 32)  # of the prefix cache; 128 is longer than many prompts
+    paths |= dict(enable_prefix_caching=cuda or not recurrent(AutoConfig.from_pretrained(args.model)))
+    sizes = dict(gpu_memory_utilization=args.gpu_memory_utilization)  # CPU: a fixed size, else a share of all
+    sizes |= dict(kv_cache_memory_bytes=None if cuda else 1 << 30)
+    sizes |= dict(max_model_len=args.max_prompt_length + args.max_response_length)
+    # log-probs of the distribution sampled from; the model's EOS tokens, but not its temperature
+    sampling = dict(logprobs_mode="processed_logprobs", generation_config="vllm", seed=args.seed)
+    engine = vllm.LLM(**model, **group, **paths, **sizes, **sampling)
+    torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+    ops._supports_onednn = onednn
+    torch.manual_seed(args.seed)  # vLLM overwrites the global generator
+    engine.sleep(level=2)
+    return engine
+
+
+def rollout(engine, args, timing, prompts, step, group_size, **sampling):
+    """Let the sampler answer the prompts of all ranks -> this rank's rows, ids and log-probs as arrays.
+
+    The ranks of a tensor-parallel group answer the union of their prompts and keep their own.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    rank, world, core = dist.get_rank(), dist.get_world_size(), engine.llm_engine
+    own = prompts[rank // args.tp_size :: world // args.tp_size]
+    rows = [dict(row, sample=g, rank=rank) for row in own for g in range(group_size)]
+    limits = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
+    limits |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
+    with timed(timing, "gen"):
+        for i, row in enumerate(rows):
+            [seed] = np.random.SeedSequence((args.seed, step, row["index"], row["sample"])).generate_state(1)
+            params = SamplingParams(seed=int(seed), **limits)
+            core.add_request(str(i), dict(prompt_token_ids=row["prompt_ids"]), params)
+        while core.has_unfinished_requests():
+            for done in core.step():  # at once, so that there are lists only of what is being sampled
+                row, [o] = rows[int(done.request_id)], done.outputs
+                logps = np.fromiter(o.logprobs.logprobs, np.float32)
+                row |= dict(response_ids=np.fromiter(o.token_ids, np.int32), rollout_logps=logps)
+                row |= dict(length=len(logps), prompt_length=len(row["prompt_ids"]))
+                row["finish_reason"] = o.finish_reason
+    return rows[rank % args.tp_size :: args.tp_size]
+
+
+@contextmanager
+def awake(engine, models, optimizer, args, timing, sample=None, **sampling):
+    """The sampler, awake and with the trainer's weights: `sample`, or `rollout`, while the block lasts."""
+    with timed(timing, "sync"):
+        engine.wake_up(tags=["weights"])
+        sync_weights(engine, models[0].lm)
+        if args.offload:
+            move("cpu", models, optimizer)
+        engine.wake_up(tags=["kv_cache"])
+    yield partial(sample or rollout, engine, args, timing, **sampling)
+    with timed(timing, "sync"):
+        engine.sleep(level=2)
+        if args.offload:
+            move("cuda", models, optimizer)
+
+
+@contextmanager
+def without_adapters(lm):
+    """The model as it was before training, while the block lasts; without adapters it stays as it is."""
+    lm.apply(lambda m: hasattr(m, "lora_A") and m.enable_adapters(False))
+    yield
+    lm.apply(lambda m: hasattr(m, "lora_A") and m.enable_adapters(True))
+
+
+def sync_weights(engine, lm):
+    """Stream the sharded model into the sampler, one full tensor at a time; tied weights go once."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    dtype = engine.llm_engine.model_config.dtype
+
+    def stream():  # full_tensor is a collective: every rank iterates in the same order
+        for name, x in lm.state_dict().items():  # persistent buffers too
+            layer, base, end = name.partition(".base_layer.")  # a layer with adapters: W + (alpha / r) B A
+            if base and end == "weight":
+                lora = lm.get_submodule(layer)
+                a, b = (getattr(lora, part)["default"].weight.data for part in ("lora_A", "lora_B"))
+                x = x.full_tensor().float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
+            if name not in lm.tied and ".lora_" not in name:
+                # a shard is cast before it travels; in a forward FSDP casts parameters, but no buffers
+                x = x.to(dtype).full_tensor() if isinstance(x, DTensor) else x
+                yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
+
+    def load(model):
+        model.load_weights(stream())
+        for layer in model.modules():  # on a CPU only: packed copies, twice as fast in sampling
+            if hasattr(layer, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            elif hasattr(layer, "w13_weight") and layer.w13_weight.device.type == "cpu":
+                layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    engine.apply_model(load)
+    engine.reset_prefix_cache()
+
+
+def move(device, models, optimizer):
+    """Move shards and optimizer state between GPU and pinned host memory; only empty_cache waits for it."""
+    for model in models:
+        model.to(device, non_blocking=True)
+    for state in optimizer.state.values():
+        state |= {k: x.to(device, non_blocking=True) for k, x in state.items() if x.dim()}
+    torch.cuda.empty_cache()
+
+
+def check_engines(sampler, policy, rows, args):
+    """Before the first step: sampler and trainer, in the layout that trains, agree on short responses."""
+    rows = [dict(rows[i % len(rows)]) for i in range(2 * dist.get_world_size())]
+    rows = [row | dict(prompt_ids=row["prompt_ids"][-32:]) for row in rows]
+    with sampler({}) as sample:
+        rows = sample(rows, 0, 2, temperature=args.temperature, max_tokens=8)
+    texts = [[row[name] for row in rows] for name in ("prompt_ids", "response_ids")]
+    with torch.no_grad():
+        logp_nt, _ = token_logps(policy, *texts, args.temperature, layout_of(policy.lm.config, args))
+    theirs = [torch.tensor(row["rollout_logps"]).to(logp_nt) for row in rows]
+    check_sampler(logp_nt, dict(rollout_logp_nt=theirs, new=range(len(rows))), args, 0)
+
+
+def check_sampler(logps, batch, args, step):
+    """Sampler against trainer, on what this step sampled -> metrics; stop if more than rounding differs."""
+    theirs = [batch["rollout_logp_nt"][i] for i in batch["new"]]
+    ours = [logps[i][: len(x)] for i, x in zip(batch["new"], theirs)]
+    ours, theirs = (torch.cat(x or [torch.zeros(0)]) for x in (ours, theirs))
+    gap = (ours - theirs).abs_().sum()
+    diff = ours.exp_().sub_(theirs.exp_()).abs_()  # in place: of millions of tokens
+    gap, mean, tokens = all_reduce([gap, diff.sum(), len(diff)])
+    gap, mean, limit = gap / max(tokens, 1), mean / max(tokens, 1), ROUNDING[args.compute_dtype]
+    [largest] = all_reduce([diff.max().item() if len(diff) else 0.0], dist.ReduceOp.MAX)
+    truncated = step and (args.top_p < 1 or args.top_k > 0)  # then the sampler's distribution is another
+    if not truncated and not gap < limit:  # so that NaN fails too
+        why = "the sampler does not hold the trainer's weights, or computes otherwise"
+        fail(
+            f"weight sync failed at step {step}: {why}; {tokens:.0f} log-probs differ by {gap:.3g} > {limit}"
+        )
+    probs = {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
+    return probs | {"training/rollout_logp_diff_mean": gap}
+
+
+def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
+    """Factors of the token losses, as the sampler is not quite the policy; no gradient goes through them.
+
+    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
+    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.
+    """
+    d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
+    d_n1, length_n1 = d_nt.sum(-1, keepdim=True), mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    logs = dict(token=d_nt, sequence=d_n1, geometric=d_n1 / length_n1)
+    ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
+    weight_nt = torch.ones_like(d_nt)
+    if args.rollout_is:
+        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+    if args.rollout_rs:
+        ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold
+        low = 1 / high if args.rollout_rs_threshold_lower is None else args.rollout_rs_threshold_lower
+        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
+    return weight_nt
+
+
+def weight_metrics(logps, batch, args):
+    """What rollout_weights makes of the tokens of a step, of all ranks; logps: by row, of before the step."""
+    rows, sums, largest = range(len(batch["rows"])), torch.zeros(4, dtype=torch.float64), 0.0
+    if not args.rollout_is and not args.rollout_rs:
+        return {}
+    for start in rows[::64]:  # no more than these are padded at a time
+        part = columns(batch | dict(old_logp_nt=logps), rows[start : start + 64], "cpu")
+        weight_nt = rollout_weights(args, part["old_logp_nt"], part["rollout_logp_nt"], part["mask_nt"])
+        w = weight_nt[part["mask_nt"]].double()
+        sums += torch.stack([torch.ones_like(w).sum(), w.sum(), (w**2).sum(), (w == 0).sum()])
+        largest = max(largest, w.max().item())
+    tokens, total, squares, rejected = all_reduce(sums.tolist())
+    [largest] = all_reduce([largest], dist.ReduceOp.MAX)
+    return {
+        "rollout_corr/rollout_is_mean": total / tokens,
+        "rollout_corr/rollout_is_max": largest,
+        "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
+        "rollout_corr/rollout_rs_masked_fraction": rejected / tokens,
+    }
+
+
+def score_rows(rows, manager, tokenizer, known=KNOWN):
+    """Score this rank's rows -> all ranks' by prompt and sample, others' as `known`; tokens by rank."""
+    by_rank, rows = [None] * dist.get_world_size(), manager.score_responses(rows, tokenizer)
+    dist.all_gather_object(by_rank, [{name: row[name] for name in known} for row in rows])
+    by_rank[dist.get_rank()] = rows
+    tokens = [sum(row["prompt_length"] + row["length"] for row in part) for part in by_rank]
+    return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample"))), tokens
+
+
+def gather_rows(rows):
+    """The rows with ids and texts on rank 0, for a file; on the others none."""
+    rank, by_rank = dist.get_rank(), [None] * dist.get_world_size()
+    dist.gather_object([row for row in rows if row["rank"] == rank], None if rank else by_rank)
+    return [] if rank else sorted(chain(*by_rank), key=itemgetter("group", "sample"))
+
+
+def exchange(parts):
+    """Give parts[r] to rank r -> what each rank gave to this one."""
+    stream = io.BytesIO()
+    ends = [pickle.dump(part, stream) or stream.tell() for part in parts]
+    sent = torch.tensor([0, *ends]).diff()
+    dist.all_to_all_single(got := torch.empty_like(sent), sent)
+    new, sizes = torch.empty(got.sum(), dtype=torch.uint8), (got.tolist(), sent.tolist())
+    dist.all_to_all_single(new, torch.frombuffer(stream.getbuffer(), dtype=torch.uint8), *sizes)
+    return [pickle.loads(part.numpy()) for part in new.split(sizes[0])]
+
+
+def shared(prompts, responses):
+    """Neighbours with one prompt share a row, which computes it once: see `padded`.
+
+    Prompt a b, responses c d and e -> row a b c d e at positions 0 1 2 3 2, where e sees a, b and itself.
+    """
+    same = groupby(zip(prompts, responses, strict=True), lambda pair: [*pair[0]])
+    trees = [[*zip(*pairs)] for _, pairs in same]
+    width, where, columns = max(len(ps[0]) + sum(map(len, rs)) for ps, rs in trees), [], []
+    for number, ((prompt, *_), answers) in enumerate(trees):
+        sizes = [len(prompt), *map(len, answers)]
+        branch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        position = [torch.arange(n) + len(prompt) * (name > 0) for name, n in enumerate(sizes)]
+        columns.append((join(prompt, *answers), torch.cat(position), branch))
+        for start, answer in zip(accumulate(sizes), answers):
+            before = torch.arange(start - 1, start - 1 + len(answer))
+            before[0] = len(prompt) - 1  # the prompt's last token predicts the first token of every response
+            where.append(before + number * width)
+    input_ids, position_ids, branch = map(pad, zip(*columns))
+    related = (branch[:, None] == 0) | (branch[:, None] == branch[:, :, None])  # [B, query, key]
+    return dict(input_ids=input_ids, position_ids=position_ids, attention_mask=related.tril()[:, None]), where
+
+
+def layout_of(config, args):
+    """The layout that this run trains in."""
+    layout = shared if args.share_prefix else padded
+    return packed if args.attn_implementation == "flash_attention_2" and not recurrent(config) else layout
+
+
+def balance_batch(rows, args, device):
+    """Deal the N rows of a step to the ranks, each optimizer step's evenly by tokens.
+
+    Returns the batch of this rank - rows: their numbers in the order of their use; prompts, responses,
+    rollout_logp_nt: of each; new: which this step sampled; mini_batches: for each optimizer step (tokens,
+    which) of every sequence; totals: its (tokens, responses) on all ranks - and all ranks' tokens.
+    """
+    size, load = args.ppo_mini_batch_size * args.group_size, [[] for _ in range(dist.get_world_size())]
+    # a sequence is a response, or with --share_prefix the responses to a prompt that fit in a micro-batch
+    fit = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
+    fit, mini_batches, totals, owners = max(1, fit) if args.share_prefix else 1, [], [], {}
+    for start in range(0, len(rows), size):
+        numbers = range(start, min(start + size, len(rows)))
+        totals.append((sum(rows[i]["length"] for i in numbers), len(numbers)))
+        groups = [[*same] for _, same in groupby(numbers, lambda i: rows[i]["group"])]
+        sequences = [group[i : i + fit] for group in groups for i in range(0, len(group), fit)]
+        tokens = [rows[part[0]]["prompt_length"] + sum(rows[i]["length"] for i in part) for part in sequences]
+        parts = balance(tokens, len(load))
+        load = [before + [tokens[i] for i in part] for before, part in zip(load, parts, strict=True)]
+        owners |= {i: rank for rank, part in enumerate(parts) for s in part for i in sequences[s]}
+        mini_batches.append([(tokens[i], sequences[i]) for i in parts[dist.get_rank()]])
+    mine, number = [i for mini in mini_batches for _, sequence in mini for i in sequence], count()
+    # ids and log-probs go from the rank that sampled them to the one that trains on them
+    names, parts, rank = ("prompt_ids", "response_ids", "rollout_logps"), [{} for _ in load], dist.get_rank()
+    for i, row in enumerate(rows):
+        if row["rank"] == rank:
+            parts[owners[i]][i] = [row[name] for name in names]
+    got, parts[rank] = parts[rank], {}  # what stays is not copied
+    got |= {i: texts for part in exchange(parts) for i, texts in part.items()}
+    prompts, responses, logps = ([got[i][k] for i in mine] for k in range(3))
+    batch = dict(rows=mine, prompts=prompts, responses=responses, totals=totals)
+    batch["rollout_logp_nt"] = [torch.as_tensor(logp, device=device) for logp in logps]
+    batch["new"] = [place for place, i in enumerate(mine) if not rows[i].get("carried_over")]
+    batch["mini_batches"] = [[(n, [next(number) for _ in part]) for n, part in mini] for mini in mini_batches]
+    return batch, load
+
+
+def columns(batch, rows, device):
+    """What the batch has of these rows for each token, [n, T], or once for all, [n, 1]; and mask_nt."""
+    lengths = [len(batch["responses"][i]) for i in rows]
+    part = {name: column for name, column in batch.items() if name.endswith("_nt")}
+    part = {name: pad([x[i][:n] for i, n in zip(rows, lengths)]).to(device) for name, x in part.items()}
+    return dict(mask_nt=response_mask(lengths).to(device)) | part  # the batch's own mask, if it has one
+
+
+def micro_batches(policy, batch, sequences, args):
+    """Run sequences a micro-batch at a time, if empty with a dummy row -> its rows, logp_nt, entropy_nt."""
+    budget, layout = args.max_tokens_per_microbatch, layout_of(policy.lm.config, args)
+    parts = split_micro_batches([n for n, _ in sequences], budget, layout is packed)
+    for number, part in enumerate(parts, 1):
+        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
+        part = [i for s in part for i in sequences[s][1]]
+        prompts, responses = ([batch[name][i] for i in part] for name in ("prompts", "responses"))
+        yield part, *token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
+
+
+@torch.no_grad()
+def all_logps(policy, batch, args):
+    """Log-probs of this rank's responses by row, padded as in their micro-batch; of a critic, values."""
+    parts = micro_batches(policy, batch, [*chain(*batch["mini_batches"])], args)
+    return {i: logps for rows, logp_nt, _ in parts for i, logps in zip(rows, logp_nt)}
+
+
+# endregion
+
+
+class Teacher(TokenLogps):
+    """A causal LM whose forward returns what its output layer reads, and that layer's weight."""
+
+    def forward(self, where, **inputs):
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        return hidden, self.lm.get_output_embeddings().weight.clone()  # after the forward FSDP takes it away
+
+
+class Student(TokenLogps):
+    """The policy with --kl full: for a backward, log-probs and, in the place of the entropy, the KL.
+
+    Teacher and student read the same rows in the same layout, so that equal models have equal bits.
+    """
+
+    def __init__(self, lm, teacher):
+        super().__init__(lm)
+        self.teacher = [
+            teacher
+        ]  # in a list it is no part of the student: not trained, not sharded, not saved
+
+    def forward(self, where, target, temperature, **inputs):
+        if not torch.is_grad_enabled():
+            return super().forward(where, target, temperature, **inputs)
+        [teacher] = self.teacher
+        with torch.no_grad():
+            theirs = *teacher(where, **inputs), (temperature / teacher.scale, teacher.softcap)
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        weight, limits = self.lm.get_output_embeddings().weight, (temperature / self.scale, self.softcap)
+        return ReverseKL.apply(hidden, weight, limits, theirs, target)
+
+
+def check_teacher(args, tokenizer, rows):
+    """Stop before a model is loaded if the teacher has other tokens, or rows not the responses asked for."""
+    # what load_data asks of the model it asks of the teacher
+    model = dict(model=args.teacher, tokenizer=args.tokenizer or args.model, lora_rank=0)
+    load_data(replace(args, val_files=(), **model))
+    ours, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(args.teacher).get_vocab()
+    if differing := sorted({token for token, _ in ours.items() ^ theirs.items()}):
+        number, other = (ids.get(differing[0], "none") for ids in (ours, theirs))
+        which = (
+            f"{len(differing)} tokens differ, {differing[0]!r} is number {other} there, {number} in --model"
+        )
+        fail(f"--teacher {args.teacher} has another vocabulary: {which}")
+    sizes = [AutoConfig.from_pretrained(x).vocab_size for x in (args.model, args.teacher)]
+    if args.kl == "full" and sizes[0] != sizes[1]:
+        fail(f"--kl full: {sizes[0]} logits of --model, {sizes[1]} of --teacher; take --kl sampled")
+    if not 0 <= args.lam <= 1:
+        fail(f"--lam {args.lam} is a share: from 0 to 1")
+    if args.lam < 1 and (args.kl == "sampled" or args.group_size > 1):
+        fail(f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1")
+    if args.lam < 1 and (bare := [row["index"] for row in rows if not row["extra_info"].get("answer")]):
+        fail(f"--lam {args.lam}: {len(bare)} rows have no extra_info.answer, the first is row {bare[0]}")
+
+
+def data_rows(prompts, tokenizer, args):
+    """This rank's share of the prompts with the data's responses -> rows like those of `rollout`."""
+    rank, rows = dist.get_rank(), []
+    for row in prompts[rank :: dist.get_world_size()]:
+        ids = tokenizer(row["extra_info"]["answer"], add_special_tokens=False).input_ids
+        ids = np.array([*ids, tokenizer.eos_token_id], np.int32)[: args.max_response_length]
+        lengths = dict(length=len(ids), prompt_length=len(row["prompt_ids"]))
+        texts = dict(response_ids=ids, rollout_logps=np.zeros(len(ids), np.float32))
+        stopped = "stop" if ids[-1] == tokenizer.eos_token_id else "length"
+        rows.append(row | texts | lengths | dict(sample=0, rank=rank, finish_reason=stopped))
+    return rows
+
+
+if __name__ == "__main__":
+    main(Args(**flags))

@@ -1,0 +1,276 @@
+"""Distillation: its losses against tables and plain autograd, what it refuses, and a run from end to end."""
+
+import json
+import math
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, documented, metrics, rollouts, run
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from algos import distill
+
+SAMPLED = SimpleNamespace(
+    kl="sampled",
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.2,
+    clip_ratio_c=3.0,
+    rollout_is="token",
+    rollout_is_threshold=2.0,
+    rollout_rs=None,
+)
+
+
+def divergence(hidden, weight, limits=(1.0, None), theirs=None, target=None):
+    target = torch.zeros(len(hidden), dtype=torch.long) if target is None else target
+    return distill.ReverseKL.apply(hidden, weight, limits, theirs, target)
+
+
+def test_full_by_hand():
+    """p = 1/2 1/4 1/4, q = 1/4 1/4 1/2: KL = 1/2 log 2 - 1/4 log 2; the gradient is p (log p/q - KL)."""
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log().requires_grad_()
+    theirs = torch.tensor([[0.25, 0.25, 0.5]]).log() + 7, torch.eye(3), (1.0, None)
+    logp, kl = divergence(logits, torch.eye(3), theirs=theirs, target=torch.tensor([2]))
+    assert logp.item() == pytest.approx(math.log(0.25)) and kl.item() == pytest.approx(math.log(2) / 4)
+    kl.sum().backward()
+    expected = [x * math.log(2) for x in (0.375, -0.0625, -0.3125)]
+    assert logits.grad[0].tolist() == pytest.approx(expected)
+
+
+def test_sampled_by_hand():
+    """A = teacher - student; ratio 1, over the clip, over the dual clip; times the sampler's weight."""
+    part = dict(
+        mask_nt=torch.ones(1, 4),
+        old_logp_nt=torch.tensor([[-1.0, -1.5, -1.0, -3.0]]),
+        teacher_logp_nt=torch.tensor([[-0.5, -0.5, -2.0, -2.0]]),
+        rollout_logp_nt=torch.tensor([[-1.25, -1.5, -9.0, -3.0]]),
+    )
+    logp_nt = torch.full((1, 4), -1.0, requires_grad=True)
+    loss_nt, terms = distill.actor_loss(SAMPLED, logp_nt, torch.ones(1, 4), part)
+    # ratios 1, e^.5, 1, e^2; A = .5, .5, -1, -1; weights e^.25, 1, min(e^8, 2), 1
+    assert loss_nt[0].tolist() == pytest.approx([-0.5 * math.exp(0.25), -0.6, 2.0, 3.0])
+    loss_nt.sum().backward()
+    assert logp_nt.grad[0].tolist() == pytest.approx([-0.5 * math.exp(0.25), 0, 2.0, 0])
+    assert terms["teacher_kl"][0].tolist() == [-0.5, -0.5, 1.0, 1.0]
+    assert terms["pg_clipfrac"][0].tolist() == [False, True, False, False]
+    assert terms["pg_clipfrac_lower"][0].tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("softcap", (None, 0.5))
+@pytest.mark.parametrize("temperature", (1.0, 0.7))
+@pytest.mark.parametrize("chunk", (1, 2, 3, 100))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_full_equals_plain_autograd(monkeypatch, dtype, chunk, temperature, softcap):
+    """The student's logits may be bounded, the teacher's otherwise, and its width is its own."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(distill, "LOGIT_CHUNK", chunk)
+    ours = [torch.randn(n, 4, dtype=dtype, requires_grad=True) for n in (5, 7)]
+    theirs = [torch.randn(n, 6, dtype=dtype) for n in (5, 7)]
+    target, share = torch.tensor([0, 6, 2, 2, 5]), torch.randn(5)
+    logits = [x.float() @ w.float().t() for x, w in (ours, theirs)]
+    logits[0] = softcap * torch.tanh(logits[0] / softcap) if softcap else logits[0]
+    logp_lv, logq_lv = ((x / temperature).log_softmax(-1) for x in logits)
+    plain = (logp_lv.exp() * (logp_lv - logq_lv)).sum(-1)
+    logp, kl = divergence(*ours, (temperature, softcap), (*theirs, (temperature, None)), target)
+    near = dict(rtol=1e-4, atol=1e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
+    torch.testing.assert_close(logp, logp_lv[torch.arange(5), target], **near)
+    torch.testing.assert_close(kl, plain, **near)
+    found = [torch.autograd.grad((x * share).sum(), ours) for x in (kl, plain)]
+    torch.testing.assert_close(*found, **near)
+
+
+@pytest.mark.parametrize("softcap", (None, 0.5))
+def test_full_equals_differences(monkeypatch, softcap):
+    """Of the loss, in double precision, for every entry of the hidden states and of the weight."""
+    monkeypatch.setattr(distill, "LOGIT_CHUNK", 2)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        ours = [torch.randn(n, 2, requires_grad=True) for n in (3, 4)]
+        theirs, share = (torch.randn(3, 5), torch.randn(4, 5), (0.7, None)), torch.randn(3)
+        loss = lambda: (divergence(*ours, (0.7, softcap), theirs)[1] * share).sum()
+        loss().backward()
+        for x in ours:
+            for i in range(x.numel()):
+                values = []
+                for step in (1e-5, -2e-5, 1e-5):  # there, to the other side, and back
+                    x.data.view(-1)[i] += step
+                    values.append(loss().item())
+                assert x.grad.view(-1)[i].item() == pytest.approx((values[0] - values[1]) / 2e-5, abs=1e-8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_sampled_is_full_in_expectation():
+    """The policy gradient, weighted by the probability of each token that could be sampled."""
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(1, 9, requires_grad=True), torch.randn(1, 9)
+    p = logits.detach().softmax(-1)[0]
+    [full] = torch.autograd.grad(
+        divergence(logits, torch.eye(9), theirs=(teacher, torch.eye(9), (1.0, None)))[1].sum(), logits
+    )
+    expected = torch.zeros_like(full)
+    for v in range(9):
+        logp_nt = logits.log_softmax(-1)[:, v, None]
+        part = dict(mask_nt=torch.ones(1, 1), rollout_logp_nt=logp_nt.detach())
+        part["teacher_logp_nt"] = teacher.log_softmax(-1)[:, v, None]
+        loss_nt, _ = distill.actor_loss(SAMPLED, logp_nt, torch.zeros(1, 1), part)
+        expected += p[v] * torch.autograd.grad(loss_nt.sum(), logits)[0]
+    torch.testing.assert_close(expected, full)
+    assert full.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("positions", (64, 640))
+def test_full_takes_three_buffers_of_a_chunk(monkeypatch, positions):
+    """However many positions there are, no pass makes a tensor as large as a chunk of logits but those."""
+    monkeypatch.setattr(distill, "LOGIT_CHUNK", 64)
+    hidden, weight = torch.randn(positions, 8, requires_grad=True), torch.randn(999, 8)
+    theirs = torch.randn(positions, 4), torch.randn(999, 4), (1.0, None)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        divergence(hidden, weight, theirs=theirs)[1].sum().backward()
+    made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert sum(n for n in made if n >= 64 * 999 * 4) == 3 * 64 * 999 * 4
+    assert weight.grad is None and hidden.grad.abs().sum() > 0
+
+
+def test_rows_of_the_data(tiny, monkeypatch):
+    """This rank's share, with the EOS that a sampler would give, or cut where it would be."""
+    monkeypatch.setattr(distill.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(distill.dist, "get_world_size", lambda: 2)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    prompts = [dict(extra_info=dict(answer=x), prompt_ids=[7, 8]) for x in ("9", "12", "9", "12345")]
+    rows = distill.data_rows(prompts, tokenizer, SimpleNamespace(max_response_length=4))
+    assert [tokenizer.decode(row["response_ids"]) for row in rows] == ["12<|eos|>", "1234"]
+    assert [row["finish_reason"] for row in rows] == ["stop", "length"]
+    assert [row["length"] for row in rows] == [len(row["rollout_logps"]) for row in rows] == [3, 4]
+    assert rows[0]["response_ids"].dtype == np.int32 and "length" not in prompts[1]
+
+
+# ---- what it refuses
+@pytest.fixture
+def refused(tiny, arithmetic, tmp_path, monkeypatch):
+    """Run main with changed flags -> the line that it stops with; loading a model fails the test."""
+
+    def main(*more, **changed):
+        given = dict(model=tiny, teacher=tiny, train_files=arithmetic / "train.parquet")
+        given |= dict(output_dir=tmp_path / "out") | changed
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        monkeypatch.setattr("sys.argv", ["distill.py", *words, *map(str, more)])
+        for name in ("setup_distributed", "build_engine", "load_model"):
+            monkeypatch.setattr(distill, name, lambda *_: pytest.fail("went on to load a model"))
+        with pytest.raises(SystemExit) as stop:
+            distill.main(distill.Args(**distill.parse(distill.Args)))
+        assert "\n" not in stop.value.code
+        return stop.value.code
+
+    return main
+
+
+def write_model(tiny, out, tokens=0, **changes):
+    """A model like `tiny` but for its configuration and how many tokens its tokenizer has."""
+    config = AutoConfig.from_pretrained(tiny)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.add_tokens([f"<{i}>" for i in range(tokens)])
+    tokenizer.save_pretrained(out)
+    return out
+
+
+def test_a_teacher_with_another_vocabulary(refused, tiny, tmp_path):
+    larger = write_model(tiny, tmp_path / "larger", vocab_size=128)
+    line = refused(teacher=larger)
+    assert "--kl full" in line and "102" in line and "128" in line and "--kl sampled" in line
+    other = write_model(tiny, tmp_path / "other", tokens=2)
+    for kl in ("full", "sampled"):
+        line = refused("--kl", kl, teacher=other)
+        assert f"--teacher {other} has another vocabulary: 2 tokens differ, '<0>' is number 102 there" in line
+
+
+def test_a_teacher_is_checked_as_a_model(refused, tiny, tmp_path):
+    assert "no_such_model" in refused(teacher="./no_such_model")
+    window = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4)
+    shutil.copytree(tiny, tmp_path / "window")
+    config = json.loads((tiny / "config.json").read_text()) | window
+    (tmp_path / "window/config.json").write_text(json.dumps(config))
+    line = refused("--share_prefix", teacher=tmp_path / "window")
+    assert "--share_prefix needs full attention, and mistral has other layers" in line
+
+
+def test_the_share_of_the_student(refused, arithmetic, tmp_path):
+    assert "--lam 1.5" in refused("--lam", 1.5)
+    assert "--kl full --group_size 1" in refused("--lam", 0.5, "--kl", "sampled")
+    assert "--kl full --group_size 1" in refused("--lam", 0.5, "--group_size", 2)
+    rows = pq.read_table(arithmetic / "train.parquet").to_pylist()
+    rows[3]["extra_info"]["answer"] = ""
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bare.parquet")
+    line = refused("--lam", 0.5, train_files=tmp_path / "bare.parquet")
+    assert "1 rows have no extra_info.answer, the first is row 3" in line
+
+
+# ---- from end to end
+def flags(tiny, teacher, arithmetic, out, *more):
+    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
+    sizes = "--train_batch_size 16 --ppo_mini_batch_size 8 --max_prompt_length 16 --max_response_length 12"
+    rest = "--lr 1e-2 --total_steps 4 --save_freq 2 --test_freq 0 --keep_checkpoints 0 --rollout_dump"
+    files = "--model", tiny, "--teacher", teacher, "--output_dir", out, *files
+    return [*files, *sizes.split(), *rest.split(), *more]
+
+
+def test_resumed_equals_straight(tiny, arithmetic, tmp_path):
+    """Half of the responses are the data's; two optimizer steps a rollout; a teacher of another width."""
+    teacher = write_model(
+        tiny, tmp_path / "teacher", hidden_size=96, num_attention_heads=3, num_key_value_heads=3
+    )
+    script, out, again = ROOT / "algos/distill.py", tmp_path / "straight", tmp_path / "again"
+    run(script, *flags(tiny, teacher, arithmetic, out, "--lam", 0.5))
+    steps = metrics(out)
+    assert list(steps) == [0, 1, 2, 3, 4]
+    assert all(math.isfinite(x) for m in steps.values() for x in m.values())
+    assert not {name for m in steps.values() for name in m if not documented(name)}
+    assert steps[4]["actor/teacher_kl"] < steps[1]["actor/teacher_kl"]
+    assert all(m["training/rollout_probs_diff_max"] < 1e-4 for s, m in steps.items() if s)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    answers = [row["ground_truth"] == tokenizer.decode(row["response_ids"][:-1]) for row in rollouts(out, 1)]
+    assert 0 < sum(answers) < 16  # a random student gives no right one
+
+    again.mkdir()  # as a kill after the third step leaves it
+    shutil.copytree(out / "checkpoints/step_000002", again / "checkpoints/step_000002")
+    os.symlink("step_000002", again / "checkpoints/latest")
+    shutil.copy(out / "args.json", again)
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (again / "metrics.jsonl").write_text("".join(lines[:4]))
+    run(script, *flags(tiny, teacher, arithmetic, again, "--lam", 0.5))
+    assert list(metrics(again)) == [0, 1, 2, 3, 4]
+    for step in (3, 4):
+        assert [x["response_ids"] for x in rollouts(again, step)] == [
+            x["response_ids"] for x in rollouts(out, step)
+        ]
+        for name, value in metrics(again)[step].items():
+            assert name.startswith(("timing", "perf", "global_seqlen")) or steps[step][name] == value, name
+    ends = [load_file(x / "checkpoints/step_000004/hf/model.safetensors") for x in (out, again)]
+    before = load_file(tiny / "model.safetensors")
+    assert all(
+        torch.equal(x, ends[1][name]) and not torch.equal(x, before[name]) for name, x in ends[0].items()
+    )
+
+
+def test_sampled_from_end_to_end(tiny, arithmetic, tmp_path):
+    """One optimizer step a rollout: the loss is the estimated KL. Its own teacher has nothing to say."""
+    more = "--kl", "sampled", "--ppo_mini_batch_size", 16, "--total_steps", 2
+    run(ROOT / "algos/distill.py", *flags(tiny, tiny, arithmetic, tmp_path, *more))
+    _, first, second = metrics(tmp_path).values()
+    assert abs(first["actor/teacher_kl"]) < 1e-6 and first["actor/grad_norm"] < 1e-4
+    assert abs(second["actor/teacher_kl"]) < 0.01 and "timing_s/ref" in second
+    for m in (first, second):
+        assert m["actor/pg_loss"] == pytest.approx(m["actor/teacher_kl"], rel=1e-3, abs=1e-7)
+        assert m["actor/ppo_kl"] == 0 and not {name for name in m if not documented(name)}

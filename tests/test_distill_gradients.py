@@ -1,0 +1,29 @@
+"""Gradients of distillation depend on no way to cut the work, and are those of plain logits."""
+
+import pytest
+import torch
+from conftest import ROOT, run
+from test_grpo_gradients import RANKS, distance
+
+
+@pytest.fixture(scope="module")
+def gradients(tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("gradients")
+    for name, (ranks, replicas) in RANKS.items():
+        worker = ROOT / "tests/workers/distill_gradients.py"
+        run(worker, "distill", tiny, out / f"{name}.pt", replicas, ranks=ranks)
+    return {name: torch.load(out / f"{name}.pt") for name in RANKS}
+
+
+@pytest.mark.parametrize("kl", ("full", "sampled"))
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("budget", (70, 200, 100_000))
+@pytest.mark.parametrize("layout", ("padded", "packed", "shared"))
+def test_update_equals_plain_loss(gradients, kl, ranks, budget, layout):
+    assert distance(gradients[ranks][kl, budget, layout], gradients["1"][kl, "naive"]) < 1e-5
+    same = gradients["1"]["kl", kl, 100_000, "padded"]
+    assert gradients[ranks]["kl", kl, budget, layout] == pytest.approx(same, rel=1e-5)
+
+
+def test_the_comparison_can_fail(gradients):
+    assert distance(gradients["1"]["full", "naive"], gradients["1"]["sampled", "naive"]) > 0.1
