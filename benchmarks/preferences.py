@@ -19,8 +19,10 @@ import tyro
 from demo import FLAGS, ROOT, run
 from rich.console import Console
 from rich.table import Table
-from seeds import held_out
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from workload import read_metrics, save
+
+from data_prep.schema import load_rows
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -32,7 +34,7 @@ STEP = "--max_length 32 --lr_schedule constant --warmup_steps 5 --test_freq 0 --
 STEP += " --no-gradient_checkpointing --train_batch_size 64"
 SFT = FLAGS["tiny"]["sft"].replace("--total_steps 250", "--total_steps 300")
 RFT, DPO = f"{STEP} --total_steps 150 --lr 3e-4", f"{STEP} --total_steps 100 --lr 1e-4"
-ONCE = {"RFT": RFT, "DPO": DPO, "DPO with NLL": f"{DPO} --nll_coef 1"}
+ONCE = {"RFT": RFT, "DPO with NLL": f"{DPO} --nll_coef 1", "DPO": DPO}
 GRPO = f"{FLAGS['tiny']['grpo']} --save_freq 0 --total_steps {BUDGETS[-1] // A_STEP}"
 GRPO = GRPO.replace("linear", "constant").replace("--test_freq 10", "--test_freq 4")
 RIGHT = "val-core/arithmetic/acc/mean@1"
@@ -56,6 +58,18 @@ def costs(out):
     lines = read_metrics(out, 0)
     keys = "perf/total_num_tokens", "timing_s/update_actor", "response_length/mean"
     return lines, np.cumsum([[m.get(key, 0) for key in keys] for m in lines], axis=0) * [1, 1, A_STEP]
+
+
+def accuracy(hf, file):
+    """Of greedy answers to prompts of one length."""
+    tokenizer, model = AutoTokenizer.from_pretrained(hf), AutoModelForCausalLM.from_pretrained(hf)
+    rows = load_rows(file, ["prompt", "reward_model"])
+    prompts = tokenizer.apply_chat_template(
+        [row["prompt"] for row in rows], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**prompts, max_new_tokens=8, do_sample=False)[:, prompts["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return np.mean([x == row["reward_model"]["ground_truth"] for x, row in zip(texts, rows, strict=True)])
 
 
 def flow(args, seed):
@@ -92,14 +106,15 @@ def flow(args, seed):
     def note(method, responses, tokens, *names):
         """The last of these runs, which has cost what all of them have."""
         trained, seconds, _ = np.sum([costs(where(name))[1][-1] for name in names], axis=0)
-        found.append([method, responses, tokens, trained, seconds, where(names[-1])])
+        right = accuracy(hf(names[-1]), data / "test.parquet")
+        found.append([method, responses, tokens, trained, seconds, right])
 
     train("sft", "sft", SFT, args.demo / "model", data / "train.parquet")
-    found.append(["SFT", 0, 0, 0, 0, where("sft")])
+    found.append(["SFT", 0, 0, 0, 0, accuracy(hf("sft"), data / "test.parquet")])
     # ---- from samples of the SFT model
     for budget in BUDGETS:
         right, pairs, tokens = rows("sft", 0, BUDGETS[-1], budget)
-        for method, flags in ONCE.items():
+        for method, flags in [*ONCE.items()][: 3 if budget == BUDGETS[-1] else 2]:  # DPO as it is: the last
             name = f"{method.lower().replace(' ', '_')}_{budget}"
             script, file = ("sft", right) if method == "RFT" else ("dpo", pairs)
             train(name, script, flags, hf("sft"), file)
@@ -112,8 +127,6 @@ def flow(args, seed):
         train(names[-1], "sft", RFT, hf(names[-2]), right)
         tokens += more
         note("RFT in rounds", (number + 1) * SHARE, tokens, *names)
-    for some, accuracy in zip(found, held_out(args, [out for *_, out in found]), strict=True):
-        some[-1] = accuracy
     # ---- GRPO, whose validation is on the held-out rows
     train("grpo", "grpo", GRPO, hf("sft"), data / "train.parquet", "--val_files", data / "test.parquet")
     for line, (trained, seconds, tokens) in zip(*costs(where("grpo")), strict=True):
