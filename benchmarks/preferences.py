@@ -1,7 +1,7 @@
 """What a budget of sampled tokens buys: RFT, RFT in rounds, DPO and GRPO from one SFT model, several seeds.
 
     make demo                            # data and model
-    python benchmarks/preferences.py     # an hour on two cores
+    python benchmarks/preferences.py     # three quarters of an hour on two cores
 
 A seed is that of the whole flow. RFT and DPO learn from the first of the SFT model's samples, in rounds each
 model from the samples of the one before; GRPO is one run. Writes runs/preferences: results.json,
