@@ -48,7 +48,7 @@ class Args:
     # ---- run
     output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
     resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
-    seed: int = 1  # of the data order and, with step, prompt and sample number, of every response
+    seed: int = 1  # of data order, adapters and, with step, prompt and sample number, of every response
     total_epochs: int = 1  # passes over the training data
     total_steps: int | None = None  # RL steps in all; None: total_epochs
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
@@ -94,8 +94,8 @@ class Args:
     group_size: int = 8  # responses to each prompt
     max_response_length: int = 1024  # limit of a response in tokens, all turns and what stands between them
     temperature: float = 1.0  # of sampling; log-probs of the trainer are taken at the same
-    top_p: float = 1.0  # nucleus sampling; below 1 only without tis_cap
-    top_k: int = -1  # top-k sampling; -1: off, else only without tis_cap
+    top_p: float = 1.0  # nucleus sampling; below 1 only without rollout_is, rollout_rs
+    top_k: int = -1  # top-k sampling; -1: off, else as top_p
     tp_size: int = 1  # ranks that share one sampler by tensor parallelism
     gpu_memory_utilization: float = 0.5  # share of the GPU's memory that the awake sampler takes
     val_group_size: int = 1  # responses to each validation prompt
@@ -110,20 +110,28 @@ class Args:
     weight_decay: float = 0.01  # AdamW's decoupled weight decay
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
-    adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"  # in its group
+    adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl"] = "grpo"  # in its group
     norm_adv_by_std: bool = True  # divide grpo's advantage by the group's deviation; off: Dr. GRPO
-    clip_ratio_low: float = 0.2  # ratios below 1 - this are clipped
-    clip_ratio_high: float = 0.2  # ratios above 1 + this are clipped
-    clip_ratio_c: float = 3.0  # dual clip: bound of the ratio for negative advantages
-    # how token losses of an optimizer step are averaged; the last is Dr. GRPO's
-    loss_agg: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    policy_loss: Literal["clip", "gspo", "cispo", "sapo"] = "clip"  # of the ratio of new to old policy
+    clip_ratio_low: float | None = None  # ratios below 1 - this are clipped; None: .2, gspo 3e-4, cispo 1
+    clip_ratio_high: float | None = None  # ratios above 1 + this are clipped; None: .2, gspo 4e-4, cispo 4
+    clip_ratio_c: float = 3.0  # dual clip of clip and gspo: bound of the ratio for negative advantages
+    tau_pos: float = 1.0  # of sapo's gate where the advantage is positive; larger: it closes sooner
+    tau_neg: float = 1.05  # where it is not
+    # average of the token losses of an optimizer step; None: token-mean, of gspo and sapo
+    # seq-mean-token-mean; the last is Dr. GRPO's
+    loss_agg: (
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
+    ) = None
     use_kl_loss: bool = False  # add the KL divergence from the initial model to the loss
     kl_loss_coef: float = 0.001  # weight of the KL loss
-    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"  # estimator of the KL; k3 is verl's low_var_kl
+    kl_kind: Literal["k1", "k1+", "abs", "k2", "k3", "k3+"] = "k3"  # its estimator; +: with k2's gradient
     entropy_coeff: float = 0.0  # weight of the entropy bonus
-    tis_cap: float = 2.0  # cap of the importance weight of trainer against sampler; 0: no correction
+    rollout_is: Literal["token", "sequence"] | None = "token"  # importance of trainer against sampler
+    rollout_is_threshold: float = 2.0  # a larger importance is cut to it
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # rejection by that ratio
+    rollout_rs_threshold: float | None = None  # with rollout_rs: largest ratio of what is not rejected
+    rollout_rs_threshold_lower: float | None = None  # smallest; None: 1 / rollout_rs_threshold
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the scorer of the data_source
@@ -185,6 +193,9 @@ def advantages(args, score_n, group_n, length_n):
     centred_n = group_advantages(score_n, group_n, norm_by_std=False)
     if args.adv_estimator == "rloo":  # score minus the mean of the others (2402.14740)
         return centred_n * args.group_size / max(args.group_size - 1, 1)  # eq: grpo.rloo
+    if args.adv_estimator == "maxrl":  # score minus mean over the mean (2602.02710)
+        mean_n = score_n - centred_n
+        return (centred_n / mean_n).where(mean_n > 0, 0.0)  # eq: grpo.maxrl
     # REINFORCE++ with baseline (2501.03262): zero mean and unit variance over all tokens of the batch
     centred_n = centred_n - (centred_n * length_n).sum() / length_n.sum()
     variance = (centred_n**2 * length_n).sum() / (length_n.sum() - 1).clamp(min=1)
@@ -194,6 +205,9 @@ def advantages(args, score_n, group_n, length_n):
 def kl_estimate(logp_nt, ref_logp_nt, kind):
     """Estimators of KL(policy || reference) a sampled token (Schulman 2020); k3 is clamped as in verl."""
     d_nt = logp_nt - ref_logp_nt
+    if kind.endswith("+"):  # the value of k1, k3 with the gradient of k2, which is the KL's
+        value_nt = kl_estimate(logp_nt, ref_logp_nt, kind[:-1]).detach()
+        return value_nt + d_nt**2 / 2 - d_nt.detach() ** 2 / 2  # eq: grpo.kl_gradient
     if kind == "k3":
         d_nt = d_nt.clamp(-20, 20)
         return ((-d_nt).exp() + d_nt - 1).clamp(-10, 10)  # eq: grpo.kl
@@ -239,10 +253,12 @@ def actor_loss(args, logp_nt, entropy_nt, part):
     part: columns of the batch; without old_logp_nt (a single optimizer step) the policy is its own old one.
     """
     old_nt = part.get("old_logp_nt", logp_nt.detach())
-    clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
-    pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, part["adv_nt"], *clip)
-    if args.tis_cap:
-        pg_nt = pg_nt * (old_nt - part["rollout_logp_nt"]).exp().clamp(max=args.tis_cap)  # eq: grpo.tis
+    given, clip = (logp_nt, old_nt, part["adv_nt"]), (args.clip_ratio_low, args.clip_ratio_high)
+    if args.policy_loss == "clip":
+        pg_nt, clipped_nt, lower_nt = policy_loss(*given, *clip, args.clip_ratio_c)
+    else:
+        pg_nt, clipped_nt, lower_nt = other_loss(args, *given, part["mask_nt"])
+    pg_nt = pg_nt * rollout_weights(args, old_nt, part["rollout_logp_nt"], part["mask_nt"])
     kl_nt = kl_estimate(logp_nt, part.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
     loss_nt = pg_nt - args.entropy_coeff * entropy_nt
     if args.use_kl_loss:
@@ -344,9 +360,10 @@ def update_actor(policy, optimizer, batch, args):
 
 def main(args):
     # ---- arguments and data: nothing slow before they are known to be good
+    args = with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
     check_args(args)
     if args.use_kl_loss and args.kl_kind == "k1":
-        fail("--kl_kind k1 has an expected gradient of 0 as a loss: take k2 or k3")
+        fail("--kl_kind k1 has an expected gradient of 0 as a loss: take k1+, k2 or k3+")
     if args.max_turns < 1 or args.max_observation_length < 1:
         fail("--max_turns and --max_observation_length must be at least 1")
     checkpoints = open_run(args)
@@ -424,7 +441,8 @@ def main(args):
             group["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics, first = update_actor(policy, optimizer, batch, args)
-        metrics |= check_sampler(*sampled(batch.get("old_logp_nt", first), batch), args, step)
+        logps = batch.get("old_logp_nt", first)
+        metrics |= check_sampler(*sampled(logps, batch), args, step) | weight_metrics(logps, batch, args)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
@@ -456,6 +474,62 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # The system
 # --------------------------------------------------------------------------------------------------
+# region losses
+PAPER = {  # what a flag that is None stands for, by --policy_loss; the script has the values for `clip`
+    "gspo": dict(clip_ratio_low=3e-4, clip_ratio_high=4e-4, loss_agg="seq-mean-token-mean"),
+    "cispo": dict(clip_ratio_low=1.0, clip_ratio_high=4.0, loss_agg="token-mean"),  # ratios from 0 to 5
+    "sapo": dict(loss_agg="seq-mean-token-mean"),
+}
+
+
+def with_defaults(args, **clip):
+    """The arguments, with numbers for what is None."""
+    paper = PAPER.get(args.policy_loss, clip)
+    return replace(args, **{name: x for name, x in paper.items() if getattr(args, name) is None})
+
+
+def gspo_loss(logp_nt, old_nt, adv_nt, mask_nt, *clip):
+    """policy_loss with one ratio a response: e to the mean of its log-ratios (2507.18071, eq. 14).
+
+    Log-ratios .1 and .3 of a response: both tokens have the ratio e^.2, and each the gradient of its own.
+    """
+    d_nt = (logp_nt - old_nt).detach() * mask_nt
+    mean_n1 = d_nt.sum(-1, keepdim=True) / mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    return policy_loss(logp_nt, logp_nt.detach() - mean_n1, adv_nt, *clip)  # eq: grpo.gspo
+
+
+def cispo_loss(logp_nt, old_nt, adv_nt, low, high):
+    """-sg(clip(r, 1 - low, 1 + high)) A log p: no token loses its gradient (2506.13585, eq. 4).
+
+    A = 1, log p = -2, r = 6, high = 4 -> 10, clipped.
+    """
+    ratio_nt = (logp_nt - old_nt).detach().clamp(-20, 20).exp()
+    clip_nt = ratio_nt.clamp(1 - low, 1 + high)
+    return -clip_nt * adv_nt * logp_nt, clip_nt != ratio_nt, torch.zeros_like(clip_nt)  # eq: grpo.cispo
+
+
+def sapo_loss(logp_nt, old_nt, adv_nt, tau_pos, tau_neg):
+    """-A sigma(tau (r - 1)) 4 / tau: the gate closes slowly, where a clip jumps (2511.20347, eq. 5).
+
+    A = 1, tau = 1, r = 1 -> -2; the slope there is that of r.
+    """
+    ratio_nt = (logp_nt - old_nt).clamp(-20, 20).exp()
+    tau_nt = torch.where(adv_nt > 0, tau_pos, tau_neg)
+    loss_nt = -adv_nt * torch.sigmoid(tau_nt * (ratio_nt - 1)) * 4 / tau_nt  # eq: grpo.sapo
+    return loss_nt, torch.zeros_like(loss_nt), torch.zeros_like(loss_nt)
+
+
+def other_loss(args, logp_nt, old_nt, adv_nt, mask_nt):
+    """What --policy_loss says, where it is not `clip`; arguments and results as those of policy_loss."""
+    given, clip = (logp_nt, old_nt, adv_nt), (args.clip_ratio_low, args.clip_ratio_high)
+    if args.policy_loss == "gspo":
+        return gspo_loss(*given, mask_nt, *clip, args.clip_ratio_c)
+    if args.policy_loss == "cispo":
+        return cispo_loss(*given, *clip)
+    return sapo_loss(*given, args.tau_pos, args.tau_neg)
+
+
+# endregion
 # region turns
 def observation(tokenizer, messages, tools, last):
     """Ids of an environment's messages, as the chat template has them behind a turn whose last id is `last`.
@@ -845,7 +919,7 @@ MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
     " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
     " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss center_rewards_coef teacher kl".split()
+    " loss policy_loss center_rewards_coef teacher kl".split()
 )
 
 
@@ -1032,8 +1106,15 @@ def check_args(args):
         fail("--merge_lora needs --lora_rank")
     if args.temperature <= 0:
         fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
-    if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
-        fail(f"{flag('top_p')} {flag('top_k')}: log-probs are not of all tokens then, so pass --tis_cap 0")
+    if (args.rollout_is or args.rollout_rs) and (args.top_p < 1 or args.top_k > 0):
+        why = "log-probs are not of all tokens then, so pass --rollout_is None and no --rollout_rs"
+        fail(f"{flag('top_p')} {flag('top_k')}: {why}")
+    low, high = args.rollout_rs_threshold_lower, args.rollout_rs_threshold
+    if bool(args.rollout_rs) != bool(high) or (low or 0) < 0 or (low or 0) > (high or 0):
+        flags = f"{flag('rollout_rs')} {flag('rollout_rs_threshold')} {flag('rollout_rs_threshold_lower')}"
+        fail(f"{flags}: a level and bounds of its ratio, 0 <= lower <= upper, belong together")
+    if args.rollout_is_threshold <= 0:
+        fail(f"{flag('rollout_is_threshold')} leaves no weight above 0")
 
 
 def load_data(args, tools=None):
@@ -1229,6 +1310,47 @@ def check_sampler(logps, batch, args, step):
         )
     probs = {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
     return probs | {"training/rollout_logp_diff_mean": gap}
+
+
+def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
+    """Factors of the token losses, as the sampler is not quite the policy; no gradient goes through them.
+
+    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
+    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.
+    """
+    d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
+    d_n1, length_n1 = d_nt.sum(-1, keepdim=True), mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    logs = dict(token=d_nt, sequence=d_n1, geometric=d_n1 / length_n1)
+    ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
+    weight_nt = torch.ones_like(d_nt)
+    if args.rollout_is:
+        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+    if args.rollout_rs:
+        ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold
+        low = 1 / high if args.rollout_rs_threshold_lower is None else args.rollout_rs_threshold_lower
+        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
+    return weight_nt
+
+
+def weight_metrics(logps, batch, args):
+    """What rollout_weights makes of the tokens of a step, of all ranks; logps: by row, of before the step."""
+    rows, sums, largest = range(len(batch["rows"])), torch.zeros(4, dtype=torch.float64), 0.0
+    if not args.rollout_is and not args.rollout_rs:
+        return {}
+    for start in rows[::64]:  # no more than these are padded at a time
+        part = columns(batch | dict(old_logp_nt=logps), rows[start : start + 64], "cpu")
+        weight_nt = rollout_weights(args, part["old_logp_nt"], part["rollout_logp_nt"], part["mask_nt"])
+        w = weight_nt[part["mask_nt"]].double()
+        sums += torch.stack([torch.ones_like(w).sum(), w.sum(), (w**2).sum(), (w == 0).sum()])
+        largest = max(largest, w.max().item())
+    tokens, total, squares, rejected = all_reduce(sums.tolist())
+    [largest] = all_reduce([largest], dist.ReduceOp.MAX)
+    return {
+        "rollout_corr/rollout_is_mean": total / tokens,
+        "rollout_corr/rollout_is_max": largest,
+        "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
+        "rollout_corr/rollout_rs_masked_fraction": rejected / tokens,
+    }
 
 
 def score_rows(rows, manager, tokenizer, known=KNOWN):

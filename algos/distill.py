@@ -87,8 +87,8 @@ class Args:
     group_size: int = 1  # responses to each prompt
     max_response_length: int = 1024  # limit of the response in tokens
     temperature: float = 1.0  # of sampling; log-probs of the trainer are taken at the same
-    top_p: float = 1.0  # nucleus sampling; below 1 only without tis_cap
-    top_k: int = -1  # top-k sampling; -1: off, else only without tis_cap
+    top_p: float = 1.0  # nucleus sampling; below 1 only without rollout_is, rollout_rs
+    top_k: int = -1  # top-k sampling; -1: off, else as top_p
     tp_size: int = 1  # ranks that share one sampler by tensor parallelism
     gpu_memory_utilization: float = 0.5  # share of the GPU's memory that the awake sampler takes
     val_group_size: int = 1  # responses to each validation prompt
@@ -112,7 +112,12 @@ class Args:
     clip_ratio_low: float = 0.2  # --kl sampled: ratios below 1 - this are clipped
     clip_ratio_high: float = 0.2  # --kl sampled: ratios above 1 + this are clipped
     clip_ratio_c: float = 3.0  # --kl sampled, dual clip: bound of the ratio for negative advantages
-    tis_cap: float = 2.0  # --kl sampled: cap of the weight of trainer against sampler; 0: no correction
+    # --kl sampled: importance of trainer against sampler
+    rollout_is: Literal["token", "sequence"] | None = "token"
+    rollout_is_threshold: float = 2.0  # a larger importance is cut to it
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # rejection by that ratio
+    rollout_rs_threshold: float | None = None  # with rollout_rs: largest ratio of what is not rejected
+    rollout_rs_threshold_lower: float | None = None  # smallest; None: 1 / rollout_rs_threshold
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
     # FILE.py:NAME; `rewards`: the scorer of the data_source; `none`. They measure, and train nothing
@@ -250,8 +255,7 @@ def actor_loss(args, logp_nt, other_nt, part):
     adv_nt = part["teacher_logp_nt"] - logp_nt.detach()  # eq: distill.advantage
     clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
     pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, *clip)
-    if args.tis_cap:
-        pg_nt = pg_nt * (old_nt - part["rollout_logp_nt"]).exp().clamp(max=args.tis_cap)  # eq: grpo.tis
+    pg_nt = pg_nt * rollout_weights(args, old_nt, part["rollout_logp_nt"], part["mask_nt"])
     terms = dict(pg_loss=pg_nt, teacher_kl=-adv_nt, entropy=other_nt, ppo_kl=old_nt - logp_nt)
     return pg_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
 
@@ -662,7 +666,7 @@ MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
     " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
     " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss center_rewards_coef teacher kl".split()
+    " loss policy_loss center_rewards_coef teacher kl".split()
 )
 
 
@@ -849,8 +853,15 @@ def check_args(args):
         fail("--merge_lora needs --lora_rank")
     if args.temperature <= 0:
         fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
-    if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
-        fail(f"{flag('top_p')} {flag('top_k')}: log-probs are not of all tokens then, so pass --tis_cap 0")
+    if (args.rollout_is or args.rollout_rs) and (args.top_p < 1 or args.top_k > 0):
+        why = "log-probs are not of all tokens then, so pass --rollout_is None and no --rollout_rs"
+        fail(f"{flag('top_p')} {flag('top_k')}: {why}")
+    low, high = args.rollout_rs_threshold_lower, args.rollout_rs_threshold
+    if bool(args.rollout_rs) != bool(high) or (low or 0) < 0 or (low or 0) > (high or 0):
+        flags = f"{flag('rollout_rs')} {flag('rollout_rs_threshold')} {flag('rollout_rs_threshold_lower')}"
+        fail(f"{flags}: a level and bounds of its ratio, 0 <= lower <= upper, belong together")
+    if args.rollout_is_threshold <= 0:
+        fail(f"{flag('rollout_is_threshold')} leaves no weight above 0")
 
 
 def load_data(args, tools=None):
@@ -1046,6 +1057,47 @@ def check_sampler(logps, batch, args, step):
         )
     probs = {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
     return probs | {"training/rollout_logp_diff_mean": gap}
+
+
+def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
+    """Factors of the token losses, as the sampler is not quite the policy; no gradient goes through them.
+
+    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
+    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.
+    """
+    d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
+    d_n1, length_n1 = d_nt.sum(-1, keepdim=True), mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    logs = dict(token=d_nt, sequence=d_n1, geometric=d_n1 / length_n1)
+    ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
+    weight_nt = torch.ones_like(d_nt)
+    if args.rollout_is:
+        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+    if args.rollout_rs:
+        ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold
+        low = 1 / high if args.rollout_rs_threshold_lower is None else args.rollout_rs_threshold_lower
+        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
+    return weight_nt
+
+
+def weight_metrics(logps, batch, args):
+    """What rollout_weights makes of the tokens of a step, of all ranks; logps: by row, of before the step."""
+    rows, sums, largest = range(len(batch["rows"])), torch.zeros(4, dtype=torch.float64), 0.0
+    if not args.rollout_is and not args.rollout_rs:
+        return {}
+    for start in rows[::64]:  # no more than these are padded at a time
+        part = columns(batch | dict(old_logp_nt=logps), rows[start : start + 64], "cpu")
+        weight_nt = rollout_weights(args, part["old_logp_nt"], part["rollout_logp_nt"], part["mask_nt"])
+        w = weight_nt[part["mask_nt"]].double()
+        sums += torch.stack([torch.ones_like(w).sum(), w.sum(), (w**2).sum(), (w == 0).sum()])
+        largest = max(largest, w.max().item())
+    tokens, total, squares, rejected = all_reduce(sums.tolist())
+    [largest] = all_reduce([largest], dist.ReduceOp.MAX)
+    return {
+        "rollout_corr/rollout_is_mean": total / tokens,
+        "rollout_corr/rollout_is_max": largest,
+        "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
+        "rollout_corr/rollout_rs_masked_fraction": rejected / tokens,
+    }
 
 
 def score_rows(rows, manager, tokenizer, known=KNOWN):

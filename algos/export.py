@@ -76,7 +76,7 @@ def full_model(weights, hf, run):
 
 
 def adapters(weights, run):
-    """peft's configuration and names for the adapters of sft.py, or of rm.py with their head."""
+    """peft's configuration and names for the adapters of a trainer, of rm.py with their head."""
     names = run["lora_target_modules"]
     targets = "all-linear" if names == ["all-linear"] else names
     sizes = dict(r=run["lora_rank"], lora_alpha=run["lora_alpha"], target_modules=targets)

@@ -5,8 +5,9 @@ Departures from the papers:
 1. Actor and critic are two models; the critic may learn alone at first (`--critic_warmup`).
 2. Clip-higher (DAPO 2503.14476, eq. 10; off by default) and dual clip (1912.09729, eq. 5) are there.
 3. Losses are means over all tokens of the optimizer step (`--loss_agg token-mean`), not of responses.
-4. The sampler's rounding is corrected by truncated importance sampling (`--tis_cap`, Yao et al. 2025).
+4. The sampler's rounding is corrected by truncated importance sampling (`--rollout_is`, Yao et al. 2025).
 5. The KL divergence from the initial model is off by default; it goes into the reward, the loss, or both.
+6. What VAPO (2504.05118) adds for long responses is there too, behind flags: docs/vapo.md.
 
 CPU:        python algos/ppo.py --model runs/tiny/hf --train_files data/train.parquet --output_dir runs/ppo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/ppo.py ...
@@ -47,7 +48,7 @@ class Args:
     # ---- run
     output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
     resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
-    seed: int = 1  # of the data order and, with step, prompt and sample number, of every response
+    seed: int = 1  # of data order, adapters and, with step, prompt and sample number, of every response
     total_epochs: int = 1  # passes over the training data
     total_steps: int | None = None  # RL steps in all; None: total_epochs
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
@@ -88,8 +89,8 @@ class Args:
     group_size: int = 1  # responses to each prompt
     max_response_length: int = 1024  # limit of the response in tokens
     temperature: float = 1.0  # of sampling; log-probs of the trainer are taken at the same
-    top_p: float = 1.0  # nucleus sampling; below 1 only without tis_cap
-    top_k: int = -1  # top-k sampling; -1: off, else only without tis_cap
+    top_p: float = 1.0  # nucleus sampling; below 1 only without rollout_is, rollout_rs
+    top_k: int = -1  # top-k sampling; -1: off, else as top_p
     tp_size: int = 1  # ranks that share one sampler by tensor parallelism
     gpu_memory_utilization: float = 0.5  # share of the GPU's memory that the awake sampler takes
     val_group_size: int = 1  # responses to each validation prompt
@@ -100,7 +101,8 @@ class Args:
     ppo_epochs: int = 1  # passes over the responses of a step
     lr: float = 1e-6  # peak learning rate of the actor
     critic_lr: float = 1e-5  # peak learning rate of the critic
-    critic_warmup: int = 0  # first steps in which only the critic learns; the actor's schedule follows them
+    # first steps in which only the critic learns, from returns with lambda 1; the actor's schedule follows
+    critic_warmup: int = 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
     warmup_steps: int = 0  # steps of linear warm-up; the actor's begins after critic_warmup
     weight_decay: float = 0.01  # AdamW's decoupled weight decay
@@ -108,6 +110,9 @@ class Args:
     # ---- algorithm
     gamma: float = 1.0  # discount of later rewards, a token
     lam: float = 1.0  # GAE's lambda; 1: returns minus values, 0: one-step differences
+    critic_lam: float | None = None  # lambda of the critic's returns; None: that of --lam
+    # for advantages lambda is 1 - 1/(this * tokens of the response), at least 0; None: that of --lam
+    lam_alpha: float | None = None
     cliprange_value: float = 0.5  # how far an update may move a value before its gradient ends
     clip_ratio_low: float = 0.2  # ratios below 1 - this are clipped
     clip_ratio_high: float = 0.2  # ratios above 1 + this are clipped
@@ -118,14 +123,19 @@ class Args:
     ] = "token-mean"
     use_kl_loss: bool = False  # add the KL divergence from the initial model to the loss
     kl_loss_coef: float = 0.001  # weight of the KL loss
-    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"  # estimator of the KL loss; k3 is verl's low_var_kl
+    kl_kind: Literal["k1", "k1+", "abs", "k2", "k3", "k3+"] = "k3"  # its estimator; +: with k2's gradient
     use_kl_in_reward: bool = False  # take the KL from the initial model off each token's reward
     kl_coef: float = 0.001  # weight of the KL in the reward; with kl_target, its first value
     kl_penalty: Literal["k1", "abs", "k2", "k3"] = "k1"  # estimator of the KL in the reward
     kl_target: float | None = None  # KL a token that the weight is adapted towards; None: it is fixed
     kl_horizon: float = 10000.0  # responses over which the adaptive weight reacts
     entropy_coeff: float = 0.0  # weight of the entropy bonus
-    tis_cap: float = 2.0  # cap of the importance weight of trainer against sampler; 0: no correction
+    positive_nll_coef: float = 0.0  # weight in the loss of -log p of responses with acc, else score, above 0
+    rollout_is: Literal["token", "sequence"] | None = "token"  # importance of trainer against sampler
+    rollout_is_threshold: float = 2.0  # a larger importance is cut to it
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # rejection by that ratio
+    rollout_rs_threshold: float | None = None  # with rollout_rs: largest ratio of what is not rejected
+    rollout_rs_threshold_lower: float | None = None  # smallest; None: 1 / rollout_rs_threshold
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the data_source's scorer; `none`: 0
@@ -178,6 +188,7 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
     """Generalised advantage estimation (1506.02438, eq. 16) -> adv_nt, not whitened, and return_nt = A + V.
 
     A masked token (tool output, padding) passes the V and A of its successor through; V after the end is 0.
+    lam: a number, or one for each response.
     Rewards 0 0 1, values .5 .6 .7, gamma = lam = 1 -> A .5 .4 .3, returns 1 1 1.
     """
     adv_nt, mask_nt = torch.zeros_like(value_nt), mask_nt.bool()
@@ -188,6 +199,11 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
         next_value_n = torch.where(mask_nt[:, t], value_nt[:, t], next_value_n)
         adv_nt[:, t] = next_adv_n
     return adv_nt, adv_nt + value_nt
+
+
+def adaptive_lam(mask_nt, alpha):
+    """VAPO's lambda of a response of l tokens, 1 - 1/(alpha l), at least 0: alpha = .05, l = 40 -> .5."""
+    return (1 - 1 / (alpha * mask_nt.sum(-1).clamp(min=1))).clamp(min=0)  # eq: ppo.lam_alpha
 
 
 def masked_whiten(x_nt, mask_nt, reduce=lambda sums: sums):
@@ -221,6 +237,9 @@ class AdaptiveKL(nn.Module):
 def kl_estimate(logp_nt, ref_logp_nt, kind):
     """Estimators of KL(policy || reference) a sampled token (Schulman 2020); k3 is clamped as in verl."""
     d_nt = logp_nt - ref_logp_nt
+    if kind.endswith("+"):  # the value of k1, k3 with the gradient of k2, which is the KL's
+        value_nt = kl_estimate(logp_nt, ref_logp_nt, kind[:-1]).detach()
+        return value_nt + d_nt**2 / 2 - d_nt.detach() ** 2 / 2  # eq: grpo.kl_gradient
     if kind == "k3":
         d_nt = d_nt.clamp(-20, 20)
         return ((-d_nt).exp() + d_nt - 1).clamp(-10, 10)  # eq: grpo.kl
@@ -260,6 +279,18 @@ def loss_weights(mask_nt, mode, max_length=None, totals=None):
     return mask_nt / denominator[mode]  # eq: grpo.aggregation
 
 
+def nll_weights(rows, args):
+    """What turns a mean over all responses of an optimizer step into one over the right ones, [N].
+
+    Of a wrong one 0, of a right one (acc, else score, above 0) all tokens / tokens of right ones; numbers of
+    responses if loss_agg is not token-mean. Right, wrong and right of 1, 5 and 2 tokens: 8/3 0 8/3.
+    """
+    right_n = torch.tensor([float(row["reward"].get("acc", row["reward"]["score"]) > 0) for row in rows])
+    size_n = torch.tensor([row["length"] if args.loss_agg == "token-mean" else 1.0 for row in rows])
+    steps = [x.split(args.ppo_mini_batch_size * args.group_size) for x in (right_n, size_n)]
+    return torch.cat([right * size.sum() / (right * size).sum().clamp(min=1) for right, size in zip(*steps)])
+
+
 def actor_loss(args, logp_nt, entropy_nt, part):
     """The whole loss of each token -> loss_nt, and the terms that metrics are sums of.
 
@@ -268,13 +299,15 @@ def actor_loss(args, logp_nt, entropy_nt, part):
     old_nt = part.get("old_logp_nt", logp_nt.detach())
     clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
     pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, part["adv_nt"], *clip)
-    if args.tis_cap:
-        pg_nt = pg_nt * (old_nt - part["rollout_logp_nt"]).exp().clamp(max=args.tis_cap)  # eq: grpo.tis
+    pg_nt = pg_nt * rollout_weights(args, old_nt, part["rollout_logp_nt"], part["mask_nt"])
     kl_nt = kl_estimate(logp_nt, part.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
     loss_nt = pg_nt - args.entropy_coeff * entropy_nt
     if args.use_kl_loss:
         loss_nt = loss_nt + args.kl_loss_coef * kl_nt
-    terms = dict(pg_loss=pg_nt, kl_loss=kl_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
+    nll_nt = -logp_nt * part["nll_weight_nt"]
+    if args.positive_nll_coef:
+        loss_nt = loss_nt + args.positive_nll_coef * nll_nt  # eq: ppo.positive_nll
+    terms = dict(pg_loss=pg_nt, kl_loss=kl_nt, nll_loss=nll_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
     return loss_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
 
 
@@ -304,9 +337,13 @@ def advantages(rows, batch, kl_coef, args):
     if args.use_kl_in_reward:
         kl_nt = kl_estimate(part["old_logp_nt"], part["ref_logp_nt"], args.kl_penalty)
     reward_nt = token_rewards(score_n, kl_nt, mask_nt, kl_coef)
-    adv_nt, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, args.lam)
+    lam = args.lam if args.lam_alpha is None else adaptive_lam(mask_nt, args.lam_alpha)
+    critic_lam = args.lam if args.critic_lam is None else args.critic_lam
+    adv_nt, _ = gae(reward_nt, value_nt, mask_nt, args.gamma, lam)
+    _, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, critic_lam)  # eq: ppo.critic_lam
     about = dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, value_nt=value_nt, return_nt=return_nt)
-    return about | dict(adv_nt=masked_whiten(adv_nt, mask_nt, all_reduce))
+    nll_weight_nt = nll_weights(rows, args)[batch["rows"], None]
+    return about | dict(adv_nt=masked_whiten(adv_nt, mask_nt, all_reduce), nll_weight_nt=nll_weight_nt)
 
 
 def update_critic(critic, optimizer, batch, args):
@@ -366,7 +403,7 @@ def main(args):
     # ---- arguments and data: nothing slow before they are known to be good
     check_args(args)
     if args.use_kl_loss and args.kl_kind == "k1":
-        fail("--kl_kind k1 has an expected gradient of 0 as a loss: take k2 or k3")
+        fail("--kl_kind k1 has an expected gradient of 0 as a loss: take k1+, k2 or k3+")
     reward_tokenizers = check_models(args)
     checkpoints = open_run(args)
     rules = args
@@ -447,8 +484,9 @@ def main(args):
         # ---- advantage
         with timed(timing, "adv"):
             kl_coef = kl_weight.value.item() * args.use_kl_in_reward
-            step_nt = advantages(rows, batch, kl_coef, args)
-            batch |= {name: step_nt[name].to(device) for name in ("adv_nt", "return_nt")}
+            # with a lower lambda a critic that warms up would learn its own first values
+            step_nt = advantages(rows, batch, kl_coef, args if learns else replace(args, critic_lam=1.0))
+            batch |= {name: step_nt[name].to(device) for name in ("adv_nt", "return_nt", "nll_weight_nt")}
             if learns:
                 kl_weight.update(moments(step_nt["kl_nt"][step_nt["mask_nt"]])[0], len(rows))
         # ---- update: the critic, then the actor
@@ -467,7 +505,8 @@ def main(args):
             with timed(timing, "update_actor"):
                 actor_metrics, first = update_actor(policy, optimizer, batch, args)
             metrics |= actor_metrics | {"actor/lr": lr}
-        metrics |= check_sampler(batch.get("old_logp_nt", first), batch, args, step)
+        logps = batch.get("old_logp_nt", first)
+        metrics |= check_sampler(logps, batch, args, step) | weight_metrics(logps, batch, args)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
@@ -775,7 +814,7 @@ MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
     " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
     " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss center_rewards_coef teacher kl".split()
+    " loss policy_loss center_rewards_coef teacher kl".split()
 )
 
 
@@ -962,8 +1001,15 @@ def check_args(args):
         fail("--merge_lora needs --lora_rank")
     if args.temperature <= 0:
         fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
-    if args.tis_cap and (args.top_p < 1 or args.top_k > 0):
-        fail(f"{flag('top_p')} {flag('top_k')}: log-probs are not of all tokens then, so pass --tis_cap 0")
+    if (args.rollout_is or args.rollout_rs) and (args.top_p < 1 or args.top_k > 0):
+        why = "log-probs are not of all tokens then, so pass --rollout_is None and no --rollout_rs"
+        fail(f"{flag('top_p')} {flag('top_k')}: {why}")
+    low, high = args.rollout_rs_threshold_lower, args.rollout_rs_threshold
+    if bool(args.rollout_rs) != bool(high) or (low or 0) < 0 or (low or 0) > (high or 0):
+        flags = f"{flag('rollout_rs')} {flag('rollout_rs_threshold')} {flag('rollout_rs_threshold_lower')}"
+        fail(f"{flags}: a level and bounds of its ratio, 0 <= lower <= upper, belong together")
+    if args.rollout_is_threshold <= 0:
+        fail(f"{flag('rollout_is_threshold')} leaves no weight above 0")
 
 
 def load_data(args, tools=None):
@@ -1161,6 +1207,47 @@ def check_sampler(logps, batch, args, step):
     return probs | {"training/rollout_logp_diff_mean": gap}
 
 
+def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
+    """Factors of the token losses, as the sampler is not quite the policy; no gradient goes through them.
+
+    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
+    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.
+    """
+    d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
+    d_n1, length_n1 = d_nt.sum(-1, keepdim=True), mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    logs = dict(token=d_nt, sequence=d_n1, geometric=d_n1 / length_n1)
+    ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
+    weight_nt = torch.ones_like(d_nt)
+    if args.rollout_is:
+        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+    if args.rollout_rs:
+        ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold
+        low = 1 / high if args.rollout_rs_threshold_lower is None else args.rollout_rs_threshold_lower
+        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
+    return weight_nt
+
+
+def weight_metrics(logps, batch, args):
+    """What rollout_weights makes of the tokens of a step, of all ranks; logps: by row, of before the step."""
+    rows, sums, largest = range(len(batch["rows"])), torch.zeros(4, dtype=torch.float64), 0.0
+    if not args.rollout_is and not args.rollout_rs:
+        return {}
+    for start in rows[::64]:  # no more than these are padded at a time
+        part = columns(batch | dict(old_logp_nt=logps), rows[start : start + 64], "cpu")
+        weight_nt = rollout_weights(args, part["old_logp_nt"], part["rollout_logp_nt"], part["mask_nt"])
+        w = weight_nt[part["mask_nt"]].double()
+        sums += torch.stack([torch.ones_like(w).sum(), w.sum(), (w**2).sum(), (w == 0).sum()])
+        largest = max(largest, w.max().item())
+    tokens, total, squares, rejected = all_reduce(sums.tolist())
+    [largest] = all_reduce([largest], dist.ReduceOp.MAX)
+    return {
+        "rollout_corr/rollout_is_mean": total / tokens,
+        "rollout_corr/rollout_is_max": largest,
+        "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
+        "rollout_corr/rollout_rs_masked_fraction": rejected / tokens,
+    }
+
+
 def score_rows(rows, manager, tokenizer, known=KNOWN):
     """Score this rank's rows -> all ranks' by prompt and sample, others' as `known`; tokens by rank."""
     by_rank, rows = [None] * dist.get_world_size(), manager.score_responses(rows, tokenizer)
@@ -1295,9 +1382,15 @@ class TokenValues(TokenLogps):
 
 def check_models(args):
     """Stop on what critic, reward models and KL cannot be, before a load -> the reward models' tokenizers."""
-    for name in ("kl_target", "kl_horizon"):
+    for name in ("kl_target", "kl_horizon", "lam_alpha"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             fail(f"--{name} {getattr(args, name)} must be above 0")
+    if args.lam_alpha and (zero := 1 / args.lam_alpha) >= args.max_response_length:
+        fail(
+            f"--lam_alpha {args.lam_alpha}: lambda is 0 up to {zero:g} tokens, --max_response_length or more"
+        )
+    if not 0 <= (args.critic_lam or 0) <= 1:
+        fail(f"--critic_lam {args.critic_lam} must be from 0 to 1")
     weights, rules, models = args.reward_weights, len(args.reward_fn), len(args.reward_model)
     if models and (n := len(weights)) not in (0, rules + models):
         fail(f"{n} --reward_weights for {rules} --reward_fn and {models} --reward_model: give one for each")

@@ -1,9 +1,11 @@
-"""Sums or products of numbers with a fixed count of digits: train, val and test parquet; needs no network.
+"""Sums, chains of sums or products of numbers with a fixed count of digits: train, val and test parquet.
 
     python data_prep/arithmetic.py --local_save_dir data/arithmetic
     python data_prep/arithmetic.py --operation multiply --tool_share .33 --local_save_dir data/multiplication
+    python data_prep/arithmetic.py --operation chain --digits 1 --local_save_dir data/chain
 
-a+b and b+a stay in one split, so that no val or test question is a train question with its operands swapped.
+It needs no network. a+b and b+a stay in one split, so that no val or test question is a train question with
+its operands in another order.
 """
 
 import os
@@ -15,6 +17,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 import math
 import random
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -37,59 +40,76 @@ class Args:
     """Questions in test, of which no two have the same operands."""
     seed: int = 0
     """Seed of the choice and the order of the questions."""
-    operation: Literal["add", "multiply"] = "add"
-    """What is asked: 37+85= or 37*85=."""
+    operation: Literal["add", "multiply", "chain"] = "add"
+    """What is asked: 37+85=, 37*85=, or 37+85+14=, whose answer has the totals on the way: 122 136."""
+    terms: int = 10
+    """Most operands of a chain; the fewest are 2."""
     tool_share: float | None = None
     """Share of train's questions that ask a calculator in sft.parquet, conversations; None: no such file."""
 
 
 def splits(args):
-    """Return {split: list of (a, b)}; ValueError if there are not enough questions of that many digits."""
+    """Return {split: list of operands}; ValueError if there are not enough questions of that many digits."""
     for name in ("digits", "train_size", "val_size", "test_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
     if args.digits > 9:
         raise ValueError(f"--digits is {args.digits}; it must be at most 9")
+    if args.terms < 2:
+        raise ValueError(f"--terms is {args.terms}; it must be at least 2")
     if not 0 <= (args.tool_share or 0) <= 1:
         raise ValueError(f"--tool_share is {args.tool_share}; it must be from 0 to 1")
     low = 10 ** (args.digits - 1) if args.digits > 1 else 0
     n = 10**args.digits - low  # operands
     n_pairs, held_out = n * (n + 1) // 2, args.val_size + args.test_size
     rng = random.Random(args.seed)
+    if args.operation == "chain":
+        sizes = (rng.randint(2, args.terms) for _ in range(3 * (held_out + args.train_size)))
+        drawn = (rng.choices(range(low, low + n), k=size) for size in sizes)
+        chains = [*{tuple(sorted(chain)): chain for chain in drawn}.values()]
+        rng.shuffle(chains)  # there are few short ones, and the first draws have most of them
+        return divide(args, chains[held_out:], chains[:held_out], rng)
     sample = rng.sample(range(n_pairs), min(n_pairs, held_out + args.train_size))
     pairs = []
     for i in sample:  # pair i of (0,0) (0,1) (1,1) (0,2) ..., counted along the triangle
         b = (math.isqrt(8 * i + 1) - 1) // 2
         pairs.append((low + i - b * (b + 1) // 2, low + b))
     train = sorted({question for a, b in pairs[held_out:] for question in ((a, b), (b, a))})
+    return divide(args, train, [rng.choice(((a, b), (b, a))) for a, b in pairs[:held_out]], rng)
+
+
+def divide(args, train, held_out, rng):
+    """`splits` of the questions that training may have and of those that it may not."""
     if len(train) < args.train_size:
         raise ValueError(
             f"--train_size {args.train_size}: only {len(train)} questions of {args.digits} digits are left"
             f" beside --val_size {args.val_size} and --test_size {args.test_size}"
         )
-    eval_questions = [rng.choice(((a, b), (b, a))) for a, b in pairs[:held_out]]
     return {
         "train": rng.sample(train, args.train_size),
-        "val": eval_questions[: args.val_size],
-        "test": eval_questions[args.val_size :],
+        "val": held_out[: args.val_size],
+        "test": held_out[args.val_size :],
     }
 
 
-def make_row(split, index, a, b, operation="add"):
-    """One row of the schema for a + b, or a * b."""
-    question, answer = (f"{a}+{b}=", str(a + b)) if operation == "add" else (f"{a}*{b}=", str(a * b))
+def make_row(split, index, *operands, operation="add"):
+    """One row of the schema for a sum, a chain or a product."""
+    question = ("*" if operation == "multiply" else "+").join(map(str, operands)) + "="
+    truth = str(math.prod(operands) if operation == "multiply" else sum(operands))
+    totals = " ".join(map(str, [*accumulate(operands)][1:]))
+    answer = totals if operation == "chain" else truth
     return {
         "data_source": "arithmetic",
         "prompt": [{"role": "user", "content": question}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
+        "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
     }
 
 
 def converse(row, with_tool):
     """A row -> one for SFT: the answer, or <<37*85>>, the tool's answer to it, and the answer."""
-    answer, call = row["extra_info"]["answer"], f"<<{row['extra_info']['question'].rstrip('=')}>>"
+    answer, call = row["reward_model"]["ground_truth"], f"<<{row['extra_info']['question'].rstrip('=')}>>"
     said = [("assistant", call), ("tool", answer)] * with_tool + [("assistant", answer)]
     messages = row["prompt"] + [{"role": role, "content": content} for role, content in said]
     return {name: row[name] for name in ("data_source", "extra_info")} | {"messages": messages}
@@ -98,8 +118,10 @@ def converse(row, with_tool):
 def main(args):
     """Write the files and say how many rows each has."""
     files = {
-        split: [make_row(split, i, *pair, args.operation) for i, pair in enumerate(pairs)]
-        for split, pairs in splits(args).items()
+        split: [
+            make_row(split, i, *operands, operation=args.operation) for i, operands in enumerate(questions)
+        ]
+        for split, questions in splits(args).items()
     }
     if args.tool_share is not None:  # the questions are in random order
         with_tool = round(args.tool_share * args.train_size)

@@ -114,8 +114,13 @@ def test_killed_while_environments_work_and_resumed(straight, flags, tmp_path, m
 
 
 def test_trouble_ends_single_trajectories(flags, tmp_path):
-    """Of seven turns one hangs, one raises, one kills its process and one answers with a megabyte."""
-    run(AGENT, *flags(tmp_path, "--total_steps", 2, "--env_timeout_s", 2, env="Trouble"), ranks=2)
+    """Of seven turns one hangs, one raises, one kills its process and one answers with a megabyte.
+
+    Adapters are trained, and saved.
+    """
+    more = "--total_steps", 2, "--env_timeout_s", 2, "--lora_rank", 4
+    run(AGENT, *flags(tmp_path, *more, env="Trouble"), ranks=2)
+    assert (tmp_path / "checkpoints/latest/hf/adapter_model.safetensors").exists()
     steps = metrics(tmp_path)
     for name in ("timeouts", "crashes", "errors"):
         assert steps[1][f"env/{name}"] + steps[2][f"env/{name}"] > 0

@@ -286,10 +286,11 @@ def test_a_nan_of_the_sampler_is_no_observation(monkeypatch):
 def test_observations_have_no_gradient():
     """Exactly none, whatever stands in the columns there."""
     args = agent.Args(model="", env="", train_files=(), output_dir="", entropy_coeff=0.1, use_kl_loss=True)
+    args = agent.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
     mask_nt = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 0]]).bool()
     logp_nt, old_nt, ref_nt, rollout_nt = torch.randn(4, 2, 6).sub(3)
     part = dict(adv_nt=torch.tensor([[1.0], [-1.0]]), old_logp_nt=old_nt, ref_logp_nt=ref_nt)
-    part |= dict(rollout_logp_nt=rollout_nt.where(mask_nt, 0))
+    part |= dict(rollout_logp_nt=rollout_nt.where(mask_nt, 0), mask_nt=mask_nt)
     logp_nt, entropy_nt = logp_nt.requires_grad_(), torch.rand(2, 6, requires_grad=True)
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
         loss_nt, _ = agent.actor_loss(args, logp_nt, entropy_nt, part)

@@ -170,7 +170,7 @@ def test_surplus_groups_are_trained_next_or_thrown_away(loop):
 
 
 def test_surplus_groups_without_correction_are_warned_of(loop):
-    log = "warning: --carry_over with --tis_cap 0"
+    log = "warning: --carry_over with --rollout_is None"
     assert log in (loop[0] / "always right/log.txt").read_text()
     assert log not in (loop[0] / "surplus/log.txt").read_text()
 
@@ -182,3 +182,4 @@ def test_an_epoch_ends_with_its_data(loop):
     assert 64 <= state(out, last)["drawn"] <= 64 + 12
     assert max(k for k in groups(out, last)) < state(out, last)["drawn"]
     assert loop[1]["epoch again"] == [("ended", 0, 0)] * 2  # resumed at the end: nothing is sampled
+    assert (out / "checkpoints/latest/hf/adapter_model.safetensors").exists()  # of --lora_rank

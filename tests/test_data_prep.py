@@ -173,6 +173,22 @@ def test_multiplication_with_conversations(tmp_path):
     assert done.stderr == "arithmetic.py: --tool_share is 33.0; it must be from 0 to 1\n"
 
 
+def test_chains(tmp_path):
+    args = ["--operation", "chain", "--digits", 1, "--terms", 5, "--train_size", 300, "--local_save_dir", "."]
+    assert run_script("arithmetic.py", *args, cwd=tmp_path).returncode == 0
+    splits = [load_rows(tmp_path / f"{x}.parquet", COLUMNS) for x in ("train", "val", "test")]
+    chains = [[row["prompt"][0]["content"].removesuffix("=").split("+") for row in rows] for rows in splits]
+    assert {len(chain) for chain in chains[0]} == {2, 3, 4, 5}
+    assert len({tuple(sorted(chain)) for part in chains for chain in part}) == 300 + 256 + 512
+    for row, chain in zip(sum(splits, []), sum(chains, []), strict=True):
+        answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+        totals = [sum(map(int, chain[:n])) for n in range(2, len(chain) + 1)]
+        assert answer == " ".join(map(str, totals)) and truth == str(totals[-1])
+        assert compute_score("arithmetic", answer, truth)["score"] == 1
+    done = run_script("arithmetic.py", "--terms", 1, cwd=tmp_path)
+    assert done.stderr == "arithmetic.py: --terms is 1; it must be at least 2\n"
+
+
 def test_arithmetic_sizes(tmp_path):
     result = run_script("arithmetic.py", "--train_size", 7000, cwd=tmp_path)
     assert result.returncode == 1 and "--train_size 7000: only 6" in result.stderr

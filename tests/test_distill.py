@@ -18,7 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from algos import distill
 
 SAMPLED = SimpleNamespace(
-    kl="sampled", clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, tis_cap=2.0
+    kl="sampled",
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.2,
+    clip_ratio_c=3.0,
+    rollout_is="token",
+    rollout_is_threshold=2.0,
+    rollout_rs=None,
 )
 
 
@@ -41,6 +47,7 @@ def test_full_by_hand():
 def test_sampled_by_hand():
     """A = teacher - student; ratio 1, over the clip, over the dual clip; times the sampler's weight."""
     part = dict(
+        mask_nt=torch.ones(1, 4),
         old_logp_nt=torch.tensor([[-1.0, -1.5, -1.0, -3.0]]),
         teacher_logp_nt=torch.tensor([[-0.5, -0.5, -2.0, -2.0]]),
         rollout_logp_nt=torch.tensor([[-1.25, -1.5, -9.0, -3.0]]),
@@ -112,7 +119,8 @@ def test_sampled_is_full_in_expectation():
     expected = torch.zeros_like(full)
     for v in range(9):
         logp_nt = logits.log_softmax(-1)[:, v, None]
-        part = dict(teacher_logp_nt=teacher.log_softmax(-1)[:, v, None], rollout_logp_nt=logp_nt.detach())
+        part = dict(mask_nt=torch.ones(1, 1), rollout_logp_nt=logp_nt.detach())
+        part["teacher_logp_nt"] = teacher.log_softmax(-1)[:, v, None]
         loss_nt, _ = distill.actor_loss(SAMPLED, logp_nt, torch.zeros(1, 1), part)
         expected += p[v] * torch.autograd.grad(loss_nt.sum(), logits)[0]
     torch.testing.assert_close(expected, full)

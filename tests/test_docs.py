@@ -20,7 +20,7 @@ FOREIGN = set(  # of torchrun, Slurm, pip and other programs
     " --security-opt".split()
 )
 METRIC = re.compile(
-    r"(actor|critic|rewards?|logps|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
+    r"(actor|critic|rewards?|rollout_corr|logps|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
     r"|response_length|prompt_length)/[\w/*{}, @-]+"
 )
 

@@ -104,7 +104,33 @@ def test_budget_below_one_row(refused):
 
 @pytest.mark.parametrize("flag", (("--top_p", 0.9), ("--top_k", 50)))
 def test_truncated_sampling_with_tis(refused, flag):
-    assert "--tis_cap" in refused(*flag)
+    assert "--rollout_is None and no --rollout_rs" in refused(*flag)
+    assert "--rollout_is None and no --rollout_rs" in refused(
+        *flag, *"--rollout_is None --rollout_rs token --rollout_rs_threshold 2".split()
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    (
+        "--rollout_rs token",
+        "--rollout_rs_threshold 2",
+        "--rollout_rs_threshold_lower .5",
+        "--rollout_rs token --rollout_rs_threshold 2 --rollout_rs_threshold_lower 3",
+        "--rollout_rs token --rollout_rs_threshold 2 --rollout_rs_threshold_lower -1",
+        "--rollout_rs token --rollout_rs_threshold 0",
+    ),
+)
+def test_rejection_needs_bounds(refused, flags):
+    assert "0 <= lower <= upper" in refused(*flags.split())
+
+
+def test_a_weight_of_zero(refused):
+    assert "--rollout_is_threshold 0.0 leaves no weight" in refused("--rollout_is_threshold", 0)
+
+
+def test_an_unknown_loss(refused):
+    assert "gspo" in refused("--policy_loss", "gpso")
 
 
 def test_more_prompts_than_data(refused):
@@ -120,6 +146,12 @@ def test_long_prompts_are_dropped_or_an_error(refused, arithmetic, tiny):
 
 def test_resume_from_what_is_no_checkpoint(refused, tmp_path):
     assert "not a checkpoint" in refused("--resume", tmp_path)
+
+
+def test_adapters(refused):
+    assert "--merge_lora needs --lora_rank" in refused("--merge_lora")
+    line = refused("--lora_rank", 4, "--lora_target_modules", "q_prj", "lm_head")
+    assert "for --lora_target_modules, but ['down_proj'," in line and "q_prj" in line and "lm_head" in line
 
 
 def test_temperature(refused):
@@ -138,6 +170,7 @@ def test_output_dir_of_another_run(refused, tmp_path):
 
 
 def test_a_kl_loss_without_a_gradient(refused):
+    assert "take k1+, k2 or k3+" in refused("--use_kl_loss", "--kl_kind", "k1")
     assert "--kl_kind k1 has an expected gradient of 0" in refused("--use_kl_loss", "--kl_kind", "k1")
 
 

@@ -31,6 +31,13 @@ def test_update_equals_plain_loss(gradients, mode, ranks, budget, layout):
     assert distance(gradients[ranks][mode, budget, layout], gradients["1"][mode, "naive"]) < 1e-5
 
 
+@pytest.mark.parametrize("loss", ("gspo", "cispo", "sapo"))
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("way", ((70, "padded"), (200, "shared"), (100_000, "packed")))
+def test_other_losses_equal_plain_ones(gradients, loss, ranks, way):
+    assert distance(gradients[ranks][loss, *way], gradients["1"][loss, "naive"]) < 1e-5
+
+
 def test_a_shared_prompt_is_computed_once(gradients):
     """Six rows padded to 85 tokens, or two to 95; with less budget each of the two is its own micro-batch."""
     tokens = {key[1:]: value for key, value in gradients["1"].items() if key[0] == "tokens"}

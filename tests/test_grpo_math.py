@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from algos import dapo, grpo, ppo
 from tests import families
+from tests.conftest import ROOT
 
 
 def f64(*values):
@@ -171,7 +172,7 @@ def test_group_advantages_do_not_depend_on_order(scores, random):
 
 
 @pytest.mark.parametrize("grpo", (grpo, dapo))
-def test_rloo_and_reinforce_plus_plus_baseline(grpo):
+def test_rloo_reinforce_plus_plus_baseline_and_maxrl(grpo):
     score_n, group_n, length_n = (
         f64(1, 0, 0, 1, 3, 0),
         torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -180,6 +181,10 @@ def test_rloo_and_reinforce_plus_plus_baseline(grpo):
     args = SimpleNamespace(adv_estimator="rloo", group_size=3)
     expected = [1 - 0, 0 - 0.5, 0 - 0.5, 1 - 1.5, 3 - 0.5, 0 - 2]  # score minus the mean of the two others
     assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
+    args.adv_estimator = "maxrl"  # means 1/3 and 4/3
+    expected = [2, -1, -1, -0.25, 1.25, -1]
+    assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
+    assert grpo.advantages(args, -score_n, group_n, length_n).tolist() == [0] * 6
     args.adv_estimator = "reinforce_plus_plus_baseline"
     tokens = grpo.advantages(args, score_n, group_n, length_n).repeat_interleave(length_n)
     assert tokens.mean().item() == pytest.approx(0, abs=1e-9)
@@ -203,6 +208,122 @@ def test_policy_loss(grpo):
     ]
 
 
+def test_gspo_loss():
+    """One ratio a response; each token has the gradient of its own; what is masked has no say."""
+    mask_nt = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]).bool()
+    d_nt = f64([0.1, 7, 0.3], [0.5, 0.3, 0], [-0.5, 0, 0]).requires_grad_()
+    old_nt, adv_nt = torch.full((3, 3), -2.0), f64([1], [2], [-1])
+    loss_nt, clipped_nt, lower_nt = grpo.gspo_loss(d_nt - 2, old_nt, adv_nt, mask_nt, 0.2, 0.3, 3.0)
+    # ratios e^.2 = 1.22, e^.4 = 1.49 > 1.3, e^-.5 = .61 < .8
+    expected = [math.exp(0.2), math.exp(0.2), 2.6, 2.6, -0.8]
+    assert loss_nt[mask_nt].tolist() == pytest.approx([-x for x in expected])
+    assert clipped_nt[mask_nt].tolist() == [False, False, True, True, True] and not lower_nt.any()
+    [grad_nt] = torch.autograd.grad(loss_nt[mask_nt].sum(), [d_nt])
+    assert grad_nt[mask_nt].tolist() == pytest.approx([-math.exp(0.2)] * 2 + [0] * 3)
+
+
+def test_cispo_loss():
+    logp_nt = f64([-2, -2, -1]).requires_grad_()
+    old_nt = logp_nt.detach() - f64([6, 0.5, 6]).log()
+    loss_nt, clipped_nt, lower_nt = grpo.cispo_loss(logp_nt, old_nt, f64([1, 1, -1]), 1.0, 4.0)
+    assert loss_nt[0].tolist() == pytest.approx([10, 1, -5])
+    assert clipped_nt[0].tolist() == [True, False, True] and not lower_nt.any()
+    [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
+    assert grad_nt[0].tolist() == pytest.approx([-5, -0.5, 5])  # the clipped ones too
+
+
+def test_sapo_loss():
+    ratio = f64([1, 3, 2])
+    logp_nt = ratio.log().requires_grad_()
+    loss_nt, clipped_nt, _ = grpo.sapo_loss(logp_nt, torch.zeros(1, 3), f64([1, 2, -1]), 1.0, 1.05)
+    # sigma(0) = .5, sigma(2) = .8807971, sigma(1.05) = .7407749
+    assert loss_nt[0].tolist() == pytest.approx([-2, -8 * 0.8807971, 4 / 1.05 * 0.7407749])
+    [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
+    slopes = [-1, -8 * 0.8807971 * 0.1192029 * 3, 4 * 0.7407749 * 0.2592251 * 2]  # sigma (1 - sigma) 4 A r
+    assert grad_nt[0].tolist() == pytest.approx(slopes) and not clipped_nt.any()
+
+
+@pytest.mark.parametrize("loss", ("clip", "gspo", "cispo", "sapo"))
+@pytest.mark.parametrize("script", (grpo, dapo))
+def test_the_first_mini_batch_is_reinforce(script, loss):
+    """Ratios are 1: -A grad log p, weighed as the loss aggregates."""
+    args = script.Args(model="", train_files=(), output_dir="", policy_loss=loss)
+    args = script.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
+    logp_nt, mask_nt = torch.randn(3, 4).sub(3).requires_grad_(), script.response_mask([4, 1, 3])
+    part = dict(adv_nt=torch.tensor([[1.5], [-2.0], [0.0]]), mask_nt=mask_nt)
+    part |= dict(rollout_logp_nt=logp_nt.detach())
+    loss_nt, _ = script.actor_loss(args, logp_nt, torch.zeros(3, 4), part)
+    weight_nt = script.loss_weights(mask_nt, args.loss_agg)
+    [grad_nt] = torch.autograd.grad((weight_nt * loss_nt).sum(), [logp_nt])
+    torch.testing.assert_close(grad_nt, -part["adv_nt"] * weight_nt)
+
+
+@pytest.mark.parametrize(("script", "high"), ((grpo, 0.2), (dapo, 0.28)))
+def test_what_is_not_said_is_as_in_the_paper(script, high, monkeypatch):
+    seen = []
+    monkeypatch.setattr(script, "check_args", lambda args: seen.append(args) or script.fail("enough"))
+
+    def settings(**said):
+        with pytest.raises(SystemExit, match="enough"):
+            script.main(script.Args(model="", train_files=(), output_dir="", **said))
+        return seen[-1].clip_ratio_low, seen[-1].clip_ratio_high, seen[-1].loss_agg
+
+    assert settings() == (0.2, high, "token-mean")
+    assert settings(clip_ratio_low=0.1) == (0.1, high, "token-mean")
+    assert settings(policy_loss="gspo") == (3e-4, 4e-4, "seq-mean-token-mean")
+    assert settings(policy_loss="gspo", loss_agg="token-mean") == (3e-4, 4e-4, "token-mean")
+    assert settings(policy_loss="cispo") == (1, 4, "token-mean")
+    assert settings(policy_loss="sapo") == (None, None, "seq-mean-token-mean")
+
+
+INF = math.inf
+RATIOS, OF_RESPONSES = [[1, 3], [0.6, 0.8], [4, 9e9]], torch.tensor([[1, 1], [1, 1], [1, 0]]).bool()
+
+
+@pytest.mark.parametrize(
+    ("level", "cap", "rejection", "high", "low", "expected"),
+    (
+        (None, 2, None, None, None, [1, 1, 1, 1, 1]),
+        ("token", 2, None, None, None, [1, 2, 0.6, 0.8, 2]),
+        ("sequence", 2, None, None, None, [2, 2, 0.48, 0.48, 2]),  # products 3, .48, 4
+        (None, 2, "token", 2, None, [1, 0, 1, 1, 0]),  # the lower bound is 1/2
+        (None, 2, "token", 2, 0.7, [1, 0, 0, 1, 0]),
+        (None, 2, "sequence", 3.5, None, [1, 1, 1, 1, 0]),
+        (None, 2, "sequence", 3.5, 0.5, [1, 1, 0, 0, 0]),
+        (None, 2, "geometric", 2, 0.7, [1, 1, 0, 0, 0]),  # roots 1.73, .69, 4
+        ("token", 5, "token", 5, 0.7, [1, 3, 0, 0.8, 4]),  # IcePop
+        ("sequence", 3.5, "sequence", 3.5, 0, [3, 3, 0.48, 0.48, 0]),  # masked importance sampling
+    ),
+)
+def test_rollout_weights(level, cap, rejection, high, low, expected):
+    args = SimpleNamespace(rollout_is=level, rollout_is_threshold=cap, rollout_rs=rejection)
+    args.rollout_rs_threshold, args.rollout_rs_threshold_lower = high, low
+    logp_nt, old_nt = torch.full((3, 2), -3.0), torch.tensor(RATIOS).log() - 3
+    weight_nt = grpo.rollout_weights(args, old_nt, logp_nt, OF_RESPONSES)
+    assert weight_nt.expand(3, 2)[OF_RESPONSES].tolist() == pytest.approx(expected)
+    for wrong in (-1e4, 1e4, -INF):  # of one token
+        logp_nt[0, 0] = wrong
+        weight_nt = grpo.rollout_weights(args, old_nt, logp_nt, OF_RESPONSES)
+        assert weight_nt.isfinite().all()
+        assert weight_nt[1:].expand(2, 2)[OF_RESPONSES[1:]].tolist() == pytest.approx(expected[2:])
+
+
+def test_weight_metrics(monkeypatch):
+    """65 responses of one token, ratio 1; one of two tokens, .5 and 4, and one of an environment between."""
+    monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
+    args = grpo.Args(model="", train_files=(), output_dir="", rollout_rs="token", rollout_rs_threshold=3)
+    ours, theirs = [torch.zeros(2)] * 65, [torch.zeros(1)] * 65
+    batch = dict(rows=range(66), responses=[[7]] * 65 + [[7, 7, 7]])
+    batch["rollout_logp_nt"] = [*theirs, torch.tensor([math.log(2), 9, -math.log(4)])]
+    batch["mask_nt"] = [torch.ones(1).bool()] * 65 + [torch.tensor([1, 0, 1]).bool()]
+    found = grpo.weight_metrics([*ours, torch.zeros(4)], batch, args)
+    assert {name.removeprefix("rollout_corr/rollout_"): x for name, x in found.items()} == pytest.approx(
+        dict(is_mean=65.5 / 67, is_max=1, is_eff_sample_size=65.5**2 / 67 / 65.25, rs_masked_fraction=1 / 67)
+    )
+    none = dataclasses.replace(args, rollout_is=None, rollout_rs=None)
+    assert grpo.weight_metrics([], batch, none) == {}
+
+
 @pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
 def test_ratio_is_bounded(grpo):
     loss, _, _ = grpo.policy_loss(
@@ -222,7 +343,35 @@ def test_kl_estimates(grpo):
     }
     for kind, values in expected.items():
         assert grpo.kl_estimate(logp, ref, kind)[0].tolist() == pytest.approx(values), kind
+        if kind in ("k1", "k3"):
+            assert grpo.kl_estimate(logp, ref, f"{kind}+")[0].tolist() == pytest.approx(values), kind
     assert grpo.kl_estimate(torch.tensor([[-50.0]]), torch.tensor([[0.0]]), "k3").item() == 10
+
+
+def test_gradients_of_the_kl():
+    """Of estimators' expectations over a vocabulary of four, beside the exact KL's: as in docs/grpo.md."""
+    page, p = (ROOT / "docs/grpo.md").read_text(), f64(0.42, 0.28, 0.19, 0.11)
+    references = [f64(0.4, 0.3, 0.2, 0.1), f64(0.05, 0.15, 0.3, 0.5)]  # near and far
+
+    def gradient(loss_of, q):
+        logp = (logits := p.log().requires_grad_()).log_softmax(-1)
+        return torch.autograd.grad(loss_of(logp, q.log()), logits)[0]
+
+    exact = [gradient(lambda logp, logq: (logp.exp() * (logp - logq)).sum(), q) for q in references]
+    for kind in ("k1", "abs", "k2", "k3", "k1+", "k3+"):
+        expected = lambda logp, logq: (p * grpo.kl_estimate(logp, logq, kind)).sum()  # noqa: B023
+        grads = [gradient(expected, q) for q in references]
+        errors = [((g - e).norm() / e.norm()).item() for g, e in zip(grads, exact, strict=True)]
+        value = grpo.kl_estimate(p.log(), references[1].log(), kind)
+        mean = (p * value).sum()
+        figures = [f"{x:.0%}" for x in errors] + [
+            f"{mean:.2f}",
+            f"{(p * (value - mean) ** 2).sum().sqrt():.2f}",
+        ]
+        assert f"| `{kind}` | {' | '.join(figures)} |" in page
+        if kind == "k3":  # that of KL(reference || policy)
+            other = [gradient(lambda logp, logq: -(logq.exp() * logp).sum(), q) for q in references]
+            torch.testing.assert_close(grads, other)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +423,11 @@ def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
     """Only what this step sampled counts, and not where the sampler cuts its distribution."""
     monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
     args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
+    args = dataclasses.replace(args, rollout_rs="token", rollout_rs_threshold=2)  # rejected or not: an alarm
     batch = dict(rollout_logp_nt=[torch.zeros(2), torch.tensor([-9.0, -9.0])], new=[0])
     assert set(grpo.check_sampler(torch.zeros(2, 2), batch, args, 1).values()) == {0}
     assert set(grpo.check_sampler(torch.zeros(2, 2), batch | dict(new=[]), args, 1).values()) == {0}
-    for wrong in (0.01, math.nan):
+    for wrong in (0.01, math.nan, -math.inf):
         with pytest.raises(SystemExit, match="weight sync failed at step 1: the sampler does not hold"):
             grpo.check_sampler(torch.full((2, 2), wrong), batch, args, 1)
     assert grpo.check_sampler(torch.full((2, 2), -0.01), batch, dataclasses.replace(args, top_p=0.9), 1)

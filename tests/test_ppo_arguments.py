@@ -86,6 +86,12 @@ def test_a_reward_model_may_be_the_only_reward(refused, tmp_path):
         assert "--train_batch_size 65 is more than the 64 prompts" in refused(*alone, *weights)
 
 
-@pytest.mark.parametrize("name", ("kl_target", "kl_horizon"))
-def test_adaptive_kl(refused, name):
+def test_lambdas(refused):
+    flags = "--lam_alpha", 0.05, "--max_response_length", 20
+    assert "--lam_alpha 0.05: lambda is 0 up to 20 tokens" in refused(*flags)
+    assert "--critic_lam 1.5 must be from 0 to 1" in refused("--critic_lam", 1.5)
+
+
+@pytest.mark.parametrize("name", ("kl_target", "kl_horizon", "lam_alpha"))
+def test_above_0(refused, name):
     assert f"--{name} 0.0 must be above 0" in refused(f"--{name}", 0)

@@ -32,6 +32,11 @@ def test_updates_equal_the_plain_losses(results, model, ranks, budget, layout):
 
 
 @pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
+def test_updates_with_replicas(results, model):
+    assert distance(results[2]["hsdp"][model], results[1]["naive"][model]) < 1e-5
+
+
+@pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
 @pytest.mark.parametrize("ranks", (1, 2))
 def test_the_optimizer_sees_a_clipped_gradient(results, model, ranks):
     whole, clipped = results[1]["naive"][model], results[ranks]["clipped"][model]

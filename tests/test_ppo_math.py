@@ -47,6 +47,47 @@ def test_lambda_one_gives_the_returns(tokens):
     assert torch.allclose(return_nt, reward_nt.flip(-1).cumsum(-1).flip(-1))
 
 
+def test_lambda_adapts_to_the_length():
+    # alpha = .5: 1 - 1/(.5 l) of 4, 2 (the masked token is none of them), 1 and 8 tokens: .5, 0, -1 -> 0, .75
+    mask_nt = torch.tensor([[1] * 4 + [0] * 4, [1, 0, 1] + [0] * 5, [1] + [0] * 7, [1] * 8]).bool()
+    assert ppo.adaptive_lam(mask_nt, 0.5).tolist() == [0.5, 0, 0, 0.75]
+    assert ppo.adaptive_lam(torch.ones(1, 2000), 0.05).item() == pytest.approx(0.99)
+
+
+def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
+    """gamma 1, alpha .5: lambda .5 and 0 for 4 and 2 tokens, and .25 for the critic."""
+    rows = [dict(length=n, reward=dict(score=1.0)) for n in (4, 2)]
+    batch = dict(rows=[0, 1], responses=[[0] * 4, [0] * 2], value_nt=[f64(0.5, 0.5, 0, 0), f64(0.5, 0, 0, 0)])
+    flags = dict(gamma=1.0, lam=0.9, critic_lam=0.25, lam_alpha=0.5, use_kl_in_reward=False)
+    flags |= dict(loss_agg="token-mean", ppo_mini_batch_size=2, group_size=1)
+    monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
+    step_nt = ppo.advantages(rows, batch, 0.0, SimpleNamespace(**flags))
+    # deltas 0 -.5 0 1 and -.5 1: with .5 and 0 -> -.125 -.25 .5 1 and -.5 1
+    adv = torch.tensor([-0.125, -0.25, 0.5, 1, -0.5, 1])
+    mask_nt = step_nt["mask_nt"]
+    assert torch.allclose(step_nt["adv_nt"][mask_nt].float(), (adv - adv.mean()) / adv.std())
+    # with .25: -.109375 -.4375 .25 1 and -.25 1, plus the values
+    assert step_nt["return_nt"][mask_nt].tolist() == [0.390625, 0.0625, 0.25, 1, 0.25, 1]
+    step_nt = ppo.advantages(rows, batch, 0.0, SimpleNamespace(**flags | dict(critic_lam=None, lam=1.0)))
+    assert step_nt["return_nt"][mask_nt].tolist() == pytest.approx([1] * 6)  # as --lam says
+
+
+@pytest.mark.parametrize(
+    ("loss_agg", "expected"),
+    (
+        ("token-mean", [8 / 3, 0, 8 / 3, 4 / 3, 0, 4 / 3, 0, 0, 0]),
+        ("seq-mean-token-mean", [1.5, 0, 1.5, 1.5, 0, 1.5, 0, 0, 0]),
+    ),
+)
+def test_nll_weights(loss_agg, expected):
+    """Three optimizer steps of three responses; the score says who is right where acc does not."""
+    lengths, scores = (1, 5, 2, 3, 1, 0, 4, 4, 4), (1, 0, 0.1, 3, -1, -1, -1, 0, 1)
+    rows = [dict(length=n, reward=dict(score=score)) for n, score in zip(lengths, scores, strict=True)]
+    rows[5]["reward"]["acc"], rows[8]["reward"]["acc"] = 1.0, 0.0
+    flags = SimpleNamespace(loss_agg=loss_agg, ppo_mini_batch_size=1, group_size=3)
+    assert ppo.nll_weights(rows, flags).tolist() == pytest.approx(expected)
+
+
 def test_masked_whiten():
     # 1 3 5: mean 3, unbiased variance 4
     white_nt = ppo.masked_whiten(f64([1, 3, 100], [5, -7, 0]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool())

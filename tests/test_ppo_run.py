@@ -23,6 +23,7 @@ def flags(tiny, arithmetic, tmp_path_factory):
         f"--model {tiny} --train_files {arithmetic}/train.parquet --val_files {arithmetic}/val.parquet"
         " --train_batch_size 8 --ppo_mini_batch_size 4 --group_size 8 --max_prompt_length 16"
         " --max_response_length 12 --lr 4e-3 --critic_lr 4e-3 --critic_warmup 3 --warmup_steps 4 --lam 0.95"
+        " --critic_lam 0.9 --lam_alpha 0.5 --positive_nll_coef 0.1"
         " --use_kl_in_reward --kl_coef 0.01 --kl_target 0.05 --kl_horizon 640 --use_kl_loss"
         " --save_freq 3 --test_freq 3 --rollout_dump --total_steps 9 --max_tokens_per_microbatch 300"
         f" --keep_checkpoints 0 --reward_fn {ROOT}/tests/digit_reward.py:digits"
@@ -61,6 +62,14 @@ def test_warm_up_leaves_the_actor_bit_for_bit(straight, tiny):
     for step in STEPS:  # the sampler works, and holds the trainer's weights
         assert metrics(straight)[step]["training/rollout_probs_diff_max"] < 1e-4
         assert ("actor/pg_loss" in metrics(straight)[step]) == (step > 3)
+
+
+def test_warm_up_learns_monte_carlo_returns(straight):
+    """Then no response is further from the reference than rounding: each of its tokens returns its score."""
+    for step in STEPS:
+        scores = [row["score"] for row in rollouts(straight, step) for _ in row["response_ids"]]
+        returns, expected = metrics(straight)[step]["critic/returns/mean"], sum(scores) / len(scores)
+        assert (returns == pytest.approx(expected, abs=1e-5)) == (step < 4)
 
 
 def test_the_learning_rate_counts_the_steps_of_its_own_model(straight):
@@ -125,3 +134,24 @@ def test_two_ranks_equal_one(straight, flags, tmp_path):
         one, two = ([row["response_ids"] for row in rollouts(out, step)] for out in (straight, tmp_path))
         assert one == two
     same(straight, tmp_path, [1, 2, 3, 4], 1e-4)
+
+
+def test_adapters_of_the_actor(flags, tiny, tmp_path):
+    """The actor without its adapters is the reference of both KLs; the critic is trained in full."""
+    one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--critic_warmup", 0, "--warmup_steps", 0
+    run(PPO, *flags(tmp_path / "run", *one, "--lora_rank", 4, "--merge_lora"))
+    for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
+        first, second = (metrics(tmp_path / "run")[step][name] for step in (1, 2))
+        assert first == 0 and second > 1e-6
+    assert metrics(tmp_path / "run")[2]["training/rollout_probs_diff_max"] < 1e-4
+    base, actor = load_file(tiny / "model.safetensors"), weights(tmp_path / "run", 2)
+    changed = {name for name in base if not torch.equal(base[name], actor[name])}
+    assert changed == {name for name in base if name.endswith("proj.weight")}
+    assert all(
+        not torch.equal(base[name], x)
+        for name, x in weights(tmp_path / "run", 2, "critic").items()
+        if name in base
+    )
+    run(ROOT / "algos/export.py", tmp_path / "run", tmp_path / "merged", "--merge_lora")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.equal(value, actor[name]) for name, value in merged.items())

@@ -130,7 +130,11 @@ TURNS = {
 @pytest.mark.parametrize("said", TURNS)
 @pytest.mark.parametrize("system", (False, True))
 def test_sft_trains_on_the_tokens_of_a_rollout(name, said, system, tmp_path):
-    tokenizer, row, turns = make_tokenizer(name), make_row("train", 0, 37, 85, "multiply"), TURNS[said]
+    tokenizer, row, turns = (
+        make_tokenizer(name),
+        make_row("train", 0, 37, 85, operation="multiply"),
+        TURNS[said],
+    )
     row["prompt"] = [dict(role="system", content="Be exact.")] * system + row["prompt"]
     if name == "qwen3":
         turns = [(f"<think>\nHm.\n</think>\n\n{text}", answers) for text, answers in turns]
@@ -164,7 +168,7 @@ def test_flag_env(tmp_path, capsys):
     (tmp_path / "env.py").write_text(
         f"class Env:\n    tools = {TOOLS}\n    def step(self, text):\n        pass\n"
     )
-    row = make_row("train", 0, 37, 85, "multiply")
+    row = make_row("train", 0, 37, 85, operation="multiply")
     write_parquet([dict(messages=row["prompt"] + conversation(TURNS["one call"]))], tmp_path / "rows.parquet")
     args = make_args(messages_key="messages", train_batch_size=1)
     args.model, args.tokenizer = str(tmp_path / "model"), str(tmp_path / "tokenizer")

@@ -26,15 +26,15 @@ KINDS = [ALL_WRONG, MIXED, LONG_BUT_ALL_RIGHT, ALL_RIGHT, LONG_AND_RIGHT]
 
 SCENARIOS = {  # groups by prompt number, in turn; flags
     "always right": ([ALL_RIGHT], "--max_gen_batches 3"),
-    "one more": ([ALL_RIGHT], "--max_gen_batches 4 --tis_cap 0"),
+    "one more": ([ALL_RIGHT], "--max_gen_batches 4 --rollout_is None"),
     "partial": ([ALL_RIGHT] * 7 + [MIXED], "--max_gen_batches 2 --allow_partial_batch --total_steps 2"),
     "kinds": (KINDS, "--total_steps 4"),
     "surplus": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
     "resumed": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 1"),
     "resumed on": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
     "thrown": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3 --no-carry_over"),
-    "epoch": (KINDS, "--total_epochs 1"),
-    "epoch again": (KINDS, "--total_epochs 1"),
+    "epoch": (KINDS, "--total_epochs 1 --lora_rank 4"),
+    "epoch again": (KINDS, "--total_epochs 1 --lora_rank 4"),
 }
 GOES_ON = {"one more": "always right", "resumed on": "resumed", "epoch again": "epoch"}  # in one directory
 gen_batches, syncs, groups = 0, 0, []

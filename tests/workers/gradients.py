@@ -6,6 +6,7 @@ Of agent.py's rows, some tokens are the environment's.
 import dataclasses
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -18,6 +19,21 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 grpo = importlib.import_module(f"algos.{sys.argv[1]}")  # or dapo, agent
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+# other losses, with other corrections of the sampler and another KL
+LOSSES = {
+    "gspo": dict(
+        policy_loss="gspo", clip_ratio_low=0.05, clip_ratio_high=0.05, loss_agg="seq-mean-token-mean"
+    ),
+    "cispo": dict(policy_loss="cispo", clip_ratio_low=1.0, clip_ratio_high=0.2, loss_agg="token-mean"),
+    "sapo": dict(policy_loss="sapo", loss_agg="seq-mean-token-sum"),
+}
+LOSSES["gspo"] |= dict(rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=1.3)
+LOSSES["cispo"] |= dict(rollout_is=None, rollout_rs="token", rollout_rs_threshold=1.25)
+LOSSES["sapo"] |= dict(rollout_rs="sequence", rollout_rs_threshold=1.3, rollout_rs_threshold_lower=0.95)
+if sys.argv[1] != "dapo":
+    LOSSES["sapo"]["kl_kind"] = "k3+"
+KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
+WAYS = (70, "padded"), (200, "shared"), (100_000, "packed")  # of LOSSES, not all
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 
@@ -39,10 +55,16 @@ def make_rows():
     return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
 
 
+def ahead(n, loss):
+    """By how much the old policy's log-probs are above the sampler's."""
+    return torch.full((n,), 0.05) if loss == "clip" else 0.3 * torch.arange(n).cos()
+
+
 def make_batch(args, device):
     batch, _ = grpo.make_batch(*make_rows(), args, device)
-    batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
-    batch["ref_logp_nt"] = [x - 0.1 for x in batch["rollout_logp_nt"]]
+    theirs = batch["rollout_logp_nt"]
+    batch["old_logp_nt"] = [x + ahead(len(x), args.policy_loss) for x in theirs]
+    batch["ref_logp_nt"] = [x - 0.1 for x in theirs]
     return batch
 
 
@@ -81,13 +103,25 @@ def naive(policy, args):
         logp = logp[range(len(logp)), row["response_ids"]]
         own = ~torch.tensor(row["rollout_logps"]).isnan()
         logp, entropy, rollout = logp[own], entropy[own], torch.tensor(row["rollout_logps"])[own]
-        old, ref = rollout + 0.05, rollout - 0.1
+        gap, ref = ahead(len(own), args.policy_loss)[own], rollout - 0.1
+        old = rollout + gap
         ratio = (logp - old).exp()
-        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.3) * adv)
-        if adv < 0:
-            pg = pg.clamp(max=-3.0 * adv)
-        pg = pg * (old - rollout).exp().clamp(max=2.0)
         kl = (ref - logp).exp() - (ref - logp) - 1
+        if args.policy_loss == "clip":
+            pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.3) * adv)
+            if adv < 0:
+                pg = pg.clamp(max=-3.0 * adv)
+            pg = pg * gap.exp().clamp(max=2.0)
+        elif args.policy_loss == "gspo":  # as the paper writes it, a loss of the response
+            s = (logp - old).mean().exp()
+            pg = torch.maximum(-s * adv, -s.clamp(0.95, 1.05) * adv) * gap.sum().exp().clamp(max=2.0)
+            pg = (pg * (1 / 1.3 <= gap.mean().exp() <= 1.3)).expand(length)
+        elif args.policy_loss == "cispo":
+            pg = -ratio.detach().clamp(max=1.2) * adv * logp * (gap.abs() <= math.log(1.25))
+        else:
+            tau = 1.0 if adv > 0 else 1.05
+            pg = -adv * torch.sigmoid(tau * (ratio - 1)) * 4 / tau * gap.exp().clamp(max=2.0)
+            pg, kl = pg * (0.95 <= gap.sum().exp() <= 1.3), (logp - ref) ** 2 / 2  # k3+ has k2's gradient
         weight = {
             "token-mean": 1 / sum(lengths),
             "seq-mean-token-sum": 1 / len(rows),
@@ -159,6 +193,7 @@ def main(model, out, hsdp_replicas):
     base = grpo.Args(
         model=model, train_files=(), output_dir="", entropy_coeff=0.01, clip_ratio_high=0.3, **kl
     )
+    base = grpo.with_defaults(base, clip_ratio_low=0.2, loss_agg="token-mean")
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
     policy, results, tokens, reduced = grpo.load_model(base, mesh, device), {}, [], []
@@ -168,11 +203,13 @@ def main(model, out, hsdp_replicas):
     dist.all_reduce = lambda x, *rest, **kw: (reduced.append(x.numel() > 1000), all_reduce(x, *rest, **kw))[1]
     count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel())
     policy.register_forward_pre_hook(count, with_kwargs=True)
-    for mode in MODES:
-        for cut, args in cuts(dataclasses.replace(base, loss_agg=mode)):
+    for name, flags in KINDS.items():
+        for cut, args in cuts(dataclasses.replace(base, **flags)):
+            if name in LOSSES and cut not in WAYS:
+                continue
             batch, optimizer = make_batch(args, device), Capture(policy.parameters(), lr=1.0)
             grpo.update_actor(policy, optimizer, batch, args)
-            results[mode, *cut] = optimizer.grads
+            results[name, *cut] = optimizer.grads
             results["tokens", *cut] = sum(tokens)
             results["reduced", *cut] = sum(reduced)  # gradients, over the replicas
             tokens.clear(), reduced.clear()
@@ -239,8 +276,8 @@ def main(model, out, hsdp_replicas):
 
     if dist.get_world_size() == 1:
         plain = grpo.TokenLogps(grpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-        for mode in MODES:
-            results[mode, "naive"] = naive(plain, dataclasses.replace(base, loss_agg=mode))
+        for name, flags in KINDS.items():
+            results[name, "naive"] = naive(plain, dataclasses.replace(base, **flags))
         adapters(plain.lm, lora)
         results["lora", "naive"] = naive(plain, lora)
     if dist.get_rank() == 0:

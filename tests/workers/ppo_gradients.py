@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
@@ -20,6 +21,7 @@ from algos import ppo
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 MOVED = 0.3  # of the values since the step began, further than --cliprange_value
+RIGHT = 1  # a response with a negative score
 TEXTS = ["7", "1234", "", "a9", "no digit", "5 and a long end 3"]  # responses for the reward model
 
 
@@ -35,6 +37,7 @@ def make_rows():
             row |= dict(prompt_length=prompt, length=n, rank=len(rows) % dist.get_world_size())
             row |= dict(prompt=[dict(role="user", content="?")], sampled=dict(solution_str=TEXTS[len(rows)]))
             rows.append(row | dict(reward=dict(score=torch.randn((), generator=generator).item())))
+    rows[RIGHT]["reward"] |= dict(score=-1.0, acc=1.0)
     return rows
 
 
@@ -57,7 +60,16 @@ def prepare(rows, critic, args, device, moved=0.0):
     values = ppo.all_logps(critic, batch, args)
     batch["value_nt"] = {i: x + moved * (-1.0) ** torch.arange(len(x)) for i, x in values.items()}
     step_nt = ppo.advantages(rows, batch, 0.2, args)
-    return batch | {name: step_nt[name] for name in ("adv_nt", "return_nt")}
+    return batch | {name: step_nt[name] for name in ("adv_nt", "return_nt", "nll_weight_nt")}
+
+
+def plain_gae(score, value, gamma, lam):
+    """The advantages of one response, with k1 = old - ref = .15 at a weight of .2 in the rewards."""
+    value, adv, next_adv = [*value.tolist(), 0.0], [0.0] * len(value), 0.0
+    for t in reversed(range(len(adv))):
+        reward = -0.2 * 0.15 + (score if t == len(adv) - 1 else 0.0)
+        adv[t] = next_adv = reward + gamma * value[t + 1] - value[t] + gamma * lam * next_adv
+    return torch.tensor(adv)
 
 
 def naive(lm, critic, args):
@@ -68,16 +80,15 @@ def naive(lm, critic, args):
         hidden = critic.model(input_ids=ids).last_hidden_state[0, -n - 1 : -1]
         values.append(critic.score(hidden)[:, 0])
         old_values.append(values[-1].detach() + MOVED * torch.tensor([(-1.0) ** t for t in range(n)]))
-        value, adv, next_adv = [*old_values[-1].tolist(), 0.0], [0.0] * n, 0.0
-        for t in reversed(range(n)):
-            reward = -0.2 * 0.15 + (row["reward"]["score"] if t == n - 1 else 0.0)  # k1 = old - ref
-            next_adv = reward + args.gamma * value[t + 1] - value[t] + args.gamma * args.lam * next_adv
-            adv[t] = next_adv
-        advs.append(torch.tensor(adv))
-        returns.append(advs[-1] + old_values[-1])
-    every = torch.cat(advs)
-    loss, value_loss = 0.0, 0.0
-    for row, value, old_value, adv, return_ in zip(rows, values, old_values, advs, returns, strict=True):
+        scored, lam = (row["reward"]["score"], old_values[-1], args.gamma), 1 - 1 / (args.lam_alpha * n)
+        advs.append(plain_gae(*scored, max(lam, 0)))
+        returns.append(plain_gae(*scored, args.critic_lam) + old_values[-1])
+    every, loss, value_loss = torch.cat(advs), 0.0, 0.0
+    right = [row["reward"].get("acc", row["reward"]["score"]) > 0 for row in rows]
+    right_tokens = sum(row["length"] for row, good in zip(rows, right, strict=True) if good)
+    assert right[RIGHT] and 0 < right_tokens < len(every)
+    columns = rows, right, values, old_values, advs, returns
+    for row, good, value, old_value, adv, return_ in zip(*columns, strict=True):
         adv = (adv - every.mean()) / every.std()
         ids, n = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["response_ids"])
         logp = (lm(input_ids=ids).logits[0, -n - 1 : -1] / args.temperature).log_softmax(-1)
@@ -88,6 +99,7 @@ def naive(lm, critic, args):
         pg = torch.where(adv < 0, torch.minimum(pg, -3.0 * adv), pg) * 2.718281828**0.05
         kl = (rollout - 0.1 - logp).exp() - (rollout - 0.1 - logp) - 1
         loss = loss + (pg + 0.1 * kl - 0.01 * entropy).sum() / len(every)
+        loss = loss - 0.5 * good * logp.sum() / right_tokens
         clipped = torch.minimum(torch.maximum(value, old_value - 0.2), old_value + 0.2)
         worst = torch.maximum((value - return_) ** 2, (clipped - return_) ** 2)
         value_loss = value_loss + (worst / 2).sum() / len(every)
@@ -115,6 +127,11 @@ def gradients(policy, critic, base, device):
             args = dataclasses.replace(base, max_tokens_per_microbatch=budget, attn_implementation=kernel)
             args = dataclasses.replace(args, share_prefix=layout == "shared")
             results[budget, layout] = updates(policy, critic, args, device)[:2]
+    if dist.get_world_size() == 2:  # every rank has all weights
+        replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        models = ppo.load_model(base, replicas, device), ppo.load_critic(base, replicas, device)
+        args = dataclasses.replace(base, max_tokens_per_microbatch=70)
+        results["hsdp"] = updates(*models, args, device)[:2]
     # what the optimizers see, and what is reported, where the norm is far over its bound
     args = dataclasses.replace(base, grad_clip=1e-3)
     *results["clipped"], metrics = updates(policy, critic, args, device)
@@ -158,9 +175,13 @@ def full(x):
 
 
 def checkpoint(policy, critic, critic_optimizer, args, device):
-    """What is trained, moments and KL weight included, after two ranks saved it or one loaded it."""
-    weight, optimizer = ppo.AdaptiveKL(0.1, 1.0, 10), torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    trained, optimizers = ppo.Trained(policy.lm, critic.lm, weight), [optimizer, critic_optimizer]
+    """What is trained, moments and KL weight included, after two ranks saved it or one loaded it.
+
+    Of the actor, adapters.
+    """
+    actor = ppo.Adapters(policy.lm, args)
+    weight, optimizer = ppo.AdaptiveKL(0.1, 1.0, 10), torch.optim.AdamW(actor.parameters(), lr=1e-3)
+    trained, optimizers = ppo.Trained(actor, critic.lm, weight), [optimizer, critic_optimizer]
     if dist.get_world_size() == 2:
         ppo.update_actor(policy, optimizer, prepare(make_rows(), critic, args, device), args)
         weight.update(5.0, 1)
@@ -179,10 +200,11 @@ def main(model, critic_model, reward_model, out):
     args = dataclasses.replace(
         args, max_prompt_length=60, ppo_mini_batch_size=2, group_size=3, max_response_length=64
     )
-    plain = dataclasses.replace(args, critic_model=None, reward_model=(), grad_clip=1.0)
+    plain = dataclasses.replace(args, critic_model=None, reward_model=(), grad_clip=1.0, lora_rank=4)
     args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, use_kl_in_reward=True)
     args = dataclasses.replace(args, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
     args = dataclasses.replace(args, clip_ratio_low=0.1, clip_ratio_high=0.3, cliprange_value=0.2)
+    args = dataclasses.replace(args, critic_lam=0.95, lam_alpha=0.2, positive_nll_coef=0.5)
     policy, critic = ppo.load_model(args, mesh, device), ppo.load_critic(args, mesh, device)
     results = gradients(policy, critic, args, device) | dict(scores=scores(args, mesh, device))
     fresh = ppo.load_critic(plain, mesh, device)
