@@ -360,7 +360,10 @@ def main(args):
             group["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics, first = update_actor(policy, optimizer, batch, args)
-        metrics |= check_sampler(batch.get("old_logp_nt", first), batch, args, step)
+        logps = batch.get("old_logp_nt", first)
+        metrics |= check_sampler(logps, batch, args, step)
+        if args.kl == "sampled":
+            metrics |= weight_metrics(logps, batch, args)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
