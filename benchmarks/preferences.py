@@ -19,8 +19,10 @@ import tyro
 from demo import FLAGS, ROOT, run
 from rich.console import Console
 from rich.table import Table
-from seeds import held_out
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from workload import read_metrics, save
+
+from data_prep.schema import load_rows
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -31,10 +33,11 @@ N_SAMPLES, A_STEP = 8, 512  # responses to a prompt of RFT and DPO; of a step of
 STEP = "--max_length 32 --lr_schedule constant --warmup_steps 5 --test_freq 0 --save_freq 0"
 STEP += " --no-gradient_checkpointing --train_batch_size 64"
 SFT = FLAGS["tiny"]["sft"].replace("--total_steps 250", "--total_steps 300")
-RFT = f"{STEP} --total_steps 150 --lr 3e-4"
-DPO = f"{STEP} --total_steps 100 --lr 1e-4"
+RFT, DPO = f"{STEP} --total_steps 150 --lr 3e-4", f"{STEP} --total_steps 100 --lr 1e-4"
+ONCE = {"RFT": RFT, "DPO with NLL": f"{DPO} --nll_coef 1", "DPO": DPO}
 GRPO = f"{FLAGS['tiny']['grpo']} --save_freq 0 --total_steps {BUDGETS[-1] // A_STEP}"
 GRPO = GRPO.replace("linear", "constant").replace("--test_freq 10", "--test_freq 4")
+RIGHT = "val-core/arithmetic/acc/mean@1"
 GENERATE = f"{FLAGS['tiny']['generate']} --n_samples {N_SAMPLES} --temperature 1"
 
 
@@ -55,6 +58,18 @@ def costs(out):
     lines = read_metrics(out, 0)
     keys = "perf/total_num_tokens", "timing_s/update_actor", "response_length/mean"
     return lines, np.cumsum([[m.get(key, 0) for key in keys] for m in lines], axis=0) * [1, 1, A_STEP]
+
+
+def accuracy(hf, file):
+    """Of greedy answers to prompts of one length."""
+    tokenizer, model = AutoTokenizer.from_pretrained(hf), AutoModelForCausalLM.from_pretrained(hf)
+    rows = load_rows(file, ["prompt", "reward_model"])
+    prompts = tokenizer.apply_chat_template(
+        [row["prompt"] for row in rows], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**prompts, max_new_tokens=8, do_sample=False)[:, prompts["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return np.mean([x == row["reward_model"]["ground_truth"] for x, row in zip(texts, rows, strict=True)])
 
 
 def flow(args, seed):
@@ -79,7 +94,7 @@ def flow(args, seed):
         table = pq.read_table(data / "train.parquet")
         pq.write_table(table.slice(first // N_SAMPLES, responses // N_SAMPLES), prompts)
         flags = "--model", hf(name), "--data", prompts, "--output", answers, "--seed", seed
-        once(answers, "algos/generate.py", *flags, *GENERATE.split(), ranks=args.ranks)
+        once(answers, "algos/generate.py", *flags, *GENERATE.split())
         once(scored, "algos/eval.py", "--data", answers, "--output", out, stdout=DEVNULL)
         table = pq.read_table(scored).slice(0, budget // N_SAMPLES)
         pq.write_table(table, chosen / "scored.parquet")
@@ -91,17 +106,19 @@ def flow(args, seed):
     def note(method, responses, tokens, *names):
         """The last of these runs, which has cost what all of them have."""
         trained, seconds, _ = np.sum([costs(where(name))[1][-1] for name in names], axis=0)
-        found.append([method, responses, tokens, trained, seconds, where(names[-1])])
+        right = accuracy(hf(names[-1]), data / "test.parquet")
+        found.append([method, responses, tokens, trained, seconds, right])
 
     train("sft", "sft", SFT, args.demo / "model", data / "train.parquet")
-    found.append(["SFT", 0, 0, 0, 0, where("sft")])
+    found.append(["SFT", 0, 0, 0, 0, accuracy(hf("sft"), data / "test.parquet")])
     # ---- from samples of the SFT model
     for budget in BUDGETS:
         right, pairs, tokens = rows("sft", 0, BUDGETS[-1], budget)
-        train(f"rft_{budget}", "sft", RFT, hf("sft"), right)
-        note("RFT", budget, tokens, f"rft_{budget}")
-        train(f"dpo_{budget}", "dpo", DPO, hf("sft"), pairs)
-        note("DPO", budget, tokens, f"dpo_{budget}")
+        for method, flags in [*ONCE.items()][: 3 if budget == BUDGETS[-1] else 2]:  # DPO as it is: the last
+            name = f"{method.lower().replace(' ', '_')}_{budget}"
+            script, file = ("sft", right) if method == "RFT" else ("dpo", pairs)
+            train(name, script, flags, hf("sft"), file)
+            note(method, budget, tokens, name)
     # ---- in rounds: each model from samples of the one before, the first of which is RFT's on such a share
     names, tokens = [f"rft_{SHARE}"], rows("sft", 0, BUDGETS[-1], SHARE)[-1]
     for number in range(1, ROUNDS):
@@ -110,23 +127,20 @@ def flow(args, seed):
         train(names[-1], "sft", RFT, hf(names[-2]), right)
         tokens += more
         note("RFT in rounds", (number + 1) * SHARE, tokens, *names)
-    for some, accuracy in zip(found, held_out(args, [out for *_, out in found]), strict=True):
-        some[-1] = accuracy
     # ---- GRPO, whose validation is on the held-out rows
     train("grpo", "grpo", GRPO, hf("sft"), data / "train.parquet", "--val_files", data / "test.parquet")
     for line, (trained, seconds, tokens) in zip(*costs(where("grpo")), strict=True):
-        if accuracy := line.get("val-core/arithmetic/acc/mean@1"):
-            responses = A_STEP * int(line["training/global_step"])
-            found.append(["GRPO", responses, tokens, trained, seconds, accuracy])
+        if RIGHT in line and (step := int(line["training/global_step"])):
+            found.append(["GRPO", A_STEP * step, tokens, trained, seconds, line[RIGHT]])
     return found
 
 
 def plot(groups, path):
     """Accuracy over sampled tokens: mean and range of the seeds."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for method, first in (("RFT", []), ("RFT in rounds", [("RFT", SHARE)]), ("DPO", []), ("GRPO", [])):
-        keys = [("SFT", 0), *first, *(key for key in groups if key[0] == method)]
-        points = [groups[key] for key in keys]
+    for method in (*ONCE, "RFT in rounds", "GRPO"):
+        first = [("SFT", 0), ("RFT", SHARE)][: 1 + (method == "RFT in rounds")]
+        points = [groups[key] for key in (*first, *(key for key in groups if key[0] == method))]
         x, y = (np.array([[row[i] for row in rows] for rows in points]) for i in (0, -1))
         axes.plot(x.mean(1), y.mean(1), "." if method == "GRPO" else "o-", ls="-", label=method)
         axes.fill_between(x.mean(1), y.min(1), y.max(1), alpha=0.15, lw=0)
@@ -142,7 +156,9 @@ def main():
     for method, responses, *numbers in [row for seed in args.seeds for row in flow(args, seed)]:
         groups.setdefault((method, responses), []).append(numbers)
     plot(groups, args.output_dir / "preferences.png")
-    table = Table("", "responses", "their tokens", "tokens trained", "seconds of it", "right", "std")
+    table = Table(
+        "", "responses", "their tokens", "tokens trained", "seconds of it", "right", "standard deviation"
+    )
     for (method, responses), rows in groups.items():
         if responses in (0, *BUDGETS):
             *means, right = np.mean(rows, axis=0)

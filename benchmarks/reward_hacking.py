@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 
 SAMPLES = f"{FLAGS['tiny']['generate']} --n_samples 8 --temperature 1"
 RM = "--max_length 32 --lr 3e-4 --total_epochs 3 --test_freq 40 --save_freq 0 --no-gradient_checkpointing"
-PPO = f"{FLAGS['tiny']['grpo']} --save_freq 0 --total_steps 30 --critic_lr 1e-3"
+PPO = f"{FLAGS['tiny']['grpo']} --save_freq 0 --total_steps 20 --critic_lr 1e-3"
 PPO = PPO.replace("--test_freq 10", "--test_freq 2")
 # the rules, of weight 0, only look on
 CONTESTANTS = {

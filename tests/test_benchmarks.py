@@ -13,6 +13,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import agent_rollout
 import driver_worker
 import memory
+import off_policy
 
 
 def test_throughput_without_vllm(tiny, tmp_path):
@@ -86,3 +87,24 @@ def test_memory():
     ids, where = torch.randint(9, (2, 4)), torch.arange(8)
     ours, whole = (f(lm, ids, where, ids.flatten()) for f in (memory.chunked, memory.whole))
     torch.testing.assert_close(ours, whole[:, 0])
+
+
+def test_off_policy_reports_the_runs_that_are_there(tmp_path, capsys):
+    line = {off_policy.ACCURACY: 0.5, "critic/score/mean": 0.25, "training/rollout_logp_diff_mean": 0.125}
+    for run_, accuracy in (
+        ("clip_token_IS_4_int8_1", 0.5),
+        ("clip_token_IS_4_int8_2", 0.75),
+        ("cispo_none_0_None_1", 0),
+    ):
+        (tmp_path / "out" / run_).mkdir(parents=True)
+        (tmp_path / "out" / run_ / "metrics.jsonl").write_text(
+            json.dumps(line | {off_policy.ACCURACY: accuracy})
+        )
+    for done in ("clip_token_IS_4_int8_1", "clip_token_IS_4_int8_2"):  # the third was killed
+        (tmp_path / "out" / done / "done").touch()
+    (tmp_path / "summary.json").write_text(json.dumps(dict(accuracy_before=0.4)))
+    args = off_policy.Args(demo=tmp_path, output_dir=tmp_path / "out", dry=True)
+    off_policy.main(args)
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert [x["accuracy"] for x in found["clip token IS 4 int8"]] == [0.5, 0.75] and len(found) == 3
+    assert "62.5% (50% to 75%), 2" in capsys.readouterr().out and (tmp_path / "out/off_policy.png").exists()
