@@ -1038,6 +1038,9 @@ class Adapters(nn.Module):
         torch.manual_seed(args.seed)  # the same matrices on every rank
         for name, layer in lm.named_modules():
             if hasattr(layer, "lora_A"):
+                if not isinstance(layer.base_layer, nn.Linear):  # all experts of a layer, say
+                    problem = f"{name} is no linear layer: name others by --lora_target_modules"
+                    raise ValueError(f"{args.model} ({lm.config.model_type}): {problem}")
                 # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
                 layer.lora_A["default"].float()
                 out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
@@ -1065,12 +1068,14 @@ class Adapters(nn.Module):
 
 
 def check_adapters(lm, args):
-    """ValueError where lm, but for its head, has no such layers."""
+    """ValueError where lm, but for its head, has no such layers, or they take no adapters. It gets them."""
     linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
     linear = {name.rpartition(".")[2] for name in linear}
     if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
         problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
         raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
+    if args.lora_rank:
+        Adapters(lm, args)
 
 
 def clip_gradients(optimizer, limit):

@@ -362,7 +362,10 @@ def main(args):
             group["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics, first = update_actor(policy, optimizer, batch, args)
-        metrics |= check_sampler(batch.get("old_logp_nt", first), batch, args, step)
+        logps = batch.get("old_logp_nt", first)
+        metrics |= check_sampler(logps, batch, args, step)
+        if args.kl == "sampled":
+            metrics |= weight_metrics(logps, batch, args)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
@@ -785,6 +788,9 @@ class Adapters(nn.Module):
         torch.manual_seed(args.seed)  # the same matrices on every rank
         for name, layer in lm.named_modules():
             if hasattr(layer, "lora_A"):
+                if not isinstance(layer.base_layer, nn.Linear):  # all experts of a layer, say
+                    problem = f"{name} is no linear layer: name others by --lora_target_modules"
+                    raise ValueError(f"{args.model} ({lm.config.model_type}): {problem}")
                 # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
                 layer.lora_A["default"].float()
                 out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
@@ -812,12 +818,14 @@ class Adapters(nn.Module):
 
 
 def check_adapters(lm, args):
-    """ValueError where lm, but for its head, has no such layers."""
+    """ValueError where lm, but for its head, has no such layers, or they take no adapters. It gets them."""
     linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
     linear = {name.rpartition(".")[2] for name in linear}
     if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
         problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
         raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
+    if args.lora_rank:
+        Adapters(lm, args)
 
 
 def clip_gradients(optimizer, limit):
@@ -1295,12 +1303,13 @@ def check_teacher(args, tokenizer, rows):
     # what load_data asks of the model it asks of the teacher
     model = dict(model=args.teacher, tokenizer=args.tokenizer or args.model, lora_rank=0)
     load_data(replace(args, val_files=(), **model))
-    ours, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(args.teacher).get_vocab()
-    if differing := sorted({token for token, _ in ours.items() ^ theirs.items()}):
-        number, other = (ids.get(differing[0], "none") for ids in (ours, theirs))
-        which = (
-            f"{len(differing)} tokens differ, {differing[0]!r} is number {other} there, {number} in --model"
-        )
+    try:
+        ours, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(args.teacher).get_vocab()
+    except (ValueError, OSError) as error:
+        fail(f"--teacher {args.teacher} has no tokenizer to compare: {' '.join(str(error).split())}")
+    if other := sorted({token for token, _ in ours.items() ^ theirs.items()}):
+        token, [here, there] = other[0], [ids.get(other[0], "none") for ids in (ours, theirs)]
+        which = f"{len(other)} tokens differ, {token!r} is number {there} there, {here} in --model"
         fail(f"--teacher {args.teacher} has another vocabulary: {which}")
     sizes = [AutoConfig.from_pretrained(x).vocab_size for x in (args.model, args.teacher)]
     if args.kl == "full" and sizes[0] != sizes[1]:

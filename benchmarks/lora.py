@@ -1,7 +1,7 @@
 """How much does GRPO learn with adapters of each rank, and with all weights? On the demo's task.
 
     make demo                     # data, and the SFT model to start from
-    python benchmarks/lora.py     # three quarters of an hour on one core
+    python benchmarks/lora.py     # twelve runs, twenty minutes on one core
 
 Greedy accuracy on the held-out rows after training. What is there already is not run again.
 """

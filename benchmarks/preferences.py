@@ -1,7 +1,7 @@
 """What a budget of sampled tokens buys: RFT, RFT in rounds, DPO and GRPO from one SFT model, several seeds.
 
     make demo                            # data and model
-    python benchmarks/preferences.py     # an hour on two cores
+    python benchmarks/preferences.py     # three quarters of an hour on two cores
 
 A seed is that of the whole flow. RFT and DPO learn from the first of the SFT model's samples, in rounds each
 model from the samples of the one before; GRPO is one run. Writes runs/preferences: results.json,
@@ -142,7 +142,7 @@ def plot(groups, path):
         first = [("SFT", 0), ("RFT", SHARE)][: 1 + (method == "RFT in rounds")]
         points = [groups[key] for key in (*first, *(key for key in groups if key[0] == method))]
         x, y = (np.array([[row[i] for row in rows] for rows in points]) for i in (0, -1))
-        axes.plot(x.mean(1), y.mean(1), "." if method == "GRPO" else "o-", ls="-", label=method)
+        axes.plot(x.mean(1), y.mean(1), marker="." if method == "GRPO" else "o", label=method)
         axes.fill_between(x.mean(1), y.min(1), y.max(1), alpha=0.15, lw=0)
     axes.set(xlabel="sampled tokens", ylabel="512 held-out sums, greedy", ylim=(0, 1))
     axes.set(title=f"From the same SFT models: mean and range of {y.shape[1]} seeds")

@@ -1,11 +1,11 @@
 """PPO against reward models alone: what they say of its responses, and what share of them is right.
 
     make demo                               # data and SFT model
-    python benchmarks/reward_hacking.py     # half an hour on two cores
+    python benchmarks/reward_hacking.py     # a quarter of an hour on two cores
 
 Three reward models, which differ by their seed, learn from pairs of the SFT model's samples. PPO has one of
-them, one and a KL term, the mean of all, their minimum. Writes runs/reward_hacking: results.json,
-reward_hacking.png, a directory a stage; what is there already is not made again.
+them, one and a KL term, the minimum of all. Writes runs/reward_hacking: results.json, reward_hacking.png, a
+directory a stage; what is there already is not made again.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,6 @@ PPO = PPO.replace("--test_freq 10", "--test_freq 2")
 CONTESTANTS = {
     "one model": "--reward_weights 0 1",
     "one model, KL": "--reward_weights 0 1 --use_kl_in_reward --kl_coef 0.1",
-    "mean of three": "--reward_weights 0 .3333 .3333 .3333",
     "minimum of three": "--reward_weights 0 1 1 1 --reward_aggregation min",
 }
 SCORE, RIGHT = "critic/score/mean", "val-core/arithmetic/acc/mean@1"

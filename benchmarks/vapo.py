@@ -9,17 +9,13 @@ there already is not run again.
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import tyro
 from demo import ROOT, run
 from rich.console import Console
 from rich.table import Table
-from seeds import curve
+from seeds import curve, plt
 from workload import save
-
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
 
 SFT = (
     "--max_length 40 --train_batch_size 64 --total_steps 600 --lr 1e-3 --lr_schedule constant"
@@ -53,7 +49,7 @@ class Args:
     output_dir: Path = ROOT / "runs/vapo"
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds of PPO: of the order of the prompts, and of the responses."""
+    """Seeds of PPO."""
 
 
 def stage(out, script, *flags, directory="--output_dir"):
@@ -72,9 +68,9 @@ def plot(runs, path):
             curves = [curve(out, key) for out in outs]
             steps = np.array(curves[0][0]) - WARM_UP * ("critic_warmup" in RUNS[name])
             values = np.array([values for _, values in curves])
-            whole, area = name[0] != "+", (values.min(0), values.max(0))
-            [line] = axes.plot(steps, values.mean(0), label=name, lw=1 + whole)
-            axes.fill_between(steps, *area, color=line.get_color(), alpha=0.15 * whole, lw=0)
+            [line] = axes.plot(steps, values.mean(0), label=name, lw=1 if name[0] == "+" else 2)
+            if name[0] != "+":
+                axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.1)
         axes.set(xlabel="step of the actor; below 0 of the critic alone", title=title)
     axes.legend(fontsize=8)
     figure.suptitle(f"Sums of 2 to 7 numbers: mean of {len(outs)} seeds; of PPO and VAPO their range")
@@ -86,23 +82,23 @@ def main():
     out, chain = args.output_dir, "--operation chain --digits 1 --terms 7".split()
     data = stage(out / "data", "data_prep/arithmetic.py", *chain, directory="--local_save_dir")
     files = "--train_files", data / "train.parquet", "--val_files"
-    start = "--model", args.model, *files, data / "val.parquet"
-    sft = stage(out / "sft", "algos/sft.py", *start, *SFT.split())
+    flags = "--model", args.model, *files, data / "val.parquet", *SFT.split()
+    sft = stage(out / "sft", "algos/sft.py", *flags)
     files = "--model", sft / "checkpoints/latest/hf", *files, data / "test.parquet"
     for seed in args.seeds:
         for number, (name, more) in enumerate(RUNS.items()):
             steps = STEPS + WARM_UP * ("critic_warmup" in more)
             flags = f"{PPO} {more} --seed {seed} --total_steps {steps}".split()
-            run_dir = out / f"ppo_{number}_{seed}"
-            runs.setdefault(name, []).append(stage(run_dir, "algos/ppo.py", *files, *flags))
+            done = stage(out / f"ppo_{number}_{seed}", "algos/ppo.py", *files, *flags)
+            runs.setdefault(name, []).append(done)
     plot(runs, out / "vapo.png")
     table, results = Table("", *(f"seed {x}" for x in args.seeds), "mean", "sd", *[*KEYS][1:]), {}
     for name, outs in runs.items():
         ends = [[curve(out, key)[1][-10:] for out in outs] for key in KEYS.values()]  # 10 steps
         last, score, explained = [x[-1] for x in ends[0]], np.mean(ends[1]), np.mean(ends[2])
         results[name] = dict(held_out=last, score=score, explained=explained)
-        cells = *last, np.mean(last), np.std(last, ddof=1), score
-        table.add_row(name, *(f"{x:.1%}" for x in cells), f"{explained:.2f}")
+        cells = [f"{x:.1%}" for x in (*last, np.mean(last), np.std(last, ddof=1), score)]
+        table.add_row(name, *cells, f"{explained:.2f}")
     Console().print(table)
     save(out / "results.json", args, results)
 

@@ -29,11 +29,11 @@ LIMITS = {  # of a trainer: lines above the banner "The system", and in all
     "grpo.py": (400, 1335),
     "dapo.py": (460, 1404),
     "ppo.py": (590, 1575),
-    "sft.py": (350, 969),
-    "rm.py": (340, 930),
-    "dpo.py": (430, 1050),
+    "sft.py": (350, 974),
+    "rm.py": (340, 935),
+    "dpo.py": (430, 1054),
     "agent.py": (480, 1525),
-    "distill.py": (400, 1335),
+    "distill.py": (400, 1345),
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
 

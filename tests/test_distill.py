@@ -198,6 +198,9 @@ def test_a_teacher_with_another_vocabulary(refused, tiny, tmp_path):
 
 def test_a_teacher_is_checked_as_a_model(refused, tiny, tmp_path):
     assert "no_such_model" in refused(teacher="./no_such_model")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tiny / "config.json", tmp_path / "bare")
+    assert "has no tokenizer to compare" in refused(teacher=tmp_path / "bare")
     window = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4)
     shutil.copytree(tiny, tmp_path / "window")
     config = json.loads((tiny / "config.json").read_text()) | window

@@ -69,7 +69,7 @@ def test_commands(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_flags(page):
-    folders = ["algos", "data_prep"] + ["benchmarks"] * (page.parent.name == "benchmarks")
+    folders = ["algos", "data_prep"] + ["benchmarks"] * ("benchmarks/" in page.read_text())
     scripts = [f"{d}/{p.name}" for d in folders for p in (ROOT / d).glob("*.py") if p.stem != "peer_trl"]
     known = set().union(*(flags_of(s) for s in scripts if "class Args" in (ROOT / s).read_text()))
     said = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))

@@ -148,10 +148,13 @@ def test_resume_from_what_is_no_checkpoint(refused, tmp_path):
     assert "not a checkpoint" in refused("--resume", tmp_path)
 
 
-def test_adapters(refused):
+def test_adapters(refused, tmp_path):
     assert "--merge_lora needs --lora_rank" in refused("--merge_lora")
     line = refused("--lora_rank", 4, "--lora_target_modules", "q_prj", "lm_head")
     assert "for --lora_target_modules, but ['down_proj'," in line and "q_prj" in line and "lm_head" in line
+    write("mixtral", tmp_path / "experts")
+    line = refused("--lora_rank", 4, model=tmp_path / "experts")
+    assert "(mixtral): model.layers.0.mlp" in line and "name others by --lora_target_modules" in line
 
 
 def test_temperature(refused):

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from gradients import Capture, make_rows
+from gradients import Capture, adapters, cuts, make_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import distill
@@ -30,7 +30,7 @@ def naive(student, teacher, args):
         pg = torch.where(adv < 0, torch.minimum(pg, -3.0 * adv), pg)
         loss = loss + pg.sum() * torch.tensor(0.05).exp()
     (loss / tokens).backward()
-    return [p.grad.clone() for p in student.parameters()]
+    return [p.grad.clone() for p in student.parameters() if p.requires_grad]
 
 
 def main(_, model, out, hsdp_replicas):
@@ -56,35 +56,32 @@ def main(_, model, out, hsdp_replicas):
         wrap = partial(distill.Student, teacher=teacher) if full else distill.TokenLogps
         return distill.load_model(args, mesh, device, wrap=wrap), teacher
 
-    def gradient(policy, teacher, args):
+    def gradient(policy, teacher, args, actor=None):
         batch, _ = distill.balance_batch(make_rows()[0], args, device)
         if args.kl == "sampled":
             batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
             batch["teacher_logp_nt"] = distill.all_logps(teacher, batch, args)
-        optimizer = Capture(policy.parameters(), lr=1.0)
+        optimizer = Capture((actor or policy).parameters(), lr=1.0)
         metrics, _ = distill.update_actor(policy, optimizer, batch, args)
-        return optimizer.grads, metrics
+        return optimizer.grads, metrics["actor/teacher_kl"]
 
-    for kl in ("full", "sampled"):
-        args = dataclasses.replace(base, kl=kl)
+    lora = dict(kl="full", lora_rank=4)
+    for mode, changes in dict(full=dict(kl="full"), sampled=dict(kl="sampled"), lora=lora).items():
+        args = dataclasses.replace(base, **changes)
         policy, teacher = load(args)
-        for budget in (70, 200, 100_000):
-            for layout in ("padded", "packed", "shared"):
-                # only the layout follows the argument from here on: the models are built with SDPA
-                kernel = "flash_attention_2" if layout == "packed" else "sdpa"
-                args = dataclasses.replace(args, attn_implementation=kernel, share_prefix=layout == "shared")
-                args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
-                results[kl, budget, layout], metrics = gradient(policy, teacher, args)
-                results["kl", kl, budget, layout] = metrics["actor/teacher_kl"]
+        actor = adapters(policy.lm, args) if args.lora_rank else None
+        for cut, how in cuts(args):
+            results[mode, *cut] = gradient(policy, teacher, how, actor)
         if dist.get_world_size() == 1:
             plain = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, wide)]
-            results[kl, "naive"] = naive(*plain, args)
+            adapters(plain[0], args) if args.lora_rank else None
+            results[mode, "naive"] = naive(*plain, args)
 
     # taught by itself there is nothing to learn, to the bit
     for dtype in ("float32", "bfloat16"):
         args = dataclasses.replace(base, teacher=model, kl="full", compute_dtype=dtype)
-        grads, metrics = gradient(*load(args), args)
-        assert all((x == 0).all() for x in grads) and metrics["actor/teacher_kl"] == 0, dtype
+        grads, kl = gradient(*load(args), args)
+        assert all((x == 0).all() for x in grads) and kl == 0, dtype
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.destroy_process_group()
