@@ -28,7 +28,7 @@ def gap(engine, policy, args, temperature, before=lambda: None, **options):
     return (logp_nt[grpo.response_mask([len(r) for r in responses])] - rollout).abs().max().item()
 
 
-def forgets_to_merge(engine, lm, sync_weights=grpo.sync_weights):
+def forgets_to_merge(engine, lm, *_, sync_weights=grpo.sync_weights):
     layers = [m for m in lm.modules() if hasattr(m, "lora_A")]
     before = [layer.scaling["default"] for layer in layers]
     assert len(layers) == 2 * 7
@@ -59,7 +59,7 @@ def main(model, tp_size):
     # the laboratory: training samples with the weights of a step ago, or rounded ones; validation does not
     local = lambda: [x.to_local() if isinstance(x, DTensor) else x for x in policy.lm.state_dict().values()]
     put = lambda values: [x.copy_(value) for x, value in zip(local(), values, strict=True)]
-    lag, noise = dict(sampler_lag=1), dict(sampler_noise="int8")
+    lag, noise = dict(sampler_lag=1), dict(sampler_noise="fp8")
     lag, noise = (dataclasses.replace(args, **what) for what in (lag, noise))
     gaps["lag, first step"] = gap(engine, policy, lag, 1.0, train=True)
     old = [x.clone() for x in local()]
@@ -71,10 +71,10 @@ def main(model, tp_size):
     gaps["lag"] = gap(engine, policy, lag, 1.0, train=True, before=lambda: put(old))
     put(new)
     far = gap(engine, policy, noise, 1.0, train=True)
-    rounded = lambda: put([grpo.rounded(x, "int8") if x.dim() > 1 else x for x in new])
+    rounded = lambda: put([grpo.rounded(x, "fp8") if x.dim() > 1 else x for x in new])
     gaps["noise"] = gap(engine, policy, noise, 1.0, train=True, before=rounded)
     assert far > 1e-3
-    put(new)
+    put(old)
     # more prompt tokens than vLLM takes in one step: no prompt may be cut, or its seed fails on a CPU
     many = [dict(prompt_ids=[8 + i // 20, 8 + i % 20] + [9] * 14, index=i) for i in range(300)]
     with grpo.awake(engine, [policy], None, args, {}, temperature=1.0) as sample:
