@@ -74,7 +74,7 @@ def plot(runs, teacher, sft, path):
         for color, name in enumerate(names):
             lengths = np.mean([curve(out, "response_length/mean")[1] for out in runs[name]], 0)
             curves = [curve(out, key) for out in runs[name]]
-            tokens = np.cumsum([0, *512 * lengths])[curves[0][0]] / 1000
+            tokens = np.cumsum([0, *512 * lengths])[np.array(curves[0][0], int)] / 1000
             values = np.array([values for _, values in curves])
             axes.plot(tokens, values.mean(0), label=name, color=f"C{color}")
             axes.fill_between(tokens, values.min(0), values.max(0), color=f"C{color}", alpha=0.15, lw=0)
