@@ -47,7 +47,7 @@ class Args:
     # ---- run
     output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
     resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
-    seed: int = 1  # of the data order and, with step, prompt and sample number, of every response
+    seed: int = 1  # of data order, adapters and, with step, prompt and sample number, of every response
     total_epochs: int = 1  # passes over the training data
     total_steps: int | None = None  # RL steps in all; None: total_epochs
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
@@ -1283,9 +1283,8 @@ class Student(TokenLogps):
 
     def __init__(self, lm, teacher):
         super().__init__(lm)
-        self.teacher = [
-            teacher
-        ]  # in a list it is no part of the student: not trained, not sharded, not saved
+        # in a list it is no part of the student: not trained, not sharded, not saved
+        self.teacher = [teacher]
 
     def forward(self, where, target, temperature, **inputs):
         if not torch.is_grad_enabled():

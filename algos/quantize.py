@@ -47,6 +47,7 @@ class Args:
 if __name__ == "__main__":
     flags = parse(Args)  # before the libraries below are loaded: a wrong flag is answered at once
 
+import jinja2
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
@@ -75,12 +76,12 @@ def read_texts(path, tokenizer, args, limit=None):
     for number, row in enumerate(load_rows(path, keys)[:limit]):
         messages, *answer = (row[key] for key in keys)
         messages = messages + [dict(role="assistant", content=text) for text in answer]
+        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up
         text, found = turns(messages, tokenizer)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
         ids, starts = encoded["input_ids"], encoded["offset_mapping"][0, :, 0]
-        if ids.shape[1] > args.max_length:
-            limit = f"over --max_length {args.max_length}"
-            raise ValueError(f"{path}: row {number} has {ids.shape[1]} tokens, {limit}")
+        if (length := ids.shape[1]) > args.max_length:
+            raise ValueError(f"{path}: row {number} has {length} tokens, over --max_length {args.max_length}")
         spoken = [(begin <= starts) & (starts < end) for _, begin, end in found]
         texts.append((ids, sum(spoken, torch.zeros(len(starts))) > 0))
     return texts
@@ -192,6 +193,10 @@ def quantize(lm, tokenizer, args, output):
             raise ValueError(f"{name} has {odd.in_features} inputs, no multiple of 128, 64 or 32: {mend}")
         scheme.weights.group_size = fits[0]
     held_out = read_texts(args.held_out, tokenizer, args) if args.held_out else []
+    if held_out and not any(spoken[1:].any() for _, spoken in held_out):
+        raise ValueError(
+            f"{args.held_out}: no row has a turn of the assistant, so that there is no loss to tell"
+        )
     texts = read_texts(args.calibration, tokenizer, args, args.calibration_rows) if args.calibration else []
     before = dict(MB=sum(x.nbytes for x in lm.parameters()) / 1e6) | mean_loss(lm, held_out)
     scales = round_layers(lm, linears, texts, scheme.weights)
@@ -225,7 +230,7 @@ def main(args):
         with replacing(args.output) as new:
             tokenizer.save_pretrained(new)
             told = quantize(lm, tokenizer, args, new)
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError, SafetensorError, jinja2.TemplateError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     print(f"{args.output}: {told}")
 

@@ -13,13 +13,15 @@ from algos import quantize
 
 QUANTIZE = ROOT / "algos/quantize.py"
 LOADED = """
-import sys, torch, vllm
-ids = [*range(3, 19)]
-for path, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
-    engine = vllm.LLM(path, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, max_model_len=32,
-                      kv_cache_memory_bytes=1 << 26)
+import sys, vllm
+from algos import generate
+ids, (eight, four) = [*range(3, 19)], sys.argv[1:]
+sizes = dict(enforce_eager=True, max_model_len=32, kv_cache_memory_bytes=1 << 26)
+args = generate.Args(model=four, data="", output="", max_prompt_length=24, max_response_length=8)
+for make in (lambda: vllm.LLM(eight, skip_tokenizer_init=True, dtype="float32", **sizes),
+             lambda: generate.build_engine(args)):  # which leaves the dtype to the model
     params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    [out] = engine.generate([dict(prompt_token_ids=ids)], params, use_tqdm=False)
+    [out] = make().generate([dict(prompt_token_ids=ids)], params, use_tqdm=False)
     print("logps", *[at[i].logprob for i, at in zip(ids[1:], out.prompt_logprobs[1:])])
 """
 
@@ -90,10 +92,10 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, caps
         mb, loss = capsys.readouterr().out.rstrip().split("; ")[1].split(", ")
         (before, after), (large, small) = ([float(x) for x in y.split()[1::2]] for y in (loss, mb))
         assert abs(before - after) < bound and small < large
-    pairs = (tmp_path / "w8a8", "float32"), (tmp_path / "w4a16", "bfloat16")
-    done = run("-c", LOADED, *(x for pair in pairs for x in pair))
+    paths = tmp_path / "w8a8", tmp_path / "w4a16"
+    done = run("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{LOADED}", *paths)
     theirs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("logps")]
-    for (path, _), line in zip(pairs, theirs, strict=True):
+    for path, line in zip(paths, theirs, strict=True):
         logp = torch.tensor([float(x) for x in line])
         assert (logp - true).abs().mean() < bounds[path.name]
         ours = logps(AutoModelForCausalLM.from_pretrained(path))
@@ -111,6 +113,7 @@ def test_errors_are_one_line(model, arithmetic, tmp_path):
         (model, out, dict(calibration=train, max_length=4), "row 0 has"),
         (model, out, dict(calibration=train, scheme="fp8"), "--calibration"),
         (tmp_path, out, {}, "config.json"),
+        (model, out, dict(held_out=train, response_key=None), "no row has a turn of the assistant"),
     ]:
         with pytest.raises(SystemExit) as error:
             quantize.main(quantize.Args(str(source), str(path), **more))
