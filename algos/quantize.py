@@ -166,11 +166,16 @@ def round_layers(lm, linears, texts, args):
         hooks = [m.register_forward_pre_hook(partial(add_product, sums[name])) for name, m in inside.items()]
         run = lambda states, block=block, name=prefix: [block(x, **o[name]) for x, o in zip(states, given)]
         run(states)
+        if unseen := [name for name, total in sums.items() if not total.any()]:
+            mend = "leave it out by --ignore, or --calibration"
+            raise ValueError(f"{unseen[0]}: no calibration row reaches it as a layer, {mend}")
         for hook in hooks:
             hook.remove()
         for name, linear in inside.items():
             linear.weight.data, scales[name] = gptq(linear.weight, sums.pop(name), args)
-        states = run(states)  # the next layer sees what the rounded one makes
+        states = [
+            x[0] if isinstance(x, tuple) else x for x in run(states)
+        ]  # the next layer sees what the rounded one makes
     return scales | {n: nearest(m.weight, args) for n, m in linears.items() if n not in scales}
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import families
 import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
@@ -59,6 +60,27 @@ def test_gptq_over_several_blocks():
     plain = (weight.unflatten(1, (10, 32)) / by_itself).round().clamp(-8, 7) * by_itself
     loss = lambda w: ((x @ (w - weight).T) ** 2).sum()
     assert loss(rounded) < 0.5 * loss(plain.flatten(1))
+
+
+@pytest.mark.parametrize("family", ("qwen3_next", "falcon_h1", "mamba"))
+def test_layers_of_other_families(family):
+    """Mixed layers, layers that return a tuple; mamba reads a weight without calling its layer: one line."""
+    torch.manual_seed(0)
+    lm, args = families.build(family).eval(), preset_name_to_scheme("W8A8", ["Linear"]).weights
+    linears = dict(quantize.match_named_modules(lm, ["Linear"], ("lm_head",)))
+    texts = [(torch.randint(2, 100, (1, 12)), None) for _ in range(3)]
+    if family == "mamba":
+        with pytest.raises(
+            ValueError, match="dt_proj: no calibration row reaches it as a layer, leave it out"
+        ):
+            quantize.round_layers(lm, linears, texts, args)
+        return
+    before = {name: m.weight.clone() for name, m in linears.items()}
+    scales = quantize.round_layers(lm, linears, texts, args)
+    for name, linear in linears.items():
+        steps = linear.weight / scales[name]
+        torch.testing.assert_close(steps, steps.round(), atol=1e-3, rtol=0)
+        assert 0 < (linear.weight - before[name]).abs().max() < 3 * scales[name].max()
 
 
 @pytest.fixture(scope="module")
