@@ -75,12 +75,14 @@ def test_layers_of_other_families(family):
         ):
             quantize.round_layers(lm, linears, texts, args)
         return
-    before = {name: m.weight.clone() for name, m in linears.items()}
-    scales = quantize.round_layers(lm, linears, texts, args)
+    with torch.no_grad():
+        before = lm(texts[0][0]).logits
+        scales = quantize.round_layers(lm, linears, texts, args)
+        after = lm(texts[0][0]).logits
+    assert 0 < (after - before).abs().max() < 0.1 * before.abs().max()
     for name, linear in linears.items():
         steps = linear.weight / scales[name]
         torch.testing.assert_close(steps, steps.round(), atol=1e-3, rtol=0)
-        assert 0 < (linear.weight - before[name]).abs().max() < 3 * scales[name].max()
 
 
 @pytest.fixture(scope="module")
