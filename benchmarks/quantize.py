@@ -71,17 +71,15 @@ def speed(args, model):
     """Tokens a CPU second of 16 rows at a time and of one, in generate.py's engine."""
     from algos import generate
 
-    llm = generate.build_engine(
-        generate.Args(model=str(model), data="", output="", max_response_length=args.max_response_length)
-    )
+    sizes = dict(max_prompt_length=32, max_response_length=args.max_response_length)
+    llm = generate.build_engine(generate.Args(model=str(model), data="", output="", **sizes))
     from vllm import SamplingParams
 
     params, found = SamplingParams(max_tokens=args.max_response_length, ignore_eos=True, detokenize=False), []
     for rows in (16, 16, 1):  # the first is a warm-up
         begin = time.process_time()
-        llm.generate(
-            [dict(prompt_token_ids=[*range(3 + i, 67 + i)]) for i in range(rows)], params, use_tqdm=False
-        )
+        prompts = [dict(prompt_token_ids=[*range(3 + i, 35 + i)]) for i in range(rows)]
+        llm.generate(prompts, params, use_tqdm=False)
         found.append(rows * args.max_response_length / (time.process_time() - begin))
     return found[1:]
 
