@@ -15,11 +15,11 @@ MANIFEST = {
     "sft.py": ["system", "lora", "sequence"],
     "rm.py": ["system", "lora"],
     "dpo.py": ["system", "lora"],
-    "grpo.py": ["losses", "system", "lora", "sampling"],
-    "dapo.py": ["losses", "system", "lora", "sampling"],
-    "ppo.py": ["system", "lora", "sampling"],
-    "agent.py": ["losses", "turns", "system", "lora", "sampling"],
-    "distill.py": ["system", "lora", "sampling"],
+    "grpo.py": ["losses", "system", "lora", "sequence", "sampling"],
+    "dapo.py": ["losses", "system", "lora", "sequence", "sampling"],
+    "ppo.py": ["system", "lora", "sequence", "sampling"],
+    "agent.py": ["losses", "turns", "system", "lora", "sequence", "sampling"],
+    "distill.py": ["system", "lora", "sequence", "sampling"],
     "generate.py": ["turns"],
 }
 # what an algorithm is, in its script alone; all other functions of one name are one function
