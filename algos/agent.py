@@ -153,10 +153,10 @@ if __name__ == "__main__":
 
 import jinja2
 import numpy as np
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -855,7 +855,8 @@ def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, *
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     # of hf/: the dtype in which the model came, and tied weights once
-    lm.saved_dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    lm.config.dtype, lm.config.architectures = dtype, [type(lm).__name__]
+    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -969,35 +970,62 @@ def causes(error):
     return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
 
 
+def share_of(lm):
+    """This rank's share of the weights of hf/, in the dtype in which the model came, and the file of each.
+
+    All ranks gather one weight after the other, and one of them keeps it: nobody holds the whole model.
+    """
+    share, files, rank, ranks = {}, {}, dist.get_rank(), dist.get_world_size()
+    if isinstance(lm, Adapters):  # small, and whole on every rank
+        return share, files
+    state = [(name, x) for name, x in lm.state_dict().items() if name not in lm.tied]
+    for owner, part in enumerate(balance([x.numel() for _, x in state], ranks)):
+        file = f"model-{owner + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else "model.safetensors"
+        for name, x in (state[i] for i in part):
+            x = x.to(lm.config.dtype).full_tensor() if isinstance(x, DTensor) else x
+            weights = revert_weight_conversion(lm, {name: x})  # as in the files that it came from
+            files |= dict.fromkeys(weights, file)
+            if owner == rank:
+                share |= {k: torch.empty(w.shape, dtype=w.dtype).copy_(w) for k, w in weights.items()}
+    return share, files
+
+
+def write_share(directory, lm, share, files):
+    """A rank's file of a Hugging Face directory; rank 0 writes what else belongs there."""
+    directory.mkdir(exist_ok=True)
+    if share:
+        safetensors.torch.save_file(share, directory / files[next(iter(share))], dict(format="pt"))
+    if dist.get_rank() == 0:
+        if isinstance(lm, Adapters):
+            return lm.save_pretrained(directory)
+        lm.config.save_pretrained(directory)
+        if lm.can_generate():
+            lm.generation_config.save_pretrained(directory)
+        index = json.dumps(dict(metadata={}, weight_map=files), indent=2)
+        (directory / "model.safetensors.index.json").write_text(index + "\n")
+
+
 def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
     root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, None
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
     text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
+    if rank0:
+        shutil.rmtree(new, ignore_errors=True)  # a kill left it, perhaps of other ranks
+    dist.barrier()
     try:
         model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
         dcp.save(dict(model=model_state, optimizer=optim_state), checkpoint_id=new / "dcp")
-        weights = {}
-        for name, x in model_state.items() if args.save_hf else ():
-            x = x.to(lm.saved_dtype).full_tensor() if isinstance(x, DTensor) else x  # all ranks together
-            weights |= {name: x.cpu()} if rank0 and name not in lm.tied else {}
+        models = getattr(lm, "models", dict(hf=lm)) if args.save_hf else {}
+        shares = [(new / name, model, *share_of(model)) for name, model in models.items()]
+        for share in shares:  # after all collectives: a rank alone may have no room left
+            write_share(*share)
         if rank0:
             tokenizer.save_pretrained(new / "hf")
-            save = partial(lm.save_pretrained, state_dict=weights)
-            (save if args.save_hf else lm.config.save_pretrained)(new / "hf")
-            for path in new.glob("*/config.json"):  # save_pretrained names the dtype that trains
-                config = json.loads(path.read_text()) | dict(dtype=str(lm.saved_dtype)[6:])
-                path.write_text(json.dumps(config, indent=2) + "\n")
+            if not args.save_hf:
+                lm.config.save_pretrained(new / "hf")
             (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
-            shutil.rmtree(final, ignore_errors=True)
-            new.rename(final)
-            link.unlink(missing_ok=True)
-            link.symlink_to(final.name)
-            link.replace(root / "latest")
-            done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
-            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
-                shutil.rmtree(old)
-    except (dcp.CheckpointException, OSError, SafetensorError) as error:  # the first, on all ranks alike
+    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
         problem = causes(error)
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
@@ -1005,6 +1033,15 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
         print(file=sys.stderr)  # below the progress bar
         free = f"{shutil.disk_usage(root).free / 2**30:.1f} GiB are free"
         fail(f"{final} cannot be written: {'; '.join(sorted(problems))}; {free}")
+    if rank0:  # now that the files of all ranks are there
+        shutil.rmtree(final, ignore_errors=True)
+        new.rename(final)
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(root / "latest")
+        done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
+        for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
+            shutil.rmtree(old)
 
 
 @contextmanager
@@ -1033,7 +1070,6 @@ class Adapters(nn.Module):
         sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
         self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
         self.args, self.generation_config = args, getattr(lm, "generation_config", None)
-        self.saved_dtype, self.tied = getattr(lm, "saved_dtype", lm.dtype), ()
         peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
         torch.manual_seed(args.seed)  # the same matrices on every rank
         for name, layer in lm.named_modules():
@@ -1050,19 +1086,18 @@ class Adapters(nn.Module):
                     key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
                     self.register_parameter(key, getattr(layer, part)["default"].weight)
 
-    def save_pretrained(self, directory, state_dict):
+    def save_pretrained(self, directory):
         """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
         import peft
-        from safetensors.torch import save_file
 
-        state = {f"base_model.model.{k.replace('/', '.')}": v for k, v in state_dict.items()}
+        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in self.state_dict().items()}
         if self.args.merge_lora:
             lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
             peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
             lm.merge_and_unload().save_pretrained(directory)
         else:
             self.config.save_pretrained(directory)
-            save_file(state, directory / "adapter_model.safetensors")
+            safetensors.torch.save_file(state, directory / "adapter_model.safetensors")
         if self.generation_config:  # a classifier has none
             self.generation_config.save_pretrained(directory)
 

@@ -15,6 +15,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -30,6 +31,8 @@ class Args:
     """Directory to write; it must not exist."""
     merge_lora: bool = False
     """Add LoRA adapters to the weights of their model; else they are written as peft loads them."""
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights; None: that in which the model came. Adapters alone stay float32."""
 
 
 if __name__ == "__main__":
@@ -66,11 +69,10 @@ def scores(weights):
     return not weights.keys().isdisjoint(("score.weight", "score/weight"))
 
 
-def full_model(weights, hf, run):
+def full_model(weights, hf):
     """The model that hf/ describes, with these weights."""
-    dtype = getattr(torch, run["param_dtype"])
     auto = AutoModelForSequenceClassification if scores(weights) else AutoModelForCausalLM
-    lm = auto.from_config(AutoConfig.from_pretrained(hf), dtype=dtype)
+    lm = auto.from_config(AutoConfig.from_pretrained(hf), dtype=torch.float32)
     lm.load_state_dict(weights)
     return lm
 
@@ -86,11 +88,12 @@ def adapters(weights, run):
     return config, {f"base_model.model.{name.replace('/', '.')}": w for name, w in weights.items()}
 
 
-def merged_model(config, weights, run):
+def merged_model(weights, run):
     """The model that the adapters were trained on, with them in its weights."""
-    lm = AutoModelForCausalLM.from_pretrained(run["model"], dtype=getattr(torch, run["param_dtype"]))
+    config, state = adapters(weights, run)
+    lm = AutoModelForCausalLM.from_pretrained(run["model"], dtype=torch.float32)
     lm = get_peft_model(lm, config)
-    set_peft_model_state_dict(lm, weights)
+    set_peft_model_state_dict(lm, state)
     return lm.merge_and_unload()
 
 
@@ -112,14 +115,15 @@ def main(args):
             raise ValueError(f"{checkpoint} is a reward model: go on with its run by rm.py --merge_lora")
         with replacing(args.output) as new:
             AutoTokenizer.from_pretrained(checkpoint / "hf").save_pretrained(new)
-            if not with_lora:
-                full_model(weights, checkpoint / "hf", run).save_pretrained(new)
-            elif args.merge_lora:
-                merged_model(*adapters(weights, run), run).save_pretrained(new)
-            else:
+            if with_lora and not args.merge_lora:
                 config, state = adapters(weights, run)
                 config.save_pretrained(new)
                 save_file(state, new / "adapter_model.safetensors")
+            else:
+                base = run["model"] if with_lora else checkpoint / "hf"
+                dtype = AutoConfig.from_pretrained(base).dtype or torch.float32  # in which it came
+                lm = merged_model(weights, run) if with_lora else full_model(weights, base)
+                lm.to(getattr(torch, args.save_dtype) if args.save_dtype else dtype).save_pretrained(new)
             for source in (run["model"], checkpoint / "hf"):  # it names the tokens that end a response
                 with suppress(OSError):
                     GenerationConfig.from_pretrained(source).save_pretrained(new)

@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,6 +27,13 @@ def run(*command, ranks=0, check=True, timeout=400, restarts=0):
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd="/")
     assert not check or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
+
+
+def load_weights(directory):
+    """All weights of a Hugging Face directory, of however many files."""
+    files = sorted(Path(directory).glob("model*.safetensors"))
+    assert files, directory
+    return {name: x for path in files for name, x in load_file(path).items()}
 
 
 def metrics(out):

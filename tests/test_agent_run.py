@@ -11,8 +11,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, documented, metrics, rollouts, run
-from safetensors.torch import load_file
+from conftest import ROOT, documented, load_weights, metrics, rollouts, run
 from transformers import GenerationConfig
 
 AGENT, TALK = ROOT / "algos/agent.py", ROOT / "tests/talk_env.py"
@@ -48,7 +47,7 @@ def straight(flags, tmp_path_factory):
 
 
 def weights(out):
-    return load_file(out / "checkpoints/step_000004/hf/model.safetensors")
+    return load_weights(out / "checkpoints/step_000004/hf")
 
 
 def test_it_runs_and_reports(straight, model):
@@ -60,7 +59,7 @@ def test_it_runs_and_reports(straight, model):
         steps[1]["num_turns/max"] == 5 and steps[1]["num_turns/mean"] > 4 and steps[0]["val/num_turns"] >= 1
     )
     assert 0.3 < steps[1]["env/token_ratio"] < 0.8 and steps[1]["env/used_ratio"] > 0.9
-    before, after = load_file(model / "model.safetensors"), weights(straight)
+    before, after = load_weights(model), weights(straight)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     said = [row["extra_info"]["messages"] for row in rollouts(straight, 1)]
     assert [m["role"] for m in max(said, key=len)] == ["assistant", "user"] * 4 + ["assistant"]

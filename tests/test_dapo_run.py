@@ -7,8 +7,7 @@ from itertools import groupby
 
 import pytest
 import torch
-from conftest import ROOT, documented, metrics, rollouts, run
-from safetensors.torch import load_file
+from conftest import ROOT, documented, load_weights, metrics, rollouts, run
 
 from algos.dapo import group_advantages, overlong_penalty
 
@@ -27,7 +26,7 @@ def flags(tiny, arithmetic, out, *more):
 
 
 def weights(out, step):
-    return load_file(out / f"checkpoints/step_{step:06d}/hf/model.safetensors")
+    return load_weights(out / f"checkpoints/step_{step:06d}/hf")
 
 
 def state(out, step):
@@ -52,7 +51,7 @@ def test_it_learns_and_reports(straight, tiny):
     assert list(steps) == [0, 1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(value) for m in steps.values() for value in m.values())
     assert steps[6]["critic/rewards/mean"] > steps[1]["critic/rewards/mean"] + 0.2
-    before, after = load_file(tiny / "model.safetensors"), weights(straight, 6)
+    before, after = load_weights(tiny), weights(straight, 6)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert not {name for m in steps.values() for name in m if not documented(name)}
 

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, documented, metrics, rollouts, run
-from safetensors.torch import load_file
+from conftest import ROOT, documented, load_weights, metrics, rollouts, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from algos import distill
@@ -260,8 +259,8 @@ def test_resumed_equals_straight(tiny, arithmetic, tmp_path):
         ]
         for name, value in metrics(again)[step].items():
             assert name.startswith(("timing", "perf", "global_seqlen")) or steps[step][name] == value, name
-    ends = [load_file(x / "checkpoints/step_000004/hf/model.safetensors") for x in (out, again)]
-    before = load_file(tiny / "model.safetensors")
+    ends = [load_weights(x / "checkpoints/step_000004/hf") for x in (out, again)]
+    before = load_weights(tiny)
     assert all(
         torch.equal(x, ends[1][name]) and not torch.equal(x, before[name]) for name, x in ends[0].items()
     )

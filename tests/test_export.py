@@ -46,6 +46,11 @@ def test_a_model(full, tmp_path):
     assert (tmp_path / "out/config.json").read_text() == (full / "hf/config.json").read_text()
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    run(EXPORT, full, tmp_path / "half", "--save_dtype", "bfloat16")
+    half, whole = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / x, dtype="auto").state_dict() for x in ("half", "out")
+    )
+    assert all(torch.equal(x, whole[name].bfloat16()) for name, x in half.items())
 
 
 def test_a_checkpoint_goes_on_with_other_replicas(full, arithmetic, tmp_path):

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
-from conftest import ROOT, documented, metrics, rollouts, run
+from conftest import ROOT, documented, load_weights, metrics, rollouts, run
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -35,7 +34,7 @@ def flags(tiny, arithmetic, out, *more):
 
 
 def weights(out, step):
-    return load_file(out / f"checkpoints/step_{step:06d}/hf/model.safetensors")
+    return load_weights(out / f"checkpoints/step_{step:06d}/hf")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def test_it_learns_and_reports(straight, tiny):
     assert all(math.isfinite(value) for m in steps.values() for value in m.values())
     assert steps[6]["critic/score/mean"] > steps[1]["critic/score/mean"] + 0.1
     assert steps[6]["val-core/arithmetic/reward/mean@1"] > steps[0]["val-core/arithmetic/reward/mean@1"]
-    before, after = load_file(tiny / "model.safetensors"), weights(straight, 6)
+    before, after = load_weights(tiny), weights(straight, 6)
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 

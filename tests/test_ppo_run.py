@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, documented, metrics, rollouts, run
-from safetensors.torch import load_file
+from conftest import ROOT, documented, load_weights, metrics, rollouts, run
 from test_grpo_run import same
 from workers.ppo_reward_model import score, write_reward_model
 
@@ -33,7 +32,7 @@ def flags(tiny, arithmetic, tmp_path_factory):
 
 
 def weights(out, step, part="hf"):
-    return load_file(out / f"checkpoints/step_{step:06d}/{part}/model.safetensors")
+    return load_weights(out / f"checkpoints/step_{step:06d}/{part}")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_it_learns_and_reports(straight):
 
 
 def test_warm_up_leaves_the_actor_bit_for_bit(straight, tiny):
-    initial, warm, after = load_file(tiny / "model.safetensors"), weights(straight, 3), weights(straight, 6)
+    initial, warm, after = load_weights(tiny), weights(straight, 3), weights(straight, 6)
     assert all(torch.equal(value, warm[name]) for name, value in initial.items())
     assert all(not torch.equal(value, after[name]) for name, value in initial.items())
     for step in STEPS:  # the sampler works, and holds the trainer's weights
@@ -145,7 +144,7 @@ def test_adapters_of_the_actor(flags, tiny, tmp_path):
         first, second = (metrics(tmp_path / "run")[step][name] for step in (1, 2))
         assert first == 0 and second > 1e-6
     assert metrics(tmp_path / "run")[2]["training/rollout_probs_diff_max"] < 1e-4
-    base, actor = load_file(tiny / "model.safetensors"), weights(tmp_path / "run", 2)
+    base, actor = load_weights(tiny), weights(tmp_path / "run", 2)
     changed = {name for name in base if not torch.equal(base[name], actor[name])}
     assert changed == {name for name in base if name.endswith("proj.weight")}
     assert all(
@@ -154,5 +153,5 @@ def test_adapters_of_the_actor(flags, tiny, tmp_path):
         if name in base
     )
     run(ROOT / "algos/export.py", tmp_path / "run", tmp_path / "merged", "--merge_lora")
-    merged = load_file(tmp_path / "merged/model.safetensors")
+    merged = load_weights(tmp_path / "merged")
     assert all(torch.equal(value, actor[name]) for name, value in merged.items())

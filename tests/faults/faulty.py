@@ -18,8 +18,6 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 name, faults, notes = sys.argv[1:4]
 del sys.argv[1:4]
@@ -32,7 +30,7 @@ def strike(kind, note, seconds):
     if kind == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     elif kind == "hf":
-        PreTrainedModel.save_pretrained = lambda *_, **__: os._exit(1)
+        algo.safetensors.torch.save_file = lambda *_, **__: os._exit(1)
     elif kind == "kill":
         threading.Timer(random.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
     else:

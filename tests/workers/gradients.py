@@ -293,8 +293,14 @@ def main(model, out, hsdp_replicas):
     tokenizer, optimizer = grpo.AutoTokenizer.from_pretrained(model), torch.optim.AdamW(policy.parameters())
     grpo.save_checkpoint(args, 1, policy.lm, optimizer, tokenizer)
     hf = Path(args.output_dir) / "checkpoints/latest/hf"
-    saved = load_file(hf / "model.safetensors")
+    dist.barrier()  # rank 0 puts it there
+    shares = [load_file(path) for path in sorted(hf.glob("*.safetensors"))]  # one of each rank
+    saved = {name: x for share in shares for name, x in share.items()}
     assert saved.keys() == expected.keys() - {"lm_head.weight"}
+    sizes = [sum(x.numel() for x in share.values()) for share in shares]
+    assert len(sizes) == dist.get_world_size() and max(sizes) < 0.6 * sum(sizes) or len(sizes) == 1
+    loaded = auto.from_pretrained(hf, dtype="auto").state_dict()
+    assert all(torch.equal(x.float(), expected[name]) for name, x in loaded.items())
     assert all(x.dtype == torch.bfloat16 and torch.equal(x.float(), expected[k]) for k, x in saved.items())
     assert json.loads((hf / "config.json").read_text())["dtype"] == "bfloat16"
 
