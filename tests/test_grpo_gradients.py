@@ -31,7 +31,7 @@ def test_update_equals_plain_loss(gradients, mode, ranks, budget, layout):
     assert distance(gradients[ranks][mode, budget, layout], gradients["1"][mode, "naive"]) < 1e-5
 
 
-@pytest.mark.parametrize("loss", (*MODES, "gspo", "cispo", "sapo", "lora"))
+@pytest.mark.parametrize("loss", ("seq-mean-token-mean", "gspo", "lora"))
 @pytest.mark.parametrize("ranks", ("2", "2 hsdp"))
 @pytest.mark.parametrize("budget", (70, 100_000))
 def test_slices_of_a_row_equal_plain_loss(gradients, loss, ranks, budget):

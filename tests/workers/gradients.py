@@ -34,6 +34,7 @@ if sys.argv[1] != "dapo":
     LOSSES["sapo"]["kl_kind"] = "k3+"
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
 WAYS = (70, "padded"), (200, "shared"), (100_000, "packed")  # of LOSSES, not all
+SLICED = "seq-mean-token-mean", "gspo", "lora"  # what two ranks run slices of the same rows for
 SLICES = dict(
     grpo="ring", dapo="gather", agent="ulysses"
 )  # attention over the slices of a row, with two ranks
@@ -192,8 +193,8 @@ def check_lora(args, mesh, device, results):
 def check_slices(base, mesh, device, results):
     """Two ranks run slices of the same rows: gradients and metrics, of full weights and of LoRA."""
     base = dataclasses.replace(base, sp_size=2, sp_attention=SLICES[sys.argv[1]])
-    for name, flags in (KINDS | dict(lora=dict(lora_rank=4))).items():
-        args = dataclasses.replace(base, **flags)
+    for name in SLICED:
+        args = dataclasses.replace(base, **KINDS.get(name, dict(lora_rank=4)))
         policy = grpo.load_model(grpo.share_rows(args, device), mesh, device, wrap=grpo.Sliced)
         actor = adapters(policy.lm, args) if args.lora_rank else policy
         for budget in (70, 100_000):
