@@ -1241,7 +1241,7 @@ def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
 
 
 def ring(query, key, value, borders, group, scaling, kernel):
-    """Ring attention (2310.01889): no rank ever holds more than two slices of the keys and values."""
+    """Ring attention (2310.01889): no rank ever holds the keys and values of the whole row."""
     heads = len(query) // len(key)  # of queries to one of keys; they become the rows of one matrix
     query = query.unflatten(0, (-1, heads)).transpose(1, 2).flatten(1, 2)
     out = Ring.apply(query, torch.cat([key, value], -1), borders, group, scaling)
@@ -1284,7 +1284,7 @@ class Ring(torch.autograd.Function):
     def blocks(query, kv, borders, scaling, start, other):
         """Of queries from position `start` on, keys from `other` on -> rows, columns and scores."""
         width, heads, device = kv.shape[1], query.shape[1] // kv.shape[1], kv.device
-        sequence = torch.repeat_interleave(torch.tensor(borders, device=device).diff())
+        sequence = torch.repeat_interleave(torch.tensor(borders).diff()).to(device)
         for a in range(start, start + width, RING_ROWS):
             b = min(a + RING_ROWS, start + width)
             c, d = max(first_seen(borders, a), other), min(b, other + width)

@@ -1139,7 +1139,7 @@ def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
 
 
 def ring(query, key, value, borders, group, scaling, kernel):
-    """Ring attention (2310.01889): no rank ever holds more than two slices of the keys and values."""
+    """Ring attention (2310.01889): no rank ever holds the keys and values of the whole row."""
     heads = len(query) // len(key)  # of queries to one of keys; they become the rows of one matrix
     query = query.unflatten(0, (-1, heads)).transpose(1, 2).flatten(1, 2)
     out = Ring.apply(query, torch.cat([key, value], -1), borders, group, scaling)
@@ -1182,7 +1182,7 @@ class Ring(torch.autograd.Function):
     def blocks(query, kv, borders, scaling, start, other):
         """Of queries from position `start` on, keys from `other` on -> rows, columns and scores."""
         width, heads, device = kv.shape[1], query.shape[1] // kv.shape[1], kv.device
-        sequence = torch.repeat_interleave(torch.tensor(borders, device=device).diff())
+        sequence = torch.repeat_interleave(torch.tensor(borders).diff()).to(device)
         for a in range(start, start + width, RING_ROWS):
             b = min(a + RING_ROWS, start + width)
             c, d = max(first_seen(borders, a), other), min(b, other + width)
@@ -1720,7 +1720,7 @@ def check_models(args):
 def load_critic(args, mesh, device):
     """The critic, sharded. A new value head starts at 0, so that the first advantages are the returns."""
     args = replace(args, model=args.critic_model or args.model)
-    kinds = AutoConfig.from_pretrained(args.model).architectures or []  # before load_model, which sets its own
+    kinds = AutoConfig.from_pretrained(args.model).architectures or []  # load_model sets its own
     critic = load_model(args, mesh, device, AutoModelForSequenceClassification, TokenValues, num_labels=1)
     if not any("SequenceClassification" in name for name in kinds):
         nn.init.zeros_(critic.lm.score.weight)

@@ -3,8 +3,8 @@
     python benchmarks/sequence_parallel.py --model models/tiny --output results.json
 
 Forward and backward of sft.py, of a row that is one sequence, then of one that is packed with 16. Processes
-share all cores, so that times are CPU seconds, of all ranks and of the busiest one. Memory is what the busiest
-rank takes for the first of these rows beyond what it has before, at its largest.
+share all cores, so that times are CPU seconds, of all ranks and of the busiest one. Memory is
+what a rank takes for the first of these rows beyond what it has before, at most.
 """
 
 import json
