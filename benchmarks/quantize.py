@@ -13,6 +13,7 @@ output_dir is not made again.
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -104,6 +105,7 @@ def right(args, models):
 def main():
     args = tyro.cli(Args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # CPU seconds of threads that wait would count, too
     models, rows = {"as it is": args.model}, {}
     for name, flags in WAYS.items():
         models[name], told = quantized(args, name, flags.format(args.calibration))
