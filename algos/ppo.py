@@ -1720,9 +1720,8 @@ def check_models(args):
 def load_critic(args, mesh, device):
     """The critic, sharded. A new value head starts at 0, so that the first advantages are the returns."""
     args = replace(args, model=args.critic_model or args.model)
-    kinds = AutoConfig.from_pretrained(args.model).architectures or []  # load_model sets its own
     critic = load_model(args, mesh, device, AutoModelForSequenceClassification, TokenValues, num_labels=1)
-    if not any("SequenceClassification" in name for name in kinds):
+    if not any("SequenceClassification" in name for name in critic.lm.config.architectures or []):
         nn.init.zeros_(critic.lm.score.weight)
     return critic
 
