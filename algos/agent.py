@@ -921,7 +921,7 @@ MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
     " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
     " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss policy_loss center_rewards_coef teacher kl".split()
+    " loss policy_loss center_rewards_coef teacher kl lora_kind".split()
 )
 
 

@@ -418,6 +418,10 @@ def test_errors_are_one_line(tiny, arithmetic, tmp_path):
     done = run(SCRIPT, *flags(tiny, arithmetic, tmp_path / "run", train_batch_size=65), check=False)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "--train_batch_size 65 is more than the 64 training rows" in done.stderr
+    few = dict(lora_rank=4, lora_kind="adalora", total_steps=9)
+    done = run(SCRIPT, *flags(tiny, arithmetic, tmp_path / "run", **few), check=False)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "--lora_kind adalora: 9 steps are too few" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -425,8 +429,9 @@ def test_errors_are_one_line(tiny, arithmetic, tmp_path):
     [
         (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is under --max_length 32"),
         (dict(sp_size=2, packing=True), "1 ranks are not a multiple of --sp_size 2"),
-        (dict(qlora=True), "--qlora, --merge_lora need --lora_rank"),
-        (dict(merge_lora=True), "--qlora, --merge_lora need --lora_rank"),
+        (dict(qlora=True), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
+        (dict(merge_lora=True), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
+        (dict(lora_kind="adalora"), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
         (dict(liger=True), "--liger needs a GPU and Liger's kernels"),
     ],
 )

@@ -9,7 +9,7 @@ WORKER = ROOT / "tests/workers/sft_gradients.py"
 
 @pytest.fixture(scope="module")
 def reference(tiny, tmp_path_factory):
-    """On one rank: {(LoRA rank, packing, budget) or (LoRA rank, "naive"): loss, gradients}."""
+    """On one rank: {(kind, LoRA rank, packing, budget) or (kind, LoRA rank, "naive"): loss, gradients}."""
     out = tmp_path_factory.mktemp("gradients") / "one.pt"
     run(WORKER, tiny, out, 1)
     return torch.load(out)
@@ -17,8 +17,8 @@ def reference(tiny, tmp_path_factory):
 
 def check(results, reference):
     norm = lambda grads: torch.cat([g.flatten() for g in grads]).norm().item()
-    for (lora_rank, *layout), (losses, grads) in results.items():
-        loss, expected = reference[lora_rank, "naive"]
+    for (kind, lora_rank, *layout), (losses, grads) in results.items():
+        loss, expected = reference[kind, lora_rank, "naive"]
         assert len(grads) == len(expected) > 0
         if layout == ["clipped"]:  # the gradient that the optimizer sees, not the norm that is reported
             assert losses == pytest.approx(norm(expected), rel=1e-4) and losses > 0.1
@@ -26,16 +26,16 @@ def check(results, reference):
             continue
         assert losses == pytest.approx([loss] * 2, abs=1e-5), layout
         for a, b in zip(grads, expected):
-            assert b.abs().max() > 1e-4 and (a - b).abs().max() < 1e-5, (lora_rank, layout)
+            assert b.abs().max() > 1e-4 and (a - b).abs().max() < 1e-5, (kind, lora_rank, layout)
 
 
 def test_one_rank(reference):
     results = {key: value for key, value in reference.items() if "naive" not in key}
-    assert len(results) == 2 * (2 * 2 + 1)
+    assert len(results) == 3 * (2 * 2 + 1)
     check(results, reference)
 
 
-@pytest.mark.parametrize(("sp_size", "layouts"), [(1, 10), (2, 6)])
+@pytest.mark.parametrize(("sp_size", "layouts"), [(1, 15), (2, 9)])
 def test_two_ranks(reference, tiny, tmp_path, sp_size, layouts):
     """sp_size 2: the model has one key/value head, which both ranks need."""
     run(WORKER, tiny, tmp_path / "two.pt", sp_size, ranks=2)

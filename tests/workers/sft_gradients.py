@@ -39,16 +39,19 @@ def naive(lm, trained):
         logp = logits[len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
         for t, (token, counts) in enumerate(zip(row["response_ids"], row["trained"], strict=True)):
             loss = loss - counts * logp[t, token] / tokens
-    loss.backward()
+    penalty = 0.1 * trained.orthogonality() if isinstance(trained, sft.AdaptiveAdapters) else 0
+    (loss + penalty).backward()
     return loss.item(), [p.grad.clone() for p in trained.parameters()]
 
 
 def adapters(lm, args):
     """LoRA whose second matrices are not 0, as they are at first: the first ones would get no gradient."""
-    made, generator = sft.Adapters(lm, args), torch.Generator().manual_seed(1)
+    adaptive = args.lora_kind == "adalora"
+    made = sft.AdaptiveAdapters(lm, args, total_steps=10) if adaptive else sft.Adapters(lm, args)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in made.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.02, generator=generator)
+        if adaptive or "lora_B" in name:
+            parameter.data.normal_(0, 0.2 if adaptive else 0.02, generator=generator)
     return made
 
 
@@ -56,22 +59,27 @@ def main(model, out, sp_size):
     device, mesh = sft.setup_distributed(1)
     base = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa", grad_clip=1e9)
     results = {}
-    for lora_rank in (0, 4):
-        args = sft.Args(**base, sp_size=int(sp_size), lora_rank=lora_rank, packing=True)
+    for lora_rank, kind in ((0, "lora"), (4, "lora"), (4, "adalora")):
+        args = sft.Args(**base, sp_size=int(sp_size), lora_rank=lora_rank, lora_kind=kind, packing=True)
         policy, trained = sft.load_policy(sft.replace(args, lora_rank=0), mesh, device)
         trained = adapters(policy.lm, args) if lora_rank else trained
+        adaptive = trained if kind == "adalora" else None
         for packing in (True, False) if args.sp_size == 1 else (True,):
             for budget in (70, 100_000):
                 args = sft.replace(args, packing=packing, max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained.parameters(), lr=1.0)
-                found = sft.update(policy, optimizer, make_rows(), args)
+                found = sft.update(policy, optimizer, make_rows(), args, adaptive)
                 loss = sft.evaluate(policy, make_rows(), args)
-                results[lora_rank, packing, budget] = [found["train/loss"], loss], optimizer.grads
-        found = sft.update(policy, optimizer, make_rows(), sft.replace(args, grad_clip=1e-3))
-        results[lora_rank, "clipped"] = found["train/grad_norm"], optimizer.grads
+                results[kind, lora_rank, packing, budget] = [found["train/loss"], loss], optimizer.grads
+        found = sft.update(policy, optimizer, make_rows(), sft.replace(args, grad_clip=1e-3), adaptive, 3)
+        if adaptive:  # every rank has chosen the same ranks
+            kept = [None] * dist.get_world_size()
+            dist.all_gather_object(kept, trained.lora_kept.tolist())
+            assert kept == kept[:1] * len(kept) and found["train/lora_ranks"] == 56 + 3
+        results[kind, lora_rank, "clipped"] = found["train/grad_norm"], optimizer.grads
         if dist.get_world_size() == 1:
             lm = sft.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-            results[lora_rank, "naive"] = naive(lm, adapters(lm, args) if lora_rank else lm)
+            results[kind, lora_rank, "naive"] = naive(lm, adapters(lm, args) if lora_rank else lm)
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.destroy_process_group()
