@@ -2,7 +2,7 @@
 
     make demo                                  # the demo's task: data, and the SFT model to start from
     python benchmarks/lora.py                  # twelve runs, twenty minutes on one core
-    python benchmarks/lora.py --algo sft --lora_ranks 2 4
+    python benchmarks/lora.py --algo sft --lora_ranks 4
 
 Greedy accuracy on the held-out rows after training. What is there already is not run again.
 """
@@ -23,7 +23,6 @@ SFT = (
     "--max_length 32 --train_batch_size 64 --total_steps 300 --warmup_steps 20 --test_freq 0 --save_freq 0"
     " --no-gradient_checkpointing"
 )
-RATES = dict(lora=3e-3, adalora=1e-2)  # of SFT
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Args:
 
 def tuned(args, kind, lora_rank, seed):
     """SFT, if it is not done yet -> the loss and the share of right greedy answers."""
-    lr = args.lr or RATES[kind]
+    lr = args.lr or 1e-2
     out = args.output_dir / f"{args.split}_{kind}_{lora_rank}_lr_{lr}_{seed}"
     train, held_out = (args.demo / f"data/{split}.parquet" for split in ("train", args.split))
     if not (out / "eval/results.json").exists():
@@ -80,7 +79,7 @@ def accuracy(args, lora_rank, seed):
 def main():
     args = tyro.cli(Args)
     if args.algo == "sft":
-        names = [(kind, rank) for rank in args.lora_ranks for kind in RATES]
+        names = [(kind, rank) for rank in args.lora_ranks for kind in ("lora", "adalora")]
         found = {f"{kind} {r}": [tuned(args, kind, r, seed) for seed in args.seeds] for kind, r in names}
         losses, rows = ({name: [pair[i] for pair in pairs] for name, pairs in found.items()} for i in (0, 1))
     else:

@@ -9,7 +9,7 @@ from peft import AdaLoraConfig, PeftModel, get_peft_model
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from algos import sft
+from algos import export, sft
 from algos.export import read_weights
 
 STEPS = 10  # AdaLoRA chooses in steps 2 to 5: the run that goes on does, too
@@ -71,7 +71,7 @@ def test_it_goes_on_with_sequences_over_two_ranks_and_merges(straight, tiny, ari
     assert val_loss(merged, arithmetic) == pytest.approx(metrics(straight)[STEPS]["val/loss"], abs=1e-5)
     base = AutoModelForCausalLM.from_pretrained(tiny).state_dict()
     changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, base[name])}
-    weights, last = read_weights(half / "checkpoints/latest/dcp"), "lora_E" if kind else "lora_B/weight"
+    last, weights = "lora_E" if kind else "lora_B/weight", read_weights(half / "checkpoints/latest/dcp")
     trained = {name.removesuffix(last) for name, x in weights.items() if name.endswith(last) and x.any()}
     assert changed == {f"{name.replace('/', '.')}weight" for name in trained}
     assert kind or len(changed) == 2 * 7
@@ -84,7 +84,7 @@ def test_adalora_goes_on_to_the_bit_and_is_exported(straight, tiny, arithmetic, 
     wanted, found = (read_weights(out / "checkpoints/latest/dcp") for out in (straight, half))
     assert wanted.keys() == found.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert [m["train/lora_ranks"] for s, m in metrics(half).items() if s] == [84, 67, 59, 56, *[56] * 6]
-    run(ROOT / "algos/export.py", half, tmp_path / "merged", "--merge_lora")
+    export.main(export.Args(str(half), str(tmp_path / "merged"), merge_lora=True))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert val_loss(merged, arithmetic) == pytest.approx(metrics(straight)[STEPS]["val/loss"], abs=1e-5)
 
