@@ -61,9 +61,10 @@ def test_only_adapters_are_trained_and_saved(straight, tiny, arithmetic):
     assert by_step[STEPS]["val/loss"] < before - 0.1
 
 
+@pytest.mark.parametrize("straight", ["lora"], indirect=True)
 def test_it_goes_on_with_sequences_over_two_ranks_and_merges(straight, tiny, arithmetic, tmp_path):
-    half, kind = cut_to_step_3(straight, tmp_path / "half"), KINDS[straight.name]
-    train(tiny, arithmetic, half, *kind, "--sp_size", 2, "--packing", "--merge_lora", ranks=2)
+    half = cut_to_step_3(straight, tmp_path / "half")
+    train(tiny, arithmetic, half, "--sp_size", 2, "--packing", "--merge_lora", ranks=2)
     assert "resumed from" in (half / "log.txt").read_text()
     losses = [[m["train/loss"] for s, m in metrics(out).items() if s] for out in (straight, half)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[1]) == STEPS
@@ -71,10 +72,7 @@ def test_it_goes_on_with_sequences_over_two_ranks_and_merges(straight, tiny, ari
     assert val_loss(merged, arithmetic) == pytest.approx(metrics(straight)[STEPS]["val/loss"], abs=1e-5)
     base = AutoModelForCausalLM.from_pretrained(tiny).state_dict()
     changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, base[name])}
-    last, weights = "lora_E" if kind else "lora_B/weight", read_weights(half / "checkpoints/latest/dcp")
-    trained = {name.removesuffix(last) for name, x in weights.items() if name.endswith(last) and x.any()}
-    assert changed == {f"{name.replace('/', '.')}weight" for name in trained}
-    assert kind or len(changed) == 2 * 7
+    assert changed == {name for name in base if name.endswith("proj.weight")}
 
 
 @pytest.mark.parametrize("straight", ["adalora"], indirect=True)
