@@ -786,9 +786,6 @@ def clip_gradients(optimizer, limit):
 
 # endregion
 # region sequence
-RING_ROWS = 1024  # positions whose attention scores the ring holds at a time
-
-
 class Sliced(TokenLogps):
     """TokenLogps of a packed row of which each rank of a group runs a slice; without a group, of any row."""
 
@@ -813,8 +810,11 @@ class Sliced(TokenLogps):
         return own + (whole - own.detach())
 
 
-def share_rows(args, device):
-    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by."""
+def share_rows(args, device, kind=None):
+    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by.
+
+    kind: ulysses, or another function of its arguments; None: ulysses if it divides the heads, else gather.
+    """
     Sliced.group = None
     if args.sp_size == 1:
         return args
@@ -822,23 +822,18 @@ def share_rows(args, device):
 
     shape = dist.get_world_size() // args.sp_size, args.sp_size
     Sliced.group = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
-    kind = dict(ulysses=ulysses, gather=gather, ring=ring)[args.sp_attention]
     how = dict(kind=kind, group=Sliced.group, kernel=args.attn_implementation)
-    AttentionInterface.register(args.sp_attention, partial(slice_attention, **how))
-    return replace(args, attn_implementation=args.sp_attention)
+    AttentionInterface.register("sliced", partial(slice_attention, **how))
+    return replace(args, attn_implementation="sliced")
 
 
 def check_sharing(config, args):
     """ValueError where --sp_size ranks cannot share the rows of a model."""
-    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
     special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
-    name = f"{config.name_or_path} ({config.model_type})"
     if args.sp_size > 1 and special:
-        raise ValueError(f"{name} has {' and '.join(special)}, which {sp} does not implement")
-    if args.sp_attention == "ulysses" and heads % args.sp_size:
-        other = "take --sp_attention gather or ring"
-        raise ValueError(f"{name} has {heads} attention heads, which {sp} does not divide: {other}")
+        has = f"has {' and '.join(special)}, which --sp_size {args.sp_size} does not implement"
+        raise ValueError(f"{config.name_or_path} ({config.model_type}) {has}")
 
 
 def slice_attention(module, query, key, value, mask, scaling, borders, kind, group, kernel, **_):
@@ -846,6 +841,7 @@ def slice_attention(module, query, key, value, mask, scaling, borders, kind, gro
 
     borders: 0, and where the sequences of the whole row end; key and value may have fewer heads.
     """
+    kind = kind or (gather if query.shape[1] % group.size() else ulysses)
     out = kind(query[0], key[0], value[0], borders, group, scaling=scaling, kernel=kernel)
     return out.transpose(0, 1)[None], None
 
@@ -899,6 +895,10 @@ def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
         row = query[None, :, a:b], key[None, :, c:d], value[None, :, c:d]
         out.append(attend(*row, causal_lower_right(b - a, d - c))[0])
     return torch.cat(out, 1)
+
+
+# endregion
+RING_ROWS = 1024  # positions whose attention scores the ring holds at a time
 
 
 def ring(query, key, value, borders, group, scaling, kernel):
@@ -993,9 +993,6 @@ class Ring(torch.autograd.Function):
         return d_query.to(query.dtype), d_kv.to(kv.dtype), None, None, None
 
 
-# endregion
-
-
 class Policy(Sliced):
     """Sliced; at temperature None of the model's own logits."""
 
@@ -1009,7 +1006,7 @@ class Policy(Sliced):
 
 def load_policy(args, mesh, device):
     """-> what `micro_batches` calls, and what is trained and saved: the model itself, or its adapters."""
-    args = share_rows(args, device)
+    args = share_rows(args, device, dict(ulysses=ulysses, gather=gather, ring=ring)[args.sp_attention])
     if args.liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel as replace_classes
 
@@ -1078,10 +1075,13 @@ def check_model(config, args):
         lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
     check_adapters(TokenLogps(lm).lm, args)  # TokenLogps refuses a bias of the output layer
     check_sharing(config, args)
+    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
+    undivided = f"has {heads} attention heads, which {sp} does not divide: take --sp_attention gather or ring"
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
     for wrong, problem in (
         (config.get_text_config() is not config, "takes more than text: not supported"),
+        (args.sp_attention == "ulysses" and heads % args.sp_size, undivided),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
         (args.liger and config.model_type not in known, "has no kernels for --liger"),
     ):

@@ -58,11 +58,11 @@ def adapters(lm, args):
     return made
 
 
-def check_attention(kind, device):
+def check_attention():
     """Each slice's outputs and gradients are those of plain attention with a mask, for each cut of a row."""
     group, size, sft.RING_ROWS = sft.Sliced.group, sft.Sliced.group.size(), 5
     generator = torch.Generator().manual_seed(0)  # the same row on all ranks
-    attend = AttentionInterface()[kind]
+    attend = AttentionInterface()["sliced"]
     # one sequence; borders within slices, between them, many; a single token a rank
     for width, *inner in ((8,), (8, 3), (8, 8), (8, 2, 3, 6, 7, 9, 15), (1,), (4, 1, 2, 3)):
         borders = [0, *inner, width * size]
@@ -91,7 +91,7 @@ def main(model, out, sp_size, *kinds):
         args = sft.Args(**base, sp_size=int(sp_size), sp_attention=kind, lora_rank=lora_rank, packing=True)
         policy, trained = sft.load_policy(sft.replace(args, lora_rank=0), mesh, device)
         if args.sp_size > 1 and not lora_rank:
-            check_attention(kind, device)
+            check_attention()
         trained = adapters(policy.lm, args) if lora_rank else trained
         key = (lora_rank, kind) if kinds else (lora_rank,)
         for packing in (True, False) if args.sp_size == 1 else (True,):
