@@ -906,7 +906,7 @@ def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
 
 
 # endregion
-RING_ROWS = 1024  # positions whose attention scores the ring holds at a time
+RING_ROWS = 128  # positions whose attention scores the ring holds at a time
 
 
 def ring(query, key, value, borders, group, scaling, kernel):
