@@ -113,12 +113,19 @@ from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from data_prep.cache import BOOL, BOOLS, IDS, prepare
-from data_prep.images import auto_class, never_sampled
+from data_prep.cache import BOOL, BOOLS, IDS, IMAGES, prepare
+from data_prep.images import (
+    auto_class,
+    encode_prompt,
+    load_processor,
+    never_sampled,
+    show_images,
+    takes_images,
+)
 from data_prep.tracking import Logger, check_tracker, matmul_speed
 from data_prep.turns import turns
 from envs import load_env
@@ -143,17 +150,21 @@ def scheduled_rate(args, step, total_steps):
 
 
 # ---- The step ----------------------------------------------------------------------------------------------
-def encode(prompt, response, tokenizer, tools=None):
+def encode(prompt, response, tokenizer, tools=None, images=()):
     """-> ids of a prompt (messages, or a string: the user's) and a response with EOS; which are trained."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
-    prompt_ids = tokenizer.apply_chat_template(messages, **how)
+    if hasattr(tokenizer, "image_processor"):
+        prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
+        tokenizer = tokenizer.tokenizer
+    else:
+        prompt_ids = tokenizer.apply_chat_template(messages, **how)
     response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
-def encode_messages(messages, tokenizer, tools=None):
+def encode_messages(messages, tokenizer, tools=None, images=()):
     """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
     messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up with null
     text, found = turns(messages, tokenizer, tools)
@@ -195,9 +206,12 @@ def micro_batches(policy, rows, args):
         if not args.qlora:  # over the replicas of HSDP
             policy.set_requires_all_reduce(number == len(parts))
         batch = [mine[i] for i in part] or [dummy]
-        prompts, responses, trained = ([row[name] for row in batch] for name in dummy)
+        texts = [(row["prompt_ids"], row["response_ids"], row.get("images", ())) for row in batch]
+        if takes_images(policy.lm.config):
+            layout, texts = show_images(padded, texts, load_processor(args.model, args.tokenizer))
+        prompts, responses, _ = zip(*texts)
         logp_nt, _ = token_logps(policy, prompts, responses, 1.0, layout)
-        yield logp_nt, pad(trained).to(logp_nt.device)
+        yield logp_nt[: len(batch)], pad([row["trained"] for row in batch]).to(logp_nt.device)
 
 
 def update(policy, optimizer, rows, args):
@@ -276,7 +290,7 @@ def main(args):
         # ---- metrics
         timing["step"], tokens = time.perf_counter() - begin, sum(lengths(rows))
         # FLOPs of a rank: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2 a row
-        weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
+        weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config.get_text_config()
         width, ranks = config.num_hidden_layers * config.hidden_size, dist.get_world_size()
         flops = sum((4 if args.lora_rank else 6) * n * (weights + width * n) for n in lengths(rows)) / ranks
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
@@ -803,6 +817,7 @@ class Policy(TokenLogps):
         """As TokenLogps, but 0 for what another rank of the group predicts."""
         if temperature is None:
             logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1)[where].float()
+            logits[:, self.never] = -1e4
             return (logits.log_softmax(-1).gather(-1, target[:, None])[:, 0],) * 2
         if not self.group:
             return super().forward(where, target, temperature, **inputs)
@@ -881,7 +896,8 @@ def load_policy(args, mesh, device):
 
 def check_layout(policy, rows, args):
     """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
-    ids = [(row["prompt_ids"] + row["response_ids"])[:32] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
+    ids = [row["prompt_ids"] + row["response_ids"] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
+    ids = [[x for x in row if x not in policy.never][:32] for row in ids]
     texts, lm = ([x[:1] for x in ids], [x[1:] for x in ids]), policy.lm
     with torch.no_grad():
         logp_nt, _ = token_logps(policy, *texts, 1.0, packed if args.packing else padded)
@@ -928,15 +944,17 @@ def check_args(args):
 def check_model(config, args):
     """ValueError or ImportError where the model cannot be trained with these arguments."""
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
-        lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
+        lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
     check_adapters(TokenLogps(lm).lm, args)  # TokenLogps refuses a bias of the output layer
     heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
     special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+    text_only = args.messages_key, args.packing, args.lora_rank, args.liger, args.truncation == "left"
+    flags = "--messages_key, --packing, --lora_rank, --liger and --truncation left"
     for wrong, problem in (
-        (config.get_text_config() is not config, "takes more than text: not supported"),
+        (takes_images(config) and any(text_only), f"takes images, which {flags} do not"),
         (heads % args.sp_size, f"has {heads} attention heads, which {sp} does not divide"),
         (args.sp_size > 1 and special, f"has {' and '.join(special)}, which {sp} does not implement"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
@@ -951,7 +969,7 @@ def load_data(args):
     try:
         check_tracker(args)
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        tokenizer = load_processor(args.model, args.tokenizer)
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
         tools = load_env(args.env).tools if args.env else None
@@ -975,7 +993,7 @@ def load_examples(paths, args, tokenizer, tools=None):
     def example(record, i):
         where = f"{', '.join(paths)}: row {i}"
         try:
-            ids, trained = read(*(record[column] for column in columns), tokenizer, tools)
+            ids, trained = read(*(record[x] for x in columns), tokenizer, tools, record["images"])
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
         if (over := len(ids) > args.max_length) and args.truncation == "error":
@@ -983,9 +1001,10 @@ def load_examples(paths, args, tokenizer, tools=None):
             raise ValueError(f"{problem}; raise it or pass --truncation left or right")
         ends = {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
         row = split(ids[keep], trained[keep])
-        return row and dict(row, ends=[*ends], truncated=over)
+        return row and dict(row, ends=[*ends], truncated=over, images=record["images"])
 
     fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
+    fields |= dict(images=IMAGES) if hasattr(tokenizer, "image_processor") else {}
     how, code = (args.max_length, args.truncation, tools), (load_examples, read, split)
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), how, code)
     if paths and not rows:

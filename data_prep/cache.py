@@ -62,7 +62,7 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
     def encode(rows, numbers):
         try:
             if sees:
-                values = [images.encode(row, tokenizer, tools) for row in rows]
+                values = [images.encode_prompt(row, tokenizer, tools) for row in rows]
             else:
                 ids = tokenizer.apply_chat_template([row["prompt"] for row in rows], **how)
                 values = [dict(prompt_ids=x) for x in ids]
@@ -72,9 +72,6 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
             fits = "" if isinstance(error, images.Unfit) else " does not fit the tokenizer's chat template"
             raise ValueError(f"{names}: row {numbers[0]}{fits}: {error}") from None
         for i, row, found in zip(numbers, rows, values):
-            if row["images"] and not sees:
-                problem = f"{names}: row {i} has images, which the model does not take: drop the column"
-                raise ValueError(f"{problem}, or choose a model with a vision tower")
             found |= dict(index=i, group=i, images=row["images"])
         for row in values:
             if len(row["prompt_ids"]) > max_length and not drop_overlong:
@@ -87,7 +84,7 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
     fields = dict(prompt_ids=IDS, index=INT, group=INT)
     fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
     about = max_length, drop_overlong, tools
-    rows, dropped = prepare(paths, tokenizer, (*columns, "images"), columns, fields, encode, about)
+    rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, about)
     if paths and not rows:
         raise ValueError(f"{names}: no prompt within --max_prompt_length {max_length}; raise it")
     return rows, dropped
@@ -98,8 +95,9 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
 
     encode([{column: value}], their numbers over all files) -> for each row values of the fields, or None to
     drop it. about, code: what else the result depends on, values and functions. Raises what `load_rows` and
-    `encode` raise, in LOCAL_RANK 0; the others wait.
+    `encode` raise, in LOCAL_RANK 0; the others wait. Rows with images are an error unless they are a field.
     """
+    columns = *columns, "images"
     files, fields = [(path, *schema.open_parquet(path, columns)) for path in paths], pa.schema(fields)
     entry = Path(datasets.config.HF_DATASETS_CACHE, "post_training")
     entry /= key_of(paths, tokenizer, (columns, kept, str(fields), about), code)
@@ -163,6 +161,10 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
 
     def encode_batch(table, numbers):
         rows = [*schema.checked(table, columns, path, numbers[0])]
+        blind = [i for i, row in zip(numbers, rows) if row["images"] and "images" not in fields.names]
+        if blind:
+            remedy = "take a model with a vision tower, or drop the column 'images' and the marks <image>"
+            raise ValueError(f"{path}: row {blind[0]} has images, which are not read here: {remedy}")
         values = [*encode(rows, [before + i for i in numbers])]
         old = table.select(kept).filter(pa.array([x is not None for x in values]))
         made = pa.Table.from_pylist([x for x in values if x is not None], fields)

@@ -67,7 +67,7 @@ def open_images(row):
     return [open_image(image.get("bytes"), image.get("path")) for image in row.get("images", ())]
 
 
-def encode(row, processor, tools=None):
+def encode_prompt(row, processor, tools=None):
     """prompt_ids of a row, and sampler_ids, in which an image is one token."""
     chat, pictures, marks = [], open_images(row), 0
     for message in row["prompt"]:
@@ -94,7 +94,7 @@ def dummy_row(processor):
     file = BytesIO()
     Image.new("RGB", (32, 32)).save(file, "PNG")
     row = dict(prompt=[dict(role="user", content=MARK)], images=[dict(bytes=file.getvalue())])
-    return encode(row, processor)["prompt_ids"], [0], row["images"]
+    return encode_prompt(row, processor)["prompt_ids"], [0], row["images"]
 
 
 def show_images(layout, rows, processor):
