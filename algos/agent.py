@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, chain, count, groupby
+from itertools import accumulate, chain, count, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -69,12 +69,13 @@ class Args:
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
-    # None: flash_attention_2 where it is installed, whose rows are packed without padding, else sdpa
-    attn_implementation: str | None = None
+    attn_implementation: str | None = None  # None: flash_attention_2, which packs rows, if there, else sdpa
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
     # of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
+    sp_size: int = 1  # ranks that share the tokens of a row; it is packed then
+    sp_attention: Literal["ulysses", "gather", "ring"] = "ulysses"  # how its slices see one another
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     share_prefix: bool = False  # compute a prompt once for all responses to it that fit in a micro-batch
@@ -118,8 +119,7 @@ class Args:
     clip_ratio_c: float = 3.0  # dual clip of clip and gspo: bound of the ratio for negative advantages
     tau_pos: float = 1.0  # of sapo's gate where the advantage is positive; larger: it closes sooner
     tau_neg: float = 1.05  # where it is not
-    # average of the token losses of an optimizer step; None: token-mean, of gspo and sapo
-    # seq-mean-token-mean; the last is Dr. GRPO's
+    # average of token losses; None: token-mean, of gspo and sapo seq-mean-token-mean; the last is Dr. GRPO's
     loss_agg: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
@@ -355,7 +355,7 @@ def update_actor(policy, optimizer, batch, args):
             if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
                 optimizer.step()
             optimizer.zero_grad()
-    means = [total / len(norms) for total in all_reduce(sums.tolist())]
+    means = [total / len(norms) / args.sp_size for total in all_reduce(sums.tolist())]
     metrics = {f"actor/{name}": mean for name, mean in zip(terms, means, strict=True)}
     metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": np.sum(~np.isfinite(norms))}
     return metrics, first
@@ -383,11 +383,11 @@ def main(args):
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
     engine = build_engine(args, device)
-    models = [load_model(args, mesh, device)]
+    sliced = share_rows(args, device)
+    models = [policy := load_model(sliced, mesh, device, wrap=Sliced)]
     if args.use_kl_loss and not args.lora_rank:  # which has the model as it was: without adapters
-        frozen = replace(args, param_dtype=args.compute_dtype)
-        models.append(load_model(frozen, mesh, device).eval().requires_grad_(False))
-    policy = models[0]
+        frozen = replace(sliced, param_dtype=args.compute_dtype)
+        models.append(load_model(frozen, mesh, device, wrap=Sliced).eval().requires_grad_(False))
     actor = Adapters(policy.lm, args) if args.lora_rank else policy.lm
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(checkpoints, actor, optimizer)
@@ -862,8 +862,7 @@ def load_model(args, mesh, device, auto=None, wrap=TokenLogps, **changes):
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     # of hf/: the dtype in which the model came, and tied weights once
-    lm.config.dtype, lm.config.architectures = dtype, [type(lm).__name__]
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    lm.config.dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -1005,6 +1004,7 @@ def write_share(directory, lm, share, files):
     if dist.get_rank() == 0:
         if isinstance(lm, Adapters):
             return lm.save_pretrained(directory)
+        lm.config.architectures = [type(lm).__name__]  # a new critic's was a causal LM
         lm.config.save_pretrained(directory)
         if lm.can_generate():
             lm.generation_config.save_pretrained(directory)
@@ -1131,6 +1131,215 @@ def clip_gradients(optimizer, limit):
 
 
 # endregion
+# region sequence
+RING_ROWS = 1024  # positions whose attention scores the ring holds at a time
+
+
+class Sliced(TokenLogps):
+    """TokenLogps of a packed row of which each rank of a group runs a slice; without a group, of any row."""
+
+    group, predict = None, TokenLogps.forward  # predict: what the model makes of a row, or a slice of it
+
+    def forward(self, where, target, temperature, **inputs):
+        """As TokenLogps, on every rank of the whole row; the gradient is that of this rank's slice."""
+        if not self.group:
+            return self.predict(where, target, temperature, **inputs)
+        borders, size = inputs["cu_seq_lens_q"].tolist(), self.group.size()
+        width = -(-borders[-1] // size)
+        # padding goes behind the last sequence, which does not see it
+        short, borders[-1] = width * size - borders[-1], width * size
+        # labels were shifted before this cut: a slice's last position predicts the first token of the next
+        start = width * self.group.rank()
+        mine, here = where // width == self.group.rank(), slice(start, start + width)
+        cut = lambda x: nn.functional.pad(x, (0, short))[:, here]
+        slices = {name: cut(inputs[name]) for name in ("input_ids", "position_ids")}
+        found = self.predict(where[mine] - start, target[mine], temperature, borders=borders, **slices)
+        own = torch.stack([x.new_zeros(len(where)).masked_scatter(mine, x) for x in found])
+        dist.all_reduce(whole := own.detach().clone(), group=self.group)
+        return own + (whole - own.detach())
+
+
+def share_rows(args, device):
+    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by."""
+    Sliced.group = None
+    if args.sp_size == 1:
+        return args
+    from transformers import AttentionInterface
+
+    shape = dist.get_world_size() // args.sp_size, args.sp_size
+    Sliced.group = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
+    kind = dict(ulysses=ulysses, gather=gather, ring=ring)[args.sp_attention]
+    how = dict(kind=kind, group=Sliced.group, kernel=args.attn_implementation)
+    AttentionInterface.register(args.sp_attention, partial(slice_attention, **how))
+    return replace(args, attn_implementation=args.sp_attention)
+
+
+def check_sharing(config, args):
+    """ValueError where --sp_size ranks cannot share the rows of a model."""
+    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
+    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
+    special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
+    name = f"{config.name_or_path} ({config.model_type})"
+    if args.sp_size > 1 and special:
+        raise ValueError(f"{name} has {' and '.join(special)}, which {sp} does not implement")
+    if args.sp_attention == "ulysses" and heads % args.sp_size:
+        other = "take --sp_attention gather or ring"
+        raise ValueError(f"{name} has {heads} attention heads, which {sp} does not divide: {other}")
+
+
+def slice_attention(module, query, key, value, mask, scaling, borders, kind, group, kernel, **_):
+    """Attention as transformers calls it: query [1, H, T / sp, D] -> [1, T / sp, H, D], all of one slice.
+
+    borders: 0, and where the sequences of the whole row end; key and value may have fewer heads.
+    """
+    out = kind(query[0], key[0], value[0], borders, group, scaling=scaling, kernel=kernel)
+    return out.transpose(0, 1)[None], None
+
+
+def ulysses(query, key, value, borders, group, **how):
+    """Trade a slice of all heads for the whole row of some heads, attend, and trade back (2309.14509)."""
+    size, all_to_all = group.size(), dist._functional_collectives.all_to_all_single
+    repeats = size // math.gcd(size, len(key))  # fewer key/value heads than ranks: each rank needs one
+    key, value = (x.repeat_interleave(repeats, 0) for x in (key, value))
+    trade = lambda x: all_to_all(x.contiguous(), None, None, group)
+    # block i of the heads goes to rank i, whose blocks of tokens then follow each other
+    to_heads = lambda x: trade(x.unflatten(0, (size, -1))).transpose(0, 1).flatten(1, 2)
+    out = causal_attention(*map(to_heads, (query, key, value)), borders, **how)
+    # and back: block i of the tokens goes to rank i, whose blocks of heads then follow each other
+    return trade(out.unflatten(1, (size, -1)).transpose(0, 1)).flatten(0, 1)
+
+
+def gather(query, key, value, borders, group, **how):
+    """Keys and values of the whole row on every rank, of which a slice sees those up to its own end."""
+    width, all_gather = query.shape[1], dist._functional_collectives.all_gather_single
+    start = group.rank() * width
+    first, end = first_seen(borders, start), start + width
+    key, value = (all_gather(x.contiguous(), 1, group)[:, first:end] for x in (key, value))
+    ends = [0, *(x - start for x in borders if start < x < end), width]
+    return causal_attention(query, key, value, ends, start - first, **how)
+
+
+def first_seen(borders, position):
+    """Where the sequence of a position begins."""
+    return max(x for x in borders if x <= position)
+
+
+def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
+    """Causal attention within sequences: query [H, T, D], key and value [KV, before + T, D] -> [H, T, D].
+
+    ends: 0, and where they end in query; before: keys of the first one that are before its first query.
+    """
+    borders = ends, [0, *(x + before for x in ends[1:])]
+    if kernel == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        sizes = [torch.tensor(x, dtype=torch.int32, device=query.device) for x in borders]
+        sizes += [max(b - a for a, b in pairwise(x)) for x in borders]
+        row = (x.transpose(0, 1) for x in (query, key, value))
+        return flash_attn_varlen_func(*row, *sizes, softmax_scale=scaling, causal=True).transpose(0, 1)
+    from torch.nn.attention.bias import causal_lower_right
+
+    out, attend = [], partial(nn.functional.scaled_dot_product_attention, scale=scaling)
+    key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+    for (a, b), (c, d) in zip(*map(pairwise, borders), strict=True):  # the last query sees the last key
+        row = query[None, :, a:b], key[None, :, c:d], value[None, :, c:d]
+        out.append(attend(*row, causal_lower_right(b - a, d - c))[0])
+    return torch.cat(out, 1)
+
+
+def ring(query, key, value, borders, group, scaling, kernel):
+    """Ring attention (2310.01889): no rank ever holds the keys and values of the whole row."""
+    heads = len(query) // len(key)  # of queries to one of keys; they become the rows of one matrix
+    query = query.unflatten(0, (-1, heads)).transpose(1, 2).flatten(1, 2)
+    out = Ring.apply(query, torch.cat([key, value], -1), borders, group, scaling)
+    return out.unflatten(1, (-1, heads)).transpose(1, 2).flatten(0, 1)
+
+
+class Ring(torch.autograd.Function):
+    """query [KV, rows, D], kv [KV, T / sp, 2 D]: keys beside values -> [KV, rows, D].
+
+    Keys and values travel from rank to rank, and each softmax is put together from its parts on the way.
+    """
+
+    @staticmethod
+    def pass_on(x, group, hops=1):
+        """Begin to send x that far around the ring -> a function that waits for what comes from behind."""
+        peers, new = [(group.rank() + n) % group.size() for n in (hops, -hops)], torch.empty_like(x)
+        kinds = zip((dist.isend, dist.irecv), (x, new), peers)
+        works = dist.batch_isend_irecv([dist.P2POp(f, y, group=group, group_peer=n) for f, y, n in kinds])
+
+        def wait():
+            for work in works:
+                work.wait()
+            return new
+
+        return wait
+
+    @staticmethod
+    def rounds(query, kv, borders, group, scaling):
+        """Each slice of keys and values that comes by, this rank's first -> it, and the scores' blocks."""
+        width = kv.shape[1]
+        # as far as any rank has to see; all know the borders
+        number = 1 + max(r - first_seen(borders, r * width) // width for r in range(group.size()))
+        for back in range(number):
+            wait = Ring.pass_on(kv, group) if back + 1 < number else None  # while this rank computes
+            start = group.rank() * width
+            yield kv, Ring.blocks(query, kv, borders, scaling, start, start - back * width)
+            kv = wait and wait()
+
+    @staticmethod
+    def blocks(query, kv, borders, scaling, start, other):
+        """Of queries from position `start` on, keys from `other` on -> rows, columns and scores."""
+        width, heads, device = kv.shape[1], query.shape[1] // kv.shape[1], kv.device
+        sequence = torch.repeat_interleave(torch.tensor(borders).diff()).to(device)
+        for a in range(start, start + width, RING_ROWS):
+            b = min(a + RING_ROWS, start + width)
+            c, d = max(first_seen(borders, a), other), min(b, other + width)
+            if c < d:
+                rows, columns = slice((a - start) * heads, (b - start) * heads), slice(c - other, d - other)
+                later = torch.arange(a, b, device=device)[:, None] < torch.arange(c, d, device=device)
+                hidden = (later | (sequence[a:b, None] != sequence[c:d])).repeat_interleave(heads, 0)
+                scores = (query[:, rows] @ kv[:, columns, : query.shape[-1]].mT).float() * scaling
+                yield rows, columns, scores.masked_fill(hidden, -math.inf)
+
+    @staticmethod
+    def forward(ctx, query, kv, *how):
+        size = query.shape[-1]
+        lse = torch.full(query.shape[:2], -math.inf, device=query.device)  # log of the sum of e^scores so far
+        out = torch.zeros(*lse.shape, kv.shape[-1] - size, device=query.device)
+        for other, blocks in Ring.rounds(query, kv, *how):
+            for rows, columns, scores in blocks:
+                new = torch.logaddexp(lse[:, rows], scores.logsumexp(-1))
+                weights = (scores - new[..., None]).exp().to(kv.dtype)
+                out[:, rows] *= (lse[:, rows] - new).exp()[..., None]
+                out[:, rows] += weights @ other[:, columns, size:]  # eq: sequence.ring
+                lse[:, rows] = new
+        ctx.save_for_backward(query, kv, out, lse)
+        ctx.how = how
+        return out.to(query.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        """With p the softmax: d score = p (d out . value - d out . out); d_kv travels with kv, then home."""
+        (query, kv, out, lse), group = ctx.saved_tensors, ctx.how[1]
+        size, inner = query.shape[-1], (d_out * out).sum(-1, keepdim=True)
+        d_query, d_kv = (torch.zeros_like(x, dtype=torch.float32) for x in (query, kv))
+        for hops, (other, blocks) in enumerate(Ring.rounds(query, kv, *ctx.how)):
+            d_kv = Ring.pass_on(d_kv, group)() if hops else d_kv
+            for rows, columns, scores in blocks:
+                key, value = other[:, columns].tensor_split([size], -1)
+                weights = (scores - lse[:, rows, None]).exp()
+                d_scores = weights * (d_out[:, rows] @ value.mT - inner[:, rows]) * ctx.how[2]
+                weights, d_scores = weights.to(kv.dtype), d_scores.to(kv.dtype)
+                d_query[:, rows] += d_scores @ key
+                parts = d_scores.mT @ query[:, rows], weights.mT @ d_out[:, rows]
+                d_kv[:, columns] += torch.cat(parts, -1)
+        d_kv = Ring.pass_on(d_kv, group, -hops)() if hops else d_kv
+        return d_query.to(query.dtype), d_kv.to(kv.dtype), None, None, None
+
+
+# endregion
 # region sampling
 # what all ranks know of a row
 KNOWN = "data_source index group sample rank reward finish_reason prompt_length length".split()
@@ -1142,11 +1351,13 @@ def check_args(args):
     flag = lambda name: f"--{name} {getattr(args, name)}"
     if args.train_batch_size % args.ppo_mini_batch_size:
         fail(f"{flag('train_batch_size')} is not a multiple of {flag('ppo_mini_batch_size')}")
-    for name in ("tp_size", "hsdp_replicas"):
+    for name in ("tp_size", "hsdp_replicas", "sp_size"):
         if world % getattr(args, name):
             fail(f"{world} ranks are not a multiple of {flag(name)}")
-    if args.max_tokens_per_microbatch < row:
-        fail(f"{flag('max_tokens_per_microbatch')} is less than a row, {row} tokens")
+    if args.max_tokens_per_microbatch * args.sp_size < row:
+        fail(f"{flag('max_tokens_per_microbatch')} times {flag('sp_size')} is less than a row, {row} tokens")
+    if args.share_prefix and args.sp_size > 1:
+        fail(f"{flag('sp_size')} cuts packed rows, which share no prefix: leave out --share_prefix")
     if args.share_prefix and args.attn_implementation != "sdpa":
         fail(f"--share_prefix needs sdpa, whose mask can be any, unlike {flag('attn_implementation')}")
     if args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32":
@@ -1180,8 +1391,9 @@ def load_data(args, tools=None, images=False):
         config = AutoConfig.from_pretrained(args.model)
         if takes_images(config) and not images:
             raise ValueError(f"{args.model}: {config.model_type} models take more than text: not supported")
-        if takes_images(config) and (args.share_prefix or args.lora_rank):
-            raise ValueError(f"{args.model} takes images, which --share_prefix and --lora_rank do not")
+        if takes_images(config) and (args.share_prefix or args.sp_size > 1 or args.lora_rank):
+            raise ValueError(f"{args.model} takes images: no --share_prefix, --sp_size or --lora_rank")
+        check_sharing(config, args)
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         if args.share_prefix and (window or recurrent(config)):
             raise ValueError(f"--share_prefix needs full attention, and {config.model_type} has other layers")
@@ -1380,6 +1592,9 @@ def check_engines(sampler, policy, rows, args):
     rows = [row if "images" in row else row | dict(prompt_ids=row["prompt_ids"][-32:]) for row in rows]
     with sampler({}) as sample:
         rows = sample(rows, 0, 2, temperature=args.temperature, max_tokens=8)
+    group = lambda rank: rank // args.sp_size  # of ranks that run the same rows
+    same = [group(rank) == group(dist.get_rank()) for rank in range(dist.get_world_size())]
+    rows = [*chain(*exchange([rows if to else [] for to in same]))]
     texts = [(row["prompt_ids"], row["response_ids"], row.get("images", ())) for row in rows]
     with torch.no_grad():
         logp_nt, _ = rows_logps(policy, texts, args)
@@ -1500,18 +1715,20 @@ def shared(prompts, responses):
 
 def layout_of(config, args):
     """The layout that this run trains in."""
-    layout, rows_only = shared if args.share_prefix else padded, recurrent(config) or takes_images(config)
-    return layout if args.attn_implementation != "flash_attention_2" or rows_only else packed
+    layout = shared if args.share_prefix else padded if args.sp_size == 1 else packed
+    alone = recurrent(config) or takes_images(config)  # one sequence a row
+    return packed if args.attn_implementation == "flash_attention_2" and not alone else layout
 
 
 def balance_batch(rows, args, device):
-    """Deal the N rows of a step to the ranks, each optimizer step's evenly by tokens.
+    """Deal the N rows of a step to the ranks, or groups of --sp_size, each optimizer step's evenly by tokens.
 
     Returns the batch of this rank - rows: their numbers in the order of their use; prompts, responses,
     rollout_logp_nt, images: of each; new: which this step sampled; mini_batches: for each optimizer step
-    (tokens, which) of every sequence; totals: its (tokens, responses) on all ranks - and all ranks' tokens.
+    (tokens, which) of every sequence; totals: its (tokens, responses) on all ranks - and all groups' tokens.
     """
-    size, load = args.ppo_mini_batch_size * args.group_size, [[] for _ in range(dist.get_world_size())]
+    rank, world, size = dist.get_rank(), dist.get_world_size(), args.ppo_mini_batch_size * args.group_size
+    group, load = rank // args.sp_size, [[] for _ in range(world // args.sp_size)]
     # a sequence is a response, or with --share_prefix the responses to a prompt that fit in a micro-batch
     fit = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
     fit, mini_batches, totals, owners = max(1, fit) if args.share_prefix else 1, [], [], {}
@@ -1523,14 +1740,15 @@ def balance_batch(rows, args, device):
         tokens = [rows[part[0]]["prompt_length"] + sum(rows[i]["length"] for i in part) for part in sequences]
         parts = balance(tokens, len(load))
         load = [before + [tokens[i] for i in part] for before, part in zip(load, parts, strict=True)]
-        owners |= {i: rank for rank, part in enumerate(parts) for s in part for i in sequences[s]}
-        mini_batches.append([(tokens[i], sequences[i]) for i in parts[dist.get_rank()]])
+        owners |= {i: owner for owner, part in enumerate(parts) for s in part for i in sequences[s]}
+        mini_batches.append([(tokens[i], sequences[i]) for i in parts[group]])
     mine, number = [i for mini in mini_batches for _, sequence in mini for i in sequence], count()
-    # ids and log-probs go from the rank that sampled them to the one that trains on them
-    names, parts, rank = ("prompt_ids", "response_ids", "rollout_logps"), [{} for _ in load], dist.get_rank()
+    # ids and log-probs go from the rank that sampled them to those that train on them
+    names, parts = ("prompt_ids", "response_ids", "rollout_logps"), [{} for _ in range(world)]
     for i, row in enumerate(rows):
         if row["rank"] == rank:
-            parts[owners[i]][i] = [*(row[name] for name in names), row.get("images", ())]
+            for part in parts[owners[i] * args.sp_size :][: args.sp_size]:
+                part[i] = [*(row[name] for name in names), row.get("images", ())]
     got, parts[rank] = parts[rank], {}  # what stays is not copied
     got |= {i: texts for part in exchange(parts) for i, texts in part.items()}
     prompts, responses, logps, images = ([got[i][k] for i in mine] for k in range(4))
@@ -1560,7 +1778,7 @@ def rows_logps(policy, rows, args):
 
 def micro_batches(policy, batch, sequences, args):
     """Run sequences a micro-batch at a time -> its rows, logp_nt, entropy_nt."""
-    budget, layout = args.max_tokens_per_microbatch, layout_of(policy.lm.config, args)
+    budget, layout = args.max_tokens_per_microbatch * args.sp_size, layout_of(policy.lm.config, args)
     parts = split_micro_batches([n for n, _ in sequences], budget, layout is packed)
     for number, part in enumerate(parts, 1):
         policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP

@@ -636,8 +636,7 @@ def load_model(args, mesh, device, auto=None, wrap=TokenLogps, **changes):
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     # of hf/: the dtype in which the model came, and tied weights once
-    lm.config.dtype, lm.config.architectures = dtype, [type(lm).__name__]
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    lm.config.dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -779,6 +778,7 @@ def write_share(directory, lm, share, files):
     if dist.get_rank() == 0:
         if isinstance(lm, Adapters):
             return lm.save_pretrained(directory)
+        lm.config.architectures = [type(lm).__name__]  # a new critic's was a causal LM
         lm.config.save_pretrained(directory)
         if lm.can_generate():
             lm.generation_config.save_pretrained(directory)

@@ -41,6 +41,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -130,7 +131,7 @@ def main(args):
     except dcp.CheckpointException as error:
         causes = "; ".join(" ".join(str(cause).split()) for cause, _ in error.failures.values())
         sys.exit(f"error: {checkpoint} is damaged: {causes}")
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, SafetensorError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     print(f"{args.output}: {sum(weight.numel() for weight in weights.values()):,} weights of {checkpoint}")
 

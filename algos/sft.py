@@ -5,7 +5,7 @@ Where this differs from the trainers that are in use:
 2. Every response token is trained, EOS included, and nothing else (verl: the last prompt token, and no EOS).
 3. Rows are balanced over the ranks by tokens, not by their number.
 LoRA (arXiv 2106.09685) by --lora_rank, QLoRA (2305.14314) by --qlora, long rows over several ranks (Ulysses,
-2309.14509) by --sp_size.
+2309.14509; ring attention, 2310.01889) by --sp_size.
 
 CPU:        python algos/sft.py --model models/tiny --train_files data/train.parquet --output_dir runs/sft
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/sft.py ...
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -72,7 +72,8 @@ class Args:
     # of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    sp_size: int = 1  # ranks that share the tokens of a sequence (Ulysses); needs packing
+    sp_size: int = 1  # ranks that share the tokens of a row; needs packing
+    sp_attention: Literal["ulysses", "gather", "ring"] = "ulysses"  # how its slices see one another
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     liger: bool = False  # Liger's Triton kernels for norm, rotary embedding and MLP; needs a GPU
@@ -109,7 +110,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -164,7 +164,7 @@ def encode(prompt, response, tokenizer, tools=None, images=()):
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
-def encode_messages(messages, tokenizer, tools=None, images=()):
+def encode_messages(messages, tokenizer, tools=None):
     """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
     messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up with null
     text, found = turns(messages, tokenizer, tools)
@@ -226,7 +226,7 @@ def update(policy, optimizer, rows, args):
     if math.isfinite(norm):  # the norm of all ranks: they step or skip together
         optimizer.step()
     optimizer.zero_grad()
-    [loss] = all_reduce([loss])
+    [loss] = all_reduce([loss / args.sp_size])  # ranks that share a row all have its loss
     return {"train/loss": loss, "train/grad_norm": norm, "train/skipped_updates": not math.isfinite(norm)}
 
 
@@ -238,7 +238,7 @@ def evaluate(policy, rows, args):
         loss += sft_loss(logp_nt, trained_nt, 1).item()
         tokens += trained_nt.sum().item()
     loss, tokens = all_reduce([loss, tokens])
-    return loss * args.sp_size / tokens  # ranks that share a row all count its tokens
+    return loss / tokens
 
 
 def main(args):
@@ -537,8 +537,7 @@ def load_model(args, mesh, device, auto=None, wrap=TokenLogps, **changes):
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     # of hf/: the dtype in which the model came, and tied weights once
-    lm.config.dtype, lm.config.architectures = dtype, [type(lm).__name__]
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    lm.config.dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -680,6 +679,7 @@ def write_share(directory, lm, share, files):
     if dist.get_rank() == 0:
         if isinstance(lm, Adapters):
             return lm.save_pretrained(directory)
+        lm.config.architectures = [type(lm).__name__]  # a new critic's was a causal LM
         lm.config.save_pretrained(directory)
         if lm.can_generate():
             lm.generation_config.save_pretrained(directory)
@@ -806,75 +806,232 @@ def clip_gradients(optimizer, limit):
 
 
 # endregion
+# region sequence
+RING_ROWS = 1024  # positions whose attention scores the ring holds at a time
 
 
-class Policy(TokenLogps):
-    """TokenLogps, of a slice of a row that a group shares; at temperature None of the model's own logits."""
+class Sliced(TokenLogps):
+    """TokenLogps of a packed row of which each rank of a group runs a slice; without a group, of any row."""
 
-    group = None  # of ranks that share rows (Ulysses)
+    group, predict = None, TokenLogps.forward  # predict: what the model makes of a row, or a slice of it
 
     def forward(self, where, target, temperature, **inputs):
-        """As TokenLogps, but 0 for what another rank of the group predicts."""
+        """As TokenLogps, on every rank of the whole row; the gradient is that of this rank's slice."""
+        if not self.group:
+            return self.predict(where, target, temperature, **inputs)
+        borders, size = inputs["cu_seq_lens_q"].tolist(), self.group.size()
+        width = -(-borders[-1] // size)
+        # padding goes behind the last sequence, which does not see it
+        short, borders[-1] = width * size - borders[-1], width * size
+        # labels were shifted before this cut: a slice's last position predicts the first token of the next
+        start = width * self.group.rank()
+        mine, here = where // width == self.group.rank(), slice(start, start + width)
+        cut = lambda x: nn.functional.pad(x, (0, short))[:, here]
+        slices = {name: cut(inputs[name]) for name in ("input_ids", "position_ids")}
+        found = self.predict(where[mine] - start, target[mine], temperature, borders=borders, **slices)
+        own = torch.stack([x.new_zeros(len(where)).masked_scatter(mine, x) for x in found])
+        dist.all_reduce(whole := own.detach().clone(), group=self.group)
+        return own + (whole - own.detach())
+
+
+def share_rows(args, device):
+    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by."""
+    Sliced.group = None
+    if args.sp_size == 1:
+        return args
+    from transformers import AttentionInterface
+
+    shape = dist.get_world_size() // args.sp_size, args.sp_size
+    Sliced.group = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
+    kind = dict(ulysses=ulysses, gather=gather, ring=ring)[args.sp_attention]
+    how = dict(kind=kind, group=Sliced.group, kernel=args.attn_implementation)
+    AttentionInterface.register(args.sp_attention, partial(slice_attention, **how))
+    return replace(args, attn_implementation=args.sp_attention)
+
+
+def check_sharing(config, args):
+    """ValueError where --sp_size ranks cannot share the rows of a model."""
+    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
+    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
+    special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
+    name = f"{config.name_or_path} ({config.model_type})"
+    if args.sp_size > 1 and special:
+        raise ValueError(f"{name} has {' and '.join(special)}, which {sp} does not implement")
+    if args.sp_attention == "ulysses" and heads % args.sp_size:
+        other = "take --sp_attention gather or ring"
+        raise ValueError(f"{name} has {heads} attention heads, which {sp} does not divide: {other}")
+
+
+def slice_attention(module, query, key, value, mask, scaling, borders, kind, group, kernel, **_):
+    """Attention as transformers calls it: query [1, H, T / sp, D] -> [1, T / sp, H, D], all of one slice.
+
+    borders: 0, and where the sequences of the whole row end; key and value may have fewer heads.
+    """
+    out = kind(query[0], key[0], value[0], borders, group, scaling=scaling, kernel=kernel)
+    return out.transpose(0, 1)[None], None
+
+
+def ulysses(query, key, value, borders, group, **how):
+    """Trade a slice of all heads for the whole row of some heads, attend, and trade back (2309.14509)."""
+    size, all_to_all = group.size(), dist._functional_collectives.all_to_all_single
+    repeats = size // math.gcd(size, len(key))  # fewer key/value heads than ranks: each rank needs one
+    key, value = (x.repeat_interleave(repeats, 0) for x in (key, value))
+    trade = lambda x: all_to_all(x.contiguous(), None, None, group)
+    # block i of the heads goes to rank i, whose blocks of tokens then follow each other
+    to_heads = lambda x: trade(x.unflatten(0, (size, -1))).transpose(0, 1).flatten(1, 2)
+    out = causal_attention(*map(to_heads, (query, key, value)), borders, **how)
+    # and back: block i of the tokens goes to rank i, whose blocks of heads then follow each other
+    return trade(out.unflatten(1, (size, -1)).transpose(0, 1)).flatten(0, 1)
+
+
+def gather(query, key, value, borders, group, **how):
+    """Keys and values of the whole row on every rank, of which a slice sees those up to its own end."""
+    width, all_gather = query.shape[1], dist._functional_collectives.all_gather_single
+    start = group.rank() * width
+    first, end = first_seen(borders, start), start + width
+    key, value = (all_gather(x.contiguous(), 1, group)[:, first:end] for x in (key, value))
+    ends = [0, *(x - start for x in borders if start < x < end), width]
+    return causal_attention(query, key, value, ends, start - first, **how)
+
+
+def first_seen(borders, position):
+    """Where the sequence of a position begins."""
+    return max(x for x in borders if x <= position)
+
+
+def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
+    """Causal attention within sequences: query [H, T, D], key and value [KV, before + T, D] -> [H, T, D].
+
+    ends: 0, and where they end in query; before: keys of the first one that are before its first query.
+    """
+    borders = ends, [0, *(x + before for x in ends[1:])]
+    if kernel == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        sizes = [torch.tensor(x, dtype=torch.int32, device=query.device) for x in borders]
+        sizes += [max(b - a for a, b in pairwise(x)) for x in borders]
+        row = (x.transpose(0, 1) for x in (query, key, value))
+        return flash_attn_varlen_func(*row, *sizes, softmax_scale=scaling, causal=True).transpose(0, 1)
+    from torch.nn.attention.bias import causal_lower_right
+
+    out, attend = [], partial(nn.functional.scaled_dot_product_attention, scale=scaling)
+    key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+    for (a, b), (c, d) in zip(*map(pairwise, borders), strict=True):  # the last query sees the last key
+        row = query[None, :, a:b], key[None, :, c:d], value[None, :, c:d]
+        out.append(attend(*row, causal_lower_right(b - a, d - c))[0])
+    return torch.cat(out, 1)
+
+
+def ring(query, key, value, borders, group, scaling, kernel):
+    """Ring attention (2310.01889): no rank ever holds the keys and values of the whole row."""
+    heads = len(query) // len(key)  # of queries to one of keys; they become the rows of one matrix
+    query = query.unflatten(0, (-1, heads)).transpose(1, 2).flatten(1, 2)
+    out = Ring.apply(query, torch.cat([key, value], -1), borders, group, scaling)
+    return out.unflatten(1, (-1, heads)).transpose(1, 2).flatten(0, 1)
+
+
+class Ring(torch.autograd.Function):
+    """query [KV, rows, D], kv [KV, T / sp, 2 D]: keys beside values -> [KV, rows, D].
+
+    Keys and values travel from rank to rank, and each softmax is put together from its parts on the way.
+    """
+
+    @staticmethod
+    def pass_on(x, group, hops=1):
+        """Begin to send x that far around the ring -> a function that waits for what comes from behind."""
+        peers, new = [(group.rank() + n) % group.size() for n in (hops, -hops)], torch.empty_like(x)
+        kinds = zip((dist.isend, dist.irecv), (x, new), peers)
+        works = dist.batch_isend_irecv([dist.P2POp(f, y, group=group, group_peer=n) for f, y, n in kinds])
+
+        def wait():
+            for work in works:
+                work.wait()
+            return new
+
+        return wait
+
+    @staticmethod
+    def rounds(query, kv, borders, group, scaling):
+        """Each slice of keys and values that comes by, this rank's first -> it, and the scores' blocks."""
+        width = kv.shape[1]
+        # as far as any rank has to see; all know the borders
+        number = 1 + max(r - first_seen(borders, r * width) // width for r in range(group.size()))
+        for back in range(number):
+            wait = Ring.pass_on(kv, group) if back + 1 < number else None  # while this rank computes
+            start = group.rank() * width
+            yield kv, Ring.blocks(query, kv, borders, scaling, start, start - back * width)
+            kv = wait and wait()
+
+    @staticmethod
+    def blocks(query, kv, borders, scaling, start, other):
+        """Of queries from position `start` on, keys from `other` on -> rows, columns and scores."""
+        width, heads, device = kv.shape[1], query.shape[1] // kv.shape[1], kv.device
+        sequence = torch.repeat_interleave(torch.tensor(borders).diff()).to(device)
+        for a in range(start, start + width, RING_ROWS):
+            b = min(a + RING_ROWS, start + width)
+            c, d = max(first_seen(borders, a), other), min(b, other + width)
+            if c < d:
+                rows, columns = slice((a - start) * heads, (b - start) * heads), slice(c - other, d - other)
+                later = torch.arange(a, b, device=device)[:, None] < torch.arange(c, d, device=device)
+                hidden = (later | (sequence[a:b, None] != sequence[c:d])).repeat_interleave(heads, 0)
+                scores = (query[:, rows] @ kv[:, columns, : query.shape[-1]].mT).float() * scaling
+                yield rows, columns, scores.masked_fill(hidden, -math.inf)
+
+    @staticmethod
+    def forward(ctx, query, kv, *how):
+        size = query.shape[-1]
+        lse = torch.full(query.shape[:2], -math.inf, device=query.device)  # log of the sum of e^scores so far
+        out = torch.zeros(*lse.shape, kv.shape[-1] - size, device=query.device)
+        for other, blocks in Ring.rounds(query, kv, *how):
+            for rows, columns, scores in blocks:
+                new = torch.logaddexp(lse[:, rows], scores.logsumexp(-1))
+                weights = (scores - new[..., None]).exp().to(kv.dtype)
+                out[:, rows] *= (lse[:, rows] - new).exp()[..., None]
+                out[:, rows] += weights @ other[:, columns, size:]  # eq: sequence.ring
+                lse[:, rows] = new
+        ctx.save_for_backward(query, kv, out, lse)
+        ctx.how = how
+        return out.to(query.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        """With p the softmax: d score = p (d out . value - d out . out); d_kv travels with kv, then home."""
+        (query, kv, out, lse), group = ctx.saved_tensors, ctx.how[1]
+        size, inner = query.shape[-1], (d_out * out).sum(-1, keepdim=True)
+        d_query, d_kv = (torch.zeros_like(x, dtype=torch.float32) for x in (query, kv))
+        for hops, (other, blocks) in enumerate(Ring.rounds(query, kv, *ctx.how)):
+            d_kv = Ring.pass_on(d_kv, group)() if hops else d_kv
+            for rows, columns, scores in blocks:
+                key, value = other[:, columns].tensor_split([size], -1)
+                weights = (scores - lse[:, rows, None]).exp()
+                d_scores = weights * (d_out[:, rows] @ value.mT - inner[:, rows]) * ctx.how[2]
+                weights, d_scores = weights.to(kv.dtype), d_scores.to(kv.dtype)
+                d_query[:, rows] += d_scores @ key
+                parts = d_scores.mT @ query[:, rows], weights.mT @ d_out[:, rows]
+                d_kv[:, columns] += torch.cat(parts, -1)
+        d_kv = Ring.pass_on(d_kv, group, -hops)() if hops else d_kv
+        return d_query.to(query.dtype), d_kv.to(kv.dtype), None, None, None
+
+
+# endregion
+
+
+class Policy(Sliced):
+    """Sliced; at temperature None of the model's own logits."""
+
+    def forward(self, where, target, temperature, **inputs):
+        """As Sliced."""
         if temperature is None:
             logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1)[where].float()
             logits[:, self.never] = -1e4
             return (logits.log_softmax(-1).gather(-1, target[:, None])[:, 0],) * 2
-        if not self.group:
-            return super().forward(where, target, temperature, **inputs)
-        size, rank = self.group.size(), self.group.rank()
-        short = (
-            -inputs["input_ids"].shape[1] % size
-        )  # padding behind the last sequence, which does not see it
-        width = (inputs["input_ids"].shape[1] + short) // size
-        # labels were shifted before this cut: a slice's last position predicts the first token of the next
-        mine, here = where // width == rank, slice(rank * width, (rank + 1) * width)
-        for name in ("input_ids", "position_ids"):
-            inputs[name] = nn.functional.pad(inputs[name], (0, short))[:, here]
-        inputs["cu_seq_lens_q"][-1] += short
-        inputs["max_length_q"] += short
-        logps = super().forward(where[mine] - rank * width, target[mine], temperature, **inputs)
-        return [x.new_zeros(len(where)).masked_scatter(mine, x) for x in logps]
-
-
-def ulysses_attention(
-    module, query, key, value, mask, scaling, cu_seq_lens_q, max_length_q, group, kernel, **_
-):
-    """Ulysses: trade a slice of all heads for the whole row of some heads, attend, and trade back.
-
-    query [1, H, T / sp, D], key and value with fewer heads -> [1, T / sp, H, D]; between: [1, H / sp, T, D].
-    """
-    size, trade = group.size(), lambda x: all_to_all_single(x.contiguous(), None, None, group)
-    repeats = size // math.gcd(size, key.shape[1])  # fewer key/value heads than ranks: each rank needs one
-
-    def to_heads(x):  # block i of the heads goes to rank i, whose blocks of tokens then follow each other
-        return trade(x[0].unflatten(0, (size, -1))).transpose(0, 1).flatten(1, 2)[None]
-
-    query = to_heads(query)
-    key, value = (to_heads(x.repeat_interleave(repeats, 1)) for x in (key, value))
-    if kernel == "flash_attention_2":
-        from flash_attn import flash_attn_varlen_func
-
-        sizes = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
-        row = *(x[0].transpose(0, 1) for x in (query, key, value)), *sizes
-        out = flash_attn_varlen_func(*row, softmax_scale=scaling, causal=True).transpose(0, 1)
-    else:
-        sequence = torch.repeat_interleave(cu_seq_lens_q.diff())
-        mask = (sequence[:, None] == sequence).tril()
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        out = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)[0]
-    # and back: block i of the tokens goes to rank i, whose blocks of heads then follow each other
-    return trade(out.unflatten(1, (size, -1)).transpose(0, 1)).flatten(0, 1).transpose(0, 1)[None], None
+        return super().forward(where, target, temperature, **inputs)
 
 
 def load_policy(args, mesh, device):
     """-> what `micro_batches` calls, and what is trained and saved: the model itself, or its adapters."""
-    group = None
-    if args.sp_size > 1:
-        shape = (dist.get_world_size() // args.sp_size, args.sp_size)
-        group = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
-        kernel = partial(ulysses_attention, group=group, kernel=args.attn_implementation)
-        transformers.AttentionInterface.register("ulysses", kernel)
-        args = replace(args, attn_implementation="ulysses")
+    args = share_rows(args, device)
     if args.liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel as replace_classes
 
@@ -890,7 +1047,6 @@ def load_policy(args, mesh, device):
             policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         policy = load_model(args, mesh, device, wrap=partial(Policy, entropy=False))
-    policy.group = group
     return policy, Adapters(policy.lm, args) if args.lora_rank else policy.lm
 
 
@@ -905,9 +1061,7 @@ def check_layout(policy, rows, args):
         lm.set_attn_implementation("eager")
         own_nt, _ = token_logps(policy, *texts, None, padded)
         lm.set_attn_implementation(kernel)
-    # a rank of --sp_size has its share of the log-probs, and 0 for the rest
-    gaps = all_reduce((logp_nt * args.sp_size - own_nt).flatten().tolist())
-    gap = sum(map(abs, gaps)) / dist.get_world_size() / sum(map(len, texts[1]))
+    [gap] = all_reduce([(logp_nt - own_nt).abs().sum() / dist.get_world_size() / sum(map(len, texts[1]))])
     kernel, limit = args.attn_implementation, ROUNDING[args.compute_dtype]
     layout, cause = "padded", f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if kernel == "eager":
@@ -946,17 +1100,13 @@ def check_model(config, args):
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
     check_adapters(TokenLogps(lm).lm, args)  # TokenLogps refuses a bias of the output layer
-    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
-    special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
+    check_sharing(config, args)
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
     text_only = args.messages_key, args.packing, args.lora_rank, args.liger, args.truncation == "left"
     flags = "--messages_key, --packing, --lora_rank, --liger and --truncation left"
     for wrong, problem in (
         (takes_images(config) and any(text_only), f"takes images, which {flags} do not"),
-        (heads % args.sp_size, f"has {heads} attention heads, which {sp} does not divide"),
-        (args.sp_size > 1 and special, f"has {' and '.join(special)}, which {sp} does not implement"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
         (args.liger and config.model_type not in known, "has no kernels for --liger"),
     ):
@@ -993,7 +1143,8 @@ def load_examples(paths, args, tokenizer, tools=None):
     def example(record, i):
         where = f"{', '.join(paths)}: row {i}"
         try:
-            ids, trained = read(*(record[x] for x in columns), tokenizer, tools, record["images"])
+            shown = {} if args.messages_key else dict(images=record["images"])
+            ids, trained = read(*(record[column] for column in columns), tokenizer, tools, **shown)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
         if (over := len(ids) > args.max_length) and args.truncation == "error":

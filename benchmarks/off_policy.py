@@ -34,10 +34,10 @@ CORRECTIONS = {
 }
 LOSSES, LAGS, NOISES = ("clip", "cispo"), (0, 4, 16), (None, "int8")
 ACCURACY = "val-core/arithmetic/acc/mean@1"
-SEEN = {  # means over the steps
-    "gap of log-probs": "training/rollout_logp_diff_mean",
-    "effective sample size": "rollout_corr/rollout_is_eff_sample_size",
-    "rejected": "rollout_corr/rollout_rs_masked_fraction",
+SEEN = {  # means over the steps; what is not logged without a correction
+    "gap of log-probs": ("training/rollout_logp_diff_mean", None),
+    "effective sample size": ("rollout_corr/rollout_is_eff_sample_size", 1.0),
+    "rejected": ("rollout_corr/rollout_rs_masked_fraction", 0.0),
 }
 
 
@@ -83,7 +83,7 @@ def train(args, loss, correction, lag, noise, seed):
         (out / "done").touch()
     if (out / "done").exists():
         lines = read_metrics(out, 0)
-        seen = {name: float(np.mean([m.get(key, 1.0) for m in lines])) for name, key in SEEN.items()}
+        seen = {name: float(np.mean([m.get(*key) for m in lines])) for name, key in SEEN.items()}
         score = [m["critic/score/mean"] for m in lines]
         return dict(accuracy=lines[-1][ACCURACY], score=score, **seen)
 

@@ -119,18 +119,19 @@ def step_metrics(rows, rank_tokens, load, policy, timing, args):
 
         pool = CuMemAllocator.get_instance().get_current_usage()
     responses, prompts = [row["length"] for row in rows], [row["prompt_length"] for row in rows]
-    results, balanced = [row["reward"] for row in rows], [sum(tokens) for tokens in load]
+    ranks, results = dist.get_world_size(), [row["reward"] for row in rows]
+    balanced = [sum(tokens) * len(load) / ranks for tokens in load]  # of groups of ranks with --sp_size
     total, seconds = sum(responses) + sum(prompts), timing["step"]
     metrics = stats("critic/score", [result["score"] for result in results]) | failure_metrics(results)
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
         "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
-        "global_seqlen/mean": total / len(load),
+        "global_seqlen/mean": total / ranks,
         "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds,
-        "perf/throughput": total / seconds / len(load),
+        "perf/throughput": total / seconds / ranks,
         "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() - pool) / 2**30,
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
@@ -140,7 +141,7 @@ def step_metrics(rows, rank_tokens, load, policy, timing, args):
         weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config.get_text_config()
         attention = config.num_hidden_layers * config.hidden_size  # read once: transformers takes 5 us
         flops = sum((4 if args.lora_rank else 6) * n * (weights + attention * n) for n in chain(*load))
-        peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * len(load)
+        peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * ranks
         metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
     for name, seconds in timing.items():
         metrics[f"timing_s/{name}"] = seconds

@@ -25,5 +25,13 @@ def test_update_equals_plain_loss(gradients, mode, ranks, budget, layout):
     assert kl == pytest.approx(gradients["1"][mode, 100_000, "padded"][1], rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ("full", "sampled", "lora"))
+@pytest.mark.parametrize("ranks", ("2", "2 hsdp"))
+def test_slices_of_a_row_equal_plain_loss(gradients, mode, ranks):
+    grads, kl = gradients[ranks][mode, "sliced"]
+    assert distance(grads, gradients["1"][mode, "naive"]) < 1e-5
+    assert kl == pytest.approx(gradients["1"][mode, 100_000, "padded"][1], rel=1e-5)
+
+
 def test_the_comparison_can_fail(gradients):
     assert distance(gradients["1"]["full", "naive"], gradients["1"]["sampled", "naive"]) > 0.1

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -94,3 +96,7 @@ def test_errors_are_one_line(full, tmp_path):
         done = run(EXPORT, *arguments, check=False)
         assert done.returncode == 1 and part in done.stderr and done.stderr.count("\n") == 1, done.stderr
         assert not (tmp_path / "out").exists() and not any(tmp_path.glob(".out*"))
+    command = f"ulimit -f 64; exec {sys.executable} {EXPORT} {full} {tmp_path}/out"  # files of at most 64 KiB
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1 and "error: " in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists() and not any(tmp_path.glob(".out*"))

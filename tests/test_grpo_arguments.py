@@ -42,6 +42,18 @@ def test_shared_prefix_needs_a_mask(refused):
     assert "--share_prefix needs sdpa" in line and "--attn_implementation eager" in line
 
 
+def test_shared_rows(refused, tiny, tmp_path, monkeypatch):
+    """What --sp_size cannot do: more ranks than there are, a shared prefix, heads and windows of a model."""
+    assert "1 ranks are not a multiple of --sp_size 2" in refused(sp_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "--sp_size 3 cuts packed rows, which share no prefix" in refused("--share_prefix", sp_size=3)
+    line = "has 2 attention heads, which --sp_size 3 does not divide: take --sp_attention gather or ring"
+    assert line in refused(sp_size=3)
+    write("mistral", tmp_path / "mistral")
+    line = refused(sp_size=3, sp_attention="ring", model=tmp_path / "mistral", tokenizer=tiny)
+    assert "(mistral) has sliding_window, which --sp_size 3 does not implement" in line
+
+
 def test_flash_attention_has_no_float32(refused):
     line = refused(attn_implementation="flash_attention_2", compute_dtype="float32")
     assert "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16" in line

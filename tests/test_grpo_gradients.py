@@ -31,6 +31,17 @@ def test_update_equals_plain_loss(gradients, mode, ranks, budget, layout):
     assert distance(gradients[ranks][mode, budget, layout], gradients["1"][mode, "naive"]) < 1e-5
 
 
+@pytest.mark.parametrize("loss", ("seq-mean-token-mean", "gspo", "lora"))
+@pytest.mark.parametrize("ranks", ("2", "2 hsdp"))
+@pytest.mark.parametrize("budget", (70, 100_000))
+def test_slices_of_a_row_equal_plain_loss(gradients, loss, ranks, budget):
+    assert distance(gradients[ranks][loss, budget, "sliced"], gradients["1"][loss, "naive"]) < 1e-5
+    if loss != "lora":
+        expected = gradients["1"]["metrics", loss, 70, "padded"]
+        found = gradients[ranks]["metrics", loss, budget, "sliced"]
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize("loss", ("gspo", "cispo", "sapo"))
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("way", ((70, "padded"), (200, "shared"), (100_000, "packed")))

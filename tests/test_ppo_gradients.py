@@ -32,8 +32,9 @@ def test_updates_equal_the_plain_losses(results, model, ranks, budget, layout):
 
 
 @pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
-def test_updates_with_replicas(results, model):
-    assert distance(results[2]["hsdp"][model], results[1]["naive"][model]) < 1e-5
+@pytest.mark.parametrize("way", ("hsdp", "sliced"))
+def test_updates_with_replicas_and_with_shared_rows(results, model, way):
+    assert distance(results[2][way][model], results[1]["naive"][model]) < 1e-5
 
 
 @pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))

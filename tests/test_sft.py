@@ -459,7 +459,7 @@ def test_sequence_parallelism_needs_packed_rows(monkeypatch):
         (
             dict(sp_size=2),
             dict(num_attention_heads=9),
-            "has 9 attention heads, which --sp_size 2 does not divide",
+            "9 attention heads, which --sp_size 2 does not divide: take --sp_attention gather or ring$",
         ),
         (
             dict(sp_size=2),

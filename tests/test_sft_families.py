@@ -59,7 +59,9 @@ def test_padded_and_packed(one_rank, family):
 
 @pytest.mark.parametrize("family", TWO_RANKS)
 def test_over_two_ranks(two_ranks, family):
-    assert re.search(TWO_RANKS[family], two_ranks[family]["sp"]), two_ranks[family]
+    assert len(two_ranks[family]) == 3
+    for kind, said in two_ranks[family].items():
+        assert re.search(TWO_RANKS[family], said), (kind, said)
 
 
 def test_a_run_ends_before_its_first_step(arithmetic, tmp_path):

@@ -49,11 +49,9 @@ def main(_, model, out, hsdp_replicas):
     def load(args):
         frozen = dataclasses.replace(args, model=args.teacher, param_dtype=args.compute_dtype)
         full = args.kl == "full"
-        teacher = distill.load_model(
-            frozen, mesh, device, wrap=distill.Teacher if full else distill.TokenLogps
-        )
+        teacher = distill.load_model(frozen, mesh, device, wrap=distill.Teacher if full else distill.Sliced)
         teacher.eval().requires_grad_(False)
-        wrap = partial(distill.Student, teacher=teacher) if full else distill.TokenLogps
+        wrap = partial(distill.Student, teacher=teacher) if full else distill.Sliced
         return distill.load_model(args, mesh, device, wrap=wrap), teacher
 
     def gradient(policy, teacher, args, actor=None):
@@ -72,6 +70,12 @@ def main(_, model, out, hsdp_replicas):
         actor = adapters(policy.lm, args) if args.lora_rank else None
         for cut, how in cuts(args):
             results[mode, *cut] = gradient(policy, teacher, how, actor)
+        if dist.get_world_size() == 2:
+            args = dataclasses.replace(args, sp_size=2, sp_attention="gather")
+            policy, teacher = load(distill.share_rows(args, device))
+            actor = adapters(policy.lm, args) if args.lora_rank else None
+            results[mode, "sliced"] = gradient(policy, teacher, args, actor)
+            distill.share_rows(base, device)
         if dist.get_world_size() == 1:
             plain = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, wide)]
             adapters(plain[0], args) if args.lora_rank else None

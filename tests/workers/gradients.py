@@ -34,6 +34,10 @@ if sys.argv[1] != "dapo":
     LOSSES["sapo"]["kl_kind"] = "k3+"
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
 WAYS = (70, "padded"), (200, "shared"), (100_000, "packed")  # of LOSSES, not all
+SLICED = "seq-mean-token-mean", "gspo", "lora"  # what two ranks run slices of the same rows for
+SLICES = dict(
+    grpo="ring", dapo="gather", agent="ulysses"
+)  # attention over the slices of a row, with two ranks
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 
@@ -186,6 +190,25 @@ def check_lora(args, mesh, device, results):
     assert not any(map(torch.equal, first, second)) and all(map(torch.equal, second, third))
 
 
+def check_slices(base, mesh, device, results):
+    """Two ranks run slices of the same rows: gradients and metrics, of full weights and of LoRA."""
+    base = dataclasses.replace(base, sp_size=2, sp_attention=SLICES[sys.argv[1]])
+    for name in SLICED:
+        args = dataclasses.replace(base, **KINDS.get(name, dict(lora_rank=4)))
+        policy = grpo.load_model(grpo.share_rows(args, device), mesh, device, wrap=grpo.Sliced)
+        actor = adapters(policy.lm, args) if args.lora_rank else policy
+        for budget in (70, 100_000):
+            args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
+            batch, optimizer = make_batch(args, device), Capture(actor.parameters(), lr=1.0)
+            metrics, _ = grpo.update_actor(policy, optimizer, batch, args)
+            results[name, budget, "sliced"] = optimizer.grads
+            results["metrics", name, budget, "sliced"] = floats(metrics)
+
+
+def floats(metrics):
+    return {name: float(value) for name, value in metrics.items()}
+
+
 def main(model, out, hsdp_replicas):
     device, mesh = grpo.setup_distributed(int(hsdp_replicas))
     kl = dict(use_kl_loss=True, kl_loss_coef=0.1) if hasattr(grpo.Args, "use_kl_loss") else {}
@@ -208,8 +231,8 @@ def main(model, out, hsdp_replicas):
             if name in LOSSES and cut not in WAYS:
                 continue
             batch, optimizer = make_batch(args, device), Capture(policy.parameters(), lr=1.0)
-            grpo.update_actor(policy, optimizer, batch, args)
-            results[name, *cut] = optimizer.grads
+            metrics, _ = grpo.update_actor(policy, optimizer, batch, args)
+            results[name, *cut], results["metrics", name, *cut] = optimizer.grads, floats(metrics)
             results["tokens", *cut] = sum(tokens)
             results["reduced", *cut] = sum(reduced)  # gradients, over the replicas
             tokens.clear(), reduced.clear()
@@ -249,6 +272,8 @@ def main(model, out, hsdp_replicas):
         for x, y in zip(*found, strict=True):
             torch.testing.assert_close(x * share, y, rtol=1e-4, atol=1e-6)
 
+    if dist.get_world_size() == 2:
+        check_slices(base, mesh, device, results)
     lora = dataclasses.replace(base, lora_rank=4, output_dir=f"{out}.lora")
     (Path(lora.output_dir) / "checkpoints").mkdir(parents=True, exist_ok=True)
     check_lora(lora, mesh, device, results)

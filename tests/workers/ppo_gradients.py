@@ -117,7 +117,7 @@ def updates(policy, critic, args, device):
     return optimizer.grads, critic_optimizer.grads, metrics
 
 
-def gradients(policy, critic, base, device):
+def gradients(policy, critic, base, mesh, device):
     """(actor's, critic's) gradients by budget and layout."""
     results = {}
     for budget in (70, 200, 100_000):  # 200: two of three responses share a row
@@ -132,6 +132,10 @@ def gradients(policy, critic, base, device):
         models = ppo.load_model(base, replicas, device), ppo.load_critic(base, replicas, device)
         args = dataclasses.replace(base, max_tokens_per_microbatch=70)
         results["hsdp"] = updates(*models, args, device)[:2]
+        sliced = ppo.share_rows(args := dataclasses.replace(args, sp_size=2, sp_attention="ring"), device)
+        models = ppo.load_model(sliced, mesh, device, wrap=ppo.Sliced), ppo.load_critic(sliced, mesh, device)
+        results["sliced"] = updates(*models, args, device)[:2]
+        ppo.share_rows(base, device)
     # what the optimizers see, and what is reported, where the norm is far over its bound
     args = dataclasses.replace(base, grad_clip=1e-3)
     *results["clipped"], metrics = updates(policy, critic, args, device)
@@ -206,7 +210,7 @@ def main(model, critic_model, reward_model, out):
     args = dataclasses.replace(args, clip_ratio_low=0.1, clip_ratio_high=0.3, cliprange_value=0.2)
     args = dataclasses.replace(args, critic_lam=0.95, lam_alpha=0.2, positive_nll_coef=0.5)
     policy, critic = ppo.load_model(args, mesh, device), ppo.load_critic(args, mesh, device)
-    results = gradients(policy, critic, args, device) | dict(scores=scores(args, mesh, device))
+    results = gradients(policy, critic, args, mesh, device) | dict(scores=scores(args, mesh, device))
     fresh = ppo.load_critic(plain, mesh, device)
     optimizer = torch.optim.AdamW(fresh.parameters(), lr=3e-3)
     results["explained"] = fit(fresh, optimizer, plain, device)

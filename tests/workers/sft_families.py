@@ -1,7 +1,7 @@
 """check_layout on tiny models of many families -> JSON {FAMILY: {LAYOUT: "right", or why not}}.
 
-sft_families.py MODELS OUT FAMILY... : layouts of one rank (eager where sdpa is refused), or under torchrun a
-row over all ranks.
+sft_families.py MODELS OUT FAMILY... : layouts of one rank (eager where sdpa is refused), or under torchrun
+a row over all ranks, by each kind of attention.
 """
 
 import json
@@ -16,6 +16,7 @@ from tests import families
 LAYOUTS = {
     f"{kernel} {x}": (kernel, x == "packed") for kernel in ("sdpa", "eager") for x in ("padded", "packed")
 }
+SLICES = dict.fromkeys(("ulysses", "gather", "ring"), ("sdpa", True))
 ROWS = [list(range(6, 6 + length)) for length in (23, 12, 33, 8)]
 
 
@@ -29,10 +30,11 @@ def main(models, out, *names):
         if sft.dist.get_rank() == 0:
             families.write(name, model)
         sft.dist.barrier()
-        for layout, (kernel, packing) in LAYOUTS.items() if world == 1 else {"sp": ("sdpa", True)}.items():
+        for layout, (kernel, packing) in LAYOUTS.items() if world == 1 else SLICES.items():
             if kernel == "eager" and found[name]["sdpa padded"] == "right":
                 continue
             args = dict(attn_implementation=kernel, packing=packing, sp_size=world)
+            args |= dict(sp_attention=layout) if world > 1 else {}
             args = sft.Args(model=model, train_files=(), output_dir="", **args)
             try:
                 sft.check_model(sft.AutoConfig.from_pretrained(model), args)

@@ -1,10 +1,16 @@
-"""Loss and gradient of one SFT step on fixed rows, for many ways to cut the same work: MODEL OUT SP_SIZE."""
+"""Loss and gradient of one SFT step on fixed rows, for many ways to cut it: MODEL OUT SP_SIZE KIND...
+
+KIND: of attention over the slices of a row, with --sp_size above 1.
+"""
 
 import sys
+from itertools import product
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
@@ -52,23 +58,51 @@ def adapters(lm, args):
     return made
 
 
-def main(model, out, sp_size):
+def check_attention(kind, device):
+    """Each slice's outputs and gradients are those of plain attention with a mask, for each cut of a row."""
+    group, size, sft.RING_ROWS = sft.Sliced.group, sft.Sliced.group.size(), 5
+    generator = torch.Generator().manual_seed(0)  # the same row on all ranks
+    attend = AttentionInterface()[kind]
+    # one sequence; borders within slices, between them, many; a single token a rank
+    for width, *inner in ((8,), (8, 3), (8, 8), (8, 2, 3, 6, 7, 9, 15), (1,), (4, 1, 2, 3)):
+        borders = [0, *inner, width * size]
+        row = [torch.randn(1, n, width * size, d, generator=generator) for n, d in ((6, 4), (2, 4), (2, 3))]
+        d_out = torch.randn(1, width * size, 6, 3, generator=generator)
+        here = slice(group.rank() * width, (group.rank() + 1) * width)
+        own = [x[:, :, here].clone().requires_grad_() for x in row]
+        out, _ = attend(SimpleNamespace(), *own, None, scaling=0.7, borders=borders)
+        out.backward(d_out[:, here])
+        row = [x.requires_grad_() for x in row]
+        query, key, value = (x.repeat_interleave(6 // x.shape[1], 1) for x in row)
+        sequence = torch.repeat_interleave(torch.tensor(borders).diff())
+        scores = (query @ key.mT * 0.7).masked_fill(~(sequence[:, None] == sequence).tril(), float("-inf"))
+        expected = (scores.softmax(-1) @ value).transpose(1, 2)
+        expected.backward(d_out)
+        torch.testing.assert_close(out, expected[:, here], rtol=1e-5, atol=1e-5)
+        for x, y in zip(own, row, strict=True):
+            torch.testing.assert_close(x.grad, y.grad[:, :, here], rtol=1e-5, atol=1e-5)
+
+
+def main(model, out, sp_size, *kinds):
     device, mesh = sft.setup_distributed(1)
     base = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa", grad_clip=1e9)
     results = {}
-    for lora_rank in (0, 4):
-        args = sft.Args(**base, sp_size=int(sp_size), lora_rank=lora_rank, packing=True)
+    for lora_rank, kind in product((0, 4), kinds or ("ulysses",)):
+        args = sft.Args(**base, sp_size=int(sp_size), sp_attention=kind, lora_rank=lora_rank, packing=True)
         policy, trained = sft.load_policy(sft.replace(args, lora_rank=0), mesh, device)
+        if args.sp_size > 1 and not lora_rank:
+            check_attention(kind, device)
         trained = adapters(policy.lm, args) if lora_rank else trained
+        key = (lora_rank, kind) if kinds else (lora_rank,)
         for packing in (True, False) if args.sp_size == 1 else (True,):
             for budget in (70, 100_000):
                 args = sft.replace(args, packing=packing, max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained.parameters(), lr=1.0)
                 found = sft.update(policy, optimizer, make_rows(), args)
                 loss = sft.evaluate(policy, make_rows(), args)
-                results[lora_rank, packing, budget] = [found["train/loss"], loss], optimizer.grads
+                results[*key, packing, budget] = [found["train/loss"], loss], optimizer.grads
         found = sft.update(policy, optimizer, make_rows(), sft.replace(args, grad_clip=1e-3))
-        results[lora_rank, "clipped"] = found["train/grad_norm"], optimizer.grads
+        results[*key, "clipped"] = found["train/grad_norm"], optimizer.grads
         if dist.get_world_size() == 1:
             lm = sft.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
             results[lora_rank, "naive"] = naive(lm, adapters(lm, args) if lora_rank else lm)
