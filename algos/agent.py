@@ -592,7 +592,7 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
         [seed] = np.random.SeedSequence((*row["entropy"], *turn)).generate_state(1)
         room = args.max_response_length - len(row["response_ids"])
         params = SamplingParams(seed=int(seed), max_tokens=room, **sampling)
-        core.add_request(str(i), dict(prompt_token_ids=[*row["prompt_ids"], *row["response_ids"]]), params)
+        core.add_request(str(i), request(row, row["response_ids"]), params)
 
     for i, row in enumerate(rows):
         row |= dict(response_ids=[], rollout_logps=[], turns=0, messages=[])

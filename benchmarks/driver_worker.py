@@ -128,7 +128,7 @@ def watch_steps(algo, clock, parts):
         ctypes.CDLL("libc.so.6").mallopt(-4, 65536)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, 1 << 26)  # M_TRIM_THRESHOLD
         pages = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
-        text = algo.AutoTokenizer.from_pretrained(args.model).encode("".join(pages), add_special_tokens=False)
+        text = algo.load_processor(args.model).encode("".join(pages), add_special_tokens=False)
         return Engine(clock, text, torch.distributed.barrier)
 
     def check_engines(*args, check=algo.check_engines):

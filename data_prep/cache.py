@@ -69,8 +69,9 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
         except (jinja2.TemplateError, images.Unfit) as error:
             if len(rows) > 1:  # which of them?
                 return [values for row, i in zip(rows, numbers) for values in encode([row], [i])]
-            fits = "" if isinstance(error, images.Unfit) else " does not fit the tokenizer's chat template"
-            raise ValueError(f"{names}: row {numbers[0]}{fits}: {error}") from None
+            unfit = "does not fit the tokenizer's chat template"
+            unfit = f"of {names}" if isinstance(error, images.Unfit) else unfit
+            raise ValueError(f"row {numbers[0]} {unfit}: {error}") from None
         for i, row, found in zip(numbers, rows, values):
             found |= dict(index=i, group=i, images=row["images"])
         for row in values:

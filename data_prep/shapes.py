@@ -70,12 +70,13 @@ def make_row(split, index, args, rng):
         colors = [color] * counts[-1] + rng.choices([c for c in COLORS if c != color], k=others)
         images.append(dict(bytes=draw(colors, rng), path=None))
     question, answer = f"How many are {color}?", str(sum(counts))
+    about = {"split": split, "index": index, "question": question, "answer": answer}
     return {
         "data_source": "shapes",
         "prompt": [{"role": "user", "content": "<image>" * args.images + question}],
         "ability": "counting",
         "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+        "extra_info": about | {"method": "flexible"},  # of the reward: the last number is the answer
         "images": images,
     }
 
