@@ -1,8 +1,10 @@
-"""Pictures of coloured shapes and how many are of one colour: train, val and test parquet. No network.
+"""Small pictures of coloured shapes and a question about each: train, val and test parquet. No network.
 
     python data_prep/shapes.py --local_save_dir data/shapes
+    python data_prep/shapes.py --task count --images 2 --local_save_dir data/counts
 
-The prompt is <image>How many are red?, the answer a number. Every picture is another one.
+The prompt is <image>What is it? and the answer, say, blue square; or <image>How many are red? and a number.
+extra_info.guess is an answer drawn blindly: it shows what one looks like, and nothing of the picture.
 """
 
 import os
@@ -15,69 +17,86 @@ import random
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from PIL import Image, ImageDraw
 
 from data_prep.schema import write_parquet
 
-COLORS = ("red", "green", "blue")
-CELL, SIDE = 10, 3  # pixels of a cell, which has at most one shape, and cells along one side
+COLORS, KINDS = ("red", "green", "blue"), ("circle", "square", "triangle")
+SIDE, CELLS = 32, 3  # pixels of a picture, and places for small shapes along one side of it
+MOST = 4  # shapes of the colour that is asked for, and of others
 
 
 @dataclass
 class Args:
     local_save_dir: str = "data/shapes"
-    """Directory for train.parquet, val.parquet and test.parquet."""
+    """Directory for the files."""
+    task: Literal["name", "count"] = "name"
+    """What is asked: the colour and kind of one large shape, or how many small ones have a colour."""
+    images: int = 1
+    """With count: pictures of a question, which asks for the number in all of them."""
     train_size: int = 4000
     """Questions in train."""
     val_size: int = 128
     """Questions in val."""
     test_size: int = 512
     """Questions in test."""
-    images: int = 1
-    """Pictures of a question, which asks for the number in all of them."""
-    most: int = 4
-    """Largest answer of one picture, at most 9; from 0 to it all are equally frequent."""
     seed: int = 0
     """Seed of the questions and pictures."""
 
 
-def draw(colors, rng):
-    """A PNG with a shape of each of these colours, in random places."""
-    image = Image.new("RGB", (CELL * SIDE + 2,) * 2, "white")
+def draw(shapes):
+    """A PNG of shapes: colour, kind, left, top and size of each."""
+    image = Image.new("RGB", (SIDE, SIDE), "white")
     canvas = ImageDraw.Draw(image)
-    for color, cell in zip(colors, rng.sample(range(SIDE * SIDE), len(colors)), strict=True):
-        size, (y, x) = rng.randint(6, 8), divmod(cell, SIDE)
-        x, y = (1 + CELL * i + rng.randint(0, CELL - size - 1) for i in (x, y))
-        box = x, y, x + size, y + size
-        kind = rng.choice(("ellipse", "rectangle", "triangle"))
+    for color, kind, x, y, size in shapes:
         if kind == "triangle":
             canvas.polygon([(x, y + size), (x + size, y + size), (x + size // 2, y)], fill=color)
         else:
-            getattr(canvas, kind)(box, fill=color)
+            shape = canvas.ellipse if kind == "circle" else canvas.rectangle
+            shape((x, y, x + size, y + size), fill=color)
     file = BytesIO()
     image.save(file, "PNG")
-    return file.getvalue()
+    return dict(bytes=file.getvalue(), path=None)
+
+
+def one_shape(rng):
+    """A question about one shape -> question, answer, a guess, pictures."""
+    color, kind, size = rng.choice(COLORS), rng.choice(KINDS), rng.randint(14, 22)
+    x, y = (rng.randrange(SIDE - size) for _ in range(2))
+    guess = f"{rng.choice(COLORS)} {rng.choice(KINDS)}"
+    return "What is it?", f"{color} {kind}", guess, [draw([(color, kind, x, y, size)])]
+
+
+def some_shapes(rng, images):
+    """A question about small shapes, as one_shape."""
+    color, total, pictures = rng.choice(COLORS), 0, []
+    for _ in range(images):
+        number, others = rng.randint(0, MOST), rng.randint(0, MOST)
+        colors = [color] * number + rng.choices([c for c in COLORS if c != color], k=others)
+        places, shapes = rng.sample(range(CELLS * CELLS), len(colors)), []
+        for name, place in zip(colors, places):
+            size = rng.randint(6, 8)
+            x, y = (1 + 10 * i + rng.randrange(10 - size) for i in divmod(place, CELLS))
+            shapes.append((name, rng.choice(KINDS), x, y, size))
+        total, pictures = total + number, [*pictures, draw(shapes)]
+    return f"How many are {color}?", str(total), str(rng.randint(0, MOST * images)), pictures
 
 
 def make_row(split, index, args, rng):
     """One row of the schema."""
-    color, counts, images = rng.choice(COLORS), [], []
-    for _ in range(args.images):
-        counts.append(rng.randint(0, args.most))
-        others = rng.randint(0, min(3, SIDE * SIDE - counts[-1]))
-        colors = [color] * counts[-1] + rng.choices([c for c in COLORS if c != color], k=others)
-        images.append(dict(bytes=draw(colors, rng), path=None))
-    question, answer = f"How many are {color}?", str(sum(counts))
-    about = {"split": split, "index": index, "question": question, "answer": answer}
+    task = one_shape(rng) if args.task == "name" else some_shapes(rng, args.images)
+    question, answer, guess, pictures = task
+    about = {"split": split, "index": index, "question": question, "answer": answer, "guess": guess}
     return {
         "data_source": "shapes",
-        "prompt": [{"role": "user", "content": "<image>" * args.images + question}],
-        "ability": "counting",
+        "prompt": [{"role": "user", "content": "<image>" * len(pictures) + question}],
+        "ability": "vision",
         "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": about | {"method": "flexible"},  # of the reward: the last number is the answer
-        "images": images,
+        "extra_info": about,
+        "images": pictures,
     }
 
 
@@ -86,8 +105,6 @@ def main(args):
     for name in ("train_size", "val_size", "test_size", "images"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
-    if not 1 <= args.most <= SIDE * SIDE:
-        raise ValueError(f"--most is {args.most}; it must be from 1 to {SIDE * SIDE}")
     rng = random.Random(args.seed)
     for split in ("train", "val", "test"):
         path = Path(args.local_save_dir) / f"{split}.parquet"
