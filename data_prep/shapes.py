@@ -3,7 +3,7 @@
     python data_prep/shapes.py --local_save_dir data/shapes
     python data_prep/shapes.py --task count --images 2 --local_save_dir data/counts
 
-The prompt is <image>What is it? and the answer, say, blue square; or <image>How many are red? and a number.
+The prompt is <image>What colour is it? and the answer, say, blue; or <image>How many are red? and a number.
 extra_info.guess is an answer drawn blindly: it shows what one looks like, and nothing of the picture.
 """
 
@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 
 from data_prep.schema import write_parquet
 
-COLORS, KINDS = ("red", "green", "blue"), ("circle", "square", "triangle")
+COLORS, KINDS = ("red", "green", "blue", "yellow", "purple", "black"), ("circle", "square", "triangle")
 SIDE, CELLS = 32, 3  # pixels of a picture, and places for small shapes along one side of it
 MOST = 4  # shapes of the colour that is asked for, and of others
 
@@ -34,7 +34,7 @@ class Args:
     local_save_dir: str = "data/shapes"
     """Directory for the files."""
     task: Literal["name", "count"] = "name"
-    """What is asked: the colour and kind of one large shape, or how many small ones have a colour."""
+    """What is asked: the colour of one large shape, or how many small ones have a colour."""
     images: int = 1
     """With count: pictures of a question, which asks for the number in all of them."""
     train_size: int = 4000
@@ -66,18 +66,18 @@ def one_shape(rng):
     """A question about one shape -> question, answer, a guess, pictures."""
     color, kind, size = rng.choice(COLORS), rng.choice(KINDS), rng.randint(14, 22)
     x, y = (rng.randrange(SIDE - size) for _ in range(2))
-    guess = f"{rng.choice(COLORS)} {rng.choice(KINDS)}"
-    return "What is it?", f"{color} {kind}", guess, [draw([(color, kind, x, y, size)])]
+    return "What colour is it?", color, rng.choice(COLORS), [draw([(color, kind, x, y, size)])]
 
 
 def some_shapes(rng, images):
     """A question about small shapes, as one_shape."""
-    color, total, pictures = rng.choice(COLORS), 0, []
+    colors, total, pictures = COLORS[:3], 0, []
+    color = rng.choice(colors)
     for _ in range(images):
         number, others = rng.randint(0, MOST), rng.randint(0, MOST)
-        colors = [color] * number + rng.choices([c for c in COLORS if c != color], k=others)
-        places, shapes = rng.sample(range(CELLS * CELLS), len(colors)), []
-        for name, place in zip(colors, places):
+        names = [color] * number + rng.choices([c for c in colors if c != color], k=others)
+        places, shapes = rng.sample(range(CELLS * CELLS), len(names)), []
+        for name, place in zip(names, places):
             size = rng.randint(6, 8)
             x, y = (1 + 10 * i + rng.randrange(10 - size) for i in divmod(place, CELLS))
             shapes.append((name, rng.choice(KINDS), x, y, size))

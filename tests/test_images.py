@@ -28,7 +28,7 @@ def vlm(tmp_path_factory):
 def shapes(tmp_path_factory):
     """Rows with two images; every third row of train has none."""
     out = tmp_path_factory.mktemp("shapes")
-    sizes = "--train_size 24 --val_size 6 --test_size 6 --images 2".split()
+    sizes = "--task count --train_size 24 --val_size 6 --test_size 6 --images 2".split()
     run(ROOT / "data_prep/shapes.py", "--local_save_dir", out, *sizes)
     rows = pq.read_table(out / "train.parquet").to_pylist()
     for row in rows[::3]:
