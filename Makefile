@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 0
 
-.PHONY: test quick demo demo-smollm2 demo-agent gpu-check bench lint fix-copies
+.PHONY: test quick demo demo-smollm2 demo-agent demo-images gpu-check bench lint fix-copies
 
 # the CPU environment; on GPUs make .venv by hand from requirements.txt and touch .venv/installed
 .venv/installed: requirements-cpu.txt
@@ -37,6 +37,9 @@ demo-smollm2: .venv/installed-extra
 
 demo-agent: .venv/installed
 	$(BIN)/python benchmarks/demo_agent.py
+
+demo-images: .venv/installed
+	$(BIN)/python benchmarks/demo_images.py
 
 # what could go wrong on GPUs, as a table; on a CPU the same with a tiny model, in about two minutes
 gpu-check: .venv/installed

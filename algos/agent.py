@@ -160,11 +160,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.cache import load_prompts
+from data_prep.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
 from data_prep.tracking import Logger, check_tracker, stats, step_metrics
 from envs.pool import EnvPool
 from rewards import check_sources
@@ -590,7 +591,7 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
         [seed] = np.random.SeedSequence((*row["entropy"], *turn)).generate_state(1)
         room = args.max_response_length - len(row["response_ids"])
         params = SamplingParams(seed=int(seed), max_tokens=room, **sampling)
-        core.add_request(str(i), dict(prompt_token_ids=[*row["prompt_ids"], *row["response_ids"]]), params)
+        core.add_request(str(i), request(row, row["response_ids"]), params)
 
     for i, row in enumerate(rows):
         row |= dict(response_ids=[], rollout_logps=[], turns=0, messages=[])
@@ -657,7 +658,7 @@ class LogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def logits(hidden, weight, temperature, softcap, out):
+    def logits(hidden, weight, temperature, softcap, never, out):
         """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
         if weight.dtype is out.dtype:
             torch.mm(hidden, weight.t(), out=out)  # no new memory
@@ -667,23 +668,25 @@ class LogProbs(torch.autograd.Function):
             out.copy_(hidden @ weight.t())
         if softcap:
             out.div_(softcap).tanh_().mul_(softcap)
+        for token in never:  # finite: 0 times it is 0
+            out[:, token] = -1e4
         # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
         return out if temperature == 1 else out.div_(temperature)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True):
+    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True, never=()):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
         logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for part in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[part])]
-            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
+            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, never, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
             if with_entropy and ctx.needs_input_grad[0]:  # without a backward nobody looks at it
                 entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.temperature, ctx.softcap, ctx.with_entropy = temperature, softcap, with_entropy
+        ctx.temperature, ctx.softcap, ctx.with_entropy, ctx.never = temperature, softcap, with_entropy, never
         return logp, entropy
 
     @staticmethod
@@ -696,7 +699,8 @@ class LogProbs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for i, part in enumerate(reversed(ctx.chunks)):
             p_lv, logp_lv = buffers[:, : len(target[part])]
-            logits = partial(LogProbs.logits, hidden[part], weight, ctx.temperature, ctx.softcap, p_lv)
+            how = ctx.temperature, ctx.softcap, ctx.never, p_lv
+            logits = partial(LogProbs.logits, hidden[part], weight, *how)
             if i:  # the last chunk is still there
                 torch.log_softmax(logits(), -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
@@ -711,7 +715,7 @@ class LogProbs(torch.autograd.Function):
             torch.mm(d_lv, weight, out=d_hidden[part])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[part])
-        return d_hidden, d_weight, *[None] * 4
+        return d_hidden, d_weight, *[None] * 5
 
 
 class TokenLogps(nn.Module):
@@ -723,15 +727,17 @@ class TokenLogps(nn.Module):
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
         # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
-        known = lambda *names: next((x for x in (getattr(lm.config, name, None) for name in names) if x), 1)
+        config, self.never = lm.config.get_text_config(), never_sampled(lm.config)
+        known = lambda *names: next((x for x in (getattr(config, name, None) for name in names) if x), 1)
         self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
-        self.softcap = getattr(lm.config, "final_logit_softcapping", None)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
         weight = self.lm.get_output_embeddings().weight
-        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap, self.entropy)
+        how = temperature / self.scale, self.softcap, self.entropy, self.never
+        return LogProbs.apply(hidden, weight, target, *how)
 
 
 def recurrent(config):
@@ -844,13 +850,14 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return total.tolist()
 
 
-def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
+def load_model(args, mesh, device, auto=None, wrap=TokenLogps, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     logging.disable_progress_bar()  # of transformers: one bar is enough
     config = AutoConfig.from_pretrained(args.model, **changes)
-    dtype = config.dtype or getattr(torch, args.param_dtype)
-    for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-        setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
+    auto, dtype = auto or auto_class(config), config.dtype or getattr(torch, args.param_dtype)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     # of hf/: the dtype in which the model came, and tied weights once
@@ -1278,7 +1285,7 @@ def check_args(args):
         fail(f"{flag('sampler_lag')}: a run with a lag, of at least 0, cannot go on: {why}")
 
 
-def load_data(args, tools=None):
+def load_data(args, tools=None, images=False):
     """-> tokenizer, reward managers of training and of validation, rows of both, and a line about them."""
     limits = args.max_prompt_length, args.filter_overlong_prompts, tools
     pool = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
@@ -1286,8 +1293,10 @@ def load_data(args, tools=None):
     try:
         check_tracker(args)
         config = AutoConfig.from_pretrained(args.model)
-        if config.get_text_config() is not config:
+        if takes_images(config) and not images:
             raise ValueError(f"{args.model}: {config.model_type} models take more than text: not supported")
+        if takes_images(config) and (args.share_prefix or args.sp_size > 1 or args.lora_rank):
+            raise ValueError(f"{args.model} takes images: no --share_prefix, --sp_size or --lora_rank")
         check_sharing(config, args)
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         if args.share_prefix and (window or recurrent(config)):
@@ -1295,9 +1304,9 @@ def load_data(args, tools=None):
         if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
             raise ValueError(f"{config.model_type} caps attention, sdpa cannot: --attn_implementation eager")
         with torch.device("meta"):  # what these two refuse, before anything is loaded
-            lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
+            lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
             check_adapters(TokenLogps(lm).lm, args)
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        tokenizer = load_processor(args.model, args.tokenizer)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
         managers = [RewardManager(args.reward_manager, reward_fn, n, **pool) for n in (0, shown)]
         train_rows, train_dropped = load_prompts(args.train_files, tokenizer, *limits)
@@ -1331,12 +1340,15 @@ def build_engine(args, device):
     cuda, set_num_threads, onednn = device.type == "cuda", torch.set_num_threads, ops._supports_onednn
     # CAREFUL: on a CPU vLLM packs the weights for oneDNN and drops what a sync writes to; sync_weights packs
     ops._supports_onednn = False
-    model = dict(model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype=args.compute_dtype)
+    config, model = AutoConfig.from_pretrained(args.model), dict(model=args.model, load_format="dummy")
+    model |= dict(dtype=args.compute_dtype, skip_tokenizer_init=not takes_images(config))
+    # CAREFUL: pixels are normalised by the processor: the buffers that do it in the model are in no sync
+    model |= dict(tokenizer=args.tokenizer, mm_device_do_normalize=False, mm_hasher_algorithm="sha256")
     group = dict(tensor_parallel_size=args.tp_size, distributed_executor_backend="external_launcher")
     # CPU: sleep does nothing; seeds fail where a prompt is cut over steps, and states are cached at such cuts
     paths = dict(enable_sleep_mode=cuda, enforce_eager=not cuda, enable_chunked_prefill=cuda)
     paths |= dict(block_size=None if cuda else 32)  # of the prefix cache; 128 is longer than many prompts
-    paths |= dict(enable_prefix_caching=cuda or not recurrent(AutoConfig.from_pretrained(args.model)))
+    paths |= dict(enable_prefix_caching=cuda or not recurrent(config))
     sizes = dict(gpu_memory_utilization=args.gpu_memory_utilization)  # CPU: a fixed size, else a share of all
     sizes |= dict(kv_cache_memory_bytes=None if cuda else 1 << 30)
     sizes |= dict(max_model_len=args.max_prompt_length + args.max_response_length)
@@ -1363,14 +1375,19 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     rows = [dict(row, sample=g, rank=rank) for row in own for g in range(group_size)]
     limits = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
     limits |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
+    limits |= dict(logit_bias=dict.fromkeys(never_sampled(core.model_config.hf_config), -100.0) or None)
     with timed(timing, "gen"):
-        for i, row in enumerate(rows):
-            [seed] = np.random.SeedSequence((args.seed, step, row["index"], row["sample"])).generate_state(1)
-            params = SamplingParams(seed=int(seed), **limits)
-            core.add_request(str(i), dict(prompt_token_ids=row["prompt_ids"]), params)
-        while core.has_unfinished_requests():
+        waiting, most = [*enumerate(rows)][::-1], core.vllm_config.scheduler_config.max_num_seqs
+        while waiting or core.has_unfinished_requests():
+            while waiting and core.get_num_unfinished_requests() < most:  # others have no pictures in memory
+                i, row = waiting.pop()
+                entropy = args.seed, step, row["index"], row["sample"]
+                [seed] = np.random.SeedSequence(entropy).generate_state(1)
+                core.add_request(str(i), request(row), SamplingParams(seed=int(seed), **limits))
             for done in core.step():  # at once, so that there are lists only of what is being sampled
                 row, [o] = rows[int(done.request_id)], done.outputs
+                if done.prompt_token_ids != row["prompt_ids"]:
+                    raise ValueError(f"{args.model}: vLLM makes other tokens of an image than its processor")
                 logps = np.fromiter(o.logprobs.logprobs, np.float32)
                 row |= dict(response_ids=np.fromiter(o.token_ids, np.int32), rollout_logps=logps)
                 row |= dict(length=len(logps), prompt_length=len(row["prompt_ids"]))
@@ -1461,6 +1478,7 @@ def sync_weights(engine, lm, noise=None):
 
     engine.apply_model(load)
     engine.reset_prefix_cache()
+    engine.llm_engine.reset_encoder_cache()  # what the vision tower has made of images
 
 
 def move(device, models, optimizer):
@@ -1475,15 +1493,15 @@ def move(device, models, optimizer):
 def check_engines(sampler, policy, rows, args):
     """Before the first step: sampler and trainer, in the layout that trains, agree on short responses."""
     rows = [dict(rows[i % len(rows)]) for i in range(2 * dist.get_world_size())]
-    rows = [row | dict(prompt_ids=row["prompt_ids"][-32:]) for row in rows]
+    rows = [row if "images" in row else row | dict(prompt_ids=row["prompt_ids"][-32:]) for row in rows]
     with sampler({}) as sample:
         rows = sample(rows, 0, 2, temperature=args.temperature, max_tokens=8)
     group = lambda rank: rank // args.sp_size  # of ranks that run the same rows
     same = [group(rank) == group(dist.get_rank()) for rank in range(dist.get_world_size())]
     rows = [*chain(*exchange([rows if to else [] for to in same]))]
-    texts = [[row[name] for row in rows] for name in ("prompt_ids", "response_ids")]
+    texts = [(row["prompt_ids"], row["response_ids"], row.get("images", ())) for row in rows]
     with torch.no_grad():
-        logp_nt, _ = token_logps(policy, *texts, args.temperature, layout_of(policy.lm.config, args))
+        logp_nt, _ = rows_logps(policy, texts, args)
     theirs = [torch.tensor(row["rollout_logps"]).to(logp_nt) for row in rows]
     check_sampler(logp_nt, dict(rollout_logp_nt=theirs, new=range(len(rows))), args, 0)
 
@@ -1602,15 +1620,16 @@ def shared(prompts, responses):
 def layout_of(config, args):
     """The layout that this run trains in."""
     layout = shared if args.share_prefix else padded if args.sp_size == 1 else packed
-    return packed if args.attn_implementation == "flash_attention_2" and not recurrent(config) else layout
+    alone = recurrent(config) or takes_images(config)  # one sequence a row
+    return packed if args.attn_implementation == "flash_attention_2" and not alone else layout
 
 
 def balance_batch(rows, args, device):
     """Deal the N rows of a step to the ranks, or groups of --sp_size, each optimizer step's evenly by tokens.
 
     Returns the batch of this rank - rows: their numbers in the order of their use; prompts, responses,
-    rollout_logp_nt: of each; new: which this step sampled; mini_batches: for each optimizer step (tokens,
-    which) of every sequence; totals: its (tokens, responses) on all ranks - and all groups' tokens.
+    rollout_logp_nt, images: of each; new: which this step sampled; mini_batches: for each optimizer step
+    (tokens, which) of every sequence; totals: its (tokens, responses) on all ranks - and all groups' tokens.
     """
     rank, world, size = dist.get_rank(), dist.get_world_size(), args.ppo_mini_batch_size * args.group_size
     group, load = rank // args.sp_size, [[] for _ in range(world // args.sp_size)]
@@ -1633,11 +1652,11 @@ def balance_batch(rows, args, device):
     for i, row in enumerate(rows):
         if row["rank"] == rank:
             for part in parts[owners[i] * args.sp_size :][: args.sp_size]:
-                part[i] = [row[name] for name in names]
+                part[i] = [*(row[name] for name in names), row.get("images", ())]
     got, parts[rank] = parts[rank], {}  # what stays is not copied
     got |= {i: texts for part in exchange(parts) for i, texts in part.items()}
-    prompts, responses, logps = ([got[i][k] for i in mine] for k in range(3))
-    batch = dict(rows=mine, prompts=prompts, responses=responses, totals=totals)
+    prompts, responses, logps, images = ([got[i][k] for i in mine] for k in range(4))
+    batch = dict(rows=mine, prompts=prompts, responses=responses, images=images, totals=totals)
     batch["rollout_logp_nt"] = [torch.as_tensor(logp, device=device) for logp in logps]
     batch["new"] = [place for place, i in enumerate(mine) if not rows[i].get("carried_over")]
     batch["mini_batches"] = [[(n, [next(number) for _ in part]) for n, part in mini] for mini in mini_batches]
@@ -1652,15 +1671,24 @@ def columns(batch, rows, device):
     return dict(mask_nt=response_mask(lengths).to(device)) | part  # the batch's own mask, if it has one
 
 
+def rows_logps(policy, rows, args):
+    """token_logps of rows: prompt, response and images of each; if there is none, a dummy runs instead."""
+    layout, n = layout_of(policy.lm.config, args), len(rows)
+    if takes_images(policy.lm.config):
+        layout, rows = show_images(layout, rows, load_processor(args.model, args.tokenizer))
+    prompts, responses, _ = zip(*rows or [([0], [0], ())])
+    return [x_nt[:n] for x_nt in token_logps(policy, prompts, responses, args.temperature, layout)]
+
+
 def micro_batches(policy, batch, sequences, args):
-    """Run sequences a micro-batch at a time, if empty with a dummy row -> its rows, logp_nt, entropy_nt."""
+    """Run sequences a micro-batch at a time -> its rows, logp_nt, entropy_nt."""
     budget, layout = args.max_tokens_per_microbatch * args.sp_size, layout_of(policy.lm.config, args)
     parts = split_micro_batches([n for n, _ in sequences], budget, layout is packed)
     for number, part in enumerate(parts, 1):
         policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
         part = [i for s in part for i in sequences[s][1]]
-        prompts, responses = ([batch[name][i] for i in part] for name in ("prompts", "responses"))
-        yield part, *token_logps(policy, prompts or [[0]], responses or [[0]], args.temperature, layout)
+        rows = [[batch[name][i] for name in ("prompts", "responses", "images")] for i in part]
+        yield part, *rows_logps(policy, rows, args)
 
 
 @torch.no_grad()

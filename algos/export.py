@@ -47,11 +47,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     GenerationConfig,
 )
 
 from data_prep.atomic import replacing
+from data_prep.images import auto_class, load_processor
 
 
 def read_weights(directory):
@@ -72,8 +72,9 @@ def scores(weights):
 
 def full_model(weights, hf):
     """The model that hf/ describes, with these weights."""
-    auto = AutoModelForSequenceClassification if scores(weights) else AutoModelForCausalLM
-    lm = auto.from_config(AutoConfig.from_pretrained(hf), dtype=torch.float32)
+    config = AutoConfig.from_pretrained(hf)
+    auto = AutoModelForSequenceClassification if scores(weights) else auto_class(config)
+    lm = auto.from_config(config, dtype=torch.float32)
     lm.load_state_dict(weights)
     return lm
 
@@ -125,7 +126,7 @@ def main(args):
         if args.merge_lora and scores(weights):  # whose pad token only rm.py knows
             raise ValueError(f"{checkpoint} is a reward model: go on with its run by rm.py --merge_lora")
         with replacing(args.output) as new:
-            AutoTokenizer.from_pretrained(checkpoint / "hf").save_pretrained(new)
+            load_processor(checkpoint / "hf").save_pretrained(new)
             if with_lora and not args.merge_lora:
                 config, state = adapters(weights, run)
                 config.save_pretrained(new)

@@ -63,9 +63,10 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from data_prep.atomic import replacing
+from data_prep.images import Unfit, encode_prompt, load_processor, never_sampled, request, takes_images
 from data_prep.schema import load_rows
 from envs.pool import EnvPool
 
@@ -101,14 +102,32 @@ def columns_of(args):
 
 
 def load_prompts(args, tokenizer, tools):
-    """The token ids of the prompts within --max_prompt_length, by number of the row, and the whole table."""
-    prompts = [row[args.prompt_key] for row in load_rows(args.data, [args.prompt_key])]
-    table = pq.read_table(args.data)
+    """Ids and images of the prompts within --max_prompt_length, by number of the row, and the whole table."""
+    rows, table = load_rows(args.data, [args.prompt_key, "images"]), pq.read_table(args.data)
     if clash := [name for name in columns_of(args) if name in table.column_names]:
         raise ValueError(f"{args.data}: it has a column {clash[0]!r} already; use the file without")
-    chats = [p if isinstance(p, list) else [dict(role="user", content=str(p))] for p in prompts]
-    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tools=tools, return_dict=False)
-    return {i: x for i, x in enumerate(ids) if len(x) <= args.max_prompt_length}, table
+    chats = [row[args.prompt_key] for row in rows]
+    chats = [p if isinstance(p, list) else [dict(role="user", content=str(p))] for p in chats]
+    if takes_images(AutoConfig.from_pretrained(args.model)):
+        prompts = [*with_images(args, rows, chats, tokenizer)]
+    elif blind := [i for i, row in enumerate(rows) if row["images"]]:
+        raise ValueError(f"{args.data}: row {blind[0]} has images, which {args.model} does not take")
+    else:
+        how = dict(add_generation_prompt=True, tools=tools, return_dict=False)
+        prompts = [dict(prompt_ids=ids) for ids in tokenizer.apply_chat_template(chats, **how)]
+    return {i: x for i, x in enumerate(prompts) if len(x["prompt_ids"]) <= args.max_prompt_length}, table
+
+
+def with_images(args, rows, chats, processor):
+    """Ids and images of each row for a model that takes them."""
+    if args.env:
+        raise ValueError(f"--env {args.env}: {args.model} takes images, which turns do not")
+    for i, (row, chat) in enumerate(zip(rows, chats, strict=True)):
+        try:
+            ids = encode_prompt(dict(row, prompt=chat), processor)
+        except Unfit as error:
+            raise ValueError(f"{args.data}: row {i}: {error}") from None
+        yield dict(ids, images=row["images"])
 
 
 def plan_shards(args, prompts, rows):
@@ -116,7 +135,8 @@ def plan_shards(args, prompts, rows):
     made_by = asdict(args) | dict(
         data="", output="", gpu_memory_utilization="", env_workers=""
     )  # these do not
-    made_by["digest of the prompts"] = sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+    text = json.dumps(prompts, default=lambda image: sha256(image).hexdigest())
+    made_by["digest of the prompts"] = sha256(text.encode()).hexdigest()[:16]
     folder, starts = Path(f"{args.output}.shards"), range(0, rows, args.batch_size)
     for path in sorted(folder.glob("*.parquet"))[:1]:
         there = json.loads(pq.read_schema(path).metadata[b"made_by"])
@@ -138,12 +158,14 @@ def build_engine(args):
     arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ.get('MASTER_PORT')}"
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
-    quantized = hasattr(AutoConfig.from_pretrained(args.model), "quantization_config")
+    config = AutoConfig.from_pretrained(args.model)
+    quantized = hasattr(config, "quantization_config")
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
     return vllm.LLM(
         model=args.model,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not takes_images(config),
+        mm_hasher_algorithm="sha256",  # of images: the default is a package of its own
         dtype="auto" if quantized else "bfloat16" if cuda else "float32",  # as the trainers' samplers
         tensor_parallel_size=args.tp_size,
         distributed_executor_backend="external_launcher" if torchrun else None,
@@ -218,7 +240,7 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
         [seed] = np.random.SeedSequence((*row["entropy"], *turn)).generate_state(1)
         room = args.max_response_length - len(row["response_ids"])
         params = SamplingParams(seed=int(seed), max_tokens=room, **sampling)
-        core.add_request(str(i), dict(prompt_token_ids=[*row["prompt_ids"], *row["response_ids"]]), params)
+        core.add_request(str(i), request(row, row["response_ids"]), params)
 
     for i, row in enumerate(rows):
         row |= dict(response_ids=[], rollout_logps=[], turns=0, messages=[])
@@ -279,7 +301,8 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     sampling["stop_token_ids"] = [tokenizer.eos_token_id]
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
-    talks = [dict(prompt_ids=prompts[row], extra_info=about[row]) for row, _ in jobs]
+    sampling["logit_bias"] = dict.fromkeys(never_sampled(engine.llm_engine.model_config.hf_config), -100.0)
+    talks = [dict(prompts[row], extra_info=about[row]) for row, _ in jobs]
     talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
     converse(engine, talks, pool, tokenizer, args, **sampling)
@@ -298,7 +321,7 @@ def main(args):
     rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
     try:
         args.model = check_args(args, world)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer = load_processor(args.model)
         pool = EnvPool(args.env, args.env_workers, args.env_timeout_s) if args.env else None
         if pool and pool.tools:
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)

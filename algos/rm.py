@@ -114,6 +114,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.cache import IDS, prepare
+from data_prep.images import auto_class, never_sampled
 from data_prep.schema import open_parquet
 from data_prep.tracking import Logger, check_tracker, matmul_speed
 
@@ -335,7 +336,7 @@ class LogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def logits(hidden, weight, temperature, softcap, out):
+    def logits(hidden, weight, temperature, softcap, never, out):
         """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
         if weight.dtype is out.dtype:
             torch.mm(hidden, weight.t(), out=out)  # no new memory
@@ -345,23 +346,25 @@ class LogProbs(torch.autograd.Function):
             out.copy_(hidden @ weight.t())
         if softcap:
             out.div_(softcap).tanh_().mul_(softcap)
+        for token in never:  # finite: 0 times it is 0
+            out[:, token] = -1e4
         # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
         return out if temperature == 1 else out.div_(temperature)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True):
+    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True, never=()):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
         logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for part in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[part])]
-            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
+            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, never, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
             if with_entropy and ctx.needs_input_grad[0]:  # without a backward nobody looks at it
                 entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.temperature, ctx.softcap, ctx.with_entropy = temperature, softcap, with_entropy
+        ctx.temperature, ctx.softcap, ctx.with_entropy, ctx.never = temperature, softcap, with_entropy, never
         return logp, entropy
 
     @staticmethod
@@ -374,7 +377,8 @@ class LogProbs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for i, part in enumerate(reversed(ctx.chunks)):
             p_lv, logp_lv = buffers[:, : len(target[part])]
-            logits = partial(LogProbs.logits, hidden[part], weight, ctx.temperature, ctx.softcap, p_lv)
+            how = ctx.temperature, ctx.softcap, ctx.never, p_lv
+            logits = partial(LogProbs.logits, hidden[part], weight, *how)
             if i:  # the last chunk is still there
                 torch.log_softmax(logits(), -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
@@ -389,7 +393,7 @@ class LogProbs(torch.autograd.Function):
             torch.mm(d_lv, weight, out=d_hidden[part])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[part])
-        return d_hidden, d_weight, *[None] * 4
+        return d_hidden, d_weight, *[None] * 5
 
 
 class TokenLogps(nn.Module):
@@ -401,15 +405,17 @@ class TokenLogps(nn.Module):
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
         # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
-        known = lambda *names: next((x for x in (getattr(lm.config, name, None) for name in names) if x), 1)
+        config, self.never = lm.config.get_text_config(), never_sampled(lm.config)
+        known = lambda *names: next((x for x in (getattr(config, name, None) for name in names) if x), 1)
         self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
-        self.softcap = getattr(lm.config, "final_logit_softcapping", None)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
         weight = self.lm.get_output_embeddings().weight
-        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap, self.entropy)
+        how = temperature / self.scale, self.softcap, self.entropy, self.never
+        return LogProbs.apply(hidden, weight, target, *how)
 
 
 def recurrent(config):
@@ -522,13 +528,14 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return total.tolist()
 
 
-def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
+def load_model(args, mesh, device, auto=None, wrap=TokenLogps, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     logging.disable_progress_bar()  # of transformers: one bar is enough
     config = AutoConfig.from_pretrained(args.model, **changes)
-    dtype = config.dtype or getattr(torch, args.param_dtype)
-    for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-        setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
+    auto, dtype = auto or auto_class(config), config.dtype or getattr(torch, args.param_dtype)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     # of hf/: the dtype in which the model came, and tied weights once

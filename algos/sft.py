@@ -114,11 +114,19 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from data_prep.cache import BOOL, BOOLS, IDS, prepare
+from data_prep.cache import BOOL, BOOLS, IDS, IMAGES, prepare
+from data_prep.images import (
+    auto_class,
+    encode_prompt,
+    load_processor,
+    never_sampled,
+    show_images,
+    takes_images,
+)
 from data_prep.tracking import Logger, check_tracker, matmul_speed
 from data_prep.turns import turns
 from envs import load_env
@@ -143,11 +151,15 @@ def scheduled_rate(args, step, total_steps):
 
 
 # ---- The step ----------------------------------------------------------------------------------------------
-def encode(prompt, response, tokenizer, tools=None):
+def encode(prompt, response, tokenizer, tools=None, images=()):
     """-> ids of a prompt (messages, or a string: the user's) and a response with EOS; which are trained."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
-    prompt_ids = tokenizer.apply_chat_template(messages, **how)
+    if hasattr(tokenizer, "image_processor"):
+        prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
+        tokenizer = tokenizer.tokenizer
+    else:
+        prompt_ids = tokenizer.apply_chat_template(messages, **how)
     response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
@@ -195,9 +207,12 @@ def micro_batches(policy, rows, args):
         if not args.qlora:  # over the replicas of HSDP
             policy.set_requires_all_reduce(number == len(parts))
         batch = [mine[i] for i in part] or [dummy]
-        prompts, responses, trained = ([row[name] for row in batch] for name in dummy)
+        texts = [(row["prompt_ids"], row["response_ids"], row.get("images", ())) for row in batch]
+        if takes_images(policy.lm.config):
+            layout, texts = show_images(padded, texts, load_processor(args.model, args.tokenizer))
+        prompts, responses, _ = zip(*texts)
         logp_nt, _ = token_logps(policy, prompts, responses, 1.0, layout)
-        yield logp_nt, pad(trained).to(logp_nt.device)
+        yield logp_nt[: len(batch)], pad([row["trained"] for row in batch]).to(logp_nt.device)
 
 
 def update(policy, optimizer, rows, args, adaptive=None, step=0):
@@ -282,7 +297,7 @@ def main(args):
         # ---- metrics
         timing["step"], tokens = time.perf_counter() - begin, sum(lengths(rows))
         # FLOPs of a rank: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2 a row
-        weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config
+        weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config.get_text_config()
         width, ranks = config.num_hidden_layers * config.hidden_size, dist.get_world_size()
         flops = sum((4 if args.lora_rank else 6) * n * (weights + width * n) for n in lengths(rows)) / ranks
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
@@ -326,7 +341,7 @@ class LogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def logits(hidden, weight, temperature, softcap, out):
+    def logits(hidden, weight, temperature, softcap, never, out):
         """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
         if weight.dtype is out.dtype:
             torch.mm(hidden, weight.t(), out=out)  # no new memory
@@ -336,23 +351,25 @@ class LogProbs(torch.autograd.Function):
             out.copy_(hidden @ weight.t())
         if softcap:
             out.div_(softcap).tanh_().mul_(softcap)
+        for token in never:  # finite: 0 times it is 0
+            out[:, token] = -1e4
         # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
         return out if temperature == 1 else out.div_(temperature)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True):
+    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True, never=()):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
         logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for part in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[part])]
-            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
+            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, never, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
             if with_entropy and ctx.needs_input_grad[0]:  # without a backward nobody looks at it
                 entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.temperature, ctx.softcap, ctx.with_entropy = temperature, softcap, with_entropy
+        ctx.temperature, ctx.softcap, ctx.with_entropy, ctx.never = temperature, softcap, with_entropy, never
         return logp, entropy
 
     @staticmethod
@@ -365,7 +382,8 @@ class LogProbs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for i, part in enumerate(reversed(ctx.chunks)):
             p_lv, logp_lv = buffers[:, : len(target[part])]
-            logits = partial(LogProbs.logits, hidden[part], weight, ctx.temperature, ctx.softcap, p_lv)
+            how = ctx.temperature, ctx.softcap, ctx.never, p_lv
+            logits = partial(LogProbs.logits, hidden[part], weight, *how)
             if i:  # the last chunk is still there
                 torch.log_softmax(logits(), -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
@@ -380,7 +398,7 @@ class LogProbs(torch.autograd.Function):
             torch.mm(d_lv, weight, out=d_hidden[part])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[part])
-        return d_hidden, d_weight, *[None] * 4
+        return d_hidden, d_weight, *[None] * 5
 
 
 class TokenLogps(nn.Module):
@@ -392,15 +410,17 @@ class TokenLogps(nn.Module):
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
         # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
-        known = lambda *names: next((x for x in (getattr(lm.config, name, None) for name in names) if x), 1)
+        config, self.never = lm.config.get_text_config(), never_sampled(lm.config)
+        known = lambda *names: next((x for x in (getattr(config, name, None) for name in names) if x), 1)
         self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
-        self.softcap = getattr(lm.config, "final_logit_softcapping", None)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
         weight = self.lm.get_output_embeddings().weight
-        return LogProbs.apply(hidden, weight, target, temperature / self.scale, self.softcap, self.entropy)
+        how = temperature / self.scale, self.softcap, self.entropy, self.never
+        return LogProbs.apply(hidden, weight, target, *how)
 
 
 def recurrent(config):
@@ -513,13 +533,14 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return total.tolist()
 
 
-def load_model(args, mesh, device, auto=AutoModelForCausalLM, wrap=TokenLogps, **changes):
+def load_model(args, mesh, device, auto=None, wrap=TokenLogps, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
     logging.disable_progress_bar()  # of transformers: one bar is enough
     config = AutoConfig.from_pretrained(args.model, **changes)
-    dtype = config.dtype or getattr(torch, args.param_dtype)
-    for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-        setattr(config, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
+    auto, dtype = auto or auto_class(config), config.dtype or getattr(torch, args.param_dtype)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
     # of hf/: the dtype in which the model came, and tied weights once
@@ -1069,6 +1090,7 @@ class Policy(Sliced):
         """As Sliced."""
         if temperature is None:
             logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1)[where].float()
+            logits[:, self.never] = -1e4
             return (logits.log_softmax(-1).gather(-1, target[:, None])[:, 0],) * 2
         return super().forward(where, target, temperature, **inputs)
 
@@ -1098,7 +1120,8 @@ def load_policy(args, mesh, device, total_steps=None):
 
 def check_layout(policy, rows, args):
     """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
-    ids = [(row["prompt_ids"] + row["response_ids"])[:32] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
+    ids = [row["prompt_ids"] + row["response_ids"] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
+    ids = [[x for x in row if x not in policy.never][:32] for row in ids]
     texts, lm = ([x[:1] for x in ids], [x[1:] for x in ids]), policy.lm
     with torch.no_grad():
         logp_nt, _ = token_logps(policy, *texts, 1.0, packed if args.packing else padded)
@@ -1144,16 +1167,18 @@ def check_args(args):
 def check_model(config, args):
     """ValueError or ImportError where the model cannot be trained with these arguments."""
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
-        lm = AutoModelForCausalLM.from_config(config, attn_implementation=args.attn_implementation)
+        lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
     check_adapters(TokenLogps(lm).lm, args)  # TokenLogps refuses a bias of the output layer
     check_sharing(config, args)
     heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
     undivided = f"has {heads} attention heads, which {sp} does not divide: take --sp_attention gather or ring"
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+    text_only = args.messages_key, args.packing, args.lora_rank, args.liger, args.truncation == "left"
+    flags = "--messages_key, --packing, --lora_rank, --liger and --truncation left"
     for wrong, problem in (
-        (config.get_text_config() is not config, "takes more than text: not supported"),
         (args.sp_attention == "ulysses" and heads % args.sp_size, undivided),
+        (takes_images(config) and any(text_only), f"takes images, which {flags} do not"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
         (args.liger and config.model_type not in known, "has no kernels for --liger"),
     ):
@@ -1166,7 +1191,7 @@ def load_data(args):
     try:
         check_tracker(args)
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        tokenizer = load_processor(args.model, args.tokenizer)
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
         tools = load_env(args.env).tools if args.env else None
@@ -1190,7 +1215,8 @@ def load_examples(paths, args, tokenizer, tools=None):
     def example(record, i):
         where = f"{', '.join(paths)}: row {i}"
         try:
-            ids, trained = read(*(record[column] for column in columns), tokenizer, tools)
+            shown = {} if args.messages_key else dict(images=record["images"])
+            ids, trained = read(*(record[column] for column in columns), tokenizer, tools, **shown)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
         if (over := len(ids) > args.max_length) and args.truncation == "error":
@@ -1198,9 +1224,10 @@ def load_examples(paths, args, tokenizer, tools=None):
             raise ValueError(f"{problem}; raise it or pass --truncation left or right")
         ends = {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
         row = split(ids[keep], trained[keep])
-        return row and dict(row, ends=[*ends], truncated=over)
+        return row and dict(row, ends=[*ends], truncated=over, images=record["images"])
 
     fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
+    fields |= dict(images=IMAGES) if hasattr(tokenizer, "image_processor") else {}
     how, code = (args.max_length, args.truncation, tools), (load_examples, read, split)
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), how, code)
     if paths and not rows:

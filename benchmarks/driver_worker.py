@@ -79,24 +79,29 @@ class Engine:
 
     def __init__(self, clock, text, barrier):
         self.llm_engine, self.text, self.queue = self, np.array(text), []
-        self.model_config = SimpleNamespace(dtype=None)
+        self.model_config = SimpleNamespace(dtype=None, hf_config=None)
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=256))
         self.wake_up = self.apply_model = self.reset_prefix_cache = lambda *args, **kwargs: None
+        self.reset_encoder_cache = self.reset_prefix_cache
         self.sleep = clock.away(lambda level: barrier())  # a rank waits here for the slowest sampler
         self.generate, self.step = clock.away(self._generate), clock.away(self._step)
 
     def _generate(self, prompts, params, use_tqdm=False):
-        return [self.answer(str(i), p) for i, p in enumerate(params)]
+        return [self.answer(str(i), prompts[i], p) for i, p in enumerate(params)]
 
     def add_request(self, request_id, prompt, params):
-        self.queue.append((request_id, params))
+        self.queue.append((request_id, prompt, params))
 
     def has_unfinished_requests(self):
         return bool(self.queue)
 
+    def get_num_unfinished_requests(self):
+        return len(self.queue)
+
     def _step(self):
         return [self.answer(*self.queue.pop())]  # not in the order in which they came
 
-    def answer(self, request_id, params):
+    def answer(self, request_id, prompt, params):
         rng, limit = np.random.default_rng(params.seed), params.max_tokens
         n = int(np.clip(rng.lognormal(np.log(0.17 * limit)), 1, limit))
         ids = self.text.take(rng.integers(len(self.text)) + np.arange(n), mode="wrap")
@@ -105,7 +110,8 @@ class Engine:
         flat = SimpleNamespace(start_indices=[*range(n)], end_indices=[*range(1, n + 1)], **flat)
         reason = "length" if n == limit else "stop"
         output = SimpleNamespace(index=0, token_ids=ids.tolist(), logprobs=flat, finish_reason=reason)
-        return SimpleNamespace(request_id=request_id, finished=True, outputs=[output])
+        made = dict(prompt_token_ids=prompt.get("prompt_token_ids"), outputs=[output])
+        return SimpleNamespace(request_id=request_id, finished=True, **made)
 
 
 def forward(self, *args, **inputs):
@@ -128,7 +134,7 @@ def watch_steps(algo, clock, parts):
         ctypes.CDLL("libc.so.6").mallopt(-4, 65536)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, 1 << 26)  # M_TRIM_THRESHOLD
         pages = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
-        text = algo.AutoTokenizer.from_pretrained(args.model).encode("".join(pages), add_special_tokens=False)
+        text = algo.load_processor(args.model).encode("".join(pages), add_special_tokens=False)
         return Engine(clock, text, torch.distributed.barrier)
 
     def check_engines(*args, check=algo.check_engines):

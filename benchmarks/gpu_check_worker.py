@@ -78,7 +78,7 @@ def alone(args, train_files, work):
 
     sdpa = dataclasses.replace(args, attn_implementation="sdpa")
     policy = grpo.load_model(sdpa, mesh, device)
-    tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
+    tokenizer = grpo.load_processor(args.model)
     prompts = load_prompts([train_files], tokenizer, args.max_prompt_length, True)[0][:PROMPTS]
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
     with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:

@@ -26,11 +26,12 @@ from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
 from torch.utils.data import ConcatDataset
 
-from data_prep import schema, turns
+from data_prep import images, schema, turns
 
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size
 QUIET_ROWS = 5000  # fewer are tokenised before a progress bar would tell anything
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
+IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
 
 
 class Rows(ConcatDataset):
@@ -51,21 +52,28 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
     """Rows of a list of RL data files, with `prompt_ids` (chat template, generation prompt) and `index`.
 
     Prompts of more than max_length tokens are dropped, or a ValueError.  tools: JSON schemas that the chat
-    template shows.  Returns Rows, number dropped.
+    template shows.  With a processor for tokenizer also `images` and `sampler_ids`, see images.py.  Returns
+    Rows, number dropped.
     """
-    names = ", ".join(map(str, paths))
+    names, sees = ", ".join(map(str, paths)), hasattr(tokenizer, "image_processor")
     how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
     how["tokenizer_kwargs"] = dict(return_attention_mask=False, verbose=False)
 
     def encode(rows, numbers):
         try:
-            ids = tokenizer.apply_chat_template([row["prompt"] for row in rows], **how)
-        except jinja2.TemplateError as error:
+            if sees:
+                values = [images.encode_prompt(row, tokenizer, tools) for row in rows]
+            else:
+                ids = tokenizer.apply_chat_template([row["prompt"] for row in rows], **how)
+                values = [dict(prompt_ids=x) for x in ids]
+        except (jinja2.TemplateError, images.Unfit) as error:
             if len(rows) > 1:  # which of them?
                 return [values for row, i in zip(rows, numbers) for values in encode([row], [i])]
-            problem = f"row {numbers[0]} does not fit the tokenizer's chat template"
-            raise ValueError(f"{problem}: {error}") from None
-        values = [dict(prompt_ids=x, index=i, group=i) for i, x in zip(numbers, ids)]
+            unfit = "does not fit the tokenizer's chat template"
+            unfit = f"of {names}" if isinstance(error, images.Unfit) else unfit
+            raise ValueError(f"row {numbers[0]} {unfit}: {error}") from None
+        for i, row, found in zip(numbers, rows, values):
+            found |= dict(index=i, group=i, images=row["images"])
         for row in values:
             if len(row["prompt_ids"]) > max_length and not drop_overlong:
                 problem = f"the prompt of row {row['index']} has {len(row['prompt_ids'])} tokens, over"
@@ -75,6 +83,7 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
 
     columns = "data_source", "prompt", "reward_model", "extra_info"
     fields = dict(prompt_ids=IDS, index=INT, group=INT)
+    fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
     about = max_length, drop_overlong, tools
     rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, about)
     if paths and not rows:
@@ -87,8 +96,9 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
 
     encode([{column: value}], their numbers over all files) -> for each row values of the fields, or None to
     drop it. about, code: what else the result depends on, values and functions. Raises what `load_rows` and
-    `encode` raise, in LOCAL_RANK 0; the others wait.
+    `encode` raise, in LOCAL_RANK 0; the others wait. Rows with images are an error unless they are a field.
     """
+    columns = *columns, "images"
     files, fields = [(path, *schema.open_parquet(path, columns)) for path in paths], pa.schema(fields)
     entry = Path(datasets.config.HF_DATASETS_CACHE, "post_training")
     entry /= key_of(paths, tokenizer, (columns, kept, str(fields), about), code)
@@ -111,7 +121,7 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
 def key_of(paths, tokenizer, about, code):
     """Hash of the files, the tokenizer and its chat template, other arguments, and code."""
     about = *about, transformers.__version__, tokenizers.__version__, datasets.__version__
-    about += tuple(inspect.getsource(x) for x in (sys.modules[__name__], schema, turns, *code))
+    about += tuple(inspect.getsource(x) for x in (sys.modules[__name__], schema, turns, images, *code))
     if "strftime_now" in str(tokenizer.chat_template):
         about += (date.today(),)  # which the template writes into the prompt
     digest = xxhash.xxh3_128(repr(about).encode())
@@ -152,6 +162,10 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
 
     def encode_batch(table, numbers):
         rows = [*schema.checked(table, columns, path, numbers[0])]
+        blind = [i for i, row in zip(numbers, rows) if row["images"] and "images" not in fields.names]
+        if blind:
+            remedy = "take a model with a vision tower, or drop the column 'images' and the marks <image>"
+            raise ValueError(f"{path}: row {blind[0]} has images, which are not read here: {remedy}")
         values = [*encode(rows, [before + i for i in numbers])]
         old = table.select(kept).filter(pa.array([x is not None for x in values]))
         made = pa.Table.from_pylist([x for x in values if x is not None], fields)

@@ -1,10 +1,10 @@
-"""Geometry3K (Lu et al. 2021, arXiv 2105.04165): the text of the problems.
+"""Geometry3K (Lu et al. 2021, arXiv 2105.04165): problems with their pictures.
 
 python data_prep/geometry3k.py --local_save_dir data/geometry3k
 python data_prep/geometry3k.py --local_dataset_path DIR --splits train=examples
 
-Reads the columns of hiyouga/geometry3k, and those of the authors' own files.  Most problems cannot be solved
-without their picture: the column `images` is kept as it is, but no script of this repository reads it.
+Reads the columns of hiyouga/geometry3k: its pictures go to the column `images`, and the prompt has a mark
+<image> for each.  The authors' own files have no pictures, without which few problems can be solved.
 """
 
 import os
@@ -41,7 +41,7 @@ def make_row(record, split, index):
         problem, answer = record["annotat_text"], record["choices"]["ABCD".index(record["answer"])]
     else:
         problem, answer = record["problem"], record["answer"]
-    text = problem.replace("<image>", "").strip()
+    text = problem if record.get("images") else problem.replace("<image>", "").strip()
     row = {
         "data_source": "hiyouga/geometry3k",
         "prompt": [{"role": "user", "content": f"{text} {INSTRUCTION}"}],
@@ -59,7 +59,6 @@ def make_row(record, split, index):
 
 def main(args):
     prepare.prepare(args, ("train", "validation", "test"), hub, make_row)
-    print("text only: the column images, where the source has one, is kept and not used by any script here")
 
 
 if __name__ == "__main__":

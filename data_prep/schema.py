@@ -8,6 +8,7 @@ extra_info: dict                      split, index (of the row in its source), q
                                       answer: a response with full marks, empty where the source has none
 
 Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`: lists of {role, content}.
+Any row may have `images`: a list of {bytes, path}, of which one is null, for each <image> in its prompt.
 """
 
 import itertools
@@ -27,6 +28,7 @@ FIELDS = {
     "extra_info": dict,
     **dict.fromkeys(MESSAGES, list),
 }
+OPTIONAL = ("images",)  # where it is missing or null, a row has none
 KINDS = {  # columns of a file
     "RL": ("data_source", "prompt", "ability", "reward_model", "extra_info"),
     "SFT": ("messages",),
@@ -58,6 +60,7 @@ def open_parquet(path, columns):
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
     wanted, names = list(dict.fromkeys(column.split(".")[0] for column in columns)), file.schema_arrow.names
+    wanted = [name for name in wanted if name in names or name not in OPTIONAL]
     for name in wanted:
         if name not in names:
             raise ValueError(f"{path}: no column {name!r}; it has {', '.join(names)}")
@@ -114,6 +117,9 @@ def check_row(row, where):
             if message.get("role") not in ROLES:
                 role, roles = message.get("role"), ", ".join(ROLES)
                 raise ValueError(f"{where}: '{name}[{i}].role' is {role!r}; use {roles}")
+    for i, image in enumerate(row.get("images") or ()):
+        if not isinstance(image, dict) or not (image.get("bytes") or image.get("path")):
+            raise ValueError(f"{where}: 'images[{i}]' must be {{bytes, path}}, with one of them")
     if "reward_model" in row:
         style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
         # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
@@ -128,6 +134,8 @@ def _get(row, column, where):
     value = row
     for key in column.split("."):
         value = value.get(key) if isinstance(value, dict) else None
+    if value is None and column in OPTIONAL:
+        return []
     if value is None:
         raise ValueError(f"{where}: {column!r} is missing or null; fill it in or drop the row")
     return value

@@ -10,6 +10,7 @@ from pathlib import Path
 SOURCES = {  # data_source, which may end in *, -> module of this package
     "openai/gsm8k": "gsm8k",
     "arithmetic": "gsm8k",
+    "shapes": "exact",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",

@@ -26,14 +26,14 @@ MANIFEST = {
 OWN = {"main", "make_batch", "advantages", "actor_loss", "update_actor", "micro_batches", "check_args"}
 OWN |= {"update", "evaluate", "load_policy", "load_data", "check_model", "check_layout", "layout_of"}
 LIMITS = {  # of a trainer: lines above the banner "The system", and in all
-    "grpo.py": (400, 1487),
-    "dapo.py": (460, 1556),
-    "ppo.py": (590, 1729),
-    "sft.py": (350, 1232),
-    "rm.py": (340, 972),
-    "dpo.py": (430, 1091),
-    "agent.py": (480, 1677),
-    "distill.py": (400, 1496),
+    "grpo.py": (400, 1515),
+    "dapo.py": (460, 1584),
+    "ppo.py": (590, 1757),
+    "sft.py": (350, 1259),
+    "rm.py": (340, 979),
+    "dpo.py": (430, 1098),
+    "agent.py": (480, 1705),
+    "distill.py": (400, 1524),
 }
 REGION = re.compile(r"^# region (\w+)\n(.*?)^# endregion\n", re.M | re.S)
 

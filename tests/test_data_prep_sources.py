@@ -47,7 +47,7 @@ CASES = [
     ("dapo_math", dapo_math, {}, {"train": 2}, "3 left out: a copy of an earlier row"),
     ("aime", aime, {"splits": ("test=train",)}, {"test": 1}, ""),
     ("aime", aime, {"year": "2025"}, {"test": 2}, ""),
-    ("geometry3k", geometry3k, {"splits": ("test",)}, {"test": 1}, "not used by any script"),
+    ("geometry3k", geometry3k, {"splits": ("test",)}, {"test": 1}, ""),
     ("codecontests", code, {"dataset": "codecontests"}, {"train": 1, "test": 1}, "1 left out: no tests"),
     ("codeforces", code, {"dataset": "codeforces"}, {"train": 1, "test": 1}, "1 left out: several outputs"),
     ("apps", code, {"dataset": "apps"}, {"train": 3, "test": 1}, "1 left out: no tests; 1 left out: broken"),
@@ -158,7 +158,8 @@ def test_geometry3k_keeps_pictures(tmp_path):
     arguments = {"local_save_dir": str(tmp_path / "out"), "splits": ("train",)}
     geometry3k.main(geometry3k.Args(local_dataset_path=str(tmp_path), **arguments))
     row = load_rows(tmp_path / "out/train.parquet", [*COLUMNS, "images"])[0]
-    assert row["images"] == images and row["prompt"][0]["content"].startswith("Find x. You FIRST think")
+    assert row["images"] == images
+    assert row["prompt"][0]["content"].startswith("<image>Find x. You FIRST think")
 
 
 def test_dialogues(tmp_path, capsys):

@@ -69,7 +69,7 @@ def rollout(prompts, step, group_size, **sampling):
 
 def main(model, data, out):
     global gen_batches, syncs, groups, tokenizer
-    tokenizer = dapo.AutoTokenizer.from_pretrained(model)
+    tokenizer = dapo.load_processor(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
     tracking.matmul_speed = lambda dtype, device: 1e12

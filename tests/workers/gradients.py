@@ -173,7 +173,7 @@ def check_lora(args, mesh, device, results):
     def train(policy, actor, optimizer, step):
         grpo.update_actor(policy, optimizer, batch, args)
         if step == 1:
-            tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
+            tokenizer = grpo.load_processor(args.model)
             grpo.save_checkpoint(args, step, actor, optimizer, tokenizer)
         return [p.detach().clone() for p in actor.parameters()]
 
@@ -290,7 +290,7 @@ def main(model, out, hsdp_replicas):
     # hf/ is as the model came: in half precision, and what is tied is there once
     assert policy.lm.config.tie_word_embeddings
     (Path(args.output_dir) / "checkpoints").mkdir(parents=True, exist_ok=True)
-    tokenizer, optimizer = grpo.AutoTokenizer.from_pretrained(model), torch.optim.AdamW(policy.parameters())
+    tokenizer, optimizer = grpo.load_processor(model), torch.optim.AdamW(policy.parameters())
     grpo.save_checkpoint(args, 1, policy.lm, optimizer, tokenizer)
     hf = Path(args.output_dir) / "checkpoints/latest/hf"
     dist.barrier()  # rank 0 puts it there

@@ -189,7 +189,7 @@ def checkpoint(policy, critic, critic_optimizer, args, device):
     if dist.get_world_size() == 2:
         ppo.update_actor(policy, optimizer, prepare(make_rows(), critic, args, device), args)
         weight.update(5.0, 1)
-        ppo.save_checkpoint(args, 7, trained, optimizers, ppo.AutoTokenizer.from_pretrained(args.model))
+        ppo.save_checkpoint(args, 7, trained, optimizers, ppo.load_processor(args.model))
     else:
         path = Path(args.output_dir) / "checkpoints/latest"
         assert ppo.load_checkpoint([path], trained, optimizers)["step"] == 7

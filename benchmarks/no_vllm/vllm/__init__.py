@@ -14,7 +14,9 @@ SamplingParams = SimpleNamespace
 class LLM:
     def __init__(self, model, dtype, **_):
         self.llm_engine, self.waiting = self, []
-        self.model_config = SimpleNamespace(dtype=getattr(torch, dtype))
+        self.model_config = SimpleNamespace(dtype=getattr(torch, dtype), hf_config=None)
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=256))
+        self.reset_encoder_cache = self.reset_prefix_cache
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self.model.load_weights = self.load_weights
 
@@ -41,6 +43,9 @@ class LLM:
     def has_unfinished_requests(self):
         return bool(self.waiting)
 
+    def get_num_unfinished_requests(self):
+        return len(self.waiting)
+
     @torch.no_grad()
     def step(self):
         return [self.answer(*self.waiting.pop())]
@@ -55,4 +60,4 @@ class LLM:
         values = [row[i].item() for i, row in zip(ids, logp, strict=True)]
         logprobs = SimpleNamespace(logprobs=values)
         output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="length")
-        return SimpleNamespace(request_id=request_id, outputs=[output])
+        return SimpleNamespace(request_id=request_id, prompt_token_ids=prompt, outputs=[output])

@@ -1,0 +1,116 @@
+"""Rows with images: their pictures, their ids, and what a model takes of them beside the ids.
+
+A row has as many <image> marks in its messages as it has `images`, {bytes, path}. In the ids that the sampler
+is given, an image is one token; in those that a model runs, as many as the image has features.
+"""
+
+from functools import cache, lru_cache
+from io import BytesIO
+
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
+
+MARK = "<image>"
+BROKEN = (OSError, SyntaxError, Image.DecompressionBombError)  # what PIL raises on a file that is no picture
+
+
+class Unfit(ValueError):
+    """A row whose images cannot be shown to a model."""
+
+
+def takes_images(config):
+    """Whether a model has more than a language model."""
+    return config.get_text_config() is not config
+
+
+@cache
+def load_processor(model, tokenizer=None):
+    """The tokenizer of a model, or the processor of one that takes images: both encode, decode and save."""
+    if not takes_images(AutoConfig.from_pretrained(model)):
+        return AutoTokenizer.from_pretrained(tokenizer or model)
+    processor = AutoProcessor.from_pretrained(tokenizer or model)
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(f"{tokenizer or model}: it has no image processor (preprocessor_config.json)")
+    processor.eos_token_id = processor.tokenizer.eos_token_id
+    return processor
+
+
+def auto_class(config):
+    """What loads a model of text, or of text and images."""
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def never_sampled(config):
+    """The ids that stand for images and videos: in a response there would be nothing to be seen."""
+    ids = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+    return [i for i in ids if i is not None]
+
+
+@lru_cache(8)  # the responses to a prompt share its pictures
+def open_image(data, path):
+    """The picture in bytes, or in a file; Unfit if there is none."""
+    try:
+        with Image.open(BytesIO(data) if data else path) as image:
+            return image.convert("RGB")
+    except BROKEN as error:
+        raise Unfit(f"an image cannot be read: {error}") from None
+
+
+def open_images(row):
+    """The pictures of a row. They are decoded where they are needed, and never all of a step."""
+    return [open_image(image.get("bytes"), image.get("path")) for image in row.get("images", ())]
+
+
+def encode_prompt(row, processor, tools=None):
+    """prompt_ids of a row, and sampler_ids, in which an image is one token."""
+    chat, pictures, marks = [], open_images(row), 0
+    for message in row["prompt"]:
+        texts = message["content"].split(MARK)
+        parts = [[dict(type="image"), dict(type="text", text=text)] for text in texts]
+        content = [part for part in sum(parts, [])[1:] if part["type"] == "image" or part["text"]]
+        chat, marks = [*chat, message | dict(content=content)], marks + len(texts) - 1
+    if marks != len(pictures):
+        raise Unfit(f"it has {len(pictures)} images, and {marks} {MARK} marks in its messages")
+    text = processor.apply_chat_template(chat, add_generation_prompt=True, tools=tools, tokenize=False)
+    [ids] = processor(text=[text], images=pictures or None, add_special_tokens=False)["input_ids"]
+    return dict(prompt_ids=ids, sampler_ids=processor.tokenizer.encode(text, add_special_tokens=False))
+
+
+def request(row, ids=()):
+    """What vLLM answers: the prompt of a row, and ids that follow it."""
+    prompt = dict(prompt_token_ids=[*row.get("sampler_ids", row["prompt_ids"]), *ids])
+    return prompt | (dict(multi_modal_data=dict(image=open_images(row))) if row.get("images") else {})
+
+
+@cache
+def dummy_row(processor):
+    """Prompt, response and images of a row that has an image and nothing else."""
+    file = BytesIO()
+    Image.new("RGB", (32, 32)).save(file, "PNG")
+    row = dict(prompt=[dict(role="user", content=MARK)], images=[dict(bytes=file.getvalue())])
+    return encode_prompt(row, processor)["prompt_ids"], [0], row["images"]
+
+
+def show_images(layout, rows, processor):
+    """A layout that adds the pixels of the images of rows, and the rows, of which one has images.
+
+    rows: prompt, response and images of each. CAREFUL: forward and backward of the vision tower are
+    collectives: where no row has an image, a dummy runs too, the last one, of which nothing is used.
+    """
+    rows = rows if any(images for *_, images in rows) else [*rows, dummy_row(processor)]
+
+    def with_images(prompts, responses):
+        inputs, where = layout(prompts, responses)
+        pictures = [picture for *_, images in rows for picture in open_images(dict(images=images))]
+        inputs |= processor.image_processor(pictures, return_tensors="pt")
+        if "mm_token_type_ids" in processor.model_input_names:  # else Qwen's positions are those of text
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == processor.image_token_id).int()
+        return inputs, where
+
+    return with_images, rows

@@ -1,0 +1,7 @@
+"""1 if the response is the ground truth, but for upper and lower case and white space, else 0."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return {score: 1.0 | 0.0, acc, pred}."""
+    said, truth = (" ".join(text.lower().split()) for text in (solution_str, ground_truth))
+    return {"score": float(said == truth), "acc": said == truth, "pred": said}

@@ -1,0 +1,149 @@
+"""Models that take images: what they see, what they learn from it, and what is refused."""
+
+import io
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, documented, load_weights, metrics, run
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from data_prep import images
+from data_prep.cache import load_prompts
+from data_prep.schema import load_rows, write_parquet
+
+GRPO = ROOT / "algos/grpo.py"
+
+
+@pytest.fixture(scope="module")
+def vlm(tmp_path_factory):
+    out = tmp_path_factory.mktemp("vlm") / "model"
+    run(ROOT / "data_prep/tiny_vlm.py", "--local_save_dir", out, "--hidden_size", 64)
+    return str(out)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """Rows with two images; every third row of train has none."""
+    out = tmp_path_factory.mktemp("shapes")
+    sizes = "--task count --train_size 24 --val_size 6 --test_size 6 --images 2".split()
+    run(ROOT / "data_prep/shapes.py", "--local_save_dir", out, *sizes)
+    rows = pq.read_table(out / "train.parquet").to_pylist()
+    for row in rows[::3]:
+        row["images"], row["prompt"][0]["content"] = [], row["extra_info"]["question"]
+    write_parquet(rows, out / "train.parquet")
+    return out
+
+
+@pytest.fixture(scope="module")
+def gradients(vlm, tmp_path_factory):
+    out = tmp_path_factory.mktemp("gradients")
+    for ranks in (1, 2):
+        run(ROOT / "tests/workers/image_gradients.py", vlm, out / f"{ranks}.pt", ranks=ranks)
+    return {ranks: torch.load(out / f"{ranks}.pt") for ranks in (1, 2)}
+
+
+@pytest.mark.parametrize("kind", ("grpo", "sft"))
+@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("budget", (10, 170, 100_000))
+def test_gradients_are_those_of_plain_code(gradients, kind, ranks, budget):
+    for step, plain in enumerate(gradients[1][kind, "naive"]):
+        found = gradients[ranks][kind, budget][step]
+        whole = torch.stack([x.norm() for x in plain.values()]).norm()
+        seen = {name: x for name, x in plain.items() if "vision" in name and x.any()}
+        assert bool(seen) == (step != 1)  # the second step has no image
+        for name, x in found.items():
+            assert (x - plain.get(name, torch.zeros_like(x))).norm() < 1e-5 * whole, (step, name)
+
+
+def test_sampler_and_trainer_agree(vlm):
+    print(run(ROOT / "tests/workers/image_sync.py", vlm).stdout)
+
+
+def test_it_runs_on_two_ranks_and_is_answered_by(vlm, shapes, tmp_path):
+    files = "--train_files", shapes / "train.parquet", "--val_files", shapes / "val.parquet"
+    sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --max_response_length 8".split()
+    rest = "--max_prompt_length 80 --max_tokens_per_microbatch 300 --lr 1e-3 --total_steps 2".split()
+    reward = "--use_kl_loss", "--reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
+    run(GRPO, "--model", vlm, "--output_dir", tmp_path, *files, *sizes, *rest, *reward, ranks=2)
+    steps = metrics(tmp_path)
+    assert list(steps) == [0, 1, 2] and all(math.isfinite(x) for m in steps.values() for x in m.values())
+    assert not {name for m in steps.values() for name in m if not documented(name)}
+    assert max(m.get("training/rollout_probs_diff_max", 0) for m in steps.values()) < 1e-4
+    hf = tmp_path / "checkpoints/latest/hf"
+    before, after = load_weights(vlm), load_weights(hf)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    AutoModelForImageTextToText.from_pretrained(hf), AutoProcessor.from_pretrained(hf)
+    limits = "--max_prompt_length", 80, "--max_response_length", 8
+    out = tmp_path / "answers.parquet"
+    run(
+        ROOT / "algos/generate.py",
+        "--model",
+        tmp_path,
+        "--data",
+        shapes / "val.parquet",
+        "--output",
+        out,
+        *limits,
+    )
+    answers = load_rows(out, ["responses", "extra_info"])
+    assert len(answers) == 6 and all(len(row["responses"]) == 1 for row in answers)
+
+
+def test_a_prompt_is_as_its_processor_has_it(vlm, shapes):
+    """An image is one token for the sampler, 16 and their frame for the trainer; where it stands is kept."""
+    processor = images.load_processor(vlm)
+    rows, dropped = load_prompts([str(shapes / "train.parquet")], processor, 80, True)
+    one = processor.image_token_id
+    assert not dropped and len(rows[0]["images"]) == 0 and len(rows[1]["images"]) == 2
+    assert rows[0]["prompt_ids"] == rows[0]["sampler_ids"]
+    assert rows[1]["sampler_ids"].count(one) == 2 and rows[1]["prompt_ids"].count(one) == 32
+    assert len(rows[1]["prompt_ids"]) == len(rows[1]["sampler_ids"]) + 2 * (16 + 3 - 1)
+    row = dict(prompt=[dict(role="user", content="a<image>b<image>")], images=rows[1]["images"])
+    assert processor.decode(images.encode_prompt(row, processor)["sampler_ids"]) == (
+        "<|user|>a<image>b<image><|assistant|>"
+    )
+    kept, dropped = load_prompts([str(shapes / "train.parquet")], processor, 40, True)
+    assert len(kept) == dropped / 2 == 8  # those without images
+
+
+def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
+    processor, rows = images.load_processor(vlm), pq.read_table(shapes / "train.parquet").to_pylist()
+    whole = rows[4]["images"]
+
+    def refused(processor, problem, **changes):
+        write_parquet([*rows[:4], rows[4] | changes], path := tmp_path / "bad.parquet")
+        with pytest.raises(ValueError, match=problem) as caught:
+            load_prompts([str(path)], processor, 80, True)
+        assert "\n" not in str(caught.value)
+
+    cut = dict(bytes=whole[0]["bytes"][:60], path=None)
+    refused(processor, r"row 4 of .*bad.parquet: an image cannot be read: ", images=[cut, whole[1]])
+    gone = dict(bytes=None, path=str(tmp_path / "gone.png"))
+    refused(processor, "row 4 of .*: an image cannot be read: .*gone.png", images=[gone, whole[1]])
+    refused(processor, "row 4 of .*: it has 3 images, and 2 <image> marks", images=[*whole, whole[0]])
+    refused(processor, "row 4 of .*: it has 0 images, and 2 <image> marks", images=[])
+    refused(
+        images.load_processor(tiny), "row 1 has images, which are not read here: take a model with a vision"
+    )
+    with pytest.raises(ValueError, match=r"row 0: 'images\[0\]' must be {bytes, path}"):
+        write_parquet([rows[4] | dict(images=[dict(bytes=None, path=None)])], tmp_path / "bad.parquet")
+    Image.open(io.BytesIO(whole[0]["bytes"])).save(tmp_path / "there.png")
+    there = dict(bytes=None, path=str(tmp_path / "there.png"))
+    assert images.open_images(dict(images=[there])) == images.open_images(dict(images=whole[:1]))
+
+
+@pytest.mark.parametrize(
+    "script, flags, problem",
+    (
+        ("grpo", "--share_prefix", "takes images: no --share_prefix, --sp_size or --lora_rank"),
+        ("ppo", "", "idefics3 models take more than text: not supported"),
+        ("sft", "--packing", "takes images, which --messages_key, --packing, --lora_rank"),
+    ),
+)
+def test_flags_that_images_do_not_go_with(vlm, shapes, tmp_path, script, flags, problem):
+    files = "--model", vlm, "--train_files", shapes / "train.parquet", "--output_dir", tmp_path
+    done = run(ROOT / f"algos/{script}.py", *files, *flags.split(), check=False)
+    assert problem in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,99 @@
+"""Sampler against trainer, on prompts with one image, several, none, and all of these: MODEL."""
+
+import dataclasses
+import sys
+
+import torch
+import torch.distributed as dist
+from image_gradients import picture
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from algos import grpo
+from data_prep.images import encode_prompt, load_processor, never_sampled
+
+
+def make_prompts(model, counts):
+    prompts, pictures = [], [picture(i) for i in range(6)]
+    for i, n in enumerate(counts):
+        content = "".join(f"<image>{k}" for k in range(n)) + "How many?"
+        row = dict(prompt=[dict(role="user", content=content)], images=pictures[i : i + n], index=i)
+        prompts.append(row | encode_prompt(row, load_processor(model)))
+    return prompts
+
+
+def sampled(engine, policy, args, prompts, step=1, **sampling):
+    with grpo.awake(engine, [policy], None, args, {}, temperature=0.7, **sampling) as sample:
+        return sample(prompts, step, 1)
+
+
+def gap(policy, args, rows):
+    """Largest difference of the log-probs of sampled tokens."""
+    texts = [(row["prompt_ids"], row["response_ids"], row["images"]) for row in rows]
+    with torch.no_grad():
+        logp_nt, _ = grpo.rows_logps(policy, texts, args)
+    theirs = torch.tensor([x for row in rows for x in row["rollout_logps"]])
+    return (logp_nt[grpo.response_mask([row["length"] for row in rows])] - theirs).abs().max().item()
+
+
+def main(model):
+    device, mesh = grpo.setup_distributed(1)
+    args = grpo.Args(
+        model=model, train_files=(), output_dir="", temperature=0.7, gradient_checkpointing=False
+    )
+    args = dataclasses.replace(args, max_prompt_length=112, max_response_length=12)
+    engine, policy = grpo.build_engine(args, device), grpo.load_model(args, mesh, device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    kinds = {"one": [1, 1], "several": [2, 3], "none": [0, 0], "mixed": [0, 1, 3, 0]}
+    kinds = {name: make_prompts(model, counts) for name, counts in kinds.items()}
+    gaps = {}
+    for step in range(3):
+        for name, prompts in kinds.items():
+            gaps[name, step] = gap(policy, args, rows := sampled(engine, policy, args, prompts))
+        texts = [(row["prompt_ids"], row["response_ids"], row["images"]) for row in rows]
+        grpo.rows_logps(policy, texts, args)[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # another image, of those that are there: seen by the check, which stops the run
+    rows = sampled(engine, policy, args, kinds["one"])
+    wrong = [dict(row, images=other["images"]) for row, other in zip(rows, rows[::-1])]
+    right, far = gap(policy, args, rows), gap(policy, args, wrong)
+    texts = [(row["prompt_ids"], row["response_ids"], row["images"]) for row in wrong]
+    logp_nt, _ = grpo.rows_logps(policy, texts, args)
+    theirs = [torch.tensor(row["rollout_logps"]) for row in rows]
+    try:
+        grpo.check_sampler(logp_nt.detach(), dict(rollout_logp_nt=theirs, new=range(len(rows))), args, 2)
+        raise AssertionError("the check did not see it")
+    except SystemExit as error:
+        assert "weight sync failed at step 2" in str(error)
+    # an image that is missing
+    try:
+        gap(policy, args, [dict(row, images=[]) for row in rows])
+        raise AssertionError("nobody saw it")
+    except (RuntimeError, ValueError) as error:
+        print("MISSING", error)
+    # what the vision tower made of images before an update is not used after it
+    found = []
+    for reset in (engine.llm_engine.reset_encoder_cache, lambda: None):
+        engine.llm_engine.reset_encoder_cache = reset
+        with grpo.awake(engine, [policy], None, args, {}, temperature=0.7) as sample:
+            sample(kinds["one"], 1, 1)
+            optimizer.zero_grad()
+            grpo.rows_logps(policy, texts, args)[0].sum().backward()
+            for name, p in policy.named_parameters():
+                p.grad = p.grad if "vision" in name else None
+            optimizer.step()
+            grpo.sync_weights(engine, policy.lm)
+            found.append(gap(policy, args, sample(kinds["one"], 1, 1)))
+    fresh, stale = found
+    # a token that stands for an image is never sampled; more prompts than vLLM runs at a time
+    many = [dict(kinds["mixed"][i % 4], index=i) for i in range(300)]
+    ids = [row["response_ids"] for row in sampled(engine, policy, args, many, max_tokens=4)]
+    [never] = never_sampled(policy.lm.config)
+    assert len(ids) == 300 and not any(never in response for response in ids)
+    print("GAPS", gaps, right, far, stale, fresh)
+    assert max(*gaps.values(), right, fresh) < 1e-4 and far > 1e-3 and stale > 1e-3
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
