@@ -75,7 +75,6 @@ class Args:
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
     sp_size: int = 1  # ranks that share the tokens of a row; it is packed then
-    sp_attention: Literal["ulysses", "gather", "ring"] = "ulysses"  # how its slices see one another
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     share_prefix: bool = False  # compute a prompt once for all responses to it that fit in a micro-batch
@@ -928,7 +927,7 @@ MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
     " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
     " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss policy_loss center_rewards_coef teacher kl".split()
+    " loss policy_loss center_rewards_coef teacher kl lora_kind".split()
 )
 
 
@@ -1093,11 +1092,12 @@ class Adapters(nn.Module):
                     key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
                     self.register_parameter(key, getattr(layer, part)["default"].weight)
 
-    def save_pretrained(self, directory):
+    def save_pretrained(self, directory, weights=None):
         """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
         import peft
 
-        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in self.state_dict().items()}
+        weights = weights or self.state_dict()
+        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in weights.items()}
         if self.args.merge_lora:
             lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
             peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
@@ -1132,9 +1132,6 @@ def clip_gradients(optimizer, limit):
 
 # endregion
 # region sequence
-RING_ROWS = 1024  # positions whose attention scores the ring holds at a time
-
-
 class Sliced(TokenLogps):
     """TokenLogps of a packed row of which each rank of a group runs a slice; without a group, of any row."""
 
@@ -1159,8 +1156,11 @@ class Sliced(TokenLogps):
         return own + (whole - own.detach())
 
 
-def share_rows(args, device):
-    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by."""
+def share_rows(args, device, kind=None):
+    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by.
+
+    kind: ulysses, or another function of its arguments; None: ulysses if it divides the heads, else gather.
+    """
     Sliced.group = None
     if args.sp_size == 1:
         return args
@@ -1168,23 +1168,18 @@ def share_rows(args, device):
 
     shape = dist.get_world_size() // args.sp_size, args.sp_size
     Sliced.group = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
-    kind = dict(ulysses=ulysses, gather=gather, ring=ring)[args.sp_attention]
     how = dict(kind=kind, group=Sliced.group, kernel=args.attn_implementation)
-    AttentionInterface.register(args.sp_attention, partial(slice_attention, **how))
-    return replace(args, attn_implementation=args.sp_attention)
+    AttentionInterface.register("sliced", partial(slice_attention, **how))
+    return replace(args, attn_implementation="sliced")
 
 
 def check_sharing(config, args):
     """ValueError where --sp_size ranks cannot share the rows of a model."""
-    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
     special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
-    name = f"{config.name_or_path} ({config.model_type})"
     if args.sp_size > 1 and special:
-        raise ValueError(f"{name} has {' and '.join(special)}, which {sp} does not implement")
-    if args.sp_attention == "ulysses" and heads % args.sp_size:
-        other = "take --sp_attention gather or ring"
-        raise ValueError(f"{name} has {heads} attention heads, which {sp} does not divide: {other}")
+        has = f"has {' and '.join(special)}, which --sp_size {args.sp_size} does not implement"
+        raise ValueError(f"{config.name_or_path} ({config.model_type}) {has}")
 
 
 def slice_attention(module, query, key, value, mask, scaling, borders, kind, group, kernel, **_):
@@ -1192,6 +1187,7 @@ def slice_attention(module, query, key, value, mask, scaling, borders, kind, gro
 
     borders: 0, and where the sequences of the whole row end; key and value may have fewer heads.
     """
+    kind = kind or (gather if query.shape[1] % group.size() else ulysses)
     out = kind(query[0], key[0], value[0], borders, group, scaling=scaling, kernel=kernel)
     return out.transpose(0, 1)[None], None
 
@@ -1245,98 +1241,6 @@ def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
         row = query[None, :, a:b], key[None, :, c:d], value[None, :, c:d]
         out.append(attend(*row, causal_lower_right(b - a, d - c))[0])
     return torch.cat(out, 1)
-
-
-def ring(query, key, value, borders, group, scaling, kernel):
-    """Ring attention (2310.01889): no rank ever holds the keys and values of the whole row."""
-    heads = len(query) // len(key)  # of queries to one of keys; they become the rows of one matrix
-    query = query.unflatten(0, (-1, heads)).transpose(1, 2).flatten(1, 2)
-    out = Ring.apply(query, torch.cat([key, value], -1), borders, group, scaling)
-    return out.unflatten(1, (-1, heads)).transpose(1, 2).flatten(0, 1)
-
-
-class Ring(torch.autograd.Function):
-    """query [KV, rows, D], kv [KV, T / sp, 2 D]: keys beside values -> [KV, rows, D].
-
-    Keys and values travel from rank to rank, and each softmax is put together from its parts on the way.
-    """
-
-    @staticmethod
-    def pass_on(x, group, hops=1):
-        """Begin to send x that far around the ring -> a function that waits for what comes from behind."""
-        peers, new = [(group.rank() + n) % group.size() for n in (hops, -hops)], torch.empty_like(x)
-        kinds = zip((dist.isend, dist.irecv), (x, new), peers)
-        works = dist.batch_isend_irecv([dist.P2POp(f, y, group=group, group_peer=n) for f, y, n in kinds])
-
-        def wait():
-            for work in works:
-                work.wait()
-            return new
-
-        return wait
-
-    @staticmethod
-    def rounds(query, kv, borders, group, scaling):
-        """Each slice of keys and values that comes by, this rank's first -> it, and the scores' blocks."""
-        width = kv.shape[1]
-        # as far as any rank has to see; all know the borders
-        number = 1 + max(r - first_seen(borders, r * width) // width for r in range(group.size()))
-        for back in range(number):
-            wait = Ring.pass_on(kv, group) if back + 1 < number else None  # while this rank computes
-            start = group.rank() * width
-            yield kv, Ring.blocks(query, kv, borders, scaling, start, start - back * width)
-            kv = wait and wait()
-
-    @staticmethod
-    def blocks(query, kv, borders, scaling, start, other):
-        """Of queries from position `start` on, keys from `other` on -> rows, columns and scores."""
-        width, heads, device = kv.shape[1], query.shape[1] // kv.shape[1], kv.device
-        sequence = torch.repeat_interleave(torch.tensor(borders).diff()).to(device)
-        for a in range(start, start + width, RING_ROWS):
-            b = min(a + RING_ROWS, start + width)
-            c, d = max(first_seen(borders, a), other), min(b, other + width)
-            if c < d:
-                rows, columns = slice((a - start) * heads, (b - start) * heads), slice(c - other, d - other)
-                later = torch.arange(a, b, device=device)[:, None] < torch.arange(c, d, device=device)
-                hidden = (later | (sequence[a:b, None] != sequence[c:d])).repeat_interleave(heads, 0)
-                scores = (query[:, rows] @ kv[:, columns, : query.shape[-1]].mT).float() * scaling
-                yield rows, columns, scores.masked_fill(hidden, -math.inf)
-
-    @staticmethod
-    def forward(ctx, query, kv, *how):
-        size = query.shape[-1]
-        lse = torch.full(query.shape[:2], -math.inf, device=query.device)  # log of the sum of e^scores so far
-        out = torch.zeros(*lse.shape, kv.shape[-1] - size, device=query.device)
-        for other, blocks in Ring.rounds(query, kv, *how):
-            for rows, columns, scores in blocks:
-                new = torch.logaddexp(lse[:, rows], scores.logsumexp(-1))
-                weights = (scores - new[..., None]).exp().to(kv.dtype)
-                out[:, rows] *= (lse[:, rows] - new).exp()[..., None]
-                out[:, rows] += weights @ other[:, columns, size:]  # eq: sequence.ring
-                lse[:, rows] = new
-        ctx.save_for_backward(query, kv, out, lse)
-        ctx.how = how
-        return out.to(query.dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out):
-        """With p the softmax: d score = p (d out . value - d out . out); d_kv travels with kv, then home."""
-        (query, kv, out, lse), group = ctx.saved_tensors, ctx.how[1]
-        size, inner = query.shape[-1], (d_out * out).sum(-1, keepdim=True)
-        d_query, d_kv = (torch.zeros_like(x, dtype=torch.float32) for x in (query, kv))
-        for hops, (other, blocks) in enumerate(Ring.rounds(query, kv, *ctx.how)):
-            d_kv = Ring.pass_on(d_kv, group)() if hops else d_kv
-            for rows, columns, scores in blocks:
-                key, value = other[:, columns].tensor_split([size], -1)
-                weights = (scores - lse[:, rows, None]).exp()
-                d_scores = weights * (d_out[:, rows] @ value.mT - inner[:, rows]) * ctx.how[2]
-                weights, d_scores = weights.to(kv.dtype), d_scores.to(kv.dtype)
-                d_query[:, rows] += d_scores @ key
-                parts = d_scores.mT @ query[:, rows], weights.mT @ d_out[:, rows]
-                d_kv[:, columns] += torch.cat(parts, -1)
-        d_kv = Ring.pass_on(d_kv, group, -hops)() if hops else d_kv
-        return d_query.to(query.dtype), d_kv.to(kv.dtype), None, None, None
 
 
 # endregion

@@ -702,7 +702,7 @@ MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
     " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
     " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss policy_loss center_rewards_coef teacher kl".split()
+    " loss policy_loss center_rewards_coef teacher kl lora_kind".split()
 )
 
 
@@ -867,11 +867,12 @@ class Adapters(nn.Module):
                     key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
                     self.register_parameter(key, getattr(layer, part)["default"].weight)
 
-    def save_pretrained(self, directory):
+    def save_pretrained(self, directory, weights=None):
         """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
         import peft
 
-        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in self.state_dict().items()}
+        weights = weights or self.state_dict()
+        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in weights.items()}
         if self.args.merge_lora:
             lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
             peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)

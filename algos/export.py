@@ -79,11 +79,19 @@ def full_model(weights, hf):
     return lm
 
 
+def folded(weights):
+    """LoRA's matrices, of AdaLoRA's: E goes into B."""
+    parts = {name: w for name, w in weights.items() if name.endswith("/weight")}
+    scale = lambda name, w: w * weights[name.replace("lora_B/weight", "lora_E")] if "lora_B" in name else w
+    return {name: scale(name, w) for name, w in parts.items()}
+
+
 def adapters(weights, run):
     """peft's configuration and names for the adapters of a trainer, of rm.py with their head."""
     names = run["lora_target_modules"]
     targets = "all-linear" if names == ["all-linear"] else names
-    sizes = dict(r=run["lora_rank"], lora_alpha=run["lora_alpha"], target_modules=targets)
+    rank = next(len(w) for name, w in weights.items() if name.endswith("lora_A/weight"))
+    sizes = dict(r=rank, lora_alpha=run["lora_alpha"], target_modules=targets)
     head = dict(task_type="SEQ_CLS", modules_to_save=["score"])
     task = head if scores(weights) else dict(task_type="CAUSAL_LM")
     config = LoraConfig(**sizes, **task, base_model_name_or_path=run["model"])
@@ -113,6 +121,8 @@ def main(args):
         if args.merge_lora and not with_lora:
             raise ValueError(f"--merge_lora: {checkpoint} has no adapters, the run was without --lora_rank")
         weights = read_weights(checkpoint / "dcp")
+        if run.get("lora_kind") == "adalora":
+            weights = folded(weights)
         if args.merge_lora and scores(weights):  # whose pad token only rm.py knows
             raise ValueError(f"{checkpoint} is a reward model: go on with its run by rm.py --merge_lora")
         with replacing(args.output) as new:

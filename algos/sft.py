@@ -4,8 +4,8 @@ Where this differs from the trainers that are in use:
 1. The denominator counts the tokens of all ranks and micro-batches, so neither split changes the gradient.
 2. Every response token is trained, EOS included, and nothing else (verl: the last prompt token, and no EOS).
 3. Rows are balanced over the ranks by tokens, not by their number.
-LoRA (arXiv 2106.09685) by --lora_rank, QLoRA (2305.14314) by --qlora, long rows over several ranks (Ulysses,
-2309.14509; ring attention, 2310.01889) by --sp_size.
+LoRA (arXiv 2106.09685) by --lora_rank, AdaLoRA (2303.10512) by --lora_kind, QLoRA (2305.14314) by --qlora,
+long rows over several ranks (Ulysses, 2309.14509; ring attention, 2310.01889) by --sp_size.
 
 CPU:        python algos/sft.py --model models/tiny --train_files data/train.parquet --output_dir runs/sft
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/sft.py ...
@@ -78,6 +78,7 @@ class Args:
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     liger: bool = False  # Liger's Triton kernels for norm, rotary embedding and MLP; needs a GPU
     lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
+    lora_kind: Literal["lora", "adalora"] = "lora"  # adalora: lora_rank is the mean of all layers' ranks
     lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
     lora_target_modules: tuple[str, ...] = ("all-linear",)  # names of layers; all-linear: all but the output
     qlora: bool = False  # frozen weights in 4 bits (bitsandbytes), whole on every rank; needs lora_rank
@@ -214,7 +215,7 @@ def micro_batches(policy, rows, args):
         yield logp_nt[: len(batch)], pad([row["trained"] for row in batch]).to(logp_nt.device)
 
 
-def update(policy, optimizer, rows, args):
+def update(policy, optimizer, rows, args, adaptive=None, step=0):
     """One optimizer step -> metrics. Every rank knows all rows: the denominator needs no communication."""
     loss, tokens = 0.0, sum(sum(row["trained"]) for row in rows)
     for logp_nt, trained_nt in micro_batches(policy, rows, args):
@@ -222,12 +223,15 @@ def update(policy, optimizer, rows, args):
         # `tokens` counts those of all ranks, but gradients are averaged over the ranks
         (part * dist.get_world_size()).backward()
         loss += part.item()
+    if adaptive:  # the same on every rank, and so is the mean over them
+        (0.1 * adaptive.orthogonality()).backward()
     norm = clip_gradients(optimizer, args.grad_clip)
-    if math.isfinite(norm):  # the norm of all ranks: they step or skip together
+    if finite := math.isfinite(norm):  # the norm of all ranks: they step or skip together
         optimizer.step()
+    ranks = {"train/lora_ranks": adaptive.allocate(step, finite)} if adaptive else {}
     optimizer.zero_grad()
     [loss] = all_reduce([loss / args.sp_size])  # ranks that share a row all have its loss
-    return {"train/loss": loss, "train/grad_norm": norm, "train/skipped_updates": not math.isfinite(norm)}
+    return ranks | {"train/loss": loss, "train/grad_norm": norm, "train/skipped_updates": not finite}
 
 
 @torch.no_grad()
@@ -248,10 +252,13 @@ def main(args):
     tokenizer, train_rows, val_rows, ends, about = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+    if args.lora_kind == "adalora" and total_steps < 10:  # ranks are chosen from the first tenth to the half
+        fail(f"--lora_kind adalora: {total_steps} steps are too few to choose ranks in, it takes 10")
 
     # ---- model
     device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
-    policy, trained = load_policy(args, mesh, device)
+    policy, trained = load_policy(args, mesh, device, total_steps)
+    adaptive = trained if args.lora_kind == "adalora" else None
     stops = policy.lm.generation_config  # the tokens that samplers of the saved model stop at
     stops.eos_token_id = sorted({*ends, *np.ravel(stops.eos_token_id).tolist()} - {None})
     decay = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay)
@@ -278,7 +285,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = scheduled_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
-            metrics = update(policy, optimizer, rows, args)
+            metrics = update(policy, optimizer, rows, args, adaptive, step)
 
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
@@ -603,7 +610,7 @@ MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
     " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
     " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss policy_loss center_rewards_coef teacher kl".split()
+    " loss policy_loss center_rewards_coef teacher kl lora_kind".split()
 )
 
 
@@ -768,11 +775,12 @@ class Adapters(nn.Module):
                     key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
                     self.register_parameter(key, getattr(layer, part)["default"].weight)
 
-    def save_pretrained(self, directory):
+    def save_pretrained(self, directory, weights=None):
         """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
         import peft
 
-        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in self.state_dict().items()}
+        weights = weights or self.state_dict()
+        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in weights.items()}
         if self.args.merge_lora:
             lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
             peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
@@ -807,9 +815,6 @@ def clip_gradients(optimizer, limit):
 
 # endregion
 # region sequence
-RING_ROWS = 1024  # positions whose attention scores the ring holds at a time
-
-
 class Sliced(TokenLogps):
     """TokenLogps of a packed row of which each rank of a group runs a slice; without a group, of any row."""
 
@@ -834,8 +839,11 @@ class Sliced(TokenLogps):
         return own + (whole - own.detach())
 
 
-def share_rows(args, device):
-    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by."""
+def share_rows(args, device, kind=None):
+    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by.
+
+    kind: ulysses, or another function of its arguments; None: ulysses if it divides the heads, else gather.
+    """
     Sliced.group = None
     if args.sp_size == 1:
         return args
@@ -843,23 +851,18 @@ def share_rows(args, device):
 
     shape = dist.get_world_size() // args.sp_size, args.sp_size
     Sliced.group = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
-    kind = dict(ulysses=ulysses, gather=gather, ring=ring)[args.sp_attention]
     how = dict(kind=kind, group=Sliced.group, kernel=args.attn_implementation)
-    AttentionInterface.register(args.sp_attention, partial(slice_attention, **how))
-    return replace(args, attn_implementation=args.sp_attention)
+    AttentionInterface.register("sliced", partial(slice_attention, **how))
+    return replace(args, attn_implementation="sliced")
 
 
 def check_sharing(config, args):
     """ValueError where --sp_size ranks cannot share the rows of a model."""
-    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
     special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
-    name = f"{config.name_or_path} ({config.model_type})"
     if args.sp_size > 1 and special:
-        raise ValueError(f"{name} has {' and '.join(special)}, which {sp} does not implement")
-    if args.sp_attention == "ulysses" and heads % args.sp_size:
-        other = "take --sp_attention gather or ring"
-        raise ValueError(f"{name} has {heads} attention heads, which {sp} does not divide: {other}")
+        has = f"has {' and '.join(special)}, which --sp_size {args.sp_size} does not implement"
+        raise ValueError(f"{config.name_or_path} ({config.model_type}) {has}")
 
 
 def slice_attention(module, query, key, value, mask, scaling, borders, kind, group, kernel, **_):
@@ -867,6 +870,7 @@ def slice_attention(module, query, key, value, mask, scaling, borders, kind, gro
 
     borders: 0, and where the sequences of the whole row end; key and value may have fewer heads.
     """
+    kind = kind or (gather if query.shape[1] % group.size() else ulysses)
     out = kind(query[0], key[0], value[0], borders, group, scaling=scaling, kernel=kernel)
     return out.transpose(0, 1)[None], None
 
@@ -920,6 +924,10 @@ def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
         row = query[None, :, a:b], key[None, :, c:d], value[None, :, c:d]
         out.append(attend(*row, causal_lower_right(b - a, d - c))[0])
     return torch.cat(out, 1)
+
+
+# endregion
+RING_ROWS = 128  # positions whose attention scores the ring holds at a time
 
 
 def ring(query, key, value, borders, group, scaling, kernel):
@@ -1014,7 +1022,65 @@ class Ring(torch.autograd.Function):
         return d_query.to(query.dtype), d_kv.to(kv.dtype), None, None, None
 
 
-# endregion
+class AdaptiveAdapters(Adapters):
+    """AdaLoRA: B diag(E) A, of one and a half times the rank; the least important of all layers get E = 0.
+
+    In checkpoints are also the importance and the uncertainty of each weight, and which ranks are kept.
+    """
+
+    def __init__(self, lm, args, total_steps):
+        super().__init__(lm, replace(args, lora_rank=-(-3 * args.lora_rank // 2)))
+        self.total_steps = total_steps
+        layers = {n.replace(".", "/"): m for n, m in lm.named_modules() if hasattr(m, "lora_A")}
+        for name, layer in layers.items():
+            a, b = layer.lora_A["default"], layer.lora_B["default"]
+            for matrix in (a, b):
+                nn.init.normal_(matrix.weight, std=0.02)
+            e = nn.Parameter(a.weight.new_zeros(a.out_features))
+            self.register_parameter(f"{name}/lora_E", e)
+            a.register_forward_hook(lambda _, inputs, out, e=e: out * e)
+        for name, p in [*self.named_parameters()]:
+            for kind in ("importance", "uncertainty"):
+                self.register_buffer(f"{name}/{kind}", torch.zeros_like(p))
+        self.names, self.budget = [*layers], args.lora_rank * len(layers)
+        self.register_buffer("lora_kept", e.new_ones(len(layers), len(e), dtype=torch.bool))
+
+    def orthogonality(self):
+        """How far the rows of A and the columns of B are from orthonormal: the mean over all matrices."""
+        parts = [p if "lora_A" in n else p.t() for n, p in self.named_parameters() if "lora_E" not in n]
+        gaps = [x @ x.t() - torch.eye(len(x), device=x.device) for x in parts]
+        return sum(map(torch.linalg.matrix_norm, gaps)) / len(gaps)  # eq: lora.orthogonality
+
+    @torch.no_grad()
+    def allocate(self, step, finite):
+        """After an optimizer step, whose gradient may be not `finite`: choose ranks -> how many are kept."""
+        for name, p in self.named_parameters() if finite else ():
+            mean, spread = self.get_buffer(f"{name}/importance"), self.get_buffer(f"{name}/uncertainty")
+            now = (p * p.grad).abs()
+            mean.lerp_(now, 0.15)  # eq: lora.importance
+            spread.lerp_((now - mean).abs(), 0.15)
+        begin, end = self.total_steps // 10, self.total_steps // 2
+        if begin < step <= end:
+            left = (end - step) / (end - begin)
+            few = self.budget + int((self.lora_kept.numel() - self.budget) * left**3)  # eq: lora.budget
+            best = self.scores().flatten().topk(few).indices
+            self.lora_kept.zero_().view(-1)[best] = True
+        for name, kept in zip(self.names, self.lora_kept):
+            self.get_parameter(f"{name}/lora_E").mul_(kept)
+        return self.lora_kept.sum().item()
+
+    def scores(self):
+        """Of each layer's ranks: importance times uncertainty of E, and the means of those of its A and B."""
+        of = lambda name: self.get_buffer(f"{name}/importance") * self.get_buffer(f"{name}/uncertainty")
+        e, a, b = ([of(f"{n}/{x}") for n in self.names] for x in ("lora_E", "lora_A/weight", "lora_B/weight"))
+        return torch.stack([x + y.mean(1) + z.mean(0) for x, y, z in zip(e, a, b)])  # eq: lora.score
+
+    def save_pretrained(self, directory):
+        """As LoRA: E goes into B, whose column is 0 where a rank is not kept."""
+        state = self.state_dict()
+        parts = {name: x for name, x in state.items() if name.endswith("/weight")}
+        scale = lambda n, x: x * state[n.replace("lora_B/weight", "lora_E")] if "lora_B" in n else x
+        super().save_pretrained(directory, {name: scale(name, x) for name, x in parts.items()})
 
 
 class Policy(Sliced):
@@ -1029,9 +1095,9 @@ class Policy(Sliced):
         return super().forward(where, target, temperature, **inputs)
 
 
-def load_policy(args, mesh, device):
+def load_policy(args, mesh, device, total_steps=None):
     """-> what `micro_batches` calls, and what is trained and saved: the model itself, or its adapters."""
-    args = share_rows(args, device)
+    args = share_rows(args, device, dict(ulysses=ulysses, gather=gather, ring=ring)[args.sp_attention])
     if args.liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel as replace_classes
 
@@ -1047,7 +1113,9 @@ def load_policy(args, mesh, device):
             policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         policy = load_model(args, mesh, device, wrap=partial(Policy, entropy=False))
-    return policy, Adapters(policy.lm, args) if args.lora_rank else policy.lm
+    adaptive = partial(AdaptiveAdapters, total_steps=total_steps)
+    kind = adaptive if args.lora_kind == "adalora" else Adapters
+    return policy, kind(policy.lm, args) if args.lora_rank else policy.lm
 
 
 def check_layout(policy, rows, args):
@@ -1081,12 +1149,13 @@ def check_args(args):
     liger = torch.cuda.is_available() and find_spec("liger_kernel")
     short = args.max_tokens_per_microbatch * args.sp_size < args.max_length
     flash, half = flag("attn_implementation"), args.compute_dtype == "bfloat16"
+    extra = args.qlora or args.merge_lora or args.lora_kind != "lora"
     for wrong, message in (
         (world % args.hsdp_replicas, f"{world} ranks are not a multiple of {flag('hsdp_replicas')}"),
         (world % args.sp_size, f"{world} ranks are not a multiple of {flag('sp_size')}"),
         (args.sp_size > 1 and not args.packing, f"{flag('sp_size')} cuts packed rows: add --packing"),
         (short, f"{flag('max_tokens_per_microbatch')} times {flag('sp_size')} is under {flag('max_length')}"),
-        ((args.qlora or args.merge_lora) and not args.lora_rank, "--qlora, --merge_lora need --lora_rank"),
+        (extra and not args.lora_rank, "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
         (args.qlora and not find_spec("bitsandbytes"), "--qlora needs bitsandbytes (pip install)"),
         (flash.endswith("flash_attention_2") and not half, f"{flash} needs --compute_dtype bfloat16"),
         (args.liger and not liger, "--liger needs a GPU and Liger's kernels: pip install liger-kernel"),
@@ -1101,11 +1170,14 @@ def check_model(config, args):
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
     check_adapters(TokenLogps(lm).lm, args)  # TokenLogps refuses a bias of the output layer
     check_sharing(config, args)
+    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
+    undivided = f"has {heads} attention heads, which {sp} does not divide: take --sp_attention gather or ring"
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
     text_only = args.messages_key, args.packing, args.lora_rank, args.liger, args.truncation == "left"
     flags = "--messages_key, --packing, --lora_rank, --liger and --truncation left"
     for wrong, problem in (
+        (args.sp_attention == "ulysses" and heads % args.sp_size, undivided),
         (takes_images(config) and any(text_only), f"takes images, which {flags} do not"),
         (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
         (args.liger and config.model_type not in known, "has no kernels for --liger"),

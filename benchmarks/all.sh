@@ -13,3 +13,4 @@ $1 peer.py --model ../models/smollm2 --ranks 2 --steps 1 --output results/peer_g
 $1 peer.py --model ../models/smollm2 --algo sft --prompts 16 --steps 1 --output results/peer_sft_smollm2.json
 $1 memory.py --output results/memory.json
 $1 scaling.py --model ../models/tiny --output results/scaling.json
+$1 sequence_parallel.py --model ../models/tiny --output results/sequence_parallel.json

@@ -1,13 +1,16 @@
-"""How much does GRPO learn with adapters of each rank, and with all weights? On the demo's task.
+"""How much does GRPO learn with adapters of each rank, and with all weights? And SFT with LoRA, with AdaLoRA?
 
-    make demo                     # data, and the SFT model to start from
-    python benchmarks/lora.py     # twelve runs, twenty minutes on one core
+    make demo                                  # the demo's task: data, and the SFT model to start from
+    python benchmarks/lora.py                  # twelve runs, twenty minutes on one core
+    python benchmarks/lora.py --algo sft --lora_ranks 4
 
 Greedy accuracy on the held-out rows after training. What is there already is not run again.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -16,6 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from workload import read_metrics, save
 
+SFT = (
+    "--max_length 32 --train_batch_size 64 --total_steps 300 --warmup_steps 20 --test_freq 0 --save_freq 0"
+    " --no-gradient_checkpointing"
+)
+
 
 @dataclass
 class Args:
@@ -23,22 +31,42 @@ class Args:
     """Directory of `make demo`."""
     output_dir: Path = ROOT / "runs/lora"
     """Directory of the runs."""
+    algo: Literal["grpo", "sft"] = "grpo"
+    """grpo: adapters of each rank, or all weights; sft: LoRA and AdaLoRA of each rank."""
     lora_ranks: tuple[int, ...] = (0, 1, 8, 32)
     """Ranks of the adapters; 0: all weights are trained."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds of GRPO; its first model is one and the same."""
-    lr: float = 3e-3
-    """Learning rate of the adapters; all weights are trained at the demo's."""
+    """Seeds; the first model is one and the same."""
+    lr: float | None = None
+    """Learning rate of the adapters; None: the best on another seed. All weights learn at the demo's."""
     split: str = "test"
     """Rows that are scored: test, or val to choose a learning rate by."""
 
 
+def tuned(args, kind, lora_rank, seed):
+    """SFT, if it is not done yet -> the loss and the share of right greedy answers."""
+    lr = args.lr or 1e-2
+    out = args.output_dir / f"{args.split}_{kind}_{lora_rank}_lr_{lr}_{seed}"
+    train, held_out = (args.demo / f"data/{split}.parquet" for split in ("train", args.split))
+    if not (out / "eval/results.json").exists():
+        files = "--train_files", train, "--val_files", held_out, "--output_dir", out
+        model = "--model", args.demo / "sft/checkpoints/latest/hf", "--seed", seed
+        adapters = "--lora_kind", kind, "--lora_rank", lora_rank, "--lr", lr, "--merge_lora"
+        run("SFT", {}, "algos/sft.py", *model, *files, *adapters, *SFT.split())
+        files = "--model", out, "--data", held_out, "--output", out / "answers.parquet"
+        run("generate", {}, "algos/generate.py", *files, *FLAGS["tiny"]["generate"].split())
+        run("eval", {}, "algos/eval.py", "--data", out / "answers.parquet", "--output", out / "eval")
+    [scores] = json.loads((out / "eval/results.json").read_text()).values()
+    return read_metrics(out, 0)[-1]["val/loss"], scores["all"]["mean@1"]
+
+
 def accuracy(args, lora_rank, seed):
-    """Train, if it is not done yet -> the share of right greedy answers."""
+    """GRPO, if it is not done yet -> the share of right greedy answers."""
+    lr = args.lr or 3e-3
     flags = f"{FLAGS['tiny']['grpo']} --total_steps {GRPO_STEPS['tiny']}"
     if lora_rank:
-        flags = flags.replace("--lr 3e-4", f"--lr {args.lr} --lora_rank {lora_rank}")
-    out = args.output_dir / f"{args.split}_rank_{lora_rank}_lr_{args.lr if lora_rank else 3e-4}_{seed}"
+        flags = flags.replace("--lr 3e-4", f"--lr {lr} --lora_rank {lora_rank}")
+    out = args.output_dir / f"{args.split}_rank_{lora_rank}_lr_{lr if lora_rank else 3e-4}_{seed}"
     if not (out / "done").exists():
         files = [args.demo / f"data/{split}.parquet" for split in ("train", args.split)]
         files = "--train_files", files[0], "--val_files", files[1], "--no-val_before_train"
@@ -50,12 +78,19 @@ def accuracy(args, lora_rank, seed):
 
 def main():
     args = tyro.cli(Args)
-    rows = {rank: [accuracy(args, rank, seed) for seed in args.seeds] for rank in args.lora_ranks}
-    table = Table("rank", *(f"seed {seed}" for seed in args.seeds), "mean")
+    if args.algo == "sft":
+        names = [(kind, rank) for rank in args.lora_ranks for kind in ("lora", "adalora")]
+        found = {f"{kind} {r}": [tuned(args, kind, r, seed) for seed in args.seeds] for kind, r in names}
+        losses, rows = ({name: [pair[i] for pair in pairs] for name, pairs in found.items()} for i in (0, 1))
+    else:
+        rows = {rank: [accuracy(args, rank, seed) for seed in args.seeds] for rank in args.lora_ranks}
+        losses = {}
+    table = Table("rank", *(f"seed {seed}" for seed in args.seeds), "mean", "mean loss")
     for rank, row in rows.items():
-        table.add_row(f"{rank or 'full'}", *(f"{x:.1%}" for x in row), f"{np.mean(row):.1%}")
+        loss = f"{np.mean(losses[rank]):.4f}" if losses else ""
+        table.add_row(f"{rank or 'full'}", *(f"{x:.1%}" for x in row), f"{np.mean(row):.1%}", loss)
     Console().print(table)
-    save(args.output_dir / "results.json", args, dict(accuracy=rows))
+    save(args.output_dir / "results.json", args, dict(accuracy=rows, loss=losses))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ output_dir is not made again.
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -85,7 +86,7 @@ def speed(args, model):
 
 
 def right(args, models):
-    """Greedy answers of each model and their table -> mean and standard error of each."""
+    """Greedy answers of each model, scored, and their table -> what it says of the share of right ones."""
     paths = [args.output_dir / f"answers_{name.replace(', ', '_')}.parquet" for name in models]
     for model, path in zip(models.values(), paths, strict=True):
         if not path.exists():
@@ -96,12 +97,15 @@ def right(args, models):
     out = args.output_dir / "eval"
     command = sys.executable, ROOT / "algos/eval.py", "--data", *paths, "--output", out
     subprocess.run(list(map(str, command)), check=True)
-    return json.loads((out / "results.json").read_text())
+    results = json.loads((out / "results.json").read_text())
+    found = {name: results[str(path)].popitem()[1] for name, path in zip(models, paths, strict=True)}
+    return {name: {k: v for k, v in x.items() if "mean@1" in k} for name, x in found.items()}
 
 
 def main():
     args = tyro.cli(Args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # CPU seconds of threads that wait would count, too
     models, rows = {"as it is": args.model}, {}
     for name, flags in WAYS.items():
         models[name], told = quantized(args, name, flags.format(args.calibration))

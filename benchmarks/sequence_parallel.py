@@ -30,7 +30,7 @@ from algos import sft
 class Args:
     model: str
     """Hugging Face directory whose tokenizer and architecture the model gets."""
-    row_length: tuple[int, ...] = (1024, 4096, 16384)
+    row_length: tuple[int, ...] = (2048, 8192)
     """Tokens of the row."""
     ranks: tuple[int, ...] = (1, 2, 4)
     """Processes that share it."""

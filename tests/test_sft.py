@@ -420,13 +420,21 @@ def test_errors_are_one_line(tiny, arithmetic, tmp_path):
     assert "--train_batch_size 65 is more than the 64 training rows" in done.stderr
 
 
+def test_adalora_needs_steps_to_choose_ranks_in(tiny, arithmetic, tmp_path):
+    files = dict(train_files=(f"{arithmetic}/train.parquet",), output_dir=str(tmp_path / "run"))
+    args = sft.Args(model=str(tiny), lora_rank=4, lora_kind="adalora", total_steps=9, **files)
+    with pytest.raises(SystemExit, match="--lora_kind adalora: 9 steps are too few to choose ranks in"):
+        sft.main(args)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is under --max_length 32"),
         (dict(sp_size=2, packing=True), "1 ranks are not a multiple of --sp_size 2"),
-        (dict(qlora=True), "--qlora, --merge_lora need --lora_rank"),
-        (dict(merge_lora=True), "--qlora, --merge_lora need --lora_rank"),
+        (dict(qlora=True), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
+        (dict(merge_lora=True), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
+        (dict(lora_kind="adalora"), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
         (dict(liger=True), "--liger needs a GPU and Liger's kernels"),
     ],
 )

@@ -9,7 +9,7 @@ WORKER = ROOT / "tests/workers/sft_gradients.py"
 
 @pytest.fixture(scope="module")
 def reference(tiny, tmp_path_factory):
-    """On one rank: {(LoRA rank, packing, budget) or (LoRA rank, "naive"): loss, gradients}."""
+    """On one rank: {(model, slices, packing, budget) or (model, "naive"): loss, gradients}."""
     out = tmp_path_factory.mktemp("gradients") / "one.pt"
     run(WORKER, tiny, out, 1)
     return torch.load(out)
@@ -17,8 +17,12 @@ def reference(tiny, tmp_path_factory):
 
 def check(results, reference):
     norm = lambda grads: torch.cat([g.flatten() for g in grads]).norm().item()
-    for (lora_rank, *layout), (losses, grads) in results.items():
-        loss, expected = reference[lora_rank, "naive"]
+    # AdaLoRA: every rank keeps the same ranks of the adapters, and as many as it should
+    kept, number = results.pop("kept")
+    [[expected], _] = reference["kept"]
+    assert kept == [expected] * len(kept) and number == sum(map(sum, expected)) == 56 + 3
+    for (name, *layout), (losses, grads) in results.items():
+        loss, expected = reference[name, "naive"]
         assert len(grads) == len(expected) > 0
         if layout[-1] == "clipped":  # the gradient that the optimizer sees, not the norm that is reported
             assert losses == pytest.approx(norm(expected), rel=1e-4) and losses > 0.1
@@ -26,12 +30,12 @@ def check(results, reference):
             continue
         assert losses == pytest.approx([loss] * 2, abs=1e-5), layout
         for a, b in zip(grads, expected):
-            assert b.abs().max() > 1e-4 and (a - b).abs().max() < 1e-5, (lora_rank, layout)
+            assert b.abs().max() > 1e-4 and (a - b).abs().max() < 1e-5, (name, layout)
 
 
 def test_one_rank(reference):
     results = {key: value for key, value in reference.items() if "naive" not in key}
-    assert len(results) == 2 * (2 * 2 + 1)
+    assert len(results) == 3 * (2 * 2 + 1) + 1
     check(results, reference)
 
 
@@ -43,5 +47,5 @@ def test_more_ranks(reference, tiny, tmp_path, ranks, sp_size, kinds):
     """sp_size 2: the model has one key/value head, which both ranks need; 3: and two heads."""
     run(WORKER, tiny, tmp_path / "more.pt", sp_size, *kinds, ranks=ranks)
     results = torch.load(tmp_path / "more.pt")
-    assert len(results) == 2 * (3 * len(kinds) or 5)
+    assert len(results) == 1 + ((2 * len(kinds) + 1) * 3 if kinds else 3 * 5)
     check(results, reference)

@@ -71,7 +71,7 @@ def main(_, model, out, hsdp_replicas):
         for cut, how in cuts(args):
             results[mode, *cut] = gradient(policy, teacher, how, actor)
         if dist.get_world_size() == 2:
-            args = dataclasses.replace(args, sp_size=2, sp_attention="gather")
+            args = dataclasses.replace(args, sp_size=2)
             policy, teacher = load(distill.share_rows(args, device))
             actor = adapters(policy.lm, args) if args.lora_rank else None
             results[mode, "sliced"] = gradient(policy, teacher, args, actor)

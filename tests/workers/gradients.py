@@ -35,9 +35,7 @@ if sys.argv[1] != "dapo":
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
 WAYS = (70, "padded"), (200, "shared"), (100_000, "packed")  # of LOSSES, not all
 SLICED = "seq-mean-token-mean", "gspo", "lora"  # what two ranks run slices of the same rows for
-SLICES = dict(
-    grpo="ring", dapo="gather", agent="ulysses"
-)  # attention over the slices of a row, with two ranks
+SLICES = dict(grpo="gather", dapo="ulysses", agent="ulysses")  # attention over them, with two ranks
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 
@@ -192,10 +190,11 @@ def check_lora(args, mesh, device, results):
 
 def check_slices(base, mesh, device, results):
     """Two ranks run slices of the same rows: gradients and metrics, of full weights and of LoRA."""
-    base = dataclasses.replace(base, sp_size=2, sp_attention=SLICES[sys.argv[1]])
+    base = dataclasses.replace(base, sp_size=2)
     for name in SLICED:
         args = dataclasses.replace(base, **KINDS.get(name, dict(lora_rank=4)))
-        policy = grpo.load_model(grpo.share_rows(args, device), mesh, device, wrap=grpo.Sliced)
+        sliced = grpo.share_rows(args, device, getattr(grpo, SLICES[sys.argv[1]]))
+        policy = grpo.load_model(sliced, mesh, device, wrap=grpo.Sliced)
         actor = adapters(policy.lm, args) if args.lora_rank else policy
         for budget in (70, 100_000):
             args = dataclasses.replace(args, max_tokens_per_microbatch=budget)

@@ -132,7 +132,7 @@ def gradients(policy, critic, base, mesh, device):
         models = ppo.load_model(base, replicas, device), ppo.load_critic(base, replicas, device)
         args = dataclasses.replace(base, max_tokens_per_microbatch=70)
         results["hsdp"] = updates(*models, args, device)[:2]
-        sliced = ppo.share_rows(args := dataclasses.replace(args, sp_size=2, sp_attention="ring"), device)
+        sliced = ppo.share_rows(args := dataclasses.replace(args, sp_size=2), device)
         models = ppo.load_model(sliced, mesh, device, wrap=ppo.Sliced), ppo.load_critic(sliced, mesh, device)
         results["sliced"] = updates(*models, args, device)[:2]
         ppo.share_rows(base, device)

@@ -16,6 +16,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
 
 LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7)]  # prompt and response tokens: very unequal
+MODELS = dict(full={}, lora=dict(lora_rank=4), adalora=dict(lora_rank=4, lora_kind="adalora"))
 
 
 def make_rows():
@@ -45,24 +46,27 @@ def naive(lm, trained):
         logp = logits[len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
         for t, (token, counts) in enumerate(zip(row["response_ids"], row["trained"], strict=True)):
             loss = loss - counts * logp[t, token] / tokens
-    loss.backward()
+    penalty = 0.1 * trained.orthogonality() if isinstance(trained, sft.AdaptiveAdapters) else 0
+    (loss + penalty).backward()
     return loss.item(), [p.grad.clone() for p in trained.parameters()]
 
 
 def adapters(lm, args):
     """LoRA whose second matrices are not 0, as they are at first: the first ones would get no gradient."""
-    made, generator = sft.Adapters(lm, args), torch.Generator().manual_seed(1)
+    adaptive = args.lora_kind == "adalora"
+    made = sft.AdaptiveAdapters(lm, args, total_steps=10) if adaptive else sft.Adapters(lm, args)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in made.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.02, generator=generator)
+        if adaptive or "lora_B" in name:
+            parameter.data.normal_(0, 0.2 if adaptive else 0.02, generator=generator)
     return made
 
 
-def check_attention(kind, device):
+def check_attention():
     """Each slice's outputs and gradients are those of plain attention with a mask, for each cut of a row."""
     group, size, sft.RING_ROWS = sft.Sliced.group, sft.Sliced.group.size(), 5
     generator = torch.Generator().manual_seed(0)  # the same row on all ranks
-    attend = AttentionInterface()[kind]
+    attend = AttentionInterface()["sliced"]
     # one sequence; borders within slices, between them, many; a single token a rank
     for width, *inner in ((8,), (8, 3), (8, 8), (8, 2, 3, 6, 7, 9, 15), (1,), (4, 1, 2, 3)):
         borders = [0, *inner, width * size]
@@ -87,25 +91,31 @@ def main(model, out, sp_size, *kinds):
     device, mesh = sft.setup_distributed(1)
     base = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa", grad_clip=1e9)
     results = {}
-    for lora_rank, kind in product((0, 4), kinds or ("ulysses",)):
-        args = sft.Args(**base, sp_size=int(sp_size), sp_attention=kind, lora_rank=lora_rank, packing=True)
+    for name, slices in product(MODELS, kinds or ("ulysses",)):
+        if name == "adalora" and slices not in (*kinds, "ulysses")[:1]:
+            continue
+        args = sft.Args(**base, **MODELS[name], sp_size=int(sp_size), sp_attention=slices, packing=True)
         policy, trained = sft.load_policy(sft.replace(args, lora_rank=0), mesh, device)
-        if args.sp_size > 1 and not lora_rank:
-            check_attention(kind, device)
-        trained = adapters(policy.lm, args) if lora_rank else trained
-        key = (lora_rank, kind) if kinds else (lora_rank,)
+        if args.sp_size > 1 and name == "full":
+            check_attention()
+        trained = adapters(policy.lm, args) if args.lora_rank else trained
+        adaptive = trained if name == "adalora" else None
         for packing in (True, False) if args.sp_size == 1 else (True,):
             for budget in (70, 100_000):
                 args = sft.replace(args, packing=packing, max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained.parameters(), lr=1.0)
-                found = sft.update(policy, optimizer, make_rows(), args)
+                found = sft.update(policy, optimizer, make_rows(), args, adaptive)
                 loss = sft.evaluate(policy, make_rows(), args)
-                results[*key, packing, budget] = [found["train/loss"], loss], optimizer.grads
-        found = sft.update(policy, optimizer, make_rows(), sft.replace(args, grad_clip=1e-3))
-        results[*key, "clipped"] = found["train/grad_norm"], optimizer.grads
+                results[name, slices, packing, budget] = [found["train/loss"], loss], optimizer.grads
+        found = sft.update(policy, optimizer, make_rows(), sft.replace(args, grad_clip=1e-3), adaptive, 3)
+        results[name, slices, "clipped"] = found["train/grad_norm"], optimizer.grads
+        if adaptive:
+            kept = [None] * dist.get_world_size()
+            dist.all_gather_object(kept, trained.lora_kept.tolist())
+            results["kept"] = kept, found["train/lora_ranks"]
         if dist.get_world_size() == 1:
             lm = sft.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-            results[lora_rank, "naive"] = naive(lm, adapters(lm, args) if lora_rank else lm)
+            results[name, "naive"] = naive(lm, adapters(lm, args) if args.lora_rank else lm)
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.destroy_process_group()
