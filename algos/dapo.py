@@ -322,7 +322,7 @@ def main(args):
     check_args(args)
     check_dapo_args(args)
     checkpoints = open_run(args)
-    tokenizer, manager, val_manager, train_rows, val_rows, about = load_data(args, images=True)
+    tokenizer, manager, val_manager, train_rows, val_rows, about = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
     most_prompts = math.inf if args.total_steps else args.total_epochs * len(train_rows)

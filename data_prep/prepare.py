@@ -109,9 +109,10 @@ def remember(rows, keys):
 
 
 def prompt_key(row):
-    """A number, the same for prompts that differ only in white space; of a dialogue: up to the reply."""
+    """A number, the same for prompts that differ in white space alone; of a dialogue: up to the reply."""
     messages = row.get("prompt") or itertools.takewhile(lambda m: m["role"] != "assistant", row["messages"])
-    return hash(" ".join(" ".join(message["content"] for message in messages).split()))
+    text = " ".join(" ".join(message["content"] for message in messages).split())
+    return hash((text, *(image.get("bytes") or image.get("path") for image in row.get("images") or ())))
 
 
 def repeated_prompts(prompts):
