@@ -2,7 +2,7 @@
 
     make demo                                  # the demo's task: data, and the SFT model to start from
     python benchmarks/lora.py                  # twelve runs, twenty minutes on one core
-    python benchmarks/lora.py --algo sft --lora_ranks 4
+    python benchmarks/lora.py --algo sft --lora_ranks 1 4
 
 Greedy accuracy on the held-out rows after training. What is there already is not run again.
 """
