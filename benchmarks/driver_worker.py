@@ -182,7 +182,7 @@ def watch_steps(algo, clock, parts):
         setattr(algo, name, on_host(getattr(algo, name)))
     torch.Tensor.backward = clock.away(torch.Tensor.backward)
     away_call = clock.away(torch.nn.Module.__call__)
-    for name in {"TokenLogps", "TokenValues"} & vars(algo).keys():
+    for name in {"TokenLogps", "TokenValues", "Sliced"} & vars(algo).keys():
         getattr(algo, name).forward, getattr(algo, name).__call__ = forward, call
 
 
