@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from algos import dapo, grpo, ppo
 from tests import families
@@ -29,7 +29,7 @@ class LookUp(nn.Module):
         nn.init.eye_(self.head.weight)
         self.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=self.embed(input_ids))
         self.get_output_embeddings = lambda: self.head
-        self.config = SimpleNamespace()
+        self.config = PreTrainedConfig()
 
 
 @pytest.mark.parametrize("layout", (grpo.padded, grpo.packed, grpo.shared))

@@ -2,6 +2,7 @@
 
 import pytest
 from families import write
+from transformers import Gemma3Config
 from workers.ppo_reward_model import write_reward_model
 
 from algos import ppo
@@ -33,6 +34,11 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch):
 
 def test_k1_as_a_loss(refused):
     assert "--kl_kind k1 has an expected gradient of 0" in refused("--use_kl_loss", "--kl_kind", "k1")
+
+
+def test_a_model_of_images_and_text(refused, tmp_path):
+    Gemma3Config().save_pretrained(tmp_path)
+    assert "gemma3 models take more than text: not supported" in refused("--model", tmp_path)
 
 
 def test_missing_models(refused):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import PreTrainedConfig
 
 from algos import ppo
 from rewards.combined import aggregate, load_rewards
@@ -59,7 +60,7 @@ def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
     rows = [dict(length=n, reward=dict(score=1.0)) for n in (4, 2)]
     batch = dict(rows=[0, 1], responses=[[0] * 4, [0] * 2], value_nt=[f64(0.5, 0.5, 0, 0), f64(0.5, 0, 0, 0)])
     flags = dict(gamma=1.0, lam=0.9, critic_lam=0.25, lam_alpha=0.5, use_kl_in_reward=False)
-    flags |= dict(loss_agg="token-mean", ppo_mini_batch_size=2, group_size=1)
+    flags |= dict(loss_agg="token-mean", ppo_mini_batch_size=2, group_size=1, sp_size=1)
     monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
     step_nt = ppo.advantages(rows, batch, 0.0, SimpleNamespace(**flags))
     # deltas 0 -.5 0 1 and -.5 1: with .5 and 0 -> -.125 -.25 .5 1 and -.5 1
@@ -216,7 +217,7 @@ def test_values_of_a_lookup_table(layout):
     lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, 1, bias=False)
     lm.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=lm.embed(input_ids))
     lm.get_output_embeddings = lambda: None  # as transformers has it for a model without an output layer
-    lm.config = SimpleNamespace()
+    lm.config = PreTrainedConfig()
     prompts, responses = [[1, 2], [3]], [[5, 1, 3], [2]]
     value_nt, _ = ppo.token_logps(ppo.TokenValues(lm), prompts, responses, 1.0, layout)
     table = lm.score(lm.embed.weight)[:, 0].tolist()
