@@ -171,7 +171,7 @@ class ReverseKL(torch.autograd.Function):
     def log_probs(part, ours, theirs, scratch_lv, logp_lv, diff_lv):
         """Put log p and log p - log q of a chunk into the last two buffers: 0 to the bit where p is q."""
         for (hidden, weight, limits), out_lv in ((ours, logp_lv), (theirs, diff_lv)):
-            torch.log_softmax(LogProbs.logits(hidden[part], weight, *limits, scratch_lv), -1, out=out_lv)
+            torch.log_softmax(LogProbs.logits(hidden[part], weight, *limits, (), scratch_lv), -1, out=out_lv)
         torch.sub(logp_lv, diff_lv, out=diff_lv)
 
     @staticmethod
@@ -203,7 +203,7 @@ class ReverseKL(torch.autograd.Function):
             torch.exp(logp_lv, out=p_lv)
             d_lv.sub_(kl[part, None]).mul_(p_lv).mul_(d_kl[part, None] / temperature)  # eq: distill.gradient
             if softcap:  # d tanh = 1 - tanh^2
-                logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, p_lv)
+                logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, (), p_lv)
                 d_lv.addcmul_(d_lv, logits_lv.mul_(temperature / softcap).square_(), value=-1)
             d_low = d_lv.to(weight.dtype)
             torch.mm(d_low, weight, out=d_hidden[part])

@@ -47,6 +47,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     GenerationConfig,
 )
 
@@ -126,7 +127,8 @@ def main(args):
         if args.merge_lora and scores(weights):  # whose pad token only rm.py knows
             raise ValueError(f"{checkpoint} is a reward model: go on with its run by rm.py --merge_lora")
         with replacing(args.output) as new:
-            load_processor(checkpoint / "hf").save_pretrained(new)
+            load = AutoTokenizer.from_pretrained if with_lora else load_processor
+            load(checkpoint / "hf").save_pretrained(new)
             if with_lora and not args.merge_lora:
                 config, state = adapters(weights, run)
                 config.save_pretrained(new)

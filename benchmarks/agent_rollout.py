@@ -63,7 +63,7 @@ class Waves:
 
 def measure(engine, prompts, delays, pool, tokenizer, options):
     """One rollout, from an empty prefix cache."""
-    rows = [dict(prompt_ids=ids, entropy=(1, i)) for i, ids in prompts.items()]
+    rows = [row | dict(entropy=(1, i)) for i, row in prompts.items()]
     rows = [row | dict(extra_info=dict(delays=d)) for row, d in zip(rows, delays, strict=True)]
     engine.reset_prefix_cache()
     begin, limits = time.perf_counter(), dict(stop_token_ids=[tokenizer.eos_token_id])

@@ -34,7 +34,8 @@ from rewards import check_sources, compute_score
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests/fixtures"
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
-MODULES = {"schema", "atomic", "prepare", "source", "arguments", "tracking", "cache", "turns", "__init__"}
+MODULES = {"schema", "atomic", "prepare", "source", "arguments", "tracking", "cache", "turns", "images"}
+MODULES |= {"__init__"}
 SCRIPTS = sorted(path for path in (ROOT / "data_prep").glob("*.py") if path.stem not in MODULES)
 FULL_MARKS = {"kk": 3.0, "kk_logic": 3.0}
 
@@ -203,7 +204,9 @@ def test_preferences(tmp_path, capsys):
 def test_scripts_run_by_path_and_as_modules(tmp_path):
     """math.py, code.py and inspect.py of data_prep hide no module of Python, whichever script runs."""
     (tmp_path / "elsewhere").symlink_to(ROOT / "data_prep")
-    light = [path for path in SCRIPTS if path.stem not in ("tiny_model", "smollm2")]  # those import torch
+    light = [
+        path for path in SCRIPTS if path.stem not in ("tiny_model", "tiny_vlm", "smollm2")
+    ]  # those import torch
     commands = [([path], tmp_path) for path in light]
     commands += [([path.name], ROOT / "data_prep") for path in light[:1]] + [
         (["elsewhere/math.py"], tmp_path)

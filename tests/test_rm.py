@@ -280,10 +280,10 @@ def cut(straight, half):
 
 
 def test_killed_and_resumed_equals_straight(straight, tiny, data, tmp_path):
-    """kill -9 while the last checkpoint is written: the run goes on from the one before, to the same bits."""
+    """It ends while the last checkpoint is written: the run goes on from the one before, to the same bits."""
     out, notes = tmp_path / "killed", tmp_path / "notes"
     notes.mkdir()
-    fault = f"save_checkpoint:0:{STEPS}:kill"
+    fault = f"save_checkpoint:0:{STEPS}:hf"
     run(ROOT / "tests/faults/faulty.py", "rm", fault, notes, *flags(tiny, data, out), ranks=1, restarts=1)
     assert (notes / fault).exists() and f"step_{STEPS // 2:06d}" in (out / "log.txt").read_text()
     assert list(metrics(out)) == list(range(STEPS + 1)) and losses(out) == losses(straight)

@@ -491,5 +491,5 @@ def test_models_that_do_not_fit(tiny, changes, model, message):
 
 
 def test_a_model_of_images_and_text():
-    with pytest.raises(ValueError, match="takes more than text: not supported"):
-        sft.check_model(Gemma3Config(), make_args())
+    with pytest.raises(ValueError, match="takes images, which --messages_key, --packing"):
+        sft.check_model(Gemma3Config(), make_args(packing=True))
