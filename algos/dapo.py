@@ -882,13 +882,13 @@ def write_share(directory, lm, share, files):
 
 def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
-    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, None
+    root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
     text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
     if rank0:
         shutil.rmtree(new, ignore_errors=True)  # a kill left it, perhaps of other ranks
     dist.barrier()
-    try:
+    with on_all_ranks(final):
         model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
         dcp.save(dict(model=model_state, optimizer=optim_state), checkpoint_id=new / "dcp")
         models = getattr(lm, "models", dict(hf=lm)) if args.save_hf else {}
@@ -900,23 +900,31 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
             if not args.save_hf:
                 lm.config.save_pretrained(new / "hf")
             (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
+    with on_all_ranks(final):  # now that the files of all ranks are there
+        if rank0:
+            shutil.rmtree(final, ignore_errors=True)
+            new.rename(final)
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            link.replace(root / "latest")
+            done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
+            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
+                shutil.rmtree(old)
+
+
+@contextmanager
+def on_all_ranks(path):
+    """Go on when all ranks are done; where one of them cannot write, all end with a line that says why."""
+    problem, problems = None, [None] * dist.get_world_size()
+    try:
+        yield
     except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
         problem = causes(error)
-    problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if problems := {*problems} - {None}:
         print(file=sys.stderr)  # below the progress bar
-        free = f"{shutil.disk_usage(root).free / 2**30:.1f} GiB are free"
-        fail(f"{final} cannot be written: {'; '.join(sorted(problems))}; {free}")
-    if rank0:  # now that the files of all ranks are there
-        shutil.rmtree(final, ignore_errors=True)
-        new.rename(final)
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.replace(root / "latest")
-        done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
-        for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
-            shutil.rmtree(old)
+        free = f"{shutil.disk_usage(path.parent).free / 2**30:.1f} GiB are free"
+        fail(f"{path} cannot be written: {'; '.join(sorted(problems))}; {free}")
 
 
 @contextmanager
@@ -1063,10 +1071,11 @@ def slice_attention(module, query, key, value, mask, scaling, borders, kind, gro
 
 def ulysses(query, key, value, borders, group, **how):
     """Trade a slice of all heads for the whole row of some heads, attend, and trade back (2309.14509)."""
-    size, all_to_all = group.size(), dist._functional_collectives.all_to_all_single
+    size, ops = group.size(), dist._functional_collectives
     repeats = size // math.gcd(size, len(key))  # fewer key/value heads than ranks: each rank needs one
     key, value = (x.repeat_interleave(repeats, 0) for x in (key, value))
-    trade = lambda x: all_to_all(x.contiguous(), None, None, group)
+    # CAREFUL: gloo writes into freed memory while several of these are on their way: one after the other
+    trade = lambda x: ops.wait_tensor(ops.all_to_all_single(x.contiguous(), None, None, group))
     # block i of the heads goes to rank i, whose blocks of tokens then follow each other
     to_heads = lambda x: trade(x.unflatten(0, (size, -1))).transpose(0, 1).flatten(1, 2)
     out = causal_attention(*map(to_heads, (query, key, value)), borders, **how)
@@ -1076,10 +1085,11 @@ def ulysses(query, key, value, borders, group, **how):
 
 def gather(query, key, value, borders, group, **how):
     """Keys and values of the whole row on every rank, of which a slice sees those up to its own end."""
-    width, all_gather = query.shape[1], dist._functional_collectives.all_gather_single
+    width, ops = query.shape[1], dist._functional_collectives
     start = group.rank() * width
     first, end = first_seen(borders, start), start + width
-    key, value = (all_gather(x.contiguous(), 1, group)[:, first:end] for x in (key, value))
+    whole = lambda x: ops.wait_tensor(ops.all_gather_single(x.contiguous(), 1, group))  # as in ulysses
+    key, value = (whole(x)[:, first:end] for x in (key, value))
     ends = [0, *(x - start for x in borders if start < x < end), width]
     return causal_attention(query, key, value, ends, start - first, **how)
 

@@ -788,13 +788,13 @@ def write_share(directory, lm, share, files):
 
 def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
     """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
-    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, None
+    root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
     final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
     text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
     if rank0:
         shutil.rmtree(new, ignore_errors=True)  # a kill left it, perhaps of other ranks
     dist.barrier()
-    try:
+    with on_all_ranks(final):
         model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
         dcp.save(dict(model=model_state, optimizer=optim_state), checkpoint_id=new / "dcp")
         models = getattr(lm, "models", dict(hf=lm)) if args.save_hf else {}
@@ -806,23 +806,31 @@ def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
             if not args.save_hf:
                 lm.config.save_pretrained(new / "hf")
             (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
+    with on_all_ranks(final):  # now that the files of all ranks are there
+        if rank0:
+            shutil.rmtree(final, ignore_errors=True)
+            new.rename(final)
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            link.replace(root / "latest")
+            done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
+            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
+                shutil.rmtree(old)
+
+
+@contextmanager
+def on_all_ranks(path):
+    """Go on when all ranks are done; where one of them cannot write, all end with a line that says why."""
+    problem, problems = None, [None] * dist.get_world_size()
+    try:
+        yield
     except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
         problem = causes(error)
-    problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if problems := {*problems} - {None}:
         print(file=sys.stderr)  # below the progress bar
-        free = f"{shutil.disk_usage(root).free / 2**30:.1f} GiB are free"
-        fail(f"{final} cannot be written: {'; '.join(sorted(problems))}; {free}")
-    if rank0:  # now that the files of all ranks are there
-        shutil.rmtree(final, ignore_errors=True)
-        new.rename(final)
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.replace(root / "latest")
-        done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
-        for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
-            shutil.rmtree(old)
+        free = f"{shutil.disk_usage(path.parent).free / 2**30:.1f} GiB are free"
+        fail(f"{path} cannot be written: {'; '.join(sorted(problems))}; {free}")
 
 
 @contextmanager
