@@ -29,9 +29,7 @@ from data_prep.arguments import parse
 
 @dataclass
 class Args:
-    model: (
-        str  # a run's directory (its latest checkpoint), a checkpoint, a Hugging Face directory, a hub name
-    )
+    model: str  # directory of a run (its latest checkpoint), of a checkpoint or a model, or a hub name
     data: str  # parquet file of prompts
     output: str  # parquet file to write; it must not exist
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string, the user's message

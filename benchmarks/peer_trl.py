@@ -62,6 +62,8 @@ class Args:
     """Sampling temperature."""
     vllm: bool = False
     """Sample with vLLM in the same process."""
+    bf16: bool = False
+    """Forward and backward in bfloat16 on a CPU too."""
     packing: bool = False
     """Pack SFT rows into sequences of max_length."""
     max_length: int = 512
@@ -97,13 +99,12 @@ def calling(tokenizer, parse):
     return lambda tokenizer, ids, **more: parse(tokenizer, call, **more)
 
 
-def rules(completions, source, truth, **_):
+def rules(completions, source, truth, extra, **_):
     """The score that our trainers see."""
     from rewards import compute_score
 
-    results = [
-        compute_score(s, c[0]["content"], t) for c, s, t in zip(completions, source, truth, strict=True)
-    ]
+    samples = zip(source, (c[0]["content"] for c in completions), truth, extra, strict=True)
+    results = [compute_score(*sample) for sample in samples]
     return [float(r["score"] if isinstance(r, dict) else r) for r in results]
 
 
@@ -118,7 +119,7 @@ def main():
         per_device_train_batch_size=args.per_device_batch,
         gradient_accumulation_steps=args.accumulation,
         gradient_checkpointing=False,
-        bf16=cuda,
+        bf16=cuda or args.bf16,
         use_cpu=not cuda,
         logging_steps=1,
         save_strategy="no",
@@ -170,7 +171,12 @@ def main():
             args=config,
             train_dataset=Dataset.from_list(
                 [
-                    dict(prompt=r["prompt"], source=r["data_source"], truth=r["reward_model"]["ground_truth"])
+                    dict(
+                        prompt=r["prompt"],
+                        source=r["data_source"],
+                        truth=r["reward_model"]["ground_truth"],
+                        extra=r["extra_info"],
+                    )
                     for r in rows
                 ]
             ),
