@@ -50,8 +50,6 @@ FLAGS = {
         " --warmup_steps 2 --test_freq 0 --no-gradient_checkpointing" + NATIVE,
         grpo="--max_prompt_length 128 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 32"
         " --lr 1e-5 --warmup_steps 5 --test_freq 10 --share_prefix --no-gradient_checkpointing" + NATIVE,
-        # for race.py
-        trl="--algo grpo --group_size 8 --response_length 8 --accumulation 1 --warmup_steps 5",
         generate="--max_prompt_length 128 --max_response_length 8",
     ),
 }

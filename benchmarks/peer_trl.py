@@ -62,8 +62,6 @@ class Args:
     """Sampling temperature."""
     vllm: bool = False
     """Sample with vLLM in the same process."""
-    bf16: bool = False
-    """Forward and backward in bfloat16 on a CPU too."""
     packing: bool = False
     """Pack SFT rows into sequences of max_length."""
     max_length: int = 512
@@ -119,7 +117,7 @@ def main():
         per_device_train_batch_size=args.per_device_batch,
         gradient_accumulation_steps=args.accumulation,
         gradient_checkpointing=False,
-        bf16=cuda or args.bf16,
+        bf16=cuda,
         use_cpu=not cuda,
         logging_steps=1,
         save_strategy="no",
