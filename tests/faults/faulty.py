@@ -1,12 +1,13 @@
 """A trainer with faults: faulty.py ALGO FAULTS NOTES flags...
 
-FAULTS: PHASE:RANK:STEP:kill|hang|full|hf, separated by commas.
+FAULTS: PHASE:RANK:STEP:kill|hang|full|hf|link, separated by commas.
 Each fault strikes once, in the first pass of a phase at STEP or later: kill -9 of the rank, at a random
 moment within the time that the phase took before; or it sleeps; or no file grows over 100 kB (a full disk);
-or it ends as the weights of hf/ are about to be written.
+or it ends as the weights of hf/ are about to be written; or no symbolic link can be made.
 NOTES is a directory where those that have struck are noted, over all restarts.
 """
 
+import errno
 import importlib
 import os
 import random
@@ -25,12 +26,18 @@ algo = importlib.import_module(f"algos.{name}")
 timed, log, lasted = algo.timed, algo.Logger.log, {}
 
 
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def strike(kind, note, seconds):
     note.touch()
     if kind == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     elif kind == "hf":
         algo.safetensors.torch.save_file = lambda *_, **__: os._exit(1)
+    elif kind == "link":
+        os.symlink = no_room
     elif kind == "kill":
         threading.Timer(random.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
     else:

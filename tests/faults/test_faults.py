@@ -105,15 +105,17 @@ def test_a_rank_that_hangs_is_named(sft, tmp_path):
     nothing_is_left(out)
 
 
-def test_a_full_disk(sft, tmp_path):
+@pytest.mark.parametrize("rank_and_kind", ["1:full", "0:link"])
+def test_a_full_disk(sft, tmp_path, rank_and_kind):
+    """While files are written, by any rank; while rank 0 points `latest` at them."""
     (tmp_path / "notes").mkdir()
     flags, straight = sft
-    out = tmp_path / "full"
-    full = "sft", "save_checkpoint:1:4:full", tmp_path / "notes"
+    out, (rank, kind) = tmp_path / "full", rank_and_kind.split(":")
+    full = "sft", f"save_checkpoint:{rank}:4:{kind}", tmp_path / "notes"
     done = run(FAULTY, *full, *flags(out), ranks=2, check=False)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "step_000004 cannot be written: rank 1: " in lines[0]
+    assert len(lines) == 1 and f"step_000004 cannot be written: rank {rank}: " in lines[0]
     assert lines[0].endswith("GiB are free")
     assert os.readlink(out / "checkpoints/latest") == "step_000002"
     run(SFT, *flags(out), ranks=2)

@@ -4,8 +4,11 @@ KIND: of attention over the slices of a row, with --sp_size above 1.
 """
 
 import sys
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -62,15 +65,36 @@ def adapters(lm, args):
     return made
 
 
-def check_attention():
-    """Each slice's outputs and gradients are those of plain attention with a mask, for each cut of a row."""
+@contextmanager
+def one_at_a_time():
+    """AssertionError if a collective of attention begins before the one before it has been waited for."""
+    ops, calls, noted = dist._functional_collectives, [], {}
+
+    def note(name, function, *args):
+        calls.append(name)
+        return function(*args)
+
+    for name in ("all_to_all_single", "all_gather_single", "wait_tensor"):
+        noted[name] = partial(note, name, getattr(ops, name))
+    with patch.multiple(ops, **noted):
+        yield
+    begun = [i for i, name in enumerate(calls) if name != "wait_tensor"]
+    assert begun and {calls[i + 1] for i in begun} == {"wait_tensor"}, calls
+
+
+def check_attention(heads):
+    """Each slice's outputs and gradients are those of plain attention with a mask, for each cut of a row.
+
+    heads: of keys and values.
+    """
     group, size, sft.RING_ROWS = sft.Sliced.group, sft.Sliced.group.size(), 5
     generator = torch.Generator().manual_seed(0)  # the same row on all ranks
     attend = AttentionInterface()["sliced"]
     # one sequence; borders within slices, between them, many; a single token a rank
     for width, *inner in ((8,), (8, 3), (8, 8), (8, 2, 3, 6, 7, 9, 15), (1,), (4, 1, 2, 3)):
         borders = [0, *inner, width * size]
-        row = [torch.randn(1, n, width * size, d, generator=generator) for n, d in ((6, 4), (2, 4), (2, 3))]
+        sizes = (6, 4), (heads, 4), (heads, 3)
+        row = [torch.randn(1, n, width * size, d, generator=generator) for n, d in sizes]
         d_out = torch.randn(1, width * size, 6, 3, generator=generator)
         here = slice(group.rank() * width, (group.rank() + 1) * width)
         own = [x[:, :, here].clone().requires_grad_() for x in row]
@@ -97,7 +121,9 @@ def main(model, out, sp_size, *kinds):
         args = sft.Args(**base, **MODELS[name], sp_size=int(sp_size), sp_attention=slices, packing=True)
         policy, trained = sft.load_policy(sft.replace(args, lora_rank=0), mesh, device)
         if args.sp_size > 1 and name == "full":
-            check_attention()
+            with nullcontext() if slices == "ring" else one_at_a_time():
+                check_attention(heads=2)
+                check_attention(heads=1)  # nothing is copied on the way, so that nothing else waits
         trained = adapters(policy.lm, args) if args.lora_rank else trained
         adaptive = trained if name == "adalora" else None
         for packing in (True, False) if args.sp_size == 1 else (True,):
