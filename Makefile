@@ -32,7 +32,7 @@ lint: .venv/installed
 demo: .venv/installed
 	$(BIN)/python benchmarks/demo.py
 
-demo-smollm2: .venv/installed-extra .venv/installed-reasoning-gym
+demo-smollm2: .venv/installed-extra
 	$(BIN)/python benchmarks/demo.py --size smollm2 --output_dir runs/demo-smollm2
 
 demo-agent: .venv/installed

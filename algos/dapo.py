@@ -74,7 +74,6 @@ class Args:
     sp_size: int = 1  # ranks that share the tokens of a row; it is packed then
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
-    share_prefix: bool = False  # compute a prompt once for all responses to it that fit in a micro-batch
     offload: bool = False  # parameters and optimizer state to host memory during sampling (GPU only)
     lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
     lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
@@ -296,7 +295,7 @@ def update_actor(policy, optimizer, batch, args):
                 part = columns(batch, rows, logp_nt.device)
                 loss_nt, terms = actor_loss(args, logp_nt, entropy_nt, part)
                 # totals are of all ranks and micro-batches: no way to cut them changes the gradient
-                counted_nt = part["mask_nt"] & part["counted_nt"]
+                counted_nt = part["mask_nt"] * part["counted_nt"]  # floats, if there are no rows
                 weight_nt = loss_weights(counted_nt, args.loss_agg, args.max_response_length, totals[0])
                 # FSDP averages gradients over the ranks, but the totals are already of all ranks
                 ((weight_nt * loss_nt).sum() * dist.get_world_size()).backward()
@@ -330,7 +329,8 @@ def main(args):
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
     engine = build_engine(args, device)
-    policy = load_model(share_rows(args, device), mesh, device, wrap=Sliced)
+    args = share_prefixes(share_rows(args, device))
+    policy = load_model(args, mesh, device, wrap=Sliced)
     actor = Adapters(policy.lm, args) if args.lora_rank else policy.lm
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     # prompts drawn so far, how many were sampled and kept lately, and groups left over for the next step
@@ -1050,11 +1050,17 @@ def share_rows(args, device, kind=None):
     return replace(args, attn_implementation="sliced")
 
 
-def check_sharing(config, args):
-    """ValueError where --sp_size ranks cannot share the rows of a model."""
+def special_layers(config):
+    """What layers of a model have beside attention to all tokens before, which can be replaced."""
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
     special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
-    if args.sp_size > 1 and special:
+    model = auto_class(config)._model_mapping.get(type(config), None)
+    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
+
+
+def check_sharing(config, args):
+    """ValueError where --sp_size ranks cannot share the rows of a model."""
+    if args.sp_size > 1 and (special := special_layers(config)):
         has = f"has {' and '.join(special)}, which --sp_size {args.sp_size} does not implement"
         raise ValueError(f"{config.name_or_path} ({config.model_type}) {has}")
 
@@ -1112,14 +1118,23 @@ def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
         sizes += [max(b - a for a, b in pairwise(x)) for x in borders]
         row = (x.transpose(0, 1) for x in (query, key, value))
         return flash_attn_varlen_func(*row, *sizes, softmax_scale=scaling, causal=True).transpose(0, 1)
+    shapes = [(1, b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, borders), strict=True)]
+    return attend(*(x.transpose(0, 1) for x in (query, key, value)), shapes, scaling).transpose(0, 1)
+
+
+def attend(query, key, value, shapes, scaling):
+    """Causal attention in the pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D].
+
+    shapes: (n, t, s), for n pieces of t queries and s keys each; the last query sees the last key.
+    """
     from torch.nn.attention.bias import causal_lower_right
 
-    out, attend = [], partial(nn.functional.scaled_dot_product_attention, scale=scaling)
-    key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
-    for (a, b), (c, d) in zip(*map(pairwise, borders), strict=True):  # the last query sees the last key
-        row = query[None, :, a:b], key[None, :, c:d], value[None, :, c:d]
-        out.append(attend(*row, causal_lower_right(b - a, d - c))[0])
-    return torch.cat(out, 1)
+    sdpa, out = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True), []
+    sizes = [n * t for n, t, _ in shapes], *[[n * s for n, _, s in shapes]] * 2
+    for (n, t, s), *parts in zip(shapes, *map(torch.split, (query, key, value), sizes), strict=True):
+        parts = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in parts]  # [n, H, t or s, D]
+        out.append(sdpa(*parts, causal_lower_right(t, s)).transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)
 
 
 # endregion
@@ -1139,10 +1154,6 @@ def check_args(args):
             fail(f"{world} ranks are not a multiple of {flag(name)}")
     if args.max_tokens_per_microbatch * args.sp_size < row:
         fail(f"{flag('max_tokens_per_microbatch')} times {flag('sp_size')} is less than a row, {row} tokens")
-    if args.share_prefix and args.sp_size > 1:
-        fail(f"{flag('sp_size')} cuts packed rows, which share no prefix: leave out --share_prefix")
-    if args.share_prefix and args.attn_implementation != "sdpa":
-        fail(f"--share_prefix needs sdpa, whose mask can be any, unlike {flag('attn_implementation')}")
     if args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32":
         fail(f"{flag('attn_implementation')} needs --compute_dtype bfloat16")
     if args.merge_lora and not args.lora_rank:
@@ -1174,12 +1185,9 @@ def load_data(args, tools=None, images=False):
         config = AutoConfig.from_pretrained(args.model)
         if takes_images(config) and not images:
             raise ValueError(f"{args.model}: {config.model_type} models take more than text: not supported")
-        if takes_images(config) and (args.share_prefix or args.sp_size > 1 or args.lora_rank):
-            raise ValueError(f"{args.model} takes images: no --share_prefix, --sp_size or --lora_rank")
+        if takes_images(config) and (args.sp_size > 1 or args.lora_rank):
+            raise ValueError(f"{args.model} takes images: no --sp_size or --lora_rank")
         check_sharing(config, args)
-        window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-        if args.share_prefix and (window or recurrent(config)):
-            raise ValueError(f"--share_prefix needs full attention, and {config.model_type} has other layers")
         if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
             raise ValueError(f"{config.model_type} caps attention, sdpa cannot: --attn_implementation eager")
         with torch.device("meta"):  # what these two refuse, before anything is loaded
@@ -1474,33 +1482,52 @@ def exchange(parts):
     return [pickle.loads(part.numpy()) for part in new.split(sizes[0])]
 
 
-def shared(prompts, responses):
-    """Neighbours with one prompt share a row, which computes it once: see `padded`.
+def share_prefixes(args, *models):
+    """Let responses share their prompt, with SDPA, if args.model and these models can -> such arguments."""
+    from transformers import AttentionInterface
 
-    Prompt a b, responses c d and e -> row a b c d e at positions 0 1 2 3 2, where e sees a, b and itself.
+    configs = [AutoConfig.from_pretrained(name) for name in (args.model, *models)]
+    if args.attn_implementation != "sdpa" or any(takes_images(x) or special_layers(x) for x in configs):
+        return args
+    AttentionInterface.register("shared", shared_attention)
+    return replace(args, attn_implementation="shared")
+
+
+def shared(prompts, responses):
+    """One row, in which neighbours with one prompt share it, and pieces of one shape stand together.
+
+    Prompt a b, responses c d and e -> a b, e, c d at positions 0 1, 2, 2 3; e sees a, b and itself.
     """
-    same = groupby(zip(prompts, responses, strict=True), lambda pair: [*pair[0]])
-    trees = [[*zip(*pairs)] for _, pairs in same]
-    width, where, columns = max(len(ps[0]) + sum(map(len, rs)) for ps, rs in trees), [], []
-    for number, ((prompt, *_), answers) in enumerate(trees):
-        sizes = [len(prompt), *map(len, answers)]
-        branch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-        position = [torch.arange(n) + len(prompt) * (name > 0) for name, n in enumerate(sizes)]
-        columns.append((join(prompt, *answers), torch.cat(position), branch))
-        for start, answer in zip(accumulate(sizes), answers):
-            before = torch.arange(start - 1, start - 1 + len(answer))
-            before[0] = len(prompt) - 1  # the prompt's last token predicts the first token of every response
-            where.append(before + number * width)
-    input_ids, position_ids, branch = map(pad, zip(*columns))
-    related = (branch[:, None] == 0) | (branch[:, None] == branch[:, :, None])  # [B, query, key]
-    return dict(input_ids=input_ids, position_ids=position_ids, attention_mask=related.tril()[:, None]), where
+    pieces = []  # tokens, how many they see before them, and the number of the piece that these are
+    for prompt, same in groupby(zip(prompts, responses, strict=True), lambda pair: [*pair[0]]):
+        root = len(pieces)
+        pieces += [(prompt, 0, root), *((response, len(prompt), root) for _, response in same)]
+    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1], len(pieces[i][0])))
+    lengths, before = [len(pieces[i][0]) for i in order], [pieces[i][1] for i in order]
+    spans = dict(zip(order, torch.arange(sum(lengths)).split(lengths)))
+    seen = torch.cat([join(spans[pieces[i][2]][:n], spans[i]) for i, n in zip(order, before)])
+    shapes = [(len([*same]), t, n + t) for (n, t), same in groupby(zip(before, lengths))]
+    # the prompt's last token predicts the first token of every response
+    where = [join(spans[root][-1:], spans[i][:-1]) for i, (_, n, root) in enumerate(pieces) if n]
+    position_ids = torch.cat([torch.arange(n, n + t) for n, t in zip(before, lengths)])[None]
+    inputs = dict(input_ids=join(*(pieces[i][0] for i in order))[None], position_ids=position_ids)
+    return inputs | dict(seen=seen, shapes=shapes), where
+
+
+def shared_attention(module, query, key, value, mask, scaling, seen, shapes, **_):
+    """Attention as transformers calls it, of a row as `shared` makes it: query [1, H, T, D] -> [1, T, H, D].
+
+    seen: the positions that each piece sees, one piece behind the other; shapes: as in `attend`.
+    """
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(query, key[seen], value[seen], shapes, scaling)[None], None
 
 
 def layout_of(config, args):
     """The layout that this run trains in."""
-    layout = shared if args.share_prefix else padded if args.sp_size == 1 else packed
-    alone = recurrent(config) or takes_images(config)  # one sequence a row
-    return packed if args.attn_implementation == "flash_attention_2" and not alone else layout
+    if recurrent(config) or takes_images(config):  # one sequence a row
+        return padded
+    return dict(shared=shared, sliced=packed, flash_attention_2=packed).get(args.attn_implementation, padded)
 
 
 def balance_batch(rows, args, device):
@@ -1512,9 +1539,9 @@ def balance_batch(rows, args, device):
     """
     rank, world, size = dist.get_rank(), dist.get_world_size(), args.ppo_mini_batch_size * args.group_size
     group, load = rank // args.sp_size, [[] for _ in range(world // args.sp_size)]
-    # a sequence is a response, or with --share_prefix the responses to a prompt that fit in a micro-batch
+    # a sequence is a response, or the responses to a prompt that share it and fit in a micro-batch
     fit = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
-    fit, mini_batches, totals, owners = max(1, fit) if args.share_prefix else 1, [], [], {}
+    fit, mini_batches, totals, owners = max(1, fit) if args.attn_implementation == "shared" else 1, [], [], {}
     for start in range(0, len(rows), size):
         numbers = range(start, min(start + size, len(rows)))
         totals.append((sum(rows[i]["length"] for i in numbers), len(numbers)))
@@ -1562,7 +1589,7 @@ def rows_logps(policy, rows, args):
 def micro_batches(policy, batch, sequences, args):
     """Run sequences a micro-batch at a time -> its rows, logp_nt, entropy_nt."""
     budget, layout = args.max_tokens_per_microbatch * args.sp_size, layout_of(policy.lm.config, args)
-    parts = split_micro_batches([n for n, _ in sequences], budget, layout is packed)
+    parts = split_micro_batches([n for n, _ in sequences], budget, layout is not padded)
     for number, part in enumerate(parts, 1):
         policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
         part = [i for s in part for i in sequences[s][1]]

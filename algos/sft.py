@@ -867,11 +867,17 @@ def share_rows(args, device, kind=None):
     return replace(args, attn_implementation="sliced")
 
 
-def check_sharing(config, args):
-    """ValueError where --sp_size ranks cannot share the rows of a model."""
+def special_layers(config):
+    """What layers of a model have beside attention to all tokens before, which can be replaced."""
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
     special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
-    if args.sp_size > 1 and special:
+    model = auto_class(config)._model_mapping.get(type(config), None)
+    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
+
+
+def check_sharing(config, args):
+    """ValueError where --sp_size ranks cannot share the rows of a model."""
+    if args.sp_size > 1 and (special := special_layers(config)):
         has = f"has {' and '.join(special)}, which --sp_size {args.sp_size} does not implement"
         raise ValueError(f"{config.name_or_path} ({config.model_type}) {has}")
 
@@ -929,14 +935,23 @@ def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
         sizes += [max(b - a for a, b in pairwise(x)) for x in borders]
         row = (x.transpose(0, 1) for x in (query, key, value))
         return flash_attn_varlen_func(*row, *sizes, softmax_scale=scaling, causal=True).transpose(0, 1)
+    shapes = [(1, b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, borders), strict=True)]
+    return attend(*(x.transpose(0, 1) for x in (query, key, value)), shapes, scaling).transpose(0, 1)
+
+
+def attend(query, key, value, shapes, scaling):
+    """Causal attention in the pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D].
+
+    shapes: (n, t, s), for n pieces of t queries and s keys each; the last query sees the last key.
+    """
     from torch.nn.attention.bias import causal_lower_right
 
-    out, attend = [], partial(nn.functional.scaled_dot_product_attention, scale=scaling)
-    key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
-    for (a, b), (c, d) in zip(*map(pairwise, borders), strict=True):  # the last query sees the last key
-        row = query[None, :, a:b], key[None, :, c:d], value[None, :, c:d]
-        out.append(attend(*row, causal_lower_right(b - a, d - c))[0])
-    return torch.cat(out, 1)
+    sdpa, out = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True), []
+    sizes = [n * t for n, t, _ in shapes], *[[n * s for n, _, s in shapes]] * 2
+    for (n, t, s), *parts in zip(shapes, *map(torch.split, (query, key, value), sizes), strict=True):
+        parts = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in parts]  # [n, H, t or s, D]
+        out.append(sdpa(*parts, causal_lower_right(t, s)).transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)
 
 
 # endregion

@@ -1,6 +1,6 @@
 """`make demo`: from random weights to a model that adds, in minutes on a laptop's CPU.
 
-`make demo-smollm2` is the same flow with a real model, which learns who is who in a family.
+`make demo-smollm2` is the same flow with a real model, which needs no SFT: it learns to follow instructions.
 
 data -> random model -> sft.py -> grpo.py -> generate.py and eval.py on held-out rows, before and after GRPO.
 Writes runs/demo: a run directory a stage, reward.png, summary.json. An earlier demo is moved aside first.
@@ -44,21 +44,18 @@ FLAGS = {
     ),
     "smollm2": dict(
         model="data_prep/smollm2.py",
-        data="data_prep/reasoning_gym.py --task family_relationships --answer_only --train_size 6000"
-        " --val_size 200 --test_size 500",
-        sft="--max_length 160 --train_batch_size 16 --total_steps 20 --lr 3e-5 --lr_schedule constant"
-        " --warmup_steps 2 --test_freq 0 --no-gradient_checkpointing" + NATIVE,
-        grpo="--max_prompt_length 128 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 32"
-        " --lr 1e-5 --warmup_steps 5 --test_freq 10 --share_prefix --no-gradient_checkpointing" + NATIVE,
-        generate="--max_prompt_length 128 --max_response_length 8",
+        data="data_prep/instructions.py",
+        grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16 --ppo_mini_batch_size 16"
+        " --lr 2e-5 --warmup_steps 5 --test_freq 10 --no-gradient_checkpointing" + NATIVE,
+        generate="--max_prompt_length 128 --max_response_length 48",
     ),
 }
 TITLES = {
     "tiny": "Two-digit sums, 1M parameters",
-    "smollm2": "Who is who in a family, SmolLM2-135M-Instruct",
+    "smollm2": "Verifiable instructions, SmolLM2-135M-Instruct",
 }
 QUIET = dict(TORCH_CPP_LOG_LEVEL="ERROR", TORCH_LOGS="-torch._library")  # of vLLM's NUMA nodes, of Triton
-GRPO_STEPS = {"tiny": 60, "smollm2": 60}
+GRPO_STEPS = {"tiny": 60, "smollm2": 40}
 # what a stage does, and how long it takes with the tiny model on two cores, faster and slower ones
 STAGES = {
     "data": ("Questions for training, validation and test", "a second"),
@@ -77,7 +74,7 @@ STAGES = {
 @dataclass
 class Args:
     size: Literal["tiny", "smollm2"] = "tiny"
-    """tiny: sums, 1M random parameters; smollm2: relations in a family, SmolLM2-135M-Instruct."""
+    """tiny: sums, 1M random parameters; smollm2: instructions that rules can check, SmolLM2-135M-Instruct."""
     output_dir: Path = ROOT / "runs/demo"
     """Directory of the demo."""
     ranks: int = min(2, os.cpu_count())
@@ -128,21 +125,26 @@ def main(args):
 
     def stage(name, *command, **options):
         what, duration = STAGES[name]
-        number = f"[{[*STAGES].index(name) + 1}/{len(STAGES)}]"
+        number = f"[{stages.index(name) + 1}/{len(stages)}]"
         print(f"\n{number} {what}" + f": {duration}" * (args.size == "tiny"))
         run(name, seconds, *command, **options)
 
     train, val, test = (out / f"data/{split}.parquet" for split in ("train", "val", "test"))
     flags = {name: value.split() for name, value in FLAGS[args.size].items()}
     flags["grpo"] += ["--total_steps", GRPO_STEPS[args.size]]
+    stages = [name for name in STAGES if name in flags or name not in FLAGS["tiny"]]
     stage("data", *flags["data"], "--local_save_dir", out / "data")
     stage("model", *flags["model"], "--local_save_dir", out / "model")
     common = "--train_files", train, "--val_files", val, "--save_freq", 0, "--seed", args.seed
-    for name, model in (("sft", out / "model"), ("grpo", out / "sft/checkpoints/latest/hf")):
-        directories = "--model", model, "--output_dir", out / name
-        stage(name, f"algos/{name}.py", *directories, *common, *flags[name], ranks=args.ranks)
-    for name, model in (("before", out / "sft"), ("after", out / "grpo")):
-        files = "--model", model, "--data", test, "--output", out / f"{name}.parquet"
+    model = out / "model"
+    if "sft" in flags:
+        directories = "--model", model, "--output_dir", out / "sft"
+        stage("sft", "algos/sft.py", *directories, *common, *flags["sft"], ranks=args.ranks)
+        model = out / "sft/checkpoints/latest/hf"
+    directories = "--model", model, "--output_dir", out / "grpo"
+    stage("grpo", "algos/grpo.py", *directories, *common, *flags["grpo"], ranks=args.ranks)
+    for name, answerer in (("before", model), ("after", out / "grpo")):
+        files = "--model", answerer, "--data", test, "--output", out / f"{name}.parquet"
         stage(name, "algos/generate.py", *files, *flags["generate"], ranks=args.ranks)
     answers = out / "before.parquet", out / "after.parquet"
     stage("eval", "algos/eval.py", "--data", *answers, "--output", out / "eval")
@@ -156,7 +158,7 @@ def main(args):
     table = Table(title=f"{TITLES[args.size]}: held-out questions, greedy answers")
     for column in ("", "accuracy", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row("after SFT", f"{before:.1%}", f"{seconds['sft']:.0f}")
+    table.add_row("before GRPO", f"{before:.1%}", f"{seconds['sft']:.0f}" if "sft" in seconds else "")
     table.add_row("after GRPO", f"{after:.1%}", f"{seconds['grpo']:.0f}")
     table.add_row("everything", "", f"{total:.0f}")
     Console().print(table)

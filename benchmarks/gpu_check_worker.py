@@ -44,13 +44,17 @@ def norm(policy, rows, args, device):
 
 
 def layouts(config, args):
-    """name -> layout, attention of the model, flags that make the trainer take this layout."""
-    packed, found = dict(attn_implementation=FLASH), {"padded": (grpo.padded, "sdpa", {})}
+    """name -> layout, attention of the model, the argument that makes the trainer take this layout."""
+    found = {"padded": (grpo.padded, "sdpa", "sdpa")}
     if not grpo.recurrent(config):
-        found["packed"] = grpo.packed, "sdpa", packed  # by a mask that transformers makes of position ids
-        found["shared"] = grpo.shared, "sdpa", dict(share_prefix=True)
+        found["packed"] = grpo.packed, "sdpa", FLASH  # by a mask that transformers makes of position ids
+    if (
+        grpo.share_prefixes(dataclasses.replace(args, attn_implementation="sdpa")).attn_implementation
+        == "shared"
+    ):
+        found["shared"] = grpo.shared, "shared", "shared"
     if args.attn_implementation == FLASH:
-        found |= {"padded flash": (grpo.padded, FLASH, {}), "packed flash": (grpo.packed, FLASH, packed)}
+        found |= {"padded flash": (grpo.padded, FLASH, "sdpa"), "packed flash": (grpo.packed, FLASH, FLASH)}
     return found
 
 
@@ -90,12 +94,13 @@ def alone(args, train_files, work):
     logp_nt = {"sampler": grpo.pad([row["rollout_logps"] for row in rows])}
     mask_nt = grpo.response_mask([len(row["response_ids"]) for row in rows])
     gap = lambda a_nt, b_nt: (a_nt - b_nt).abs()[mask_nt].mean().item()
-    for name, (layout, attention, changes) in layouts(policy.lm.config, args).items():
+    for name, (layout, attention, kernel) in layouts(policy.lm.config, args).items():
         model = policy
-        if attention == FLASH:
-            model = grpo.load_model(args, mesh, device)
+        if attention != "sdpa":
+            model = grpo.load_model(dataclasses.replace(args, attn_implementation=attention), mesh, device)
         logp_nt[name] = logps(model, rows, layout)
-        result["norms"][name] = norm(model, rows, dataclasses.replace(sdpa, **changes), device)
+        how = dataclasses.replace(args, attn_implementation=kernel)
+        result["norms"][name] = norm(model, rows, how, device)
     for a, b in combinations(reversed(logp_nt), 2):
         result["gaps"][f"{a} : {b}"] = gap(logp_nt[a], logp_nt[b])
     result["borders"] = gap(logps(policy, rows, without_borders), logp_nt["padded"])

@@ -8,7 +8,7 @@
 
 A round runs each contestant once, one after the other. All are timed by one stopwatch: the lines of
 metrics.jsonl. A ratio is TRL's time per token over ours in the same round, with the same number of processes.
-GRPO and DPO run here twice, with --share_prefix and without; rm.py and dpo.py also show the loss of the first
+DPO runs here twice, with --share_prefix and without; rm.py and dpo.py also show the loss of the first
 step, of all pairs, for TRL's must be the same. DPO's reference log-probs are computed before the first step
 by both, and not timed. Agents call a calculator after each turn but the last;
 the model does not know how, so that a call is read in place of what it says, by each side's own parser. The
@@ -136,7 +136,7 @@ def main():
     pairs_of = args.algo in ("rm", "dpo")
     if pairs_of:
         variants = {"TRL": ()}
-    sharing = args.algo not in ("sft", "rm")
+    sharing = args.algo == "dpo"
     rounds, failed = [], {}
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.grpo import (
@@ -25,6 +25,7 @@ from algos.grpo import (
     padded,
     setup_distributed,
     shared,
+    shared_attention,
     split_micro_batches,
 )
 from data_prep.cache import load_prompts
@@ -46,13 +47,11 @@ class Args:
     temperature: float
     """Sampling temperature."""
     attn_implementation: str
-    """Attention kernel of transformers."""
+    """Attention kernel of transformers, or `shared`."""
     compute_dtype: str
     """Precision."""
     max_tokens_per_microbatch: int
     """Tokens of a forward pass, padding included."""
-    share_prefix: bool = False
-    """Compute each prompt once, as the trainers do with this flag."""
     train_only: bool = False
     """Random responses instead of vLLM's."""
     repeats: int = 3
@@ -96,7 +95,7 @@ def sequences(rows, args):
     """Numbers of the rows that a trainer computes as one, and the tokens of each: see balance_batch."""
     prompts, responses = zip(*rows, strict=True)
     fit = (args.max_tokens_per_microbatch - max(map(len, prompts))) // max(map(len, responses))
-    fit, size = max(1, fit) if args.share_prefix else 1, args.group_size or 1
+    fit, size = max(1, fit) if args.attn_implementation == "shared" else 1, args.group_size or 1
     parts = [
         list(range(i, min(i + fit, g + size)))
         for g in range(0, len(rows), size)
@@ -107,11 +106,10 @@ def sequences(rows, args):
 
 def losses(model, rows, args, device):
     """Cross-entropy of the responses, a micro-batch at a time, in the trainers' layout."""
-    layout = shared if args.share_prefix else padded
-    layout = packed if args.attn_implementation == "flash_attention_2" else layout
+    layout = dict(shared=shared, flash_attention_2=packed).get(args.attn_implementation, padded)
     prompts, responses = zip(*rows, strict=True)
     parts, tokens = sequences(rows, args)
-    for part in split_micro_batches(tokens, args.max_tokens_per_microbatch, layout is packed):
+    for part in split_micro_batches(tokens, args.max_tokens_per_microbatch, layout is not padded):
         part = [i for s in part for i in parts[s]]
         target = torch.tensor([token for i in part for token in responses[i]])
         inputs, where = layout([prompts[i] for i in part], [responses[i] for i in part])
@@ -131,6 +129,7 @@ def main():
     engine = None if args.train_only or not args.group_size else build_engine(args, prompts)
     if engine:
         generate(engine, prompts, args)  # warm-up
+    AttentionInterface.register("shared", shared_attention)
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=dtype, attn_implementation=args.attn_implementation
     ).to(device)

@@ -108,7 +108,6 @@ def measure(args, work):
         *("--response_length", args.response_length, "--temperature", args.temperature),
         *("--attn_implementation", run["attn_implementation"], "--compute_dtype", run["compute_dtype"]),
         *("--max_tokens_per_microbatch", args.max_tokens_per_microbatch),
-        *(["--share_prefix"] if run.get("share_prefix") else []),
         *(["--train_only"] if args.train_only else []),
         ranks=args.ranks,
     )

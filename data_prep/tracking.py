@@ -140,7 +140,10 @@ def step_metrics(rows, rank_tokens, load, policy, timing, args):
     if "update_actor" in timing:  # FLOPs: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2
         weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config.get_text_config()
         attention = config.num_hidden_layers * config.hidden_size  # read once: transformers takes 5 us
-        flops = sum((4 if args.lora_rank else 6) * n * (weights + attention * n) for n in chain(*load))
+        flops = weights * sum(chain(*load)) + attention * sum(
+            (a + b) ** 2 for a, b in zip(prompts, responses)
+        )
+        flops *= 4 if args.lora_rank else 6
         peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * ranks
         metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
     for name, seconds in timing.items():

@@ -1,5 +1,4 @@
-"""Tasks of reasoning-gym with a second and a third attempt: rows of data_prep/reasoning_gym.py
-without --answer_only.
+"""Tasks of reasoning-gym with a second and a third attempt: rows of data_prep/reasoning_gym.py.
 
 The model answers in <answer>...</answer>; the library scores it.  One without full marks is answered by a
 user's message that says so.  The reward is the score of the last answer, halved for each one before it.

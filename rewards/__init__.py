@@ -23,6 +23,7 @@ SOURCES = {  # data_source, which may end in *, -> module of this package
     "numina_cn_k12": "prime_math",
     "numina_olympiads": "prime_math",
     "hiyouga/geometry3k": "geo3k",
+    "ifeval": "ifeval",
     "kk": "kk",
     "kk_logic": "kk",
     "codecontests": "prime_code",

@@ -1,7 +1,6 @@
 """Procedural tasks of the library reasoning-gym: the score of the task's own `score_answer`, 0 to 1.
 
 The answer is the text in the last `<answer>...</answer>`; thoughts (all up to the last `</think>`) give none.
-Of rows that ask for the answer only (extra_info["answer_only"]) it is the whole response.
 The library runs in a process that can be killed.  An answer on which its scorer fails is `unreadable`: 0.
 """
 
@@ -65,14 +64,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     Raises ValueError for an unknown or refused task and for a broken entry, TimeoutError and WorkerError.
     """
     task = data_source.removeprefix("reasoning_gym/")
-    extra_info = extra_info or {}
-    if not isinstance(extra_info.get("entry"), str):
+    entry = (extra_info or {}).get("entry")
+    if not isinstance(entry, str):
         raise ValueError("extra_info['entry'] is missing; write the rows with data_prep/reasoning_gym.py")
-    sample = extra_info["entry"], solution_str, bool(extra_info.get("answer_only"))
-    return call_in_worker("rewards.reasoning_gym:score", task, *sample, timeout_s=TIMEOUT_S)
+    return call_in_worker("rewards.reasoning_gym:score", task, entry, solution_str, timeout_s=TIMEOUT_S)
 
 
-def score(task, entry, solution_str, answer_only=False):
+def score(task, entry, solution_str):
     """`compute_score` in the process of the library."""
     check_task(task)
     from reasoning_gym.utils import extract_answer
@@ -81,9 +79,7 @@ def score(task, entry, solution_str, answer_only=False):
         entry = ast.literal_eval(entry)
     except (ValueError, SyntaxError):
         raise ValueError("extra_info['entry'] is no Python literal") from None
-    answer, points, unreadable = solution_str.strip(), 0.0, False
-    if not answer_only:
-        answer = extract_answer(solution_str.rpartition("</think>")[2])
+    answer, points, unreadable = extract_answer(solution_str.rpartition("</think>")[2]), 0.0, False
     if answer is not None:
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # tower_of_hanoi prints what it does not like

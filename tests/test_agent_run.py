@@ -82,7 +82,7 @@ def same(a, b, steps, tolerance):
     assert ids[0] == ids[1]
 
 
-@pytest.mark.parametrize("more", (("--tp_size", 2), ("--hsdp_replicas", 2, "--share_prefix")))
+@pytest.mark.parametrize("more", (("--tp_size", 2), ("--hsdp_replicas", 2)))
 def test_delays_and_ranks_change_nothing(straight, flags, more, tmp_path, monkeypatch):
     """Environments that take up to .14 s, by chance; trajectories of a group in a row with one prompt."""
     monkeypatch.setenv("TALK_DELAY_S", "0.02")

@@ -3,7 +3,6 @@
 import ast
 import inspect
 import textwrap
-from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -59,21 +58,10 @@ def test_equal_questions_stand_once(tmp_path, capsys):
     questions = [row["extra_info"]["question"] for row in rows]
     assert len(set(questions)) == len(questions) == 6
     entry = {"question": "1+1?", "answer": "2"}
-    make = partial(reasoning_gym.make_row, task="gcd", answer_only=False, seen=set())
-    assert make(entry, "train", 0)["reward_model"]["ground_truth"] == "2"
+    seen = set()
+    assert reasoning_gym.make_row(entry, "train", 0, "gcd", seen)["reward_model"]["ground_truth"] == "2"
     with pytest.raises(reasoning_gym.prepare.LeftOut, match=r"the question of an earlier row"):
-        make(entry, "train", 1)
-
-
-def test_nothing_but_the_answer(tmp_path):
-    sizes = dict(train_size=2, val_size=3, test_size=1, answer_only=True)
-    rows = prepared("family_relationships", tmp_path, **sizes)
-    assert len(load_rows(tmp_path / "val.parquet", COLUMNS)) == 3 and len(rows) == 3
-    for row in rows:
-        assert [message["role"] for message in row["prompt"]] == ["user"]
-        answer = row["extra_info"]["answer"]
-        assert score(row, f" {answer.upper()}\n")["acc"] == 1.0
-        assert score(row, f"<answer>{answer}</answer>")["acc"] == score(row, f"a {answer}")["acc"] == 0.0
+        reasoning_gym.make_row(entry, "train", 1, "gcd", seen)
 
 
 def test_refused_tasks(tmp_path):
@@ -92,9 +80,8 @@ def test_refused_tasks(tmp_path):
         compute_score("reasoning_gym/gcd", "<answer>1</answer>", "1", {})
     with pytest.raises(ValueError, match=r"extra_info\['entry'\] is no Python literal"):
         compute_score("reasoning_gym/gcd", "<answer>1</answer>", "1", {"entry": "{'question': "})
-    for sizes, what in ((dict(test_size=0), "--test_size is 0"), (dict(val_size=-1), "--val_size is -1")):
-        with pytest.raises(ValueError, match=what):
-            reasoning_gym.main(reasoning_gym.Args("gcd", str(tmp_path), **sizes))
+    with pytest.raises(ValueError, match=r"--test_size is 0"):
+        reasoning_gym.main(reasoning_gym.Args("gcd", str(tmp_path), test_size=0))
 
 
 def test_no_other_scorer_evaluates_text():

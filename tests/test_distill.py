@@ -1,6 +1,5 @@
 """Distillation: its losses against tables and plain autograd, what it refuses, and a run from end to end."""
 
-import json
 import math
 import os
 import shutil
@@ -200,12 +199,6 @@ def test_a_teacher_is_checked_as_a_model(refused, tiny, tmp_path):
     (tmp_path / "bare").mkdir()
     shutil.copy(tiny / "config.json", tmp_path / "bare")
     assert "has no tokenizer to compare" in refused(teacher=tmp_path / "bare")
-    window = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4)
-    shutil.copytree(tiny, tmp_path / "window")
-    config = json.loads((tiny / "config.json").read_text()) | window
-    (tmp_path / "window/config.json").write_text(json.dumps(config))
-    line = refused("--share_prefix", teacher=tmp_path / "window")
-    assert "--share_prefix needs full attention, and mistral has other layers" in line
 
 
 def test_the_share_of_the_student(refused, arithmetic, tmp_path):

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import transformers
-from families import build, write
+from families import write
 from transformers import PhiConfig
 
 from algos import grpo
@@ -37,16 +37,10 @@ def test_unknown_flag(refused):
     assert "--learning_rat" in refused("--learning_rat", 1)
 
 
-def test_shared_prefix_needs_a_mask(refused):
-    line = refused("--share_prefix", attn_implementation="eager")
-    assert "--share_prefix needs sdpa" in line and "--attn_implementation eager" in line
-
-
 def test_shared_rows(refused, tiny, tmp_path, monkeypatch):
-    """What --sp_size cannot do: more ranks than there are, a shared prefix, windows of a model."""
+    """What --sp_size cannot do: more ranks than there are, windows of a model."""
     assert "1 ranks are not a multiple of --sp_size 2" in refused(sp_size=2)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "--sp_size 3 cuts packed rows, which share no prefix" in refused("--share_prefix", sp_size=3)
     write("mistral", tmp_path / "mistral")
     line = refused(sp_size=3, model=tmp_path / "mistral", tokenizer=tiny)
     assert "(mistral) has sliding_window, which --sp_size 3 does not implement" in line
@@ -185,13 +179,6 @@ def test_output_dir_of_another_run(refused, tmp_path):
 def test_a_kl_loss_without_a_gradient(refused):
     assert "take k1+, k2 or k3+" in refused("--use_kl_loss", "--kl_kind", "k1")
     assert "--kl_kind k1 has an expected gradient of 0" in refused("--use_kl_loss", "--kl_kind", "k1")
-
-
-@pytest.mark.parametrize("family", ("mistral", "gemma3_text", "lfm2", "qwen3_next"))
-def test_shared_prefix_needs_full_attention(refused, tmp_path, family):
-    write(family, tmp_path / family)
-    line = refused("--share_prefix", model=tmp_path / family)
-    assert "--share_prefix needs full attention" in line and build(family).config.model_type in line
 
 
 @pytest.mark.parametrize(

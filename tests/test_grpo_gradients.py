@@ -50,10 +50,11 @@ def test_other_losses_equal_plain_ones(gradients, loss, ranks, way):
 
 
 def test_a_shared_prompt_is_computed_once(gradients):
-    """Six rows padded to 85 tokens, or two to 95; with less budget each of the two is its own micro-batch."""
+    """Six rows padded to 85 tokens, or 5 + 43 and 60 + 35 in one; of 70 tokens only the first three."""
     tokens = {key[1:]: value for key, value in gradients["1"].items() if key[0] == "tokens"}
-    assert tokens[100_000, "padded"] == 6 * 85 and tokens[100_000, "shared"] == 2 * 95
-    assert tokens[200, "shared"] == 95 + 48 < tokens[200, "padded"]
+    assert tokens[100_000, "padded"] == 6 * 85
+    assert tokens[100_000, "shared"] == tokens[200, "shared"] == 48 + 95
+    assert tokens[70, "shared"] == tokens[70, "packed"] - 2 * 5
 
 
 def test_replicas_reduce_their_gradients_once_a_step(gradients):

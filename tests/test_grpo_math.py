@@ -133,12 +133,48 @@ def test_borders_of_packed_rows_reach_the_kernel(family):
 def test_a_tree_by_hand():
     """Two responses to prompt 7 8, then one to 9: see the docstring of `shared`."""
     inputs, where = grpo.shared([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
-    ids, positions, mask = inputs.values()
-    assert ids.tolist() == [[7, 8, 1, 2, 3], [9, 4, 0, 0, 0]]
-    assert positions.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0]]
-    seen = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4]]
-    assert [row.nonzero().flatten().tolist() for row in mask[0, 0]] == seen
-    assert [x.tolist() for x in where] == [[1, 2], [1], [5]]
+    ids, positions, seen, shapes = inputs.values()
+    assert ids.tolist() == [[9, 7, 8, 4, 3, 1, 2]]
+    assert positions.tolist() == [[0, 0, 1, 1, 2, 2, 3]]
+    assert shapes == [(1, 1, 1), (1, 2, 2), (1, 1, 2), (1, 1, 3), (1, 2, 4)]
+    seen = seen.split([s for _, _, s in shapes])
+    assert [x.tolist() for x in seen] == [[0], [1, 2], [0, 3], [1, 2, 4], [1, 2, 5, 6]]
+    assert [x.tolist() for x in where] == [[2, 5], [2], [0]]
+
+
+SHARING = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - {"phi"}))  # which is refused
+def test_responses_share_their_prompt_where_the_layers_let_them(family, tmp_path):
+    """With the log-probs and gradients of rows of their own; other models keep those."""
+    lm = families.build(family)
+    lm.config.save_pretrained(tmp_path)
+    args = grpo.Args(model=str(tmp_path), train_files=(), output_dir="", attn_implementation="sdpa")
+    chosen = grpo.share_prefixes(args).attn_implementation
+    assert (chosen == "shared") == (family in SHARING)
+    eager = dataclasses.replace(args, attn_implementation="eager")
+    assert grpo.share_prefixes(eager).attn_implementation == "eager"
+    if family not in SHARING:
+        return
+    prompts = [[7, 8, 30]] * 4 + [[9], [40, 41]] + [[9]] * 3
+    responses = [[1, 2], [3], [60, 4], [5, 6, 7, 8], [11, 12], [13], [14, 15], [16, 17], [18]]
+    found = []
+    for kernel, layout in (("sdpa", grpo.padded), (chosen, grpo.shared)):
+        lm.set_attn_implementation(kernel)
+        lm.zero_grad()
+        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm), prompts, responses, 0.7, layout)
+        (logp_nt.cos() * torch.arange(9)[:, None] + entropy_nt).sum().backward()
+        found.append([logp_nt.detach(), entropy_nt.detach(), *(p.grad for p in lm.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_a_critic_with_a_window_keeps_rows_of_its_own(tiny, tmp_path):
+    families.write("mistral", tmp_path)
+    args = grpo.Args(model=str(tiny), train_files=(), output_dir="", attn_implementation="sdpa")
+    assert grpo.share_prefixes(args).attn_implementation == "shared"
+    assert grpo.share_prefixes(args, tmp_path).attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("grpo", (grpo, dapo))

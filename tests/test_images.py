@@ -128,8 +128,7 @@ def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
 @pytest.mark.parametrize(
     "script, flags, problem",
     (
-        (grpo, dict(share_prefix=True), "takes images: no --share_prefix, --sp_size or --lora_rank"),
-        (grpo, dict(sp_size=2), "takes images: no --share_prefix, --sp_size or --lora_rank"),
+        (grpo, dict(sp_size=2), "takes images: no --sp_size or --lora_rank"),
         (dapo, {}, "idefics3 models take more than text: not supported"),
         (sft, dict(packing=True), "takes images, which --messages_key, --packing, --lora_rank"),
     ),

@@ -1,7 +1,6 @@
 """Bad input to what PPO has over GRPO: one clear line and a non-zero exit, before any model is loaded."""
 
 import pytest
-from families import write
 from transformers import Gemma3Config
 from workers.ppo_reward_model import write_reward_model
 
@@ -49,11 +48,6 @@ def test_missing_models(refused):
 def test_critic_with_fewer_tokens(refused, tmp_path):
     write_reward_model(tmp_path)
     assert "knows 100 tokens" in refused("--critic_model", tmp_path)
-
-
-def test_shared_prefix_needs_full_attention_in_the_critic(refused, tmp_path):
-    write("mistral", tmp_path)
-    assert "--critic_model" in refused("--share_prefix", "--critic_model", tmp_path)
 
 
 def test_reward_model_with_two_labels(refused, tmp_path):

@@ -68,11 +68,11 @@ def main(_, model, out, hsdp_replicas):
         args = dataclasses.replace(base, **changes)
         policy, teacher = load(args)
         actor = adapters(policy.lm, args) if args.lora_rank else None
-        for cut, how in cuts(args):
+        for cut, how in cuts(args, policy, teacher):
             results[mode, *cut] = gradient(policy, teacher, how, actor)
         if dist.get_world_size() == 2:
-            args = dataclasses.replace(args, sp_size=2)
-            policy, teacher = load(distill.share_rows(args, device))
+            args = distill.share_rows(dataclasses.replace(args, sp_size=2), device)
+            policy, teacher = load(args)
             actor = adapters(policy.lm, args) if args.lora_rank else None
             results[mode, "sliced"] = gradient(policy, teacher, args, actor)
             distill.share_rows(base, device)

@@ -70,14 +70,18 @@ def make_batch(args, device):
     return batch
 
 
-def cuts(args):
-    """(budget, layout) and arguments that cut the work so."""
-    for budget in (70, 200, 100_000):  # 200: two of three responses share a row
-        for layout in ("padded", "packed", "shared"):
-            # only the layout follows the argument: the model itself is built with SDPA
-            kernel = "flash_attention_2" if layout == "packed" else "sdpa"
+KERNELS = dict(shared="shared", packed="flash_attention_2", padded="sdpa")  # by which a layout is chosen
+
+
+def cuts(args, *policies):
+    """(budget, layout) and arguments that cut the work so; the policies get the attention for it."""
+    assert grpo.share_prefixes(args).attn_implementation == "shared"
+    for budget in (70, 200, 100_000):  # 200: two of three responses share their prompt
+        for layout, kernel in KERNELS.items():
+            for policy in policies:  # packed rows too are computed by SDPA here
+                policy.lm.set_attn_implementation("shared" if layout == "shared" else "sdpa")
             how = dict(max_tokens_per_microbatch=budget, attn_implementation=kernel)
-            yield (budget, layout), dataclasses.replace(args, share_prefix=layout == "shared", **how)
+            yield (budget, layout), dataclasses.replace(args, **how)
 
 
 class Capture(torch.optim.SGD):
@@ -165,7 +169,7 @@ def check_lora(args, mesh, device, results):
     with grpo.without_adapters(policy.lm):
         assert same(policy)
     assert not same(policy)
-    for cut, how in cuts(args):
+    for cut, how in cuts(args, policy):
         optimizer = Capture(actor.parameters(), lr=1.0)
         grpo.update_actor(policy, optimizer, make_batch(how, device), how)
         results["lora", *cut] = optimizer.grads
@@ -193,8 +197,8 @@ def check_slices(base, mesh, device, results):
     base = dataclasses.replace(base, sp_size=2)
     for name in SLICED:
         args = dataclasses.replace(base, **KINDS.get(name, dict(lora_rank=4)))
-        sliced = grpo.share_rows(args, device, getattr(grpo, SLICES[sys.argv[1]]))
-        policy = grpo.load_model(sliced, mesh, device, wrap=grpo.Sliced)
+        args = grpo.share_rows(args, device, getattr(grpo, SLICES[sys.argv[1]]))
+        policy = grpo.load_model(args, mesh, device, wrap=grpo.Sliced)
         actor = adapters(policy.lm, args) if args.lora_rank else policy
         for budget in (70, 100_000):
             args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
@@ -226,7 +230,7 @@ def main(model, out, hsdp_replicas):
     count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel())
     policy.register_forward_pre_hook(count, with_kwargs=True)
     for name, flags in KINDS.items():
-        for cut, args in cuts(dataclasses.replace(base, **flags)):
+        for cut, args in cuts(dataclasses.replace(base, **flags), policy):
             if name in LOSSES and cut not in WAYS:
                 continue
             batch, optimizer = make_batch(args, device), Capture(policy.parameters(), lr=1.0)
@@ -240,10 +244,12 @@ def main(model, out, hsdp_replicas):
     metrics, _ = grpo.update_actor(policy, optimizer, batch, args)
     norm = torch.stack([g.norm() for g in optimizer.grads]).norm()
     results["clipped"] = norm, float(metrics["actor/grad_norm"])
-    # a NaN in one row, on one rank: all ranks skip the first optimizer step of two, and take the second
+    # a NaN in one row, on one rank: all ranks skip the first optimizer step of two, and take the second;
+    # the rows of each step share their prompt, so that a second rank has none
     rows, adv_n = make_rows()
     adv_n[0] = float("nan")
-    args = dataclasses.replace(base, ppo_mini_batch_size=1)
+    args = dataclasses.replace(base, ppo_mini_batch_size=1, attn_implementation="shared")
+    policy.lm.set_attn_implementation("shared")
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
     before = [p.full_tensor().clone() for p in policy.parameters()]
     batch, _ = grpo.make_batch(rows, adv_n, args, device)
@@ -255,6 +261,7 @@ def main(model, out, hsdp_replicas):
     metrics, _ = grpo.update_actor(policy, optimizer, good, args)
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert not any(same) and metrics["actor/skipped_updates"] == 0
+    policy.lm.set_attn_implementation("sdpa")
 
     # DAPO: a truncated response that is filtered out is as one without advantage, but counts for nothing
     if hasattr(base, "overlong_filtering"):

@@ -120,20 +120,21 @@ def updates(policy, critic, args, device):
 def gradients(policy, critic, base, mesh, device):
     """(actor's, critic's) gradients by budget and layout."""
     results = {}
+    assert ppo.share_prefixes(base).attn_implementation == "shared"
     for budget in (70, 200, 100_000):  # 200: two of three responses share a row
-        for layout in ("padded", "packed", "shared"):
-            # only the layout follows this argument: the models themselves are built with SDPA
-            kernel = "flash_attention_2" if layout == "packed" else "sdpa"
+        # as in gradients.py
+        for layout, kernel in dict(shared="shared", packed="flash_attention_2", padded="sdpa").items():
+            for model in (policy, critic):
+                model.lm.set_attn_implementation("shared" if layout == "shared" else "sdpa")
             args = dataclasses.replace(base, max_tokens_per_microbatch=budget, attn_implementation=kernel)
-            args = dataclasses.replace(args, share_prefix=layout == "shared")
             results[budget, layout] = updates(policy, critic, args, device)[:2]
     if dist.get_world_size() == 2:  # every rank has all weights
         replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         models = ppo.load_model(base, replicas, device), ppo.load_critic(base, replicas, device)
         args = dataclasses.replace(base, max_tokens_per_microbatch=70)
         results["hsdp"] = updates(*models, args, device)[:2]
-        sliced = ppo.share_rows(args := dataclasses.replace(args, sp_size=2), device)
-        models = ppo.load_model(sliced, mesh, device, wrap=ppo.Sliced), ppo.load_critic(sliced, mesh, device)
+        args = ppo.share_rows(dataclasses.replace(args, sp_size=2), device)
+        models = ppo.load_model(args, mesh, device, wrap=ppo.Sliced), ppo.load_critic(args, mesh, device)
         results["sliced"] = updates(*models, args, device)[:2]
         ppo.share_rows(base, device)
     # what the optimizers see, and what is reported, where the norm is far over its bound

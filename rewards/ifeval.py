@@ -1,0 +1,87 @@
+"""The share of a question's verifiable instructions that the response follows (IFEval, arXiv 2311.07911).
+
+Fifteen of IFEval's 25 kinds, checked as its own code checks them, but that no library asks whether a text all
+in capitals, or without any, is English. Nothing is followed by an empty response.
+"""
+
+import json
+import re
+
+
+def count(pattern, text):
+    """How often a pattern is in a text; lines count one by one."""
+    return len(re.findall(pattern, text, re.IGNORECASE | re.MULTILINE))
+
+
+def compare(n, relation, limit):
+    """Whether n is `at least` or `less than` a limit."""
+    return n >= limit if relation == "at least" else n < limit
+
+
+def is_json(text):
+    """Whether a text is JSON, perhaps in a markdown block."""
+    try:
+        json.loads(re.sub(r"^```(json|Json|JSON)?|```$", "", text.strip()).strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def has_highlights(text, num_highlights):
+    """Whether at least so many parts stand between asterisks, one or two on each side."""
+    parts = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
+    return sum(bool(part.strip("*").strip()) for part in parts) >= num_highlights
+
+
+CHECKS = {  # instruction -> whether a text follows it; further arguments are the instruction's
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        count(r"\[.*?\]", text) >= num_placeholders
+    ),
+    "detectable_content:postscript": lambda text, postscript_marker: (
+        count(r"p\.\s?s\." if postscript_marker == "P.S." else r"p\.\s?p\.\s?s", text) > 0
+    ),
+    "detectable_format:json_format": is_json,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        count(r"^\s*\*[^\*].*$", text) + count(r"^\s*-.*$", text) == num_bullets
+    ),
+    "detectable_format:number_highlighted_sections": has_highlights,
+    "detectable_format:title": lambda text: any(
+        x.lstrip("<").rstrip(">").strip() for x in re.findall(r"<<[^\n]+>>", text)
+    ),
+    "keywords:existence": lambda text, keywords: all(count(re.escape(word), text) for word in keywords),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(count(rf"\b{re.escape(word)}\b", text) for word in forbidden_words)
+    ),
+    "keywords:frequency": lambda text, keyword, frequency, relation: compare(
+        count(re.escape(keyword), text), relation, frequency
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation: compare(
+        count(r"\w+", text), relation, num_words
+    ),
+    "punctuation:no_comma": lambda text: "," not in text,
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: re.fullmatch(r'\s*".*"\s*', text, re.DOTALL) is not None,
+}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return {score, acc, pred}: the share that is followed, whether all are, and which are not.
+
+    ground_truth: JSON of {"instruction_id_list": [...], "kwargs": [{...}, ...]}, as IFEval has it.
+    Raises ValueError for an instruction that is not known here.
+    """
+    truth = json.loads(ground_truth)
+    names, given = truth["instruction_id_list"], truth["kwargs"]
+    if unknown := sorted({*names} - CHECKS.keys()):
+        raise ValueError(f"unknown instruction {', '.join(unknown)}; known: {', '.join(CHECKS)}")
+    missed = [
+        name
+        for name, kwargs in zip(names, given, strict=True)
+        if not (solution_str.strip() and CHECKS[name](solution_str, **kwargs))
+    ]
+    score = 1 - len(missed) / len(names)
+    return {"score": score, "acc": float(not missed), "pred": ", ".join(missed) or "all followed"}

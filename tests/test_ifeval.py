@@ -1,0 +1,116 @@
+"""Verifiable instructions: each kind by hand, and every question that data_prep/instructions.py makes up."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep.instructions import INSTRUCTIONS
+from rewards.ifeval import CHECKS, compute_score
+
+# instruction, its arguments, texts that follow it, texts that do not
+CASES = [
+    ("change_case:english_capital", {}, ["OWLS, 2 OF THEM!"], ["OWLS are", "12"]),
+    ("change_case:english_lowercase", {}, ["two owls."], ["Two owls.", "12"]),
+    (
+        "detectable_content:number_placeholders",
+        dict(num_placeholders=2),
+        ["[a] and []"],
+        ["[a] b]", "[a\nb] [c]"],
+    ),
+    (
+        "detectable_content:postscript",
+        dict(postscript_marker="P.S."),
+        ["Hi.\nP.S. Bye", "p. s. x"],
+        ["PS", "P.P.S"],
+    ),
+    ("detectable_content:postscript", dict(postscript_marker="P.P.S"), ["P.P.S Bye"], ["P.S. Bye"]),
+    (
+        "detectable_format:json_format",
+        {},
+        ['{"a": 1}', "```json\n[1]\n```", "3"],
+        ["{a: 1}", "JSON: {}", "[" * 9999],
+    ),
+    (
+        "detectable_format:number_bullet_lists",
+        dict(num_bullets=2),
+        ["* a\n* b", "x\n- a\n * b"],
+        ["* a", "**a**\n* b"],
+    ),
+    (
+        "detectable_format:number_highlighted_sections",
+        dict(num_highlights=2),
+        ["*a* b *c*", "**a** *b*"],
+        ["*a*", "** **"],
+    ),
+    ("detectable_format:title", {}, ["<<Owls>>\nx", "a <<b c>>"], ["<Owls>", "<< >>", "<<a\nb>>"]),
+    ("keywords:existence", dict(keywords=["new", "c++"]), ["News of C++"], ["new", "c++"]),
+    ("keywords:forbidden_words", dict(forbidden_words=["the", "a"]), ["Then all"], ["The owl", "is A"]),
+    ("keywords:frequency", dict(keyword="owl", frequency=2, relation="at least"), ["Owls owl"], ["owl"]),
+    ("keywords:frequency", dict(keyword="owl", frequency=2, relation="less than"), ["owl"], ["owl owl"]),
+    ("length_constraints:number_words", dict(num_words=3, relation="at least"), ["a b, c"], ["a b"]),
+    ("length_constraints:number_words", dict(num_words=3, relation="less than"), ["a b"], ["a b c"]),
+    ("punctuation:no_comma", {}, ["a b"], ["a, b"]),
+    ("startend:end_checker", dict(end_phrase="Peace!"), ["Owls. peace! ", '"Peace!"'], ["Peace! x"]),
+    ("startend:quotation", {}, [' "a\n"b" c"\n', '""'], ['"', '"a', "'a'"]),
+]
+
+
+def score(text, *instructions):
+    names, kwargs = zip(*instructions, strict=True)
+    return compute_score("ifeval", text, json.dumps(dict(instruction_id_list=names, kwargs=kwargs)))
+
+
+def test_every_kind_has_a_case():
+    assert {name for name, *_ in CASES} == {*CHECKS} == {*INSTRUCTIONS}
+
+
+@pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), CASES)
+def test_by_hand(name, kwargs, right, wrong):
+    for text in right:
+        assert score(text, (name, kwargs)) == dict(score=1.0, acc=1.0, pred="all followed"), text
+    for text in [*wrong, "", " \n"]:
+        assert score(text, (name, kwargs)) == dict(score=0.0, acc=0.0, pred=name), text
+
+
+def test_the_share_of_several():
+    both = ("punctuation:no_comma", {}), ("change_case:english_capital", {})
+    assert score("OWLS ARE", *both) == dict(score=1.0, acc=1.0, pred="all followed")
+    assert score("owls are", *both) == dict(score=0.5, acc=0.0, pred="change_case:english_capital")
+
+
+def test_an_instruction_that_is_not_known():
+    with pytest.raises(
+        ValueError, match="unknown instruction language:response_language; known: change_case"
+    ):
+        score("x", ("language:response_language", dict(language="de")))
+
+
+@given(st.text(alphabet='a,A.*-<>[]"`{}\n P S:1', max_size=40), st.randoms())
+def test_any_text_has_a_score(text, random):
+    for name, (_, draw) in INSTRUCTIONS.items():
+        assert score(text, (name, draw(random)))["score"] in (0.0, 1.0)
+
+
+def test_questions(tmp_path):
+    sizes = "--train_size", 400, "--val_size", 60, "--test_size", 60
+    for out in ("a", "b"):
+        run(ROOT / "data_prep/instructions.py", "--local_save_dir", tmp_path / out, *sizes)
+    splits = {}
+    for split, size in dict(train=400, val=60, test=60).items():
+        path = f"{split}.parquet"
+        assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
+        rows = pq.read_table(tmp_path / "a" / path).to_pylist()
+        questions = [row["prompt"][0]["content"] for row in rows]
+        assert len({*questions}) == size and not any("{" in question for question in questions)
+        assert all(
+            0 <= compute_score("ifeval", "x", row["reward_model"]["ground_truth"])["score"] <= 1
+            for row in rows
+        )
+        splits[split] = {question.split(".")[0] for question in questions}  # the tasks, with their subjects
+    assert not splits["train"] & (splits["val"] | splits["test"]) and not splits["val"] & splits["test"]
+    done = run(ROOT / "data_prep/instructions.py", "--train_size", 0, check=False)
+    assert done.stderr.strip() == "instructions.py: --train_size is 0; it must be from 1 to 5000"
