@@ -46,7 +46,8 @@ FLAGS = {
         model="data_prep/smollm2.py",
         data="data_prep/instructions.py",
         grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16 --ppo_mini_batch_size 16"
-        " --lr 2e-5 --warmup_steps 5 --test_freq 10 --no-gradient_checkpointing" + NATIVE,
+        " --lr 2e-5 --warmup_steps 5 --use_kl_loss --kl_loss_coef .05 --test_freq 10"
+        " --no-gradient_checkpointing" + NATIVE,
         generate="--max_prompt_length 128 --max_response_length 48",
     ),
 }

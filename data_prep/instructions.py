@@ -2,8 +2,8 @@
 
     python data_prep/instructions.py --local_save_dir data/instructions
 
-"Write two sentences about owls. Wrap your entire response with double quotation marks." The subjects of val
-and of test are others than those of train.
+"Write a slogan about owls. Include the word owls. Wrap your entire response with double quotation marks."
+The subjects of val and of test are others than those of train.
 """
 
 import os
@@ -124,6 +124,9 @@ INSTRUCTIONS = {
 }
 
 
+SUBJECT = "keywords:existence"  # of its subject: an instruction of every question
+
+
 @dataclass
 class Args:
     local_save_dir: str = "data/instructions"
@@ -146,10 +149,13 @@ def make_rows(split, subjects, rng):
         text, draw = INSTRUCTIONS[name]
         kwargs = draw(rng)
         said = {key: ", ".join(x) if isinstance(x, list) else x for key, x in kwargs.items()}
-        question = f"{rng.choice(TASKS).format(rng.choice(subjects))} {text.format(**said)}"
+        task, subject = rng.choice(TASKS), rng.choice(subjects)
+        word = subject.split()[-1]
+        question = f"{task.format(subject)} Include the word {word}. {text.format(**said)}"
         if question in seen:
             continue
-        truth, about = dict(instruction_id_list=[name], kwargs=[kwargs]), dict(split=split, index=len(seen))
+        truth = dict(instruction_id_list=[SUBJECT, name], kwargs=[dict(keywords=[word]), kwargs])
+        about = dict(split=split, index=len(seen))
         seen.add(question)
         yield {
             "data_source": "ifeval",
