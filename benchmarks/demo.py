@@ -37,9 +37,8 @@ FLAGS = {
         grpo="--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 32"
         " --group_size 16 --lr 3e-4 --lr_schedule linear --warmup_steps 5 --weight_decay 0"
         " --test_freq 10 --no-gradient_checkpointing",
-        # for seeds.py: TRL's flags for the same work
-        trl="--algo grpo --total_steps 150 --group_size 16 --response_length 8 --accumulation 1 --lr 3e-4"
-        " --warmup_steps 5",
+        # for seeds.py and race.py: TRL's flags for the same work
+        trl="--algo grpo --group_size 16 --response_length 8 --warmup_steps 5",
         generate="--max_prompt_length 16 --max_response_length 8",
     ),
     "smollm2": dict(
@@ -48,6 +47,8 @@ FLAGS = {
         grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16 --ppo_mini_batch_size 16"
         " --lr 2e-5 --warmup_steps 5 --use_kl_loss --kl_loss_coef .05 --test_freq 10"
         " --no-gradient_checkpointing" + NATIVE,
+        trl="--algo grpo --group_size 8 --response_length 48 --warmup_steps 5 --beta .05"
+        + " --bf16" * bool(NATIVE),
         generate="--max_prompt_length 128 --max_response_length 48",
     ),
 }

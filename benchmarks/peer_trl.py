@@ -3,13 +3,14 @@
     pip install --no-deps -r requirements-bench.txt
 
 TRL's defaults, but for what makes the work the same as ours: float32 on a CPU, no gradient checkpointing.
-OUTPUT_DIR/metrics.jsonl gets a line after every step. With --lr it learns, for seeds.py: GRPO's rewards are
-the rules of `rewards`, and the model is saved to OUTPUT_DIR/hf.
+OUTPUT_DIR/metrics.jsonl gets a line after every step. With --lr it learns, for seeds.py and race.py: GRPO's
+rewards are the rules of `rewards`, and the model is saved to OUTPUT_DIR/hf.
 """
 
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -70,20 +71,34 @@ class Args:
     """Peak learning rate, which then falls linearly; None: no learning, only its time."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
+    beta: float = 0.0
+    """Weight of GRPO's KL loss."""
+    bf16: bool = False
+    """Forward and backward in bfloat16 on a CPU too."""
+    save_freq: int = 0
+    """Steps between checkpoints of the weights, OUTPUT_DIR/checkpoint-N; 0: none."""
     seed: int = 42
     """Seed."""
 
 
 class Stamp(TrainerCallback):
-    """A line in metrics.jsonl after every step, with what TRL has logged."""
+    """A line in metrics.jsonl after every step, with what TRL has logged and its seconds so far."""
 
     def __init__(self, path):
         self.path = path
 
+    def on_train_begin(self, *_, **__):
+        self.begin = time.perf_counter()
+
     def on_log(self, args, state, control, logs, **_):
+        self.end = time.perf_counter()
         if state.is_world_process_zero and state.global_step and "train_runtime" not in logs:
             with self.path.open("a") as file:
-                file.write(json.dumps(dict(logs, step=state.global_step)) + "\n")
+                line = dict(logs, step=state.global_step, seconds=self.end - self.begin)
+                file.write(json.dumps(line) + "\n")
+
+    def on_save(self, *_, **__):
+        self.begin += time.perf_counter() - self.end  # a checkpoint is not training
 
 
 def alternating(completions, **_):
@@ -117,10 +132,12 @@ def main():
         per_device_train_batch_size=args.per_device_batch,
         gradient_accumulation_steps=args.accumulation,
         gradient_checkpointing=False,
-        bf16=cuda,
+        bf16=cuda or args.bf16,
         use_cpu=not cuda,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if args.save_freq else "no",
+        save_steps=args.save_freq or 500,
+        save_only_model=True,
         report_to="none",
         disable_tqdm=True,
         model_init_kwargs=dict(dtype="float32"),
@@ -159,6 +176,7 @@ def main():
             num_generations=args.group_size,
             max_completion_length=args.response_length,
             temperature=args.temperature,
+            beta=args.beta,
             use_vllm=args.vllm,
             vllm_max_model_length=args.max_length,
         )

@@ -45,7 +45,8 @@ def train(args, name, seed, model):
     flags = (FLAGS["tiny"]["sft"] if name == "SFT" else f"{FLAGS['tiny']['grpo']} --total_steps 150").split()
     if name == "TRL GRPO":
         script, flags = "benchmarks/peer_trl.py", FLAGS["tiny"]["trl"].split()
-        flags += ["--train_files", files[1], "--per_device_batch", 512 // args.ranks]
+        flags += ["--train_files", files[1], "--total_steps", 150, "--lr", 3e-4]
+        flags += ["--per_device_batch", 512 // args.ranks, "--accumulation", 1]
     else:
         script = f"algos/{name.lower()}.py"
         flags += [*files, "--save_freq", 0] + (["--critic_lr", "1e-3"] if name == "PPO" else [])

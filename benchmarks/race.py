@@ -1,0 +1,215 @@
+"""Who learns sooner? GRPO here against TRL's GRPOTrainer with both of its samplers: accuracy over time.
+
+    pip install --no-deps -r requirements-bench.txt
+    make demo-smollm2                                              # data and model
+    python benchmarks/race.py --size smollm2 --demo runs/demo-smollm2
+
+Model, questions, reward, group, lengths, batch, warm-up and KL weight are the same (FLAGS of demo.py); the
+rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
+--tune_steps, as many trials for each side. Then everybody runs --steps with each seed and each number of
+processes. The clock is each trainer's own and stops while it validates or writes a checkpoint; the
+checkpoints are answered by generate.py, all alike. What is in --output_dir already is not run again.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import Literal
+
+import matplotlib
+import numpy as np
+import tyro
+from demo import FLAGS, ROOT, TITLES, run
+from rich.console import Console
+from rich.table import Table
+from workload import CORES, launch, read_metrics, save
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+OURS = "GRPO here"
+NAMES = OURS, "TRL", "TRL, vLLM"
+ROWS = dict(tiny=(32, 16, 512), smollm2=(16, 8, 32))  # prompts, group, TRL's rows of a forward pass at most
+
+
+@dataclass
+class Args:
+    demo: Path = ROOT / "runs/demo"
+    """Directory of the demo, for its data and the model before GRPO."""
+    output_dir: Path = ROOT / "runs/race"
+    """Directory of the runs."""
+    size: Literal["tiny", "smollm2"] = "tiny"
+    """Which demo."""
+    contestants: tuple[str, ...] = NAMES
+    """Who runs."""
+    lrs: tuple[float, ...] = (1e-5, 2e-5, 4e-5)
+    """Learning rates that are tried."""
+    tune_steps: int = 10
+    """Steps of a trial."""
+    steps: int = 40
+    """Steps of the race."""
+    save_freq: int = 10
+    """Steps between the points of a curve."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Seeds of the race; trials have seed 0."""
+    ranks: tuple[int, ...] = (2, 1)
+    """Numbers of processes, which share all cores; the first is that of the trials."""
+    output: Path | None = None
+    """JSON file for the results; None: the table and the plot only."""
+
+
+def command(args, name, ranks, lr, seed, steps, save_freq, out):
+    """Script and flags of one run."""
+    prompts, group, batch = ROWS[args.size]
+    sft = args.demo / "sft/checkpoints/latest/hf"
+    flags = dict(model=sft if sft.exists() else args.demo / "model", output_dir=out, lr=lr, seed=seed)
+    flags |= dict(train_files=args.demo / "data/train.parquet", total_steps=steps, save_freq=save_freq)
+    if name == OURS:
+        script, words = "algos/grpo.py", [*FLAGS[args.size]["grpo"].split(), "--keep_checkpoints", 0]
+    else:
+        script, words = "benchmarks/peer_trl.py", FLAGS[args.size]["trl"].split()
+        flags |= dict(per_device_batch=(batch := min(batch, prompts * group // ranks)))
+        flags |= dict(accumulation=prompts * group // ranks // batch)
+        words += ["--vllm"] if name == "TRL, vLLM" else []
+    return script, [*words, *(x for k, v in flags.items() for x in (f"--{k}", v))]
+
+
+def race(args, name, ranks, lr, seed, steps, save_freq):
+    """One run -> its curve: steps, seconds, sampled tokens, accuracy on the validation questions."""
+    out = args.output_dir / f"{name.replace(', ', '_').replace(' ', '_')}_{ranks}_{lr}_{seed}_{steps}"
+    curve = out / "curve.json"
+    if not curve.exists():
+        shutil.rmtree(out, ignore_errors=True)
+        script, flags = command(args, name, ranks, lr, seed, steps, save_freq, out)
+        print("$", script, *flags, flush=True)
+        launch(script, *flags, ranks=ranks)
+        lines, (prompts, group, _) = read_metrics(out, 0), ROWS[args.size]
+        if name == OURS:
+            seconds = [m["timing_s/step"] - m.get("timing_s/testing", 0) for m in lines]
+            seconds, lengths = np.cumsum(seconds), [m["response_length/mean"] for m in lines]
+        else:
+            seconds, lengths = [m["seconds"] for m in lines], [m["completions/mean_length"] for m in lines]
+        tokens = prompts * group * np.cumsum(lengths)
+        at = range(save_freq, steps + 1, save_freq)
+        point = "checkpoints/step_{:06d}/hf" if name == OURS else "checkpoint-{}"
+        accuracy = validate(args, [out / point.format(step) for step in at], out)
+        points = [(step, seconds[step - 1], tokens[step - 1]) for step in at]
+        points = [(*map(float, point), right) for point, right in zip(points, accuracy, strict=True)]
+        curve.write_text(json.dumps(points))
+        for path in (*out.glob("checkpoint*"), out / "hf"):  # gigabytes
+            shutil.rmtree(path, ignore_errors=True)
+    return json.loads(curve.read_text())
+
+
+def validate(args, models, out):
+    """Greedy accuracy of these models on the validation questions."""
+    files = [out / f"val_{i}.parquet" for i in range(len(models))]
+    for model, file in zip(models, files, strict=True):
+        flags = ["--model", model, "--data", args.demo / "data/val.parquet", "--output", file]
+        flags += FLAGS[args.size]["generate"].split()
+        run("generate", {}, "algos/generate.py", *flags, ranks=CORES, stdout=DEVNULL)
+    run("eval", {}, "algos/eval.py", "--data", *files, "--output", out / "eval", stdout=DEVNULL)
+    results = json.loads((out / "eval/results.json").read_text())
+    return [file["all"]["mean@1"] for file in results.values()]
+
+
+def until(curve, accuracy, start):
+    """Seconds and tokens until a curve, which begins with accuracy `start`, first reaches an accuracy."""
+    points = [(0.0, 0.0, 0.0, start), *curve]
+    for (_, *before, low), (_, *after, high) in pairwise(points):
+        if high >= accuracy > start:
+            share = (accuracy - low) / (high - low)
+            return [a + share * (b - a) for a, b in zip(before, after, strict=True)]
+    return None
+
+
+def mean(curves):
+    """The mean curve of the seeds, point by point."""
+    return np.mean(curves, 0).tolist()
+
+
+def plot(args, curves, start, path):
+    """Accuracy over the minutes, a panel for each number of processes, and over the sampled tokens."""
+    figure, axes = plt.subplots(
+        1, len(args.ranks) + 1, figsize=(5 * (len(args.ranks) + 1), 4), layout="constrained", sharey=True
+    )
+    for panel, ranks in zip(axes, (*args.ranks, args.ranks[0]), strict=True):
+        tokens = panel is axes[-1]
+        for color, name in enumerate(args.contestants):
+            points = np.array(curves[name, ranks])
+            x = points[..., 2] / 1000 if tokens else points[..., 1] / 60
+            x, y = np.insert(x.mean(0), 0, 0), np.insert(points[..., 3], 0, start, axis=1)
+            panel.plot(x, y.mean(0), "o-", label=name, color=f"C{color}", markersize=4)
+            panel.fill_between(x, y.min(0), y.max(0), color=f"C{color}", alpha=0.15, lw=0)
+        title = f"{ranks} process" + "es" * (ranks > 1)
+        panel.set(title=title, xlabel="thousand sampled tokens" if tokens else "minutes of training")
+        panel.grid(alpha=0.3)
+    axes[0].set(ylabel="validation accuracy (greedy)")
+    axes[0].legend()
+    figure.suptitle(f"{TITLES[args.size]}: mean and range of {len(args.seeds)} seeds")
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    args = tyro.cli(Args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    first = command(args, OURS, 1, 0, 0, 0, 0, args.output_dir)[1]
+    start = validate(args, [first[first.index("--model") + 1]], args.output_dir)[0]
+    trials, lr = {}, {}
+    for name in args.contestants:  # a trial is of the algorithm: TRL's two samplers share theirs
+        side = name.split(",")[0]
+        if side not in trials:
+            tried = {
+                x: race(args, name, args.ranks[0], x, 0, args.tune_steps, args.tune_steps) for x in args.lrs
+            }
+            trials[side] = {x: curve[-1][-1] for x, curve in tried.items()}
+        lr[name] = max(trials[side], key=trials[side].get)
+    print(f"before {start:.1%}, trials {trials}")
+    curves = {
+        (name, ranks): [
+            race(args, name, ranks, lr[name], seed, args.steps, args.save_freq) for seed in args.seeds
+        ]
+        for ranks in args.ranks
+        for name in args.contestants
+    }
+    columns = (
+        "",
+        "processes",
+        "learning rate",
+        "accuracy",
+        "s a step",
+        "minutes",
+        "time over ours to its accuracy",
+    )
+    table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps, {len(args.seeds)} seeds")
+    rows = []
+    for (name, ranks), runs in curves.items():
+        final, ours = [curve[-1] for curve in runs], curves[OURS, ranks]
+        pairs = [(mean(runs), mean(ours)), *zip(runs, ours, strict=True)]
+        reached = [(theirs[-1][1], until(us, theirs[-1][3], start)) for theirs, us in pairs]
+        ratios = [seconds / ours[0] if ours else None for seconds, ours in reached]
+        seconds, accuracy = (np.array(final)[:, i] for i in (1, 3))
+        shown = [f"{x:.2f}" if x else "not reached" for x in ratios]
+        table.add_row(
+            name,
+            str(ranks),
+            f"{lr[name]:g}",
+            f"{accuracy.mean():.1%} ({accuracy.min():.1%} to {accuracy.max():.1%})",
+            f"{seconds.mean() / args.steps:.1f}",
+            f"{seconds.mean() / 60:.1f}",
+            f"{shown[0]} ({', '.join(shown[1:])})" if name != OURS else "",
+        )
+        rows.append(
+            dict(name=name, ranks=ranks, lr=lr[name], ratio=ratios[0], ratios=ratios[1:], curves=runs)
+        )
+    Console().print(table)
+    plot(args, curves, start, args.output_dir / "race.png")
+    if args.output:
+        save(args.output, args, dict(before=start, trials=trials, rows=rows))
+
+
+if __name__ == "__main__":
+    main()
