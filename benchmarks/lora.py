@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 import tyro
-from demo import FLAGS, GRPO_STEPS, ROOT, run
+from demo import FLAGS, ROOT, run
 from rich.console import Console
 from rich.table import Table
 from workload import read_metrics, save
@@ -63,7 +63,7 @@ def tuned(args, kind, lora_rank, seed):
 def accuracy(args, lora_rank, seed):
     """GRPO, if it is not done yet -> the share of right greedy answers."""
     lr = args.lr or 3e-3
-    flags = f"{FLAGS['tiny']['grpo']} --total_steps {GRPO_STEPS['tiny']}"
+    flags = f"{FLAGS['tiny']['grpo']} --total_steps 60"
     if lora_rank:
         flags = flags.replace("--lr 3e-4", f"--lr {lr} --lora_rank {lora_rank}")
     out = args.output_dir / f"{args.split}_rank_{lora_rank}_lr_{lr if lora_rank else 3e-4}_{seed}"

@@ -80,12 +80,14 @@ def command(args, name, ranks, lr, seed, steps, save_freq, out):
 def race(args, name, ranks, lr, seed, steps, save_freq):
     """One run -> its curve: steps, seconds, sampled tokens, accuracy on the validation questions."""
     out = args.output_dir / f"{name.replace(', ', '_').replace(' ', '_')}_{ranks}_{lr}_{seed}_{steps}"
-    curve = out / "curve.json"
-    if not curve.exists():
+    curve, trained = out / "curve.json", out / "trained"
+    if not trained.exists():
         shutil.rmtree(out, ignore_errors=True)
         script, flags = command(args, name, ranks, lr, seed, steps, save_freq, out)
-        print("$", script, *flags, flush=True)
+        print(f"$ torchrun --nproc_per_node {ranks}", script, *flags, flush=True)
         launch(script, *flags, ranks=ranks)
+        trained.touch()
+    if not curve.exists():
         lines, (prompts, group, _) = read_metrics(out, 0), ROWS[args.size]
         if name == OURS:
             seconds = [m["timing_s/step"] - m.get("timing_s/testing", 0) for m in lines]
@@ -110,7 +112,8 @@ def validate(args, models, out):
     for model, file in zip(models, files, strict=True):
         flags = ["--model", model, "--data", args.demo / "data/val.parquet", "--output", file]
         flags += FLAGS[args.size]["generate"].split()
-        run("generate", {}, "algos/generate.py", *flags, ranks=CORES, stdout=DEVNULL)
+        if not file.exists():
+            run("generate", {}, "algos/generate.py", *flags, ranks=CORES, stdout=DEVNULL)
     run("eval", {}, "algos/eval.py", "--data", *files, "--output", out / "eval", stdout=DEVNULL)
     results = json.loads((out / "eval/results.json").read_text())
     return [file["all"]["mean@1"] for file in results.values()]

@@ -41,17 +41,21 @@ class Args:
 def train(args, name, seed, model):
     """One stage of one seed -> its directory, a Hugging Face model in hf/ or in the latest checkpoint."""
     out = args.output_dir / f"{name.replace(' ', '_')}_{seed}"
-    files = "--train_files", args.demo / "data/train.parquet", "--val_files", args.demo / "data/val.parquet"
+    data = args.demo / "data"
+    rows = data / ("sft.parquet" if name == "SFT" else "train.parquet")
     flags = (FLAGS["tiny"]["sft"] if name == "SFT" else f"{FLAGS['tiny']['grpo']} --total_steps 150").split()
     if name == "TRL GRPO":
         script, flags = "benchmarks/peer_trl.py", FLAGS["tiny"]["trl"].split()
-        flags += ["--train_files", files[1], "--total_steps", 150, "--lr", 3e-4]
+        flags += ["--total_steps", 150, "--lr", 3e-4]
         flags += ["--per_device_batch", 512 // args.ranks, "--accumulation", 1]
     else:
         script = f"algos/{name.lower()}.py"
-        flags += [*files, "--save_freq", 0] + (["--critic_lr", "1e-3"] if name == "PPO" else [])
+        flags += ["--val_files", data / "val.parquet", "--save_freq", 0] + (
+            ["--critic_lr", "1e-3"] if name == "PPO" else []
+        )
     if not (out / "done").exists():
-        run(name, {}, script, "--model", model, "--output_dir", out, "--seed", seed, *flags, ranks=args.ranks)
+        flags += ["--model", model, "--train_files", rows, "--output_dir", out, "--seed", seed]
+        run(name, {}, script, *flags, ranks=args.ranks)
         (out / "done").touch()
     return out
 
