@@ -8,7 +8,9 @@ Model, questions, reward, group, lengths, batch, warm-up and KL weight are the s
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
 --tune_steps, as many trials for each side. Then everybody runs --steps with each seed and each number of
 processes. The clock is each trainer's own and stops while it validates or writes a checkpoint; the
-checkpoints are answered by generate.py, all alike. What is in --output_dir already is not run again.
+checkpoints are answered by generate.py, all alike. `its time over ours`: the time that a trainer takes, over
+the time until GRPO here is as right as that is at its end; of the mean curves, and of each seed. What is in
+--output_dir already is not run again.
 """
 
 import json
@@ -120,13 +122,10 @@ def validate(args, models, out):
 
 
 def until(curve, accuracy, start):
-    """Seconds and tokens until a curve, which begins with accuracy `start`, first reaches an accuracy."""
-    points = [(0.0, 0.0, 0.0, start), *curve]
-    for (_, *before, low), (_, *after, high) in pairwise(points):
+    """Seconds until a curve, which begins with accuracy `start`, first reaches an accuracy; None: never."""
+    for (_, before, _, low), (_, after, _, high) in pairwise([(0, 0.0, 0, start), *curve]):
         if high >= accuracy > start:
-            share = (accuracy - low) / (high - low)
-            return [a + share * (b - a) for a, b in zip(before, after, strict=True)]
-    return None
+            return before + (after - before) * (accuracy - low) / (high - low)
 
 
 def mean(curves):
@@ -178,22 +177,14 @@ def main():
         for ranks in args.ranks
         for name in args.contestants
     }
-    columns = (
-        "",
-        "processes",
-        "learning rate",
-        "accuracy",
-        "s a step",
-        "minutes",
-        "time over ours to its accuracy",
-    )
+    columns = "", "processes", "rate", "accuracy", "s a step", "minutes", "its time over ours"
     table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps, {len(args.seeds)} seeds")
     rows = []
     for (name, ranks), runs in curves.items():
         final, ours = [curve[-1] for curve in runs], curves[OURS, ranks]
         pairs = [(mean(runs), mean(ours)), *zip(runs, ours, strict=True)]
         reached = [(theirs[-1][1], until(us, theirs[-1][3], start)) for theirs, us in pairs]
-        ratios = [seconds / ours[0] if ours else None for seconds, ours in reached]
+        ratios = [seconds / ours if ours else None for seconds, ours in reached]
         seconds, accuracy = (np.array(final)[:, i] for i in (1, 3))
         shown = [f"{x:.2f}" if x else "not reached" for x in ratios]
         table.add_row(
