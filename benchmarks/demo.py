@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # CPUs that multiply in bfloat16 are twice as fast in it: AVX512-BF16, AMX, some of ARM
 cpuinfo = Path("/proc/cpuinfo")
 NATIVE = " --compute_dtype bfloat16" if cpuinfo.exists() and "bf16" in cpuinfo.read_text() else ""
-# flags of a stage. SFT sees few answers, so that how right it is depends on them and not on the hour at which
-# it stops; at a constant rate, since GRPO's first, noisy steps destroy what a decayed rate has settled
+# flags of a stage. SFT sees few answers, so that how right it is depends less on the step at which it stops;
+# at a constant rate, since GRPO's first, noisy steps destroy what a decayed rate has settled
 FLAGS = {
     "tiny": dict(
         model="data_prep/tiny_model.py",

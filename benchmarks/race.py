@@ -45,8 +45,6 @@ class Args:
     """Directory of the runs."""
     size: Literal["tiny", "smollm2"] = "tiny"
     """Which demo."""
-    contestants: tuple[str, ...] = NAMES
-    """Who runs."""
     lrs: tuple[float, ...] = (1e-5, 2e-5, 4e-5)
     """Learning rates that are tried."""
     tune_steps: int = 10
@@ -63,11 +61,16 @@ class Args:
     """JSON file for the results; None: the table and the plot only."""
 
 
+def start_of(args):
+    """The model from which everybody begins."""
+    sft = args.demo / "sft/checkpoints/latest/hf"
+    return sft if sft.exists() else args.demo / "model"
+
+
 def command(args, name, ranks, lr, seed, steps, save_freq, out):
     """Script and flags of one run."""
     prompts, group, batch = ROWS[args.size]
-    sft = args.demo / "sft/checkpoints/latest/hf"
-    flags = dict(model=sft if sft.exists() else args.demo / "model", output_dir=out, lr=lr, seed=seed)
+    flags = dict(model=start_of(args), output_dir=out, lr=lr, seed=seed)
     flags |= dict(train_files=args.demo / "data/train.parquet", total_steps=steps, save_freq=save_freq)
     if name == OURS:
         script, words = "algos/grpo.py", [*FLAGS[args.size]["grpo"].split(), "--keep_checkpoints", 0]
@@ -128,11 +131,6 @@ def until(curve, accuracy, start):
             return before + (after - before) * (accuracy - low) / (high - low)
 
 
-def mean(curves):
-    """The mean curve of the seeds, point by point."""
-    return np.mean(curves, 0).tolist()
-
-
 def plot(args, curves, start, path):
     """Accuracy over the minutes, a panel for each number of processes, and over the sampled tokens."""
     figure, axes = plt.subplots(
@@ -140,7 +138,7 @@ def plot(args, curves, start, path):
     )
     for panel, ranks in zip(axes, (*args.ranks, args.ranks[0]), strict=True):
         tokens = panel is axes[-1]
-        for color, name in enumerate(args.contestants):
+        for color, name in enumerate(NAMES):
             points = np.array(curves[name, ranks])
             x = points[..., 2] / 1000 if tokens else points[..., 1] / 60
             x, y = np.insert(x.mean(0), 0, 0), np.insert(points[..., 3], 0, start, axis=1)
@@ -158,10 +156,9 @@ def plot(args, curves, start, path):
 def main():
     args = tyro.cli(Args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    first = command(args, OURS, 1, 0, 0, 0, 0, args.output_dir)[1]
-    start = validate(args, [first[first.index("--model") + 1]], args.output_dir)[0]
+    [start] = validate(args, [start_of(args)], args.output_dir)
     trials, lr = {}, {}
-    for name in args.contestants:  # a trial is of the algorithm: TRL's two samplers share theirs
+    for name in NAMES:  # a trial is of the algorithm: TRL's two samplers share theirs
         side = name.split(",")[0]
         if side not in trials:
             tried = {
@@ -175,14 +172,14 @@ def main():
             race(args, name, ranks, lr[name], seed, args.steps, args.save_freq) for seed in args.seeds
         ]
         for ranks in args.ranks
-        for name in args.contestants
+        for name in NAMES
     }
     columns = "", "processes", "rate", "accuracy", "s a step", "minutes", "its time over ours"
     table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps, {len(args.seeds)} seeds")
     rows = []
     for (name, ranks), runs in curves.items():
         final, ours = [curve[-1] for curve in runs], curves[OURS, ranks]
-        pairs = [(mean(runs), mean(ours)), *zip(runs, ours, strict=True)]
+        pairs = [(np.mean(runs, 0), np.mean(ours, 0)), *zip(runs, ours, strict=True)]
         reached = [(theirs[-1][1], until(us, theirs[-1][3], start)) for theirs, us in pairs]
         ratios = [seconds / ours if ours else None for seconds, ours in reached]
         seconds, accuracy = (np.array(final)[:, i] for i in (1, 3))

@@ -1,7 +1,7 @@
 """From random weights to a model that adds, by each algorithm, with several seeds: how much does which learn?
 
     make demo                      # data and model
-    python benchmarks/seeds.py     # half an hour on two cores
+    python benchmarks/seeds.py     # an hour or two on two cores
 
 A seed is that of the whole flow: its SFT model is the start of every algorithm. TRL's GRPOTrainer, where it
 is installed (requirements-bench.txt), is the reference row. Writes runs/seeds: results.json, seeds.png, a
@@ -32,7 +32,7 @@ class Args:
     """Directory of `make demo`, for its data and its random model."""
     output_dir: Path = ROOT / "runs/seeds"
     """Directory of the runs."""
-    seeds: tuple[int, ...] = (1, 2, 3)
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Seeds of the whole flow."""
     ranks: int = 2
     """Processes of the trainers, one thread each."""

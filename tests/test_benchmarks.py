@@ -5,6 +5,7 @@ import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
 import torch
 from conftest import ROOT, run
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,6 +15,7 @@ import agent_rollout
 import driver_worker
 import memory
 import off_policy
+import race
 
 
 def test_throughput_without_vllm(tiny, tmp_path):
@@ -108,3 +110,11 @@ def test_off_policy_reports_the_runs_that_are_there(tmp_path, capsys):
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert [x["accuracy"] for x in found["clip token IS 4 int8"]] == [0.5, 0.75] and len(found) == 3
     assert "62.5% (50% to 75%), 2" in capsys.readouterr().out and (tmp_path / "out/off_policy.png").exists()
+
+
+def test_time_to_an_accuracy():
+    """Between two points time goes as accuracy does; what is never reached, or was there already, has none."""
+    curve = [(10, 60.0, 1e3, 0.4), (20, 120.0, 2e3, 0.3), (30, 180.0, 3e3, 0.6)]
+    assert race.until(curve, 0.3, start=0.2) == pytest.approx(30)
+    assert race.until(curve, 0.5, start=0.2) == pytest.approx(160)
+    assert race.until(curve, 0.7, start=0.2) is race.until(curve, 0.2, start=0.2) is None
