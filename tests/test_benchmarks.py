@@ -113,7 +113,7 @@ def test_off_policy_reports_the_runs_that_are_there(tmp_path, capsys):
 
 
 def test_time_to_an_accuracy():
-    """Between two points time goes as accuracy does; what is never reached, or was there already, has none."""
+    """Between two points time goes as accuracy does; what is never reached or was there before has none."""
     curve = [(10, 60.0, 1e3, 0.4), (20, 120.0, 2e3, 0.3), (30, 180.0, 3e3, 0.6)]
     assert race.until(curve, 0.3, start=0.2) == pytest.approx(30)
     assert race.until(curve, 0.5, start=0.2) == pytest.approx(160)
