@@ -65,10 +65,10 @@ GRPO_STEPS = {"tiny": 100, "smollm2": 40}
 STAGES = {
     "data": ("Questions for training, validation and test", "a second"),
     "model": ("A model: SmolLM2, or a small one with random weights", "5 to 10 seconds"),
-    "sft": ("Supervised fine-tuning: the model learns what an answer looks like", "35 to 60 seconds"),
+    "sft": ("Supervised fine-tuning: the model learns what an answer looks like", "45 to 75 seconds"),
     "grpo": (
         "GRPO: the model tries several answers to a question and learns from the right ones",
-        "60 to 100 seconds",
+        "80 to 120 seconds",
     ),
     "before": ("Held-out questions, answered by the model as it was before GRPO", "10 to 20 seconds"),
     "after": ("The same questions, answered by the model after GRPO", "10 to 20 seconds"),
