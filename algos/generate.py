@@ -158,6 +158,9 @@ def build_engine(args):
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
     config = AutoConfig.from_pretrained(args.model)
     quantized = hasattr(config, "quantization_config")
+    form = config.quantization_config.get("format") if quantized else None
+    if form == "pack-quantized" and not cuda and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        raise ValueError(f"{args.model}: vLLM needs AVX-512 for 4 bits on a CPU: take quantize.py's w8a8")
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
     return vllm.LLM(

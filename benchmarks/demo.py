@@ -60,7 +60,7 @@ TITLES = {
 }
 QUIET = dict(TORCH_CPP_LOG_LEVEL="ERROR", TORCH_LOGS="-torch._library")  # of vLLM's NUMA nodes, of Triton
 SFT_ROWS = 600  # of the 6,000 questions, those that SFT sees with their answers
-GRPO_STEPS = {"tiny": 100, "smollm2": 40}
+GRPO_STEPS = {"tiny": 100, "smollm2": 30}
 # what a stage does, and how long it takes with the tiny model on two cores, faster and slower ones
 STAGES = {
     "data": ("Questions for training, validation and test", "a second"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import families
 import pytest
@@ -14,16 +15,23 @@ from algos import quantize
 
 QUANTIZE = ROOT / "algos/quantize.py"
 LOADED = """
-import sys, vllm
+import sys, types, torch, vllm
 from algos import generate
 ids, (eight, four) = [*range(3, 19)], sys.argv[1:]
 sizes = dict(enforce_eager=True, max_model_len=32, kv_cache_memory_bytes=1 << 26)
 args = generate.Args(model=four, data="", output="", max_prompt_length=24, max_response_length=8)
-for make in (lambda: vllm.LLM(eight, skip_tokenizer_init=True, dtype="float32", **sizes),
-             lambda: generate.build_engine(args)):  # which leaves the dtype to the model
+engines = [lambda: vllm.LLM(eight, skip_tokenizer_init=True, dtype="float32", **sizes)]
+if hasattr(torch.ops._C, "cpu_gemm_wna16"):
+    engines.append(lambda: generate.build_engine(args))  # which leaves the dtype to the model
+for make in engines:
     params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     [out] = make().generate([dict(prompt_token_ids=ids)], params, use_tqdm=False)
     print("logps", *[at[i].logprob for i, at in zip(ids[1:], out.prompt_logprobs[1:])])
+torch.ops._C = types.SimpleNamespace()  # as where a processor has no AVX-512
+try:
+    generate.build_engine(args)
+except ValueError as error:
+    print(error)
 """
 
 
@@ -105,7 +113,11 @@ def logps(lm):
 
 
 def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, capsys):
-    """8 bits are near the model, 4 bits less so; vLLM and transformers compute the same from a directory."""
+    """8 bits are near the model, 4 bits less so; vLLM and transformers compute the same from a directory.
+
+    Without AVX-512 vLLM has no kernel for 4 bits: there transformers is compared with the model alone.
+    Without VNNI oneDNN cuts sums of two products at 16 bits: there 8 bits are as far from transformers as
+    from the model."""
     data = dict(calibration=str(arithmetic / "train.parquet"), calibration_rows=16)
     true, bounds = logps(AutoModelForCausalLM.from_pretrained(model)), dict(w8a8=0.1, w4a16=0.6, fp8=0.3)
     for scheme, bound in bounds.items():
@@ -119,11 +131,16 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, caps
     paths = tmp_path / "w8a8", tmp_path / "w4a16"
     done = run("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{LOADED}", *paths)
     theirs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("logps")]
-    for path, line in zip(paths, theirs, strict=True):
-        logp = torch.tensor([float(x) for x in line])
-        assert (logp - true).abs().mean() < bounds[path.name]
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    assert len(theirs) == (2 if "avx512" in cpuinfo else 1)
+    assert f"{paths[1]}: vLLM needs AVX-512 for 4 bits on a CPU" in done.stdout
+    for i, path in enumerate(paths):
         ours = logps(AutoModelForCausalLM.from_pretrained(path))
-        torch.testing.assert_close(logp, ours, atol=0.1 * bounds[path.name], rtol=0)
+        assert (ours - true).abs().mean() < bounds[path.name]
+        if theirs[i:]:
+            logp = torch.tensor([float(x) for x in theirs[i]])
+            exact = "vnni" in cpuinfo
+            torch.testing.assert_close(logp, ours, atol=(0.1 if exact else 1) * bounds[path.name], rtol=0)
 
 
 def test_errors_are_one_line(model, arithmetic, tmp_path):
