@@ -165,7 +165,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.cache import load_prompts
 from data_prep.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
-from data_prep.tracking import Logger, check_tracker, stats, step_metrics
+from data_prep.tracking import Logger, check_tracker, ranks_on, stats, step_metrics
 from envs.pool import EnvPool
 from rewards import check_sources
 from rewards.combined import load_rewards
@@ -390,7 +390,7 @@ def main(args):
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(checkpoints, actor, optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    log.say(f"{about}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
     sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     check_engines(sampler, policy, train_rows, args)
     sampler = partial(sampler, sample=partial(trajectories, pool, tokenizer))

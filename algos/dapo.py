@@ -158,7 +158,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.cache import load_prompts
 from data_prep.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
-from data_prep.tracking import Logger, check_tracker, stats, step_metrics
+from data_prep.tracking import Logger, check_tracker, ranks_on, stats, step_metrics
 from rewards import check_sources
 from rewards.combined import load_rewards
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
@@ -340,7 +340,7 @@ def main(args):
     if state["drawn"] >= most_prompts:  # resumed at the end of the data
         total_steps = done
     log = Logger(args, done, total_steps)
-    log.say(f"{about}\nat most {total_steps} steps, {dist.get_world_size()} ranks on {device.type}{origin}")
+    log.say(f"{about}\nat most {total_steps} steps, {ranks_on(device)}{origin}")
     if args.carry_over and not args.rollout_is:
         log.say("warning: --carry_over with --rollout_is None: surplus groups, a step old, are not corrected")
     sampler = partial(awake, engine, [policy], optimizer, args, stop_token_ids=[tokenizer.eos_token_id])

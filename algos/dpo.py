@@ -125,7 +125,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 from data_prep.atomic import replacing
 from data_prep.cache import BOOLS, IDS, prepare
 from data_prep.images import auto_class, never_sampled
-from data_prep.tracking import Logger, check_tracker, matmul_speed
+from data_prep.tracking import Logger, check_tracker, matmul_speed, ranks_on
 from data_prep.turns import turns
 
 
@@ -356,7 +356,7 @@ def main(args):
     optimizer = torch.optim.AdamW(trained.parameters(), lr=args.lr, fused=True, **decay)
     state = load_checkpoint(checkpoints, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    log.say(f"{about}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
     stop = []  # by SIGTERM: the step in progress is the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 

@@ -116,7 +116,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 from data_prep.cache import IDS, prepare
 from data_prep.images import auto_class, never_sampled
 from data_prep.schema import open_parquet
-from data_prep.tracking import Logger, check_tracker, matmul_speed
+from data_prep.tracking import Logger, check_tracker, matmul_speed, ranks_on
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def main(args):
     state = load_checkpoint(checkpoints, trained, optimizer)
     check_scores(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    log.say(f"{about}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
     stop = []  # by SIGTERM: the step in progress is the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 

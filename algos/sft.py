@@ -127,7 +127,7 @@ from data_prep.images import (
     show_images,
     takes_images,
 )
-from data_prep.tracking import Logger, check_tracker, matmul_speed
+from data_prep.tracking import Logger, check_tracker, matmul_speed, ranks_on
 from data_prep.turns import turns
 from envs import load_env
 
@@ -269,7 +269,7 @@ def main(args):
     state = load_checkpoint(checkpoints, trained, optimizer)
     check_layout(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}\n{total_steps} steps, {dist.get_world_size()} ranks on {device.type}{state['origin']}")
+    log.say(f"{about}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
     stop = []  # by SIGTERM: the step in progress is the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 

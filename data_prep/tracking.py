@@ -1,6 +1,7 @@
 """The log of a run: terminal, log.txt, metrics.jsonl, TensorBoard or Weights & Biases; and common metrics."""
 
 import json
+import os
 import shutil
 from dataclasses import asdict
 from functools import cache
@@ -94,6 +95,17 @@ class Logger:
         weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
+
+
+def ranks_on(device):
+    """How many ranks on what, for a run's first line; on a CPU also which cores they leave idle."""
+    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    words, threads = f"{ranks} rank{'s' * (ranks > 1)} on {device.type}", torch.get_num_threads()
+    cores = psutil.cpu_count(logical=False) or here * threads  # unknown on some machines
+    if device.type == "cuda" or here * threads >= cores:
+        return words
+    idle = f"{cores - here * threads} of {cores} cores idle"
+    return f"{words}, {idle}: OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores} would take them"
 
 
 def stats(name, values):

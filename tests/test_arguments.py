@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass
 
 import pytest
+import torch
 import tyro
 from conftest import ROOT
 
 from data_prep.arguments import parse
-from data_prep.tracking import check_tracker, open_tracker
+from data_prep.tracking import check_tracker, open_tracker, ranks_on
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
 SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
@@ -92,6 +93,25 @@ def test_trackers_that_cannot_work_are_refused(monkeypatch):
     monkeypatch.setattr("data_prep.tracking.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--tracker wandb is not installed: pip install .*-extra.txt"):
         check_tracker(Tracked("", "wandb"))
+
+
+@pytest.mark.parametrize(
+    "ranks, here, threads, cores, idle",
+    [
+        (2, 2, 1, 2, ""),
+        (1, 1, 2, 2, ""),
+        (2, 2, 1, None, ""),
+        (2, 2, 1, 8, ", 6 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8 would take them"),
+        (4, 2, 3, 8, ", 2 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8 would take them"),
+    ],
+)
+def test_idle_cores_are_told(ranks, here, threads, cores, idle, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    monkeypatch.setattr("data_prep.tracking.dist.get_world_size", lambda: ranks)
+    monkeypatch.setattr("data_prep.tracking.torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("data_prep.tracking.psutil.cpu_count", lambda logical: cores)
+    assert ranks_on(torch.device("cpu")) == f"{ranks} rank{'s' * (ranks > 1)} on cpu{idle}"
+    assert ranks_on(torch.device("cuda")) == f"{ranks} rank{'s' * (ranks > 1)} on cuda"
 
 
 def test_tensorboard(tmp_path):
