@@ -49,8 +49,8 @@ FLAGS = {
         grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16 --ppo_mini_batch_size 16"
         " --lr 2e-5 --warmup_steps 5 --use_kl_loss --kl_loss_coef .05 --test_freq 10"
         " --no-gradient_checkpointing" + NATIVE,
-        trl="--algo grpo --group_size 8 --response_length 48 --warmup_steps 5 --beta .05"
-        + " --bf16" * bool(NATIVE),
+        trl="--algo grpo --group_size 8 --response_length 48 --beta .05"
+        " --warmup_steps 5 --lr_schedule constant_with_warmup" + " --bf16" * bool(NATIVE),
         generate="--max_prompt_length 128 --max_response_length 48",
     ),
 }

@@ -68,7 +68,9 @@ class Args:
     max_length: int = 512
     """Longest sequence, in tokens."""
     lr: float | None = None
-    """Peak learning rate, which then falls linearly; None: no learning, only its time."""
+    """Peak learning rate; None: no learning, only its time."""
+    lr_schedule: Literal["linear", "constant_with_warmup"] = "linear"
+    """What the learning rate does after the warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     beta: float = 0.0
@@ -143,7 +145,8 @@ def main():
         model_init_kwargs=dict(dtype="float32"),
     )
     if args.lr:
-        common |= dict(learning_rate=args.lr, warmup_steps=args.warmup_steps, seed=args.seed)
+        common |= dict(learning_rate=args.lr, lr_scheduler_type=args.lr_schedule)
+        common |= dict(warmup_steps=args.warmup_steps, seed=args.seed)
     stamp = Stamp(args.output_dir / "metrics.jsonl")
     if args.algo == "sft":
         columns = [

@@ -4,13 +4,13 @@
     make demo-smollm2                                              # data and model
     python benchmarks/race.py --size smollm2 --demo runs/demo-smollm2
 
-Model, questions, reward, group, lengths, batch, warm-up and KL weight are the same (FLAGS of demo.py); the
+Model, questions, reward, group, lengths, batch, schedule and KL weight are the same (FLAGS of demo.py); the
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
---tune_steps, as many trials for each side. Then everybody runs --steps with each seed and each number of
-processes. The clock is each trainer's own and stops while it validates or writes a checkpoint; the
-checkpoints are answered by generate.py, all alike. `its time over ours`: the time that a trainer takes, over
-the time until GRPO here is as right as that is at its end; of the mean curves, and of each seed. What is in
---output_dir already is not run again.
+--tune_steps, as many trials for each side; one rate is not tried. Then everybody runs --steps with each seed
+and each number of processes. The clock is each trainer's own and stops while it validates or writes a
+checkpoint; the checkpoints are answered by generate.py, all alike. `its time over ours`: the time that a
+trainer takes, over the time until GRPO here is as right as that is at its end; of the mean curves, and of
+each seed. What is in --output_dir already is not run again.
 """
 
 import json
@@ -33,8 +33,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 OURS = "GRPO here"
-NAMES = OURS, "TRL", "TRL, vLLM"
-ROWS = dict(tiny=(32, 16, 512), smollm2=(16, 8, 32))  # prompts, group, TRL's rows of a forward pass at most
+ROWS = dict(tiny=(32, 16, 512), smollm2=(16, 8, 16))  # prompts, group, TRL's rows of a forward pass at most
 
 
 @dataclass
@@ -55,6 +54,8 @@ class Args:
     """Steps between the points of a curve."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds of the race; trials have seed 0."""
+    peers: tuple[Literal["TRL", "TRL, vLLM"], ...] = ("TRL", "TRL, vLLM")
+    """Against whom: TRL with transformers' sampler, or with vLLM in the same process."""
     ranks: tuple[int, ...] = (2, 1)
     """Numbers of processes, which share all cores; the first is that of the trials."""
     output: Path | None = None
@@ -86,7 +87,7 @@ def race(args, name, ranks, lr, seed, steps, save_freq):
     """One run -> its curve: steps, seconds, sampled tokens, accuracy on the validation questions."""
     out = args.output_dir / f"{name.replace(', ', '_').replace(' ', '_')}_{ranks}_{lr}_{seed}_{steps}"
     curve, trained = out / "curve.json", out / "trained"
-    if not trained.exists():
+    if not curve.exists() and not trained.exists():
         shutil.rmtree(out, ignore_errors=True)
         script, flags = command(args, name, ranks, lr, seed, steps, save_freq, out)
         print(f"$ torchrun --nproc_per_node {ranks}", script, *flags, flush=True)
@@ -138,7 +139,7 @@ def plot(args, curves, start, path):
     )
     for panel, ranks in zip(axes, (*args.ranks, args.ranks[0]), strict=True):
         tokens = panel is axes[-1]
-        for color, name in enumerate(NAMES):
+        for color, name in enumerate((OURS, *args.peers)):
             points = np.array(curves[name, ranks])
             x = points[..., 2] / 1000 if tokens else points[..., 1] / 60
             x, y = np.insert(x.mean(0), 0, 0), np.insert(points[..., 3], 0, start, axis=1)
@@ -157,22 +158,24 @@ def main():
     args = tyro.cli(Args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     [start] = validate(args, [start_of(args)], args.output_dir)
-    trials, lr = {}, {}
-    for name in NAMES:  # a trial is of the algorithm: TRL's two samplers share theirs
+    names, trials, lr = (OURS, *args.peers), {}, {}
+    for name in names:  # a trial is of the algorithm: TRL's two samplers share theirs
         side = name.split(",")[0]
-        if side not in trials:
+        if len(args.lrs) == 1:
+            trials[side] = {args.lrs[0]: None}
+        elif side not in trials:
             tried = {
                 x: race(args, name, args.ranks[0], x, 0, args.tune_steps, args.tune_steps) for x in args.lrs
             }
             trials[side] = {x: curve[-1][-1] for x, curve in tried.items()}
         lr[name] = max(trials[side], key=trials[side].get)
-    print(f"before {start:.1%}, trials {trials}")
+    print(f"before {start:.1%}, trials {trials}", flush=True)
     curves = {
         (name, ranks): [
             race(args, name, ranks, lr[name], seed, args.steps, args.save_freq) for seed in args.seeds
         ]
         for ranks in args.ranks
-        for name in NAMES
+        for name in names
     }
     columns = "", "processes", "rate", "accuracy", "s a step", "minutes", "its time over ours"
     table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps, {len(args.seeds)} seeds")
