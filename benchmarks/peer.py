@@ -191,7 +191,7 @@ def main():
         ]
         units = "step_s", "step_cpu_s", "ms_per_token", "peak_memory_gb"
         middle = [statistics.median(r[key][unit] for r in ran) for unit in units]
-        first = [f"{ran[0][key]['first_loss']:.5f}"] * pairs_of
+        first = [f"{ran[0][key]['first_loss']:.5f}"] if pairs_of else []
         spread = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios[key]]
         table.add_row(key, *(f"{x:.2f}" for x in middle), *first, *spread)
     Console().print(table)

@@ -15,6 +15,7 @@ import agent_rollout
 import driver_worker
 import memory
 import off_policy
+import peer
 import race
 
 
@@ -118,3 +119,20 @@ def test_time_to_an_accuracy():
     assert race.until(curve, 0.3, start=0.2) == pytest.approx(30)
     assert race.until(curve, 0.5, start=0.2) == pytest.approx(160)
     assert race.until(curve, 0.7, start=0.2) is race.until(curve, 0.2, start=0.2) is None
+
+
+def test_table_of_peers(tmp_path, monkeypatch, capsys):
+    """Ratios are of one round each; a trainer that logs no loss has none in the table."""
+    seconds = iter((1.0, 2.0, 3.0, 2.0, 3.0, 5.0))
+    names = "step_s", "step_cpu_s", "ms_per_token", "cpu_ms_per_token", "peak_memory_gb"
+    measure = lambda *_: dict.fromkeys(names, next(seconds)) | dict(first_loss=None)
+    for name in ("make_model", "make_rows", "trl"):
+        monkeypatch.setattr(peer, name, lambda *_: None)
+    monkeypatch.setattr(peer, "ours", lambda *_: (None, []))
+    monkeypatch.setattr(peer, "measure", measure)
+    words = "peer.py --model tiny --rounds 2 --output"
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(out := tmp_path / "x.json")])
+    peer.main()
+    ratios = json.loads(out.read_text())["ratios"]
+    assert ratios["TRL, 1 rank"] == [[2.0, 1.5]] * 2 and ratios["TRL, vLLM, 1 rank"] == [[3.0, 2.5]] * 2
+    assert "1.75" in capsys.readouterr().out
