@@ -99,7 +99,8 @@ class Logger:
 
 def ranks_on(device):
     """How many ranks on what, for a run's first line; on a CPU also which cores they leave idle."""
-    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks = dist.get_world_size()
+    here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
     words, threads = f"{ranks} rank{'s' * (ranks > 1)} on {device.type}", torch.get_num_threads()
     cores = psutil.cpu_count(logical=False) or here * threads  # unknown on some machines
     if device.type == "cuda" or here * threads >= cores:

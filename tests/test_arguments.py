@@ -96,17 +96,18 @@ def test_trackers_that_cannot_work_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "ranks, here, threads, cores, idle",
+    "ranks, nodes, threads, cores, idle",
     [
-        (2, 2, 1, 2, ""),
+        (2, 1, 1, 2, ""),
         (1, 1, 2, 2, ""),
-        (2, 2, 1, None, ""),
-        (2, 2, 1, 8, ", 6 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8 would take them"),
+        (2, 1, 1, None, ""),
+        (2, 1, 1, 8, ", 6 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8 would take them"),
         (4, 2, 3, 8, ", 2 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8 would take them"),
     ],
 )
-def test_idle_cores_are_told(ranks, here, threads, cores, idle, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM's platform for CPUs leaves it
     monkeypatch.setattr("data_prep.tracking.dist.get_world_size", lambda: ranks)
     monkeypatch.setattr("data_prep.tracking.torch.get_num_threads", lambda: threads)
     monkeypatch.setattr("data_prep.tracking.psutil.cpu_count", lambda logical: cores)

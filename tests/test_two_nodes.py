@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 from conftest import ROOT, metrics, run
 
@@ -35,6 +36,7 @@ def two_nodes(*command):
     ]
     texts = [node.communicate(timeout=300)[0].decode() for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(texts)[-8000:]
+    return "".join(texts)
 
 
 # with and without a sampler; what knows of nodes is in regions that all trainers have
@@ -42,8 +44,10 @@ def two_nodes(*command):
 def test_two_nodes_equal_one_with_two_ranks(algo, flags, tiny, arithmetic, tmp_path):
     words = (FILES + flags).format(arithmetic, ROOT).split()
     script = ROOT / f"algos/{algo}.py"
-    run(script, "--model", tiny, "--output_dir", tmp_path / "one", *words, ranks=2)
-    two_nodes(script, "--model", tiny, "--output_dir", tmp_path / "two", *words)
+    done = run(script, "--model", tiny, "--output_dir", tmp_path / "one", *words, ranks=2)
+    texts = two_nodes(script, "--model", tiny, "--output_dir", tmp_path / "two", *words)
     one, two = (metrics(tmp_path / name)[1] for name in ("one", "two"))
     kept = {k: v for k, v in one.items() if not k.startswith(("timing", "perf"))}
     assert {k: two[k] for k in kept} == pytest.approx(kept, rel=1e-6, abs=1e-6)
+    cores = psutil.cpu_count(logical=False) or 0  # each rank has one thread
+    assert ("cores idle" in done.stdout, "cores idle" in texts) == (cores > 2, cores > 1)
