@@ -1,8 +1,5 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
-# short-lived processes on few cores: idle threads must not spin
-export OMP_WAIT_POLICY := PASSIVE
-export GOMP_SPINCOUNT := 0
 
 .PHONY: test quick demo demo-smollm2 demo-agent demo-images gpu-check bench lint fix-copies
 
@@ -15,6 +12,10 @@ export GOMP_SPINCOUNT := 0
 .venv/installed-%: requirements-%.txt .venv/installed
 	$(BIN)/pip install --no-deps -r $<
 	touch $@
+
+# many short-lived processes on few cores: threads that wait must not spin
+test quick gpu-check: export OMP_WAIT_POLICY := PASSIVE
+test quick gpu-check: export GOMP_SPINCOUNT := 0
 
 # two files at a time: half of a test is a start, which takes one core (on a GPU: pytest without -n)
 test: .venv/installed-extra .venv/installed-reasoning-gym lint

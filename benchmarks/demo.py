@@ -47,8 +47,8 @@ FLAGS = {
         model="data_prep/smollm2.py",
         data="data_prep/instructions.py",
         grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16 --ppo_mini_batch_size 16"
-        " --lr 2e-5 --warmup_steps 5 --use_kl_loss --kl_loss_coef .05 --test_freq 10"
-        " --no-gradient_checkpointing" + NATIVE,
+        " --lr 2e-5 --warmup_steps 5 --use_kl_loss --kl_loss_coef .05 --test_freq 8"
+        " --max_tokens_per_microbatch 2048 --no-gradient_checkpointing" + NATIVE,
         trl="--algo grpo --group_size 8 --response_length 48 --beta .05"
         " --warmup_steps 5 --lr_schedule constant_with_warmup" + " --bf16" * bool(NATIVE),
         generate="--max_prompt_length 128 --max_response_length 48",
@@ -60,7 +60,10 @@ TITLES = {
 }
 QUIET = dict(TORCH_CPP_LOG_LEVEL="ERROR", TORCH_LOGS="-torch._library")  # of vLLM's NUMA nodes, of Triton
 SFT_ROWS = 600  # of the 6,000 questions, those that SFT sees with their answers
-GRPO_STEPS = {"tiny": 100, "smollm2": 30}
+GRPO_STEPS = {"tiny": 100, "smollm2": 24}
+ONE_THREAD = dict(OMP_NUM_THREADS="1")
+# a tiny model is faster in processes of one thread; of a larger one each process takes gigabytes
+LAUNCH = {"tiny": dict(ranks=min(2, os.cpu_count())), "smollm2": dict(ranks=1, threads={})}
 # what a stage does, and how long it takes with the tiny model on two cores, faster and slower ones
 STAGES = {
     "data": ("Questions for training, validation and test", "a second"),
@@ -82,13 +85,11 @@ class Args:
     """tiny: sums, 1M random parameters; smollm2: instructions that rules can check, SmolLM2-135M-Instruct."""
     output_dir: Path = ROOT / "runs/demo"
     """Directory of the demo."""
-    ranks: int = min(2, os.cpu_count())
-    """Processes of the trainers, one thread each."""
     seed: int = 1
     """Seed of training."""
 
 
-def run(name, seconds, script, *flags, ranks=0, **options):
+def run(name, seconds, script, *flags, ranks=0, threads=ONE_THREAD, **options):
     """Run one script as a user would, and note how long it took."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(launcher if ranks else [sys.executable]), ROOT / script, *flags]
@@ -96,8 +97,7 @@ def run(name, seconds, script, *flags, ranks=0, **options):
         f"$ {'torchrun --nproc_per_node ' + str(ranks) if ranks else 'python'} {script}", *flags, flush=True
     )
     begin = time.perf_counter()
-    env = os.environ | dict(OMP_NUM_THREADS="1") | QUIET
-    if subprocess.run(list(map(str, command)), env=env, **options).returncode:
+    if subprocess.run(list(map(str, command)), env=os.environ | QUIET | threads, **options).returncode:
         raise SystemExit(f"error: the stage {name} failed")
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
 
@@ -145,13 +145,13 @@ def main(args):
     if "sft" in flags:
         pq.write_table(pq.read_table(train).slice(0, SFT_ROWS), sft)
         directories = "--model", model, "--train_files", sft, "--output_dir", out / "sft"
-        stage("sft", "algos/sft.py", *directories, *common, *flags["sft"], ranks=args.ranks)
+        stage("sft", "algos/sft.py", *directories, *common, *flags["sft"], **LAUNCH[args.size])
         model = out / "sft/checkpoints/latest/hf"
     directories = "--model", model, "--train_files", train, "--output_dir", out / "grpo"
-    stage("grpo", "algos/grpo.py", *directories, *common, *flags["grpo"], ranks=args.ranks)
+    stage("grpo", "algos/grpo.py", *directories, *common, *flags["grpo"], **LAUNCH[args.size])
     for name, answerer in (("before", model), ("after", out / "grpo")):
         files = "--model", answerer, "--data", test, "--output", out / f"{name}.parquet"
-        stage(name, "algos/generate.py", *files, *flags["generate"], ranks=args.ranks)
+        stage(name, "algos/generate.py", *files, *flags["generate"], **LAUNCH[args.size])
     answers = out / "before.parquet", out / "after.parquet"
     stage("eval", "algos/eval.py", "--data", *answers, "--output", out / "eval")
     plot(out / "grpo", out / "reward.png", args.size)
