@@ -361,7 +361,7 @@ def main(args):
     saving = {}  # seconds of the last checkpoint: reported by the step after it
     for step in range(done + 1, total_steps + 1):
         timing, saving, begin = saving, {}, time.perf_counter()
-        faulthandler.dump_traceback_later(args.timeout_s)  # where this rank hangs
+        faulthandler.dump_traceback_later(args.timeout_s + dist.get_node_local_rank() / 4)  # stacks, in turn
         # ---- rollout and reward until there are enough groups: all ranks know all scores and decide alike
         sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
         rows, sampled, gen_batches, rank_tokens = state["surplus"], [], 0, np.zeros(dist.get_world_size())
