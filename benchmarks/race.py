@@ -6,7 +6,8 @@
 
 Model, questions, reward, group, lengths, batch, schedule and KL weight are the same (FLAGS of demo.py); the
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
---tune_steps, as many trials for each side; one rate is not tried. Then everybody runs --steps with each seed
+--tune_steps, as many trials for each side; one rate is not tried. A trial as long as the race, with a seed of
+the race, is part of it. Then everybody runs --steps with each seed
 and each number of processes. The clock is each trainer's own and stops while it validates or writes a
 checkpoint; the checkpoints are answered by generate.py, all alike. `its time over ours`: the time that a
 trainer takes, over the time until GRPO here is as right as that is at its end; of the mean curves, and of
@@ -33,7 +34,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 OURS = "GRPO here"
-ROWS = dict(tiny=(32, 16, 512), smollm2=(16, 8, 16))  # prompts, group, TRL's rows of a forward pass at most
+ROWS = dict(tiny=(16, 512), smollm2=(8, 16))  # group, TRL's rows of a forward pass at most
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Args:
     """Directory of the runs."""
     size: Literal["tiny", "smollm2"] = "tiny"
     """Which demo."""
+    prompts: int = 32
+    """Prompts of a step."""
     lrs: tuple[float, ...] = (1e-5, 2e-5, 4e-5)
     """Learning rates that are tried."""
     tune_steps: int = 10
@@ -53,7 +56,7 @@ class Args:
     save_freq: int = 10
     """Steps between the points of a curve."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds of the race; trials have seed 0."""
+    """Seeds of the race; trials have the first one."""
     peers: tuple[Literal["TRL", "TRL, vLLM"], ...] = ("TRL", "TRL, vLLM")
     """Against whom: TRL with transformers' sampler, or with vLLM in the same process."""
     ranks: tuple[int, ...] = (2, 1)
@@ -70,15 +73,16 @@ def start_of(args):
 
 def command(args, name, ranks, lr, seed, steps, save_freq, out):
     """Script and flags of one run."""
-    prompts, group, batch = ROWS[args.size]
+    group, batch = ROWS[args.size]
     flags = dict(model=start_of(args), output_dir=out, lr=lr, seed=seed)
     flags |= dict(train_files=args.demo / "data/train.parquet", total_steps=steps, save_freq=save_freq)
     if name == OURS:
-        script, words = "algos/grpo.py", [*FLAGS[args.size]["grpo"].split(), "--keep_checkpoints", 0]
+        script, words = "algos/grpo.py", FLAGS[args.size]["grpo"].split()
+        flags |= dict(train_batch_size=args.prompts, ppo_mini_batch_size=args.prompts, keep_checkpoints=0)
     else:
         script, words = "benchmarks/peer_trl.py", FLAGS[args.size]["trl"].split()
-        flags |= dict(per_device_batch=(batch := min(batch, prompts * group // ranks)))
-        flags |= dict(accumulation=prompts * group // ranks // batch)
+        flags |= dict(per_device_batch=(batch := min(batch, args.prompts * group // ranks)))
+        flags |= dict(accumulation=args.prompts * group // ranks // batch)
         words += ["--vllm"] if name == "TRL, vLLM" else []
     return script, [*words, *(x for k, v in flags.items() for x in (f"--{k}", v))]
 
@@ -94,13 +98,13 @@ def race(args, name, ranks, lr, seed, steps, save_freq):
         launch(script, *flags, ranks=ranks)
         trained.touch()
     if not curve.exists():
-        lines, (prompts, group, _) = read_metrics(out, 0), ROWS[args.size]
+        lines, (group, _) = read_metrics(out, 0), ROWS[args.size]
         if name == OURS:
             seconds = [m["timing_s/step"] - m.get("timing_s/testing", 0) for m in lines]
             seconds, lengths = np.cumsum(seconds), [m["response_length/mean"] for m in lines]
         else:
             seconds, lengths = [m["seconds"] for m in lines], [m["completions/mean_length"] for m in lines]
-        tokens = prompts * group * np.cumsum(lengths)
+        tokens = args.prompts * group * np.cumsum(lengths)
         at = range(save_freq, steps + 1, save_freq)
         point = "checkpoints/step_{:06d}/hf" if name == OURS else "checkpoint-{}"
         accuracy = validate(args, [out / point.format(step) for step in at], out)
@@ -165,7 +169,8 @@ def main():
             trials[side] = {args.lrs[0]: None}
         elif side not in trials:
             tried = {
-                x: race(args, name, args.ranks[0], x, 0, args.tune_steps, args.tune_steps) for x in args.lrs
+                x: race(args, name, args.ranks[0], x, args.seeds[0], args.tune_steps, args.save_freq)
+                for x in args.lrs
             }
             trials[side] = {x: curve[-1][-1] for x, curve in tried.items()}
         lr[name] = max(trials[side], key=trials[side].get)
