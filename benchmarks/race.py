@@ -154,7 +154,8 @@ def plot(args, curves, start, path):
         panel.grid(alpha=0.3)
     axes[0].set(ylabel="validation accuracy (greedy)")
     axes[0].legend()
-    figure.suptitle(f"{TITLES[args.size]}: mean and range of {len(args.seeds)} seed(s)")
+    seeds = ", ".join(map(str, args.seeds))
+    figure.suptitle(f"{TITLES[args.size]}: mean and range, seeds {seeds}")
     figure.savefig(path, dpi=120)
 
 
@@ -183,7 +184,8 @@ def main():
         for name in names
     }
     columns = "", "processes", "rate", "accuracy", "s a step", "minutes", "its time over ours"
-    table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps, {len(args.seeds)} seed(s)")
+    seeds = ", ".join(map(str, args.seeds))
+    table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps, seeds {seeds}")
     rows = []
     for (name, ranks), runs in curves.items():
         final, ours = [curve[-1] for curve in runs], curves[OURS, ranks]
