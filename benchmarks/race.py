@@ -2,16 +2,15 @@
 
     pip install --no-deps -r requirements-bench.txt
     make demo-smollm2                                              # data and model
-    python benchmarks/race.py --size smollm2 --demo runs/demo-smollm2
+    python benchmarks/race.py --size smollm2 --demo runs/demo-smollm2 --prompts 16
 
 Model, questions, reward, group, lengths, batch, schedule and KL weight are the same (FLAGS of demo.py); the
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
---tune_steps, as many trials for each side; one rate is not tried. A trial as long as the race, with a seed of
-the race, is part of it. Then everybody runs --steps with each seed
-and each number of processes. The clock is each trainer's own and stops while it validates or writes a
-checkpoint; the checkpoints are answered by generate.py, all alike. `its time over ours`: the time that a
-trainer takes, over the time until GRPO here is as right as that is at its end; of the mean curves, and of
-each seed. What is in --output_dir already is not run again.
+--tune_steps, as many trials for each side; one rate is not tried. A trial as long as the race is part of it.
+Then everybody runs --steps with each seed and each number of processes. The clock is each trainer's own and
+stops while it validates or writes a checkpoint; the checkpoints are answered by generate.py, all alike. `its
+time over ours`: the time that a trainer takes, over the time until GRPO here is as right as that is at its
+end; of the mean curves, and of each seed. What is in --output_dir already is not run again.
 """
 
 import json
@@ -46,7 +45,7 @@ class Args:
     size: Literal["tiny", "smollm2"] = "tiny"
     """Which demo."""
     prompts: int = 32
-    """Prompts of a step."""
+    """Prompts of a step; the demos have 32 and 16."""
     lrs: tuple[float, ...] = (1e-5, 2e-5, 4e-5)
     """Learning rates that are tried."""
     tune_steps: int = 10
@@ -89,7 +88,8 @@ def command(args, name, ranks, lr, seed, steps, save_freq, out):
 
 def race(args, name, ranks, lr, seed, steps, save_freq):
     """One run -> its curve: steps, seconds, sampled tokens, accuracy on the validation questions."""
-    out = args.output_dir / f"{name.replace(', ', '_').replace(' ', '_')}_{ranks}_{lr}_{seed}_{steps}"
+    out = args.output_dir / f"{name.replace(', ', '_').replace(' ', '_')}_{ranks}_{lr}_{seed}"
+    out = out.with_name(f"{out.name}_{args.prompts}_{steps}_{save_freq}")
     curve, trained = out / "curve.json", out / "trained"
     if not curve.exists() and not trained.exists():
         shutil.rmtree(out, ignore_errors=True)
@@ -159,8 +159,21 @@ def plot(args, curves, start, path):
     figure.savefig(path, dpi=120)
 
 
+def check(args):
+    """Stop where curves would lack their end, or TRL would sample fewer responses than we."""
+    if args.steps % args.save_freq or args.tune_steps % args.save_freq:
+        raise SystemExit("error: --steps and --tune_steps must be multiples of --save_freq")
+    group, batch = ROWS[args.size]
+    for ranks in args.ranks:
+        rows, rest = divmod(args.prompts * group, ranks)
+        if rest or rows % min(batch, rows):
+            what = f"{args.prompts * group} responses on {ranks} processes"
+            raise SystemExit(f"error: {what} do not divide into TRL's passes of {batch}: change --prompts")
+
+
 def main():
     args = tyro.cli(Args)
+    check(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     [start] = validate(args, [start_of(args)], args.output_dir)
     names, trials, lr = (OURS, *args.peers), {}, {}
@@ -184,8 +197,7 @@ def main():
         for name in names
     }
     columns = "", "processes", "rate", "accuracy", "s a step", "minutes", "its time over ours"
-    seeds = ", ".join(map(str, args.seeds))
-    table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps, seeds {seeds}")
+    table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps")
     rows = []
     for (name, ranks), runs in curves.items():
         final, ours = [curve[-1] for curve in runs], curves[OURS, ranks]

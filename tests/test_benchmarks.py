@@ -121,6 +121,22 @@ def test_time_to_an_accuracy():
     assert race.until(curve, 0.7, start=0.2) is race.until(curve, 0.2, start=0.2) is None
 
 
+def test_race_is_of_equal_work():
+    """Both sides sample --prompts groups a step, also with two processes; what cannot be so is refused."""
+    value = lambda flags, name: int(flags[len(flags) - 1 - flags[::-1].index(f"--{name}") + 1])
+    for size, group in (("tiny", 16), ("smollm2", 8)):
+        for ranks in (1, 2):
+            args = race.Args(size=size, prompts=8, ranks=(ranks,))
+            race.check(args)
+            ours, trl = (race.command(args, x, ranks, 1e-5, 1, 2, 2, "out")[1] for x in (race.OURS, "TRL"))
+            assert value(ours, "train_batch_size") == value(ours, "ppo_mini_batch_size") == 8
+            rows = ranks * value(trl, "per_device_batch") * value(trl, "accumulation")
+            assert rows == 8 * group and value(trl, "group_size") == group
+    for wrong in (dict(prompts=5), dict(tune_steps=5), dict(steps=15)):
+        with pytest.raises(SystemExit, match=r"^error: "):
+            race.check(race.Args(size="smollm2", **wrong))
+
+
 def test_table_of_peers(tmp_path, monkeypatch, capsys):
     """Ratios are of one round each; a trainer that logs no loss has none in the table."""
     seconds = iter((1.0, 2.0, 3.0, 2.0, 3.0, 5.0))
