@@ -150,6 +150,7 @@ def build_engine(args):
     os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # C++ compiler
     warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
+    from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
     # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
@@ -159,6 +160,7 @@ def build_engine(args):
     config = AutoConfig.from_pretrained(args.model)
     quantized = hasattr(config, "quantization_config")
     form = config.quantization_config.get("format") if quantized else None
+    current_platform.import_kernels()  # until then torch.ops._C is empty on every processor
     if form == "pack-quantized" and not cuda and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         raise ValueError(f"{args.model}: vLLM needs AVX-512 for 4 bits on a CPU: take quantize.py's w8a8")
     if torchrun:
