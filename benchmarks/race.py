@@ -6,7 +6,8 @@
 
 Model, questions, reward, group, lengths, batch, schedule and KL weight are the same (FLAGS of demo.py); the
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
---tune_steps, as many trials for each side; one rate is not tried. A trial as long as the race is part of it.
+--tune_steps, as many trials for each side; one rate is not tried, and an earlier race can stand
+in (--trials). A trial as long as the race is part of it.
 Then everybody runs --steps with each seed and each number of processes. The clock is each trainer's own and
 stops while it validates or writes a checkpoint; the checkpoints are answered by generate.py, all alike. `its
 time over ours`: the time that a trainer takes, over the time until GRPO here is as right as that is at its
@@ -50,6 +51,8 @@ class Args:
     """Learning rates that are tried."""
     tune_steps: int = 10
     """Steps of a trial."""
+    trials: Path | None = None
+    """JSON file of a race whose trials stand in for these; None: try --lrs."""
     steps: int = 40
     """Steps of the race."""
     save_freq: int = 10
@@ -177,9 +180,12 @@ def main():
     args.output_dir.mkdir(parents=True, exist_ok=True)
     [start] = validate(args, [start_of(args)], args.output_dir)
     names, trials, lr = (OURS, *args.peers), {}, {}
+    if args.trials:
+        for side, tried in json.loads(args.trials.read_text())["trials"].items():
+            trials[side] = {float(x): accuracy for x, accuracy in tried.items()}
     for name in names:  # a trial is of the algorithm: TRL's two samplers share theirs
         side = name.split(",")[0]
-        if len(args.lrs) == 1:
+        if side not in trials and len(args.lrs) == 1:
             trials[side] = {args.lrs[0]: None}
         elif side not in trials:
             tried = {
