@@ -8,7 +8,7 @@ Model, questions, reward, group, lengths, batch, schedule and KL weight are the 
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
 --tune_steps, as many trials for each side; one rate is not tried, and an earlier race can stand
 in (--trials). A trial as long as the race is part of it.
-Then everybody runs --steps with each seed and each number of processes. The clock is each trainer's own and
+Then everybody runs --steps with each number of processes, seed by seed. The clock is each trainer's own and
 stops while it validates or writes a checkpoint; the checkpoints are answered by generate.py, all alike. `its
 time over ours`: the time that a trainer takes, over the time until GRPO here is as right as that is at its
 end; of the mean curves, and of each seed. What is in --output_dir already is not run again.
@@ -195,13 +195,10 @@ def main():
             trials[side] = {x: curve[-1][-1] for x, curve in tried.items()}
         lr[name] = max(trials[side], key=trials[side].get)
     print(f"before {start:.1%}, trials {trials}", flush=True)
-    curves = {
-        (name, ranks): [
-            race(args, name, ranks, lr[name], seed, args.steps, args.save_freq) for seed in args.seeds
-        ]
-        for ranks in args.ranks
-        for name in names
-    }
+    curves = {(name, ranks): [] for ranks in args.ranks for name in names}
+    for seed in args.seeds:  # all of them with one, then the next: a slow hour is everybody's
+        for name, ranks in curves:
+            curves[name, ranks] += [race(args, name, ranks, lr[name], seed, args.steps, args.save_freq)]
     columns = "", "processes", "rate", "accuracy", "s a step", "minutes", "its time over ours"
     table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps")
     rows = []
