@@ -6,12 +6,12 @@
 
 Model, questions, reward, group, lengths, batch, schedule and KL weight are the same (FLAGS of demo.py); the
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
---tune_steps, as many trials for each side; one rate is not tried, and an earlier race can stand
-in (--trials). A trial as long as the race is part of it.
-Then everybody runs --steps with each number of processes, seed by seed. The clock is each trainer's own and
-stops while it validates or writes a checkpoint; the checkpoints are answered by generate.py, all alike. `its
-time over ours`: the time that a trainer takes, over the time until GRPO here is as right as that is at its
-end; of the mean curves, and of each seed. What is in --output_dir already is not run again.
+--tune_steps, as many trials for each side; one rate is not tried, and the trials of an earlier race can
+stand in for them (--trials). A trial as long as the race is part of it. Then everybody runs --steps with
+each number of processes, seed by seed. The clock is each trainer's own and stops while it validates or
+writes a checkpoint; the checkpoints are answered by generate.py, all alike. `its time over ours`: the time
+that a trainer takes, over the time until GRPO here is as right as that is at its end; of the mean curves,
+and of each seed. What is in --output_dir already is not run again.
 """
 
 import json
