@@ -119,6 +119,25 @@ def race(args, name, ranks, lr, seed, steps, save_freq):
     return json.loads(curve.read_text())
 
 
+def tune(args, names):
+    """Each side's accuracies by learning rate, and everybody's best rate: TRL's two samplers share theirs."""
+    trials, best = {}, {}
+    if args.trials:
+        for side, tried in json.loads(args.trials.read_text())["trials"].items():
+            trials[side] = {float(x): accuracy for x, accuracy in tried.items()}
+    for name in names:
+        side = name.split(",")[0]
+        if side not in trials and len(args.lrs) == 1:
+            trials[side] = {args.lrs[0]: None}
+        elif side not in trials:
+            trials[side] = {}
+            for lr in args.lrs:
+                curve = race(args, name, args.ranks[0], lr, args.seeds[0], args.tune_steps, args.save_freq)
+                trials[side][lr] = curve[-1][-1]
+        best[name] = max(trials[side], key=trials[side].get)
+    return trials, best
+
+
 def validate(args, models, out):
     """Greedy accuracy of these models on the validation questions."""
     files = [out / f"val_{i}.parquet" for i in range(len(models))]
@@ -164,7 +183,7 @@ def plot(args, curves, start, path):
 
 def check(args):
     """Stop where curves would lack their end, or TRL would sample fewer responses than we."""
-    if args.steps % args.save_freq or args.tune_steps % args.save_freq:
+    if args.steps % args.save_freq or (not args.trials and args.tune_steps % args.save_freq):
         raise SystemExit("error: --steps and --tune_steps must be multiples of --save_freq")
     group, batch = ROWS[args.size]
     for ranks in args.ranks:
@@ -179,21 +198,8 @@ def main():
     check(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     [start] = validate(args, [start_of(args)], args.output_dir)
-    names, trials, lr = (OURS, *args.peers), {}, {}
-    if args.trials:
-        for side, tried in json.loads(args.trials.read_text())["trials"].items():
-            trials[side] = {float(x): accuracy for x, accuracy in tried.items()}
-    for name in names:  # a trial is of the algorithm: TRL's two samplers share theirs
-        side = name.split(",")[0]
-        if side not in trials and len(args.lrs) == 1:
-            trials[side] = {args.lrs[0]: None}
-        elif side not in trials:
-            tried = {
-                x: race(args, name, args.ranks[0], x, args.seeds[0], args.tune_steps, args.save_freq)
-                for x in args.lrs
-            }
-            trials[side] = {x: curve[-1][-1] for x, curve in tried.items()}
-        lr[name] = max(trials[side], key=trials[side].get)
+    names = (OURS, *args.peers)
+    trials, lr = tune(args, names)
     print(f"before {start:.1%}, trials {trials}", flush=True)
     curves = {(name, ranks): [] for ranks in args.ranks for name in names}
     for seed in args.seeds:  # all of them with one, then the next: a slow hour is everybody's
