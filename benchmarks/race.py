@@ -127,6 +127,8 @@ def tune(args, names):
             trials[side] = {float(x): accuracy for x, accuracy in tried.items()}
     for name in names:
         side = name.split(",")[0]
+        if args.trials and side not in trials:
+            raise SystemExit(f"error: --trials {args.trials} has none of {side}: leave it out, to try --lrs")
         if side not in trials and len(args.lrs) == 1:
             trials[side] = {args.lrs[0]: None}
         elif side not in trials:
@@ -197,9 +199,9 @@ def main():
     args = tyro.cli(Args)
     check(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    [start] = validate(args, [start_of(args)], args.output_dir)
     names = (OURS, *args.peers)
     trials, lr = tune(args, names)
+    [start] = validate(args, [start_of(args)], args.output_dir)
     print(f"before {start:.1%}, trials {trials}", flush=True)
     curves = {(name, ranks): [] for ranks in args.ranks for name in names}
     for seed in args.seeds:  # all of them with one, then the next: a slow hour is everybody's

@@ -155,6 +155,9 @@ def test_rates_of_a_race(tmp_path, monkeypatch):
     args = race.Args(trials=file, tune_steps=7)
     race.check(args)
     assert race.tune(args, names) == (trials, best) and len(runs) == 4
+    file.write_text(json.dumps(dict(trials={race.OURS: trials[race.OURS]})))
+    with pytest.raises(SystemExit, match=r"^error: --trials .* has none of TRL: "):
+        race.tune(args, names)
 
 
 def test_table_of_peers(tmp_path, monkeypatch, capsys):
