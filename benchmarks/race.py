@@ -6,12 +6,12 @@
 
 Model, questions, reward, group, lengths, batch, schedule and KL weight are the same (FLAGS of demo.py); the
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
---tune_steps, as many trials for each side; one rate is not tried, and the trials of an earlier race can
-stand in for them (--trials). A trial as long as the race is part of it. Then everybody runs --steps with
-each number of processes, seed by seed. The clock is each trainer's own and stops while it validates or
-writes a checkpoint; the checkpoints are answered by generate.py, all alike. `its time over ours`: the time
-that a trainer takes, over the time until GRPO here is as right as that is at its end; of the mean curves,
-and of each seed. What is in --output_dir already is not run again.
+--tune_steps, the mean of all --seeds; one rate is not tried, and the trials of an earlier race can stand in
+for them (--trials). A trial as long as the race is part of it. Then everybody runs --steps with each number
+of processes, seed by seed. The clock is each trainer's own and stops while it validates or writes a
+checkpoint; the checkpoints are answered by generate.py, all alike. `its time over ours`: the time that a
+trainer takes, over the time until GRPO here is as right as that is at its end; of the mean curves, and of
+each seed. What is in --output_dir already is not run again.
 """
 
 import json
@@ -58,7 +58,7 @@ class Args:
     save_freq: int = 10
     """Steps between the points of a curve."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds of the race; trials have the first one."""
+    """Seeds of the race and of the trials."""
     peers: tuple[Literal["TRL", "TRL, vLLM"], ...] = ("TRL", "TRL, vLLM")
     """Against whom: TRL with transformers' sampler, or with vLLM in the same process."""
     ranks: tuple[int, ...] = (2, 1)
@@ -134,8 +134,9 @@ def tune(args, names):
         elif side not in trials:
             trials[side] = {}
             for lr in args.lrs:
-                curve = race(args, name, args.ranks[0], lr, args.seeds[0], args.tune_steps, args.save_freq)
-                trials[side][lr] = curve[-1][-1]
+                flags = args.tune_steps, args.save_freq
+                curves = [race(args, name, args.ranks[0], lr, seed, *flags) for seed in args.seeds]
+                trials[side][lr] = float(np.mean([curve[-1][-1] for curve in curves]))
         best[name] = max(trials[side], key=trials[side].get)
     return trials, best
 

@@ -138,23 +138,25 @@ def test_race_is_of_equal_work():
 
 
 def test_rates_of_a_race(tmp_path, monkeypatch):
-    """Each side tries --lrs and takes its best; the trials of another race stand in, and need no steps."""
-    right = {(race.OURS, 1e-5): 0.2, (race.OURS, 2e-5): 0.4, ("TRL", 1e-5): 0.3, ("TRL", 2e-5): 0.1}
+    """Each side takes the best of --lrs by its mean; trials of another race stand in, and need no steps."""
+    right = {(race.OURS, 1e-5): (0.5, 0.1), (race.OURS, 2e-5): (0.3, 0.5)}
+    right |= {("TRL", 1e-5): (0.2, 0.4), ("TRL", 2e-5): (0.3, 0.1)}
     runs = []
 
     def trial(args, name, ranks, lr, seed, steps, save_freq):
         runs.append((name, ranks, lr, seed, steps))
-        return [(5, 1.0, 1.0, 0.0), (10, 2.0, 2.0, right[name, lr])]
+        return [(5, 1.0, 1.0, 0.0), (10, 2.0, 2.0, right[name, lr][seed - 3])]
 
     monkeypatch.setattr(race, "race", trial)
     names, file = (race.OURS, "TRL", "TRL, vLLM"), tmp_path / "race.json"
     trials, best = race.tune(race.Args(lrs=(1e-5, 2e-5), seeds=(3, 4)), names)
-    assert runs == [(name, 2, lr, 3, 10) for name, lr in right]
+    assert runs == [(name, 2, lr, seed, 10) for name, lr in right for seed in (3, 4)]
+    assert trials == {race.OURS: {1e-5: 0.3, 2e-5: 0.4}, "TRL": {1e-5: pytest.approx(0.3), 2e-5: 0.2}}
     assert best == {race.OURS: 2e-5, "TRL": 1e-5, "TRL, vLLM": 1e-5}
     file.write_text(json.dumps(dict(trials=trials)))
     args = race.Args(trials=file, tune_steps=7)
     race.check(args)
-    assert race.tune(args, names) == (trials, best) and len(runs) == 4
+    assert race.tune(args, names) == (trials, best) and len(runs) == 8
     file.write_text(json.dumps(dict(trials={race.OURS: trials[race.OURS]})))
     with pytest.raises(SystemExit, match=r"^error: --trials .* has none of TRL: "):
         race.tune(args, names)
