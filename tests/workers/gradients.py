@@ -33,7 +33,10 @@ LOSSES["sapo"] |= dict(rollout_rs="sequence", rollout_rs_threshold=1.3, rollout_
 if sys.argv[1] != "dapo":
     LOSSES["sapo"]["kl_kind"] = "k3+"
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
+KERNELS = dict(shared="shared", packed="flash_attention_2", padded="sdpa")  # by which a layout is chosen
+EVERY = [(budget, layout) for budget in (70, 200, 100_000) for layout in KERNELS]  # 200: two of three share
 WAYS = (70, "padded"), (200, "shared"), (100_000, "packed")  # of LOSSES, not all
+MODE_WAYS = EVERY if sys.argv[1] == "grpo" else WAYS  # dapo.py and agent.py cut by the same regions
 SLICED = "seq-mean-token-mean", "gspo", "lora"  # what two ranks run slices of the same rows for
 SLICES = dict(grpo="gather", dapo="ulysses", agent="ulysses")  # attention over them, with two ranks
 # tokens of the prompts and of three responses to each: very unequal
@@ -70,18 +73,14 @@ def make_batch(args, device):
     return batch
 
 
-KERNELS = dict(shared="shared", packed="flash_attention_2", padded="sdpa")  # by which a layout is chosen
-
-
-def cuts(args, *policies):
+def cuts(args, *policies, ways=EVERY):
     """(budget, layout) and arguments that cut the work so; the policies get the attention for it."""
     assert grpo.share_prefixes(args).attn_implementation == "shared"
-    for budget in (70, 200, 100_000):  # 200: two of three responses share their prompt
-        for layout, kernel in KERNELS.items():
-            for policy in policies:  # packed rows too are computed by SDPA here
-                policy.lm.set_attn_implementation("shared" if layout == "shared" else "sdpa")
-            how = dict(max_tokens_per_microbatch=budget, attn_implementation=kernel)
-            yield (budget, layout), dataclasses.replace(args, **how)
+    for budget, layout in ways:
+        for policy in policies:  # packed rows too are computed by SDPA here
+            policy.lm.set_attn_implementation("shared" if layout == "shared" else "sdpa")
+        how = dict(max_tokens_per_microbatch=budget, attn_implementation=KERNELS[layout])
+        yield (budget, layout), dataclasses.replace(args, **how)
 
 
 class Capture(torch.optim.SGD):
@@ -169,7 +168,7 @@ def check_lora(args, mesh, device, results):
     with grpo.without_adapters(policy.lm):
         assert same(policy)
     assert not same(policy)
-    for cut, how in cuts(args, policy):
+    for cut, how in cuts(args, policy, ways=MODE_WAYS):
         optimizer = Capture(actor.parameters(), lr=1.0)
         grpo.update_actor(policy, optimizer, make_batch(how, device), how)
         results["lora", *cut] = optimizer.grads
@@ -230,9 +229,8 @@ def main(model, out, hsdp_replicas):
     count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel())
     policy.register_forward_pre_hook(count, with_kwargs=True)
     for name, flags in KINDS.items():
-        for cut, args in cuts(dataclasses.replace(base, **flags), policy):
-            if name in LOSSES and cut not in WAYS:
-                continue
+        ways = WAYS if name in LOSSES else MODE_WAYS
+        for cut, args in cuts(dataclasses.replace(base, **flags), policy, ways=ways):
             batch, optimizer = make_batch(args, device), Capture(policy.parameters(), lr=1.0)
             metrics, _ = grpo.update_actor(policy, optimizer, batch, args)
             results[name, *cut], results["metrics", name, *cut] = optimizer.grads, floats(metrics)
