@@ -35,6 +35,7 @@ from itertools import accumulate, chain, count, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.arguments import parse
@@ -1348,15 +1349,12 @@ def build_engine(args, device):
     os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(device.type == "cpu")))  # it needs a C++ compiler
     warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
-    from vllm import _custom_ops as ops
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
     # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
     arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
-    cuda, set_num_threads, onednn = device.type == "cuda", torch.set_num_threads, ops._supports_onednn
-    # CAREFUL: on a CPU vLLM packs the weights for oneDNN and drops what a sync writes to; sync_weights packs
-    ops._supports_onednn = False
+    cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
     config, model = AutoConfig.from_pretrained(args.model), dict(model=args.model, load_format="dummy")
     model |= dict(dtype=args.compute_dtype, skip_tokenizer_init=not takes_images(config))
     # CAREFUL: pixels are normalised by the processor: the buffers that do it in the model are in no sync
@@ -1371,9 +1369,11 @@ def build_engine(args, device):
     sizes |= dict(max_model_len=args.max_prompt_length + args.max_response_length)
     # log-probs of the distribution sampled from; the model's EOS tokens, but not its temperature
     sampling = dict(logprobs_mode="processed_logprobs", generation_config="vllm", seed=args.seed)
-    engine = vllm.LLM(**model, **group, **paths, **sizes, **sampling)
+    # CAREFUL: on a CPU vLLM packs the weights and drops what a sync writes to; sync_weights packs
+    plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
+    with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
+        engine = vllm.LLM(**model, **group, **paths, **sizes, **sampling)
     torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
-    ops._supports_onednn = onednn
     torch.manual_seed(args.seed)  # vLLM overwrites the global generator
     engine.sleep(level=2)
     return engine
@@ -1488,7 +1488,7 @@ def sync_weights(engine, lm, noise=None):
     def load(model):
         model.load_weights(stream())
         for layer in model.modules():  # on a CPU only: packed copies, twice as fast in sampling
-            if hasattr(layer, "cpu_linear"):
+            if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:  # a convolution is packed in place
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
             elif hasattr(layer, "w13_weight") and layer.w13_weight.device.type == "cpu":
                 layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
