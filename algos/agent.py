@@ -1222,8 +1222,7 @@ def ulysses(query, key, value, borders, group, **how):
 
 def gather(query, key, value, borders, group, **how):
     """Keys and values of the whole row on every rank, of which a slice sees those up to its own end."""
-    width, ops = query.shape[1], dist._functional_collectives
-    start = group.rank() * width
+    start, ops = group.rank() * (width := query.shape[1]), dist._functional_collectives
     first, end = first_seen(borders, start), start + width
     whole = lambda x: ops.wait_tensor(ops.all_gather_single(x.contiguous(), 1, group))  # as in ulysses
     key, value = (whole(x)[:, first:end] for x in (key, value))
@@ -1261,11 +1260,12 @@ def attend(query, key, value, shapes, scaling):
     from torch.nn.attention.bias import causal_lower_right
 
     sdpa, out = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True), []
+    wide = [x if x.is_cuda else x.float() for x in (query, key, value)]  # bfloat16: a CPU's backward is slow
     sizes = [n * t for n, t, _ in shapes], *[[n * s for n, _, s in shapes]] * 2
-    for (n, t, s), *parts in zip(shapes, *map(torch.split, (query, key, value), sizes), strict=True):
+    for (n, t, s), *parts in zip(shapes, *map(torch.split, wide, sizes), strict=True):
         parts = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in parts]  # [n, H, t or s, D]
         out.append(sdpa(*parts, causal_lower_right(t, s)).transpose(1, 2).flatten(0, 1))
-    return torch.cat(out)
+    return torch.cat(out).to(query.dtype)
 
 
 # endregion

@@ -166,9 +166,11 @@ def main():
     else:
         if args.vllm and not cuda:
             os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
-            import vllm._custom_ops
+            from vllm.model_executor.layers import utils
 
-            vllm._custom_ops._supports_onednn = False  # or it packs the weights, and TRL's sync fails
+            # or it packs the weights and drops them, and TRL's sync fails
+            plain = lambda layer, **_: setattr(layer, "cpu_linear", torch.nn.functional.linear)
+            utils.dispatch_cpu_unquantized_gemm = plain
         agent = args.algo == "agent"
         if agent:
             tokenizer = AutoTokenizer.from_pretrained(args.model)
