@@ -6,12 +6,12 @@
 
 Model, questions, reward, group, lengths, batch, schedule and KL weight are the same (FLAGS of demo.py); the
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
---tune_steps, the mean of all --seeds; one rate is not tried, and the trials of an earlier race can stand in
-for them (--trials). A trial as long as the race is part of it. Then everybody runs --steps with each number
-of processes, seed by seed. The clock is each trainer's own and stops while it validates or writes a
-checkpoint; the checkpoints are answered by generate.py, all alike. `its time over ours`: the time that a
-trainer takes, over the time until GRPO here is as right as that is at its end; of the mean curves, and of
-each seed. What is in --output_dir already is not run again.
+--tune_steps, the mean of all --seeds; one rate is not tried, and the trials of earlier races can stand in
+for them (--trials). A trial as long as the race is part of it. Then everybody runs --steps, GRPO here
+--longer times as many, with each number of processes, seed by seed. The clock is each trainer's own and
+stops while it validates or writes a checkpoint; the checkpoints are answered by generate.py, all alike.
+`its time over ours`: the time that a trainer takes, over the time until GRPO here is as right as that is at
+its end; of the mean curves, and of each seed. What is in --output_dir already is not run again.
 """
 
 import json
@@ -51,10 +51,12 @@ class Args:
     """Learning rates that are tried."""
     tune_steps: int = 10
     """Steps of a trial."""
-    trials: Path | None = None
-    """JSON file of a race whose trials stand in for these; None: try --lrs."""
+    trials: tuple[Path, ...] = ()
+    """JSON files of races whose trials stand in for these; none: try --lrs."""
     steps: int = 40
     """Steps of the race."""
+    longer: int = 1
+    """GRPO here has so many times the steps of the race, and of a trial: a step takes less time."""
     save_freq: int = 10
     """Steps between the points of a curve."""
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -91,6 +93,7 @@ def command(args, name, ranks, lr, seed, steps, save_freq, out):
 
 def race(args, name, ranks, lr, seed, steps, save_freq):
     """One run -> its curve: steps, seconds, sampled tokens, accuracy on the validation questions."""
+    steps *= args.longer if name == OURS else 1
     out = args.output_dir / f"{name.replace(', ', '_').replace(' ', '_')}_{ranks}_{lr}_{seed}"
     out = out.with_name(f"{out.name}_{args.prompts}_{steps}_{save_freq}")
     curve, trained = out / "curve.json", out / "trained"
@@ -122,13 +125,14 @@ def race(args, name, ranks, lr, seed, steps, save_freq):
 def tune(args, names):
     """Each side's accuracies by learning rate, and everybody's best rate: TRL's two samplers share theirs."""
     trials, best = {}, {}
-    if args.trials:
-        for side, tried in json.loads(args.trials.read_text())["trials"].items():
+    for file in args.trials:  # the last one counts
+        for side, tried in json.loads(file.read_text())["trials"].items():
             trials[side] = {float(x): accuracy for x, accuracy in tried.items()}
     for name in names:
         side = name.split(",")[0]
         if args.trials and side not in trials:
-            raise SystemExit(f"error: --trials {args.trials} has none of {side}: leave it out, to try --lrs")
+            files = " ".join(map(str, args.trials))
+            raise SystemExit(f"error: --trials {files} has none of {side}: leave it out, to try --lrs")
         if side not in trials and len(args.lrs) == 1:
             trials[side] = {args.lrs[0]: None}
         elif side not in trials:
@@ -223,7 +227,7 @@ def main():
             str(ranks),
             f"{lr[name]:g}",
             f"{accuracy.mean():.1%} ({accuracy.min():.1%} to {accuracy.max():.1%})",
-            f"{seconds.mean() / args.steps:.1f}",
+            f"{seconds.mean() / final[0][0]:.1f}",
             f"{seconds.mean() / 60:.1f}",
             f"{shown[0]} ({', '.join(shown[1:])})" if name != OURS else "",
         )

@@ -154,12 +154,29 @@ def test_rates_of_a_race(tmp_path, monkeypatch):
     assert trials == {race.OURS: {1e-5: 0.3, 2e-5: 0.4}, "TRL": {1e-5: pytest.approx(0.3), 2e-5: 0.2}}
     assert best == {race.OURS: 2e-5, "TRL": 1e-5, "TRL, vLLM": 1e-5}
     file.write_text(json.dumps(dict(trials=trials)))
-    args = race.Args(trials=file, tune_steps=7)
+    args = race.Args(trials=(file,), tune_steps=7)
     race.check(args)
     assert race.tune(args, names) == (trials, best) and len(runs) == 8
     file.write_text(json.dumps(dict(trials={race.OURS: trials[race.OURS]})))
     with pytest.raises(SystemExit, match=r"^error: --trials .* has none of TRL: "):
         race.tune(args, names)
+
+
+def test_steps_of_a_race(tmp_path, monkeypatch):
+    """GRPO here runs --longer times the steps of the others."""
+
+    def launch(script, *flags, ranks):
+        started[script] = flags[flags.index("--total_steps") + 1]
+        out = flags[flags.index("--output_dir") + 1]
+        out.mkdir()
+        (out / "curve.json").write_text("[]")
+
+    started = {}
+    monkeypatch.setattr(race, "launch", launch)
+    args = race.Args(output_dir=tmp_path, longer=3)
+    for name in (race.OURS, "TRL"):
+        race.race(args, name, 1, 1e-5, 1, 10, 5)
+    assert started == {"algos/grpo.py": 30, "benchmarks/peer_trl.py": 10}
 
 
 def test_table_of_peers(tmp_path, monkeypatch, capsys):
