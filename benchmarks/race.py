@@ -212,8 +212,9 @@ def main():
     for seed in args.seeds:  # all of them with one, then the next: a slow hour is everybody's
         for name, ranks in curves:
             curves[name, ranks] += [race(args, name, ranks, lr[name], seed, args.steps, args.save_freq)]
+    more = f", {OURS} {args.longer} times as many" if args.longer > 1 else ""
     columns = "", "processes", "rate", "accuracy", "s a step", "minutes", "its time over ours"
-    table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps")
+    table = Table(*columns, title=f"{TITLES[args.size]}: {args.steps} steps{more}")
     rows = []
     for (name, ranks), runs in curves.items():
         final, ours = [curve[-1] for curve in runs], curves[OURS, ranks]
