@@ -6,7 +6,7 @@
 
 Model, questions, reward, group, lengths, batch, schedule and KL weight are the same (FLAGS of demo.py); the
 rest are each side's defaults. Its learning rate is the best of --lrs by the validation questions after
---tune_steps, the mean of all --seeds; one rate is not tried, and the trials of earlier races can stand in
+--tune_steps, the mean of all --seeds; one rate is not tried, and the trials of an earlier race can stand in
 for them (--trials). A trial as long as the race is part of it. Then everybody runs --steps, GRPO here
 --longer times as many, with each number of processes, seed by seed. The clock is each trainer's own and
 stops while it validates or writes a checkpoint; the checkpoints are answered by generate.py, all alike.
@@ -51,8 +51,8 @@ class Args:
     """Learning rates that are tried."""
     tune_steps: int = 10
     """Steps of a trial."""
-    trials: tuple[Path, ...] = ()
-    """JSON files of races whose trials stand in for these; none: try --lrs."""
+    trials: Path | None = None
+    """JSON file of a race whose trials stand in for these; None: try --lrs."""
     steps: int = 40
     """Steps of the race."""
     longer: int = 1
@@ -125,14 +125,13 @@ def race(args, name, ranks, lr, seed, steps, save_freq):
 def tune(args, names):
     """Each side's accuracies by learning rate, and everybody's best rate: TRL's two samplers share theirs."""
     trials, best = {}, {}
-    for file in args.trials:  # the last one counts
-        for side, tried in json.loads(file.read_text())["trials"].items():
+    if args.trials:
+        for side, tried in json.loads(args.trials.read_text())["trials"].items():
             trials[side] = {float(x): accuracy for x, accuracy in tried.items()}
     for name in names:
         side = name.split(",")[0]
         if args.trials and side not in trials:
-            files = " ".join(map(str, args.trials))
-            raise SystemExit(f"error: --trials {files} has none of {side}: leave it out, to try --lrs")
+            raise SystemExit(f"error: --trials {args.trials} has none of {side}: leave it out, to try --lrs")
         if side not in trials and len(args.lrs) == 1:
             trials[side] = {args.lrs[0]: None}
         elif side not in trials:

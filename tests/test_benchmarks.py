@@ -154,7 +154,7 @@ def test_rates_of_a_race(tmp_path, monkeypatch):
     assert trials == {race.OURS: {1e-5: 0.3, 2e-5: 0.4}, "TRL": {1e-5: pytest.approx(0.3), 2e-5: 0.2}}
     assert best == {race.OURS: 2e-5, "TRL": 1e-5, "TRL, vLLM": 1e-5}
     file.write_text(json.dumps(dict(trials=trials)))
-    args = race.Args(trials=(file,), tune_steps=7)
+    args = race.Args(trials=file, tune_steps=7)
     race.check(args)
     assert race.tune(args, names) == (trials, best) and len(runs) == 8
     file.write_text(json.dumps(dict(trials={race.OURS: trials[race.OURS]})))
