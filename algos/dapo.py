@@ -12,6 +12,7 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/dapo.md
 """
 
+import atexit
 import ctypes
 import faulthandler
 import io
@@ -453,7 +454,7 @@ def main(args):
         if last:
             break
     log.close(args)
-    dist.barrier()  # the process group ends with the engine, at exit
+    leave()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -712,6 +713,14 @@ def report_failure(store, rank, world, *error):
 def fail(message):
     """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
     raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+def leave():
+    """End together, without Python's own end: a thread of gloo that still has a tensor would abort in it."""
+    dist.barrier()  # destroy_process_group does not wait for such threads (pytorch PR 179291)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
@@ -1243,6 +1252,9 @@ def build_engine(args, device):
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
     with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
         engine = vllm.LLM(**model, **group, **paths, **sizes, **sampling)
+    dist.barrier()  # all have opened each other's shared memory: no name of it stays behind, even by a kill
+    for name in Path("/dev/shm").glob(f"{run}-*"):
+        name.unlink(missing_ok=True)
     torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
     torch.manual_seed(args.seed)  # vLLM overwrites the global generator
     engine.sleep(level=2)

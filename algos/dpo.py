@@ -12,6 +12,7 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/dpo.md
 """
 
+import atexit
 import ctypes
 import faulthandler
 import hashlib
@@ -413,8 +414,7 @@ def main(args):
         if last:
             break
     log.close(args)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -617,6 +617,14 @@ def report_failure(store, rank, world, *error):
 def fail(message):
     """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
     raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+def leave():
+    """End together, without Python's own end: a thread of gloo that still has a tensor would abort in it."""
+    dist.barrier()  # destroy_process_group does not wait for such threads (pytorch PR 179291)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):

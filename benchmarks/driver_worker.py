@@ -210,10 +210,12 @@ def main():
     spec.loader.exec_module(algo)
     args, clock, parts = algo.Args(**algo.parse(algo.Args)), Clock(), []
     dict(step=watch_steps, start=watch_start)[kind](algo, clock, parts)
+    algo.leave, leave = lambda: None, algo.leave  # the figures are still to be written
     with suppress(Ready):
         algo.main(args)
     parts.append(clock.parts)  # of a start, or what comes behind the last step: the checkpoint
     Path(out, f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps(parts))
+    leave()
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def alone(args, train_files, work):
     step(policy, optimizer, rows, sdpa, device)
     result["stale"] = gap(logps(policy, rows, grpo.padded), logp_nt["sampler"])
     (work / "worker.json").write_text(json.dumps(result))
-    dist.barrier()  # the process group ends with the engine, at exit
+    grpo.leave()
 
 
 def together(args, work):
@@ -134,8 +134,7 @@ def together(args, work):
         result[str(copies)] = norm(policy, rows, args, device)
     if dist.get_rank() == 0:
         (work / "ranks.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    grpo.leave()
 
 
 def main(model, train_files, work, prompt_length, response_length):

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.grpo import (
     all_reduce,
+    leave,
     packed,
     padded,
     setup_distributed,
@@ -179,7 +180,7 @@ def main():
     result["matmul_flops_per_s"] = all_reduce([matmul_speed(args.compute_dtype, device)])[0]
     if rank == 0:
         args.output.write_text(json.dumps(result))
-    dist.barrier()  # the process group ends with the engine, at exit
+    leave()
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def measure(args):
         found[name]["peak_gb"] = sft.all_reduce([(peak - before) / 2**30], dist.ReduceOp.MAX)[0]
     if dist.get_rank() == 0:
         args.figures.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    sft.leave()
 
 
 def main():

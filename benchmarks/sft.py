@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import tyro
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -95,7 +94,7 @@ def main(args):
     print(json.dumps(result, indent=2))
     if args.output:
         Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
-    dist.destroy_process_group()
+    sft.leave()
 
 
 if __name__ == "__main__":

@@ -51,3 +51,24 @@ def test_two_nodes_equal_one_with_two_ranks(algo, flags, tiny, arithmetic, tmp_p
     assert {k: two[k] for k in kept} == pytest.approx(kept, rel=1e-6, abs=1e-6)
     cores = psutil.cpu_count(logical=False) or 0  # each rank has one thread
     assert ("cores idle" in done.stdout, "cores idle" in texts) == (cores > 2, cores > 1)
+
+
+LEAVES = """
+import atexit, sys
+sys.path.insert(0, sys.argv[1])
+from algos import sft
+class AtTheEndOfPython:
+    def __del__(self):
+        print("Python ends")
+kept = AtTheEndOfPython()
+atexit.register(print, "libraries end")
+sft.setup_distributed(1)
+print("trained")
+sft.leave()
+"""
+
+
+def test_leave_skips_the_end_of_python():
+    """There a thread of gloo that still held a tensor took a node down, after all was saved."""
+    done = subprocess.run([sys.executable, "-c", LEAVES, ROOT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "trained\nlibraries end\n"), done.stderr

@@ -69,6 +69,7 @@ def rollout(prompts, step, group_size, **sampling):
 
 def main(model, data, out):
     global gen_batches, syncs, groups, tokenizer
+    dapo.leave, leave = dist.barrier, dapo.leave  # one process for all scenarios
     tokenizer = dapo.load_processor(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
@@ -92,7 +93,7 @@ def main(model, data, out):
         dist.all_gather_object(found, (code, gen_batches, syncs))
         if os.environ["RANK"] == "0":
             print("SCENARIO", name, found, sep="|")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

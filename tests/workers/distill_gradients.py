@@ -88,7 +88,7 @@ def main(_, model, out, hsdp_replicas):
         assert all((x == 0).all() for x in grads) and kl == 0, dtype
     if dist.get_rank() == 0:
         torch.save(results, out)
-    dist.destroy_process_group()
+    distill.leave()
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def main(model, out, replicas):
                 results[lora_rank, name, "naive"] = naive(plain, own, **LOSSES[name])
     if dist.get_rank() == 0:
         torch.save(results, out)
-    dist.destroy_process_group()
+    dpo.leave()
 
 
 if __name__ == "__main__":

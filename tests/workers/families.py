@@ -7,8 +7,6 @@ import dataclasses
 import sys
 from functools import partial
 
-import torch.distributed as dist
-
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 sys.path.insert(0, __file__.rsplit("/workers/", 1)[0])
 from families import write
@@ -42,7 +40,7 @@ def main(directory, *families):
     for family in families:
         name, *options = family.split(":")
         print("FAMILY", family, check(directory, name, mesh, device, engines, *options), sep="|", flush=True)
-    dist.barrier()
+    grpo.leave()
 
 
 if __name__ == "__main__":

@@ -316,7 +316,7 @@ def main(model, out, hsdp_replicas):
         results["lora", "naive"] = naive(plain, lora)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    dist.destroy_process_group()
+    grpo.leave()
 
 
 if __name__ == "__main__":

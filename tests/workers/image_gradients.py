@@ -117,7 +117,7 @@ def main(model, out):
             results["grpo", "naive"] = naive(args, "grpo")
             results["sft", "naive"] = naive(dataclasses.replace(args, temperature=1.0), "sft")
         torch.save(results, out)
-    dist.destroy_process_group()
+    grpo.leave()
 
 
 if __name__ == "__main__":

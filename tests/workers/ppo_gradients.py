@@ -222,7 +222,7 @@ def main(model, critic_model, reward_model, out):
         results["naive"] = naive(lm, head, args)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    dist.destroy_process_group()
+    ppo.leave()
 
 
 if __name__ == "__main__":

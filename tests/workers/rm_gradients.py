@@ -75,7 +75,7 @@ def main(model, out, replicas):
             results[lora_rank, "naive"] = naive(lm, adapters(lm, args) if lora_rank else lm)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    dist.destroy_process_group()
+    rm.leave()
 
 
 if __name__ == "__main__":

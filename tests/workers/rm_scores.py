@@ -21,7 +21,7 @@ def main(model, pairs, out):
     ]
     results = ppo.model_scores(judge, tokenizer, rows, args, device)
     Path(out).write_text(json.dumps(results))
-    ppo.dist.destroy_process_group()
+    ppo.leave()
 
 
 if __name__ == "__main__":

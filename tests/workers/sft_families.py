@@ -45,7 +45,7 @@ def main(models, out, *names):
                 found[name][layout] = str(refused)
     if sft.dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
-    sft.dist.destroy_process_group()
+    sft.leave()
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def main(model, out, sp_size, *kinds):
             results[name, "naive"] = naive(lm, adapters(lm, args) if args.lora_rank else lm)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    dist.destroy_process_group()
+    sft.leave()
 
 
 if __name__ == "__main__":

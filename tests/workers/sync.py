@@ -1,7 +1,9 @@
 """Sampler against trainer after an update, after sleep and wake, at two temperatures: MODEL TP_SIZE."""
 
 import dataclasses
+import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,8 @@ def main(model, tp_size):
     args = grpo.Args(model=model, train_files=(), output_dir="", tp_size=int(tp_size), lora_rank=4)
     args = dataclasses.replace(args, max_prompt_length=16, max_response_length=16)
     engine = grpo.build_engine(args, device)
+    shared_memory = [*Path("/dev/shm").glob(f"{os.getppid()}-*")]
+    assert not shared_memory, f"it would stay behind: {shared_memory}"
     policy = grpo.load_model(args, mesh, device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
 
@@ -102,7 +106,7 @@ def main(model, tp_size):
     assert gaps.pop("stale") > 0.05, gaps
     assert gaps.pop("not merged") > 0.05, gaps
     assert max(gaps.values()) < 1e-4, gaps
-    dist.barrier()
+    grpo.leave()
 
 
 if __name__ == "__main__":
