@@ -600,7 +600,7 @@ def fail(message):
 def leave():
     """End together, without Python's own end: a thread of gloo that still has a tensor would abort in it."""
     dist.barrier()  # destroy_process_group does not wait for such threads (pytorch PR 179291)
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
     sys.stdout.flush()
     os._exit(0)
 
