@@ -12,7 +12,6 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/dapo.md
 """
 
-import atexit
 import ctypes
 import faulthandler
 import io
@@ -160,7 +159,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from data_prep.cache import load_prompts
 from data_prep.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
-from data_prep.tracking import Logger, check_tracker, ranks_on, stats, step_metrics
+from data_prep.tracking import Logger, check_tracker, leave, ranks_on, stats, step_metrics
 from rewards import check_sources
 from rewards.combined import load_rewards
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
@@ -689,9 +688,8 @@ def setup_distributed(hsdp_replicas, timeout_s=3600.0):
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
         fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
-    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    c10d = dist.distributed_c10d  # the time-outs of subgroups: the mesh's, the sampler's
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
+    backends, c10d = "cpu:gloo,cuda:nccl" if cuda else "gloo", dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)  # of subgroups
     dist.init_process_group(backends, None, timedelta(seconds=timeout_s), world, rank, store)
     sys.excepthook = partial(report_failure, store, rank, world)
     shape = hsdp_replicas, world // hsdp_replicas
@@ -713,14 +711,6 @@ def report_failure(store, rank, world, *error):
 def fail(message):
     """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
     raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
-
-
-def leave():
-    """End together, without Python's own end: a thread of gloo that still has a tensor would abort in it."""
-    dist.barrier()  # destroy_process_group does not wait for such threads (pytorch PR 179291)
-    atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
@@ -1149,8 +1139,7 @@ def attend(query, key, value, shapes, scaling):
 
 # endregion
 # region sampling
-# what all ranks know of a row
-KNOWN = "data_source index group sample rank reward finish_reason prompt_length length".split()
+KNOWN = "data_source index group sample rank reward finish_reason prompt_length length".split()  # by all
 
 
 def check_args(args):
@@ -1419,9 +1408,8 @@ def check_sampler(logps, batch, args, step):
     another = another or (step > 1 and args.sampler_lag)  # then the sampler is another on purpose
     if not gap < (math.inf if another else limit):  # so that NaN always fails
         why = "the sampler does not hold the trainer's weights, or computes otherwise"
-        fail(
-            f"weight sync failed at step {step}: {why}; {tokens:.0f} log-probs differ by {gap:.3g} > {limit}"
-        )
+        far = f"{tokens:.0f} log-probs differ by {gap:.3g} > {limit}"
+        fail(f"weight sync failed at step {step}: {why}; {far}")
     probs = {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
     return probs | {"training/rollout_logp_diff_mean": gap}
 

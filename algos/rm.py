@@ -12,7 +12,6 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/rm.md
 """
 
-import atexit
 import ctypes
 import faulthandler
 import json
@@ -117,7 +116,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 from data_prep.cache import IDS, prepare
 from data_prep.images import auto_class, never_sampled
 from data_prep.schema import open_parquet
-from data_prep.tracking import Logger, check_tracker, matmul_speed, ranks_on
+from data_prep.tracking import Logger, check_tracker, leave, matmul_speed, ranks_on
 
 
 # ---- The mathematics ---------------------------------------------------------------------------------------
@@ -496,9 +495,8 @@ def setup_distributed(hsdp_replicas, timeout_s=3600.0):
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
         fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
-    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    c10d = dist.distributed_c10d  # the time-outs of subgroups: the mesh's, the sampler's
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
+    backends, c10d = "cpu:gloo,cuda:nccl" if cuda else "gloo", dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)  # of subgroups
     dist.init_process_group(backends, None, timedelta(seconds=timeout_s), world, rank, store)
     sys.excepthook = partial(report_failure, store, rank, world)
     shape = hsdp_replicas, world // hsdp_replicas
@@ -520,14 +518,6 @@ def report_failure(store, rank, world, *error):
 def fail(message):
     """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
     raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
-
-
-def leave():
-    """End together, without Python's own end: a thread of gloo that still has a tensor would abort in it."""
-    dist.barrier()  # destroy_process_group does not wait for such threads (pytorch PR 179291)
-    atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):

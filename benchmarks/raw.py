@@ -21,7 +21,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.grpo import (
     all_reduce,
-    leave,
     packed,
     padded,
     setup_distributed,
@@ -30,7 +29,7 @@ from algos.grpo import (
     split_micro_batches,
 )
 from data_prep.cache import load_prompts
-from data_prep.tracking import matmul_speed
+from data_prep.tracking import leave, matmul_speed
 
 
 @dataclass

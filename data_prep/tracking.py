@@ -1,8 +1,10 @@
-"""The log of a run: terminal, log.txt, metrics.jsonl, TensorBoard or Weights & Biases; and common metrics."""
+"""The log of a run: terminal, log.txt, metrics.jsonl, TensorBoard or Weights & Biases; metrics; its end."""
 
+import atexit
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
@@ -95,6 +97,18 @@ class Logger:
         weights = f"{self.out}/checkpoints/latest/{'hf' if args.save_hf else 'dcp'}"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {weights}")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
+
+
+def leave():
+    """End the process with those of the other ranks: the last call of a script.
+
+    Python's own end is left out: a thread of gloo that still has a tensor would abort in it, and
+    destroy_process_group does not wait for such threads (pytorch PR 179291).
+    """
+    dist.barrier()
+    atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def ranks_on(device):
