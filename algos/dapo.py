@@ -125,8 +125,6 @@ class Args:
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # rejection by that ratio
     rollout_rs_threshold: float | None = None  # with rollout_rs: largest ratio of what is not rejected
     rollout_rs_threshold_lower: float | None = None  # smallest; None: 1 / rollout_rs_threshold
-    sampler_lag: int = 0  # laboratory: sample with the weights of K steps ago; K + 1 copies in host memory
-    sampler_noise: Literal["int8", "fp8"] | None = None  # laboratory: sample with matrices rounded to it
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the scorer of the data_source
@@ -367,7 +365,7 @@ def main(args):
         sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
         rows, sampled, gen_batches, rank_tokens = state["surplus"], [], 0, np.zeros(dist.get_world_size())
         wanted = args.train_batch_size * args.group_size
-        with sampler(timing, train=True) as sample:
+        with sampler(timing) as sample:
             while len(rows) < wanted and gen_batches < args.max_gen_batches:
                 keep_rate = (state["kept"] + 1) / (state["sampled"] + 1)  # 1 at first, and never 0
                 number = math.ceil((wanted - len(rows)) / args.group_size / keep_rate)
@@ -1168,10 +1166,6 @@ def check_args(args):
         fail(f"{flags}: a level and bounds of its ratio, 0 <= lower <= upper, belong together")
     if args.rollout_is_threshold <= 0:
         fail(f"{flag('rollout_is_threshold')} leaves no weight above 0")
-    goes_on = args.resume not in ("auto", "never") or Path(args.output_dir, "checkpoints/latest").exists()
-    if args.sampler_lag < 0 or (args.sampler_lag and goes_on):
-        why = "the weights of earlier steps are in no checkpoint: begin again in another --output_dir"
-        fail(f"{flag('sampler_lag')}: a run with a lag, of at least 0, cannot go on: {why}")
 
 
 def load_data(args, tools=None, images=False):
@@ -1284,15 +1278,11 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
 
 
 @contextmanager
-def awake(engine, models, optimizer, args, timing, sample=None, train=False, **sampling):
-    """The sampler, awake and with the trainer's weights: `sample`, or `rollout`, while the block lasts.
-
-    train: with weights as --sampler_lag and --sampler_noise want them.
-    """
+def awake(engine, models, optimizer, args, timing, sample=None, **sampling):
+    """The sampler, awake and with the trainer's weights: `sample`, or `rollout`, while the block lasts."""
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
-        with lagged(models[0].lm, args.sampler_lag * train):
-            sync_weights(engine, models[0].lm, args.sampler_noise if train else None)
+        sync_weights(engine, models[0].lm)
         if args.offload:
             move("cpu", models, optimizer)
         engine.wake_up(tags=["kv_cache"])
@@ -1311,34 +1301,8 @@ def without_adapters(lm):
     lm.apply(lambda m: hasattr(m, "lora_A") and m.enable_adapters(True))
 
 
-@contextmanager
-def lagged(lm, steps):
-    """The model as it was `steps` such blocks ago, or in the first, while the block lasts; 0: as it is."""
-    if not steps:
-        yield
-        return
-    shards = [x.to_local() if isinstance(x, DTensor) else x for x in lm.state_dict().values()]
-    lm.history = (getattr(lm, "history", []) + [[x.to("cpu", copy=True) for x in shards]])[-steps - 1 :]
-    for x, old in zip(shards, lm.history[0], strict=True):
-        x.copy_(old)
-    yield
-    for x, now in zip(shards, lm.history[-1], strict=True):
-        x.copy_(now)
-
-
-def rounded(x, kind):
-    """A matrix as int8 or fp8 would hold it: the largest number of each output channel is theirs, too.
-
-    int8, row 127 -63.6 .4 -> 127 -64 0.
-    """
-    largest = dict(int8=127, fp8=448)[kind]  # e4m3
-    scale = (x.abs().amax(-1, keepdim=True).float() / largest).clamp(min=1e-30)
-    y = x / scale
-    return ((y.round() if kind == "int8" else y.to(torch.float8_e4m3fn).float()) * scale).to(x.dtype)
-
-
-def sync_weights(engine, lm, noise=None):
-    """Stream the sharded model, matrices `rounded` to noise, into the sampler; tied weights go once."""
+def sync_weights(engine, lm):
+    """Stream the sharded model into the sampler; tied weights go once."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     dtype = engine.llm_engine.model_config.dtype
@@ -1353,7 +1317,6 @@ def sync_weights(engine, lm, noise=None):
             if name not in lm.tied and ".lora_" not in name:
                 # a shard is cast before it travels; in a forward FSDP casts parameters, but no buffers
                 x = x.to(dtype).full_tensor() if isinstance(x, DTensor) else x
-                x = rounded(x, noise) if noise and x.dim() > 1 else x
                 yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
 
     def load(model):
@@ -1404,8 +1367,7 @@ def check_sampler(logps, batch, args, step):
     gap, mean, tokens = all_reduce([gap, diff.sum(), len(diff)])
     gap, mean, limit = gap / max(tokens, 1), mean / max(tokens, 1), ROUNDING[args.compute_dtype]
     [largest] = all_reduce([diff.max().item() if len(diff) else 0.0], dist.ReduceOp.MAX)
-    another = step and (args.top_p < 1 or args.top_k > 0 or args.sampler_noise)
-    another = another or (step > 1 and args.sampler_lag)  # then the sampler is another on purpose
+    another = step and (args.top_p < 1 or args.top_k > 0)  # then it is another distribution on purpose
     if not gap < (math.inf if another else limit):  # so that NaN always fails
         why = "the sampler does not hold the trainer's weights, or computes otherwise"
         far = f"{tokens:.0f} log-probs differ by {gap:.3g} > {limit}"

@@ -1,4 +1,4 @@
-"""How old, and how coarse, may the sampler's weights be? grpo.py's laboratory on the demo's task.
+"""How old, and how coarse, may the sampler's weights be? grpo.py on the demo's task.
 
     make demo                           # data and the SFT model
     python benchmarks/off_policy.py     # an hour and a half on one core
@@ -75,14 +75,12 @@ def train(args, loss, correction, lag, noise, seed):
             seed,
             *files,
         )
-        flags += (*FLAGS["tiny"]["grpo"].split(), *SIZES.split(), "--policy_loss", loss, "--sampler_lag", lag)
-        flags += (*CORRECTIONS[correction].split(), "--sampler_noise", noise)
-        run(
-            out.name, {}, "algos/grpo.py", *flags, *"--save_freq 0 --no-save_hf --no-val_before_train".split()
-        )
+        flags += (*FLAGS["tiny"]["grpo"].split(), *SIZES.split(), "--policy_loss", loss, "--save_freq", 0)
+        flags += (*CORRECTIONS[correction].split(),)
+        run(out.name, {}, "benchmarks/off_policy_worker.py", "grpo", lag, noise or "none", *flags)
         (out / "done").touch()
     if (out / "done").exists():
-        lines = read_metrics(out, 0)
+        lines = read_metrics(out, 1)  # without the validation before training
         seen = {name: float(np.mean([m.get(*key) for m in lines])) for name, key in SEEN.items()}
         score = [m["critic/score/mean"] for m in lines]
         return dict(accuracy=lines[-1][ACCURACY], score=score, **seen)

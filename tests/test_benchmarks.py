@@ -15,6 +15,7 @@ import agent_rollout
 import driver_worker
 import memory
 import off_policy
+import off_policy_worker
 import peer
 import race
 
@@ -92,6 +93,37 @@ def test_memory():
     torch.testing.assert_close(ours, whole[:, 0])
 
 
+def test_rounded():
+    rows = torch.tensor([[127, -63.6, 0.4], [0, 0, 0], [-2.54, 0.03, 0.011]])
+    expected = torch.tensor([[127, -64, 0], [0, 0, 0], [-2.54, 0.04, 0.02]])
+    assert torch.allclose(off_policy_worker.rounded(rows, "int8"), expected)
+    rows = torch.tensor([[448.0, 17.2, -0.0011], [0, 0, 0]])  # steps of 2 at 16, of 2^-9 at 0
+    expected = torch.tensor([[448, 18, -0.001953125], [0, 0, 0]])
+    assert torch.allclose(off_policy_worker.rounded(rows, "fp8"), expected)
+    assert off_policy_worker.rounded(rows.bfloat16(), "int8").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("lag", "noise", "expected"),
+    [(2, None, [0.3, 0.3, 0.3, 2.3, 0.3, 1.3, 4.3, 2.3]), (0, "int8", [0.3, 0, 1, 2.3, 2, 3, 4.3, 4])],
+)
+def test_off_policy_samples_with_older_or_rounded_weights(lag, noise, expected):
+    """Validation, which comes first in steps 0, 2 and 4, has the current weights."""
+    lm, synced = torch.nn.Linear(2, 1, bias=False), []
+    logger = type("Logger", (), dict(log=lambda self, *args, **shown: None))
+    sync = lambda engine, lm: synced.append(lm.weight[0, 1].item())
+    algo = SimpleNamespace(sync_weights=sync, Logger=logger, ROUNDING=dict(float32=1e-4))
+    off_policy_worker.change_sampler(algo, lag, noise, training=False)
+    for step in range(5):
+        lm.weight.data.copy_(torch.tensor([[127.0, step + 0.3]]))
+        if step % 2 == 0:
+            algo.sync_weights(None, lm)
+        algo.Logger().log({}, step)
+        algo.sync_weights(None, lm)
+        assert lm.weight[0, 1].item() == pytest.approx(step + 0.3)
+    assert synced == pytest.approx(expected)
+
+
 def test_off_policy_reports_the_runs_that_are_there(tmp_path, capsys):
     line = {off_policy.ACCURACY: 0.5, "critic/score/mean": 0.25, "training/rollout_logp_diff_mean": 0.125}
     for run_, accuracy in (
@@ -101,7 +133,7 @@ def test_off_policy_reports_the_runs_that_are_there(tmp_path, capsys):
     ):
         (tmp_path / "out" / run_).mkdir(parents=True)
         (tmp_path / "out" / run_ / "metrics.jsonl").write_text(
-            json.dumps(line | {off_policy.ACCURACY: accuracy})
+            "{}\n" + json.dumps(line | {off_policy.ACCURACY: accuracy})
         )
     for done in ("clip_token_IS_4_int8_1", "clip_token_IS_4_int8_2"):  # the third was killed
         (tmp_path / "out" / done / "done").touch()

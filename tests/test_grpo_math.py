@@ -471,43 +471,6 @@ def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
         grpo.check_sampler(torch.full((2, 2), -0.01), batch, dataclasses.replace(args, top_p=0.9), 0)
 
 
-@pytest.mark.parametrize("flags", (dict(sampler_lag=2), dict(sampler_noise="int8")))
-def test_a_sampler_that_is_another_on_purpose(monkeypatch, flags):
-    """No alarm where the weights differ; one before the first step, with a lag in it, and at a NaN."""
-    monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
-    args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32", **flags)
-    batch = dict(rollout_logp_nt=[torch.zeros(2)], new=[0])
-    alarms = [(-1, 0), (math.nan, 2), (-math.inf, 2)] + [(-1, 1)] * bool(args.sampler_lag)
-    for logp, step in alarms:
-        with pytest.raises(SystemExit, match="weight sync failed"):
-            grpo.check_sampler(torch.full((1, 2), float(logp)), batch, args, step)
-    found = grpo.check_sampler(torch.full((1, 2), -1.0), batch, args, 2)
-    assert found["training/rollout_logp_diff_mean"] == 1
-
-
-def test_rounded():
-    rows = torch.tensor([[127, -63.6, 0.4], [0, 0, 0], [-2.54, 0.03, 0.011]])
-    assert torch.allclose(
-        grpo.rounded(rows, "int8"), torch.tensor([[127, -64, 0], [0, 0, 0], [-2.54, 0.04, 0.02]])
-    )
-    rows = torch.tensor([[448.0, 17.2, -0.0011], [0, 0, 0]])  # steps of 2 at 16, of 2^-9 at 0
-    assert torch.allclose(grpo.rounded(rows, "fp8"), torch.tensor([[448, 18, -0.001953125], [0, 0, 0]]))
-    assert grpo.rounded(rows.bfloat16(), "int8").dtype == torch.bfloat16
-
-
-def test_lagged():
-    """The weights of two training rollouts ago, then the current ones again; validation counts for none."""
-    lm, seen = nn.Linear(1, 1, bias=False), []
-    for step in range(5):
-        lm.weight.data.fill_(step)
-        with grpo.lagged(lm, 0):
-            assert lm.weight.item() == step
-        with grpo.lagged(lm, 2):
-            seen.append(lm.weight.item())
-        assert lm.weight.item() == step and len(lm.history) <= 3
-    assert seen == [0, 0, 0, 1, 2]
-
-
 @pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
 def test_a_failed_reward_beats_no_wrong_answer_of_its_group(grpo, monkeypatch):
     def scored(rows, tokenizer):

@@ -174,19 +174,6 @@ def test_sync(tiny, tp_size, tmp_path):
         print(done.result().stdout)
 
 
-def test_another_sampler_on_purpose(tiny, arithmetic, tmp_path):
-    """Its first step is as exact as the rounding, the second a step behind; it does not go on."""
-    lab = "--sampler_lag 1 --sampler_noise int8 --total_steps 2 --warmup_steps 0 --test_freq 0".split()
-    run(GRPO, *flags(tiny, arithmetic, tmp_path, *lab))
-    found = metrics(tmp_path)
-    assert (
-        1e-4 < found[1]["training/rollout_logp_diff_mean"] < found[2]["training/rollout_logp_diff_mean"] < 1
-    )
-    assert found[2]["rollout_corr/rollout_is_eff_sample_size"] < 1
-    done = run(GRPO, *flags(tiny, arithmetic, tmp_path, *lab), check=False)
-    assert "--sampler_lag 1: a run with a lag, of at least 0, cannot go on" in done.stderr
-
-
 def test_sync_that_does_nothing_stops_the_run(tiny, arithmetic, tmp_path):
     worker = ROOT / "tests/workers/broken_sync.py"
     done = run(worker, *flags(tiny, arithmetic, tmp_path), check=False)
