@@ -36,9 +36,7 @@ class Args:
     reward_fn: tuple[str, ...] = ("rewards",)
     """Rewards: FILE.py:NAME for your own; `rewards` is the scorer of each row's data_source."""
     reward_weights: tuple[float, ...] = ()
-    """Weight of each reward_fn; none: all 1."""
-    reward_aggregation: Literal["sum", "mean", "min"] = "sum"
-    """How several rewards become one; min: the worst case."""
+    """Weight of each reward_fn in the sum of their scores; none: all 1."""
     reward_workers: int = 4
     """Processes of the prime manager."""
     reward_timeout_s: float = 30.0
@@ -186,7 +184,7 @@ def main(args):
     # ---- everything is read and checked before anything is scored
     out, loaded = Path(args.output), {}
     try:
-        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         limits = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
         manager = RewardManager(args.reward_manager, reward_fn, **limits)
         if len(args.data) > len(ascii_uppercase):

@@ -1,10 +1,10 @@
-"""The weights of a trainer's checkpoint as a Hugging Face directory that transformers and vLLM load.
+"""A trainer's checkpoint for other programs: its model in another dtype, or its LoRA adapters for peft.
 
-For checkpoints without weights in hf/ (`--no-save_hf`), and to add LoRA adapters to their model. One process,
-no GPU; the checkpoint may come from any number of ranks. Of a PPO run it takes the actor: the critic is of
-use only to go on with the run.
+Every checkpoint has its whole model in hf/ already, with LoRA the merged one, which transformers and vLLM
+load as it is. One process, no GPU; the checkpoint may come from any number of ranks.
 
-Command:    python algos/export.py runs/grpo/checkpoints/latest models/mine
+Commands:   python algos/export.py runs/grpo models/mine --save_dtype bfloat16
+            python algos/export.py runs/sft models/adapters --adapters
 Docs: docs/distributed.md
 """
 
@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,10 +28,10 @@ class Args:
     """A run's directory (its latest checkpoint) or one of its checkpoints."""
     output: tyro.conf.Positional[str]
     """Directory to write; it must not exist."""
-    merge_lora: bool = False
-    """Add LoRA adapters to the weights of their model; else they are written as peft loads them."""
+    adapters: bool = False
+    """Write LoRA adapters as peft loads them, in float32, and not the model."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights; None: that in which the model came. Adapters alone stay float32."""
+    """Dtype of the model's weights; None: that of hf/."""
 
 
 if __name__ == "__main__":
@@ -40,72 +39,56 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed.checkpoint as dcp
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from data_prep.atomic import replacing
 from data_prep.images import auto_class, load_processor
 
 
 def read_weights(directory):
-    """{name: tensor} of the model in a directory of torch.distributed.checkpoint."""
+    """{name: tensor} of what a run trained, from a directory of torch.distributed.checkpoint."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-    known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    [prefix, *_] = [p for p in ("model.actor.", "model.") if any(name.startswith(p) for name in known)]
-    entries = {name: entry for name, entry in known.items() if name.startswith(prefix)}
+    entries = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    entries = {name: entry for name, entry in entries.items() if name.startswith("model.hf.")}
     weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     dcp.load(weights, checkpoint_id=directory, no_dist=True)
-    return {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    return {name.removeprefix("model.hf."): weight for name, weight in weights.items()}
 
 
-def scores(weights):
-    """Whether they are a reward model's: of rm.py."""
-    return not weights.keys().isdisjoint(("score.weight", "score/weight"))
-
-
-def full_model(weights, hf):
-    """The model that hf/ describes, with these weights."""
-    config = AutoConfig.from_pretrained(hf)
-    auto = AutoModelForSequenceClassification if scores(weights) else auto_class(config)
-    lm = auto.from_config(config, dtype=torch.float32)
-    lm.load_state_dict(weights)
-    return lm
-
-
-def folded(weights):
-    """LoRA's matrices, of AdaLoRA's: E goes into B."""
-    parts = {name: w for name, w in weights.items() if name.endswith("/weight")}
-    scale = lambda name, w: w * weights[name.replace("lora_B/weight", "lora_E")] if "lora_B" in name else w
-    return {name: scale(name, w) for name, w in parts.items()}
-
-
-def adapters(weights, run):
-    """peft's configuration and names for the adapters of a trainer, of rm.py with their head."""
+def save_adapters(weights, run, directory):
+    """Write LoRA matrices under peft's names; those of AdaLoRA as LoRA, with E in B. rm.py's head too."""
+    state = {}
+    for name, weight in weights.items():
+        if name.endswith("lora_B.default.weight"):
+            scale = weights.get(name.replace("lora_B.default.weight", "lora_E"))  # AdaLoRA
+            weight = weight if scale is None else weight * scale
+        if name.endswith(".default.weight") or name == "score.weight":
+            state[f"base_model.model.{name.replace('.default.', '.')}"] = weight.contiguous()
     names = run["lora_target_modules"]
-    targets = "all-linear" if names == ["all-linear"] else names
-    rank = next(len(w) for name, w in weights.items() if name.endswith("lora_A/weight"))
-    sizes = dict(r=rank, lora_alpha=run["lora_alpha"], target_modules=targets)
     head = dict(task_type="SEQ_CLS", modules_to_save=["score"])
-    task = head if scores(weights) else dict(task_type="CAUSAL_LM")
-    config = LoraConfig(**sizes, **task, base_model_name_or_path=run["model"])
-    return config, {f"base_model.model.{name.replace('/', '.')}": w for name, w in weights.items()}
+    config = LoraConfig(
+        r=next(len(weight) for name, weight in state.items() if name.endswith("lora_A.weight")),
+        lora_alpha=run["lora_alpha"],
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        base_model_name_or_path=run["model"],
+        **(head if "score.weight" in weights else dict(task_type="CAUSAL_LM")),
+    )
+    config.save_pretrained(directory)
+    save_file(state, directory / "adapter_model.safetensors")
 
 
-def merged_model(weights, run):
-    """The model that the adapters were trained on, with them in its weights."""
-    config, state = adapters(weights, run)
-    lm = AutoModelForCausalLM.from_pretrained(run["model"], dtype=torch.float32)
-    lm = get_peft_model(lm, config)
-    set_peft_model_state_dict(lm, state)
-    return lm.merge_and_unload()
+def save_model(hf, dtype, directory):
+    """Write the model in hf/ again, in this dtype."""
+    config = AutoConfig.from_pretrained(hf)
+    scores = "SequenceClassification" in config.architectures[0]
+    auto = AutoModelForSequenceClassification if scores else auto_class(config)
+    lm = auto.from_pretrained(hf, dtype=dtype or "auto")
+    lm.save_pretrained(directory)
+    load_processor(str(hf)).save_pretrained(directory)
+    return sum(parameter.numel() for parameter in lm.parameters())
 
 
 def main(args):
@@ -118,35 +101,21 @@ def main(args):
     checkpoint = found[0].resolve()
     try:
         run = json.loads((checkpoint.parents[1] / "args.json").read_text())
-        with_lora = run.get("lora_rank", 0) > 0
-        if args.merge_lora and not with_lora:
-            raise ValueError(f"--merge_lora: {checkpoint} has no adapters, the run was without --lora_rank")
-        weights = read_weights(checkpoint / "dcp")
-        if run.get("lora_kind") == "adalora":
-            weights = folded(weights)
-        if args.merge_lora and scores(weights):  # whose pad token only rm.py knows
-            raise ValueError(f"{checkpoint} is a reward model: go on with its run by rm.py --merge_lora")
+        if args.adapters and not run.get("lora_rank"):
+            raise ValueError(f"--adapters: {checkpoint} has none, the run was without --lora_rank")
         with replacing(args.output) as new:
-            load = AutoTokenizer.from_pretrained if with_lora else load_processor
-            load(checkpoint / "hf").save_pretrained(new)
-            if with_lora and not args.merge_lora:
-                config, state = adapters(weights, run)
-                config.save_pretrained(new)
-                save_file(state, new / "adapter_model.safetensors")
+            if args.adapters:
+                weights = read_weights(checkpoint / "dcp")
+                save_adapters(weights, run, new)
+                count = sum(weight.numel() for weight in weights.values())
             else:
-                base = run["model"] if with_lora else checkpoint / "hf"
-                dtype = AutoConfig.from_pretrained(base).dtype or torch.float32  # in which it came
-                lm = merged_model(weights, run) if with_lora else full_model(weights, base)
-                lm.to(getattr(torch, args.save_dtype) if args.save_dtype else dtype).save_pretrained(new)
-            for source in (run["model"], checkpoint / "hf"):  # it names the tokens that end a response
-                with suppress(OSError):
-                    GenerationConfig.from_pretrained(source).save_pretrained(new)
+                count = save_model(checkpoint / "hf", args.save_dtype, new)
     except dcp.CheckpointException as error:
         causes = "; ".join(" ".join(str(cause).split()) for cause, _ in error.failures.values())
         sys.exit(f"error: {checkpoint} is damaged: {causes}")
     except (ValueError, OSError, EOFError, SafetensorError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
-    print(f"{args.output}: {sum(weight.numel() for weight in weights.values()):,} weights of {checkpoint}")
+    print(f"{args.output}: {count:,} weights of {checkpoint}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Docs: docs/generate.md
 """
 
 import json
-import math
 import os
 import re
 import shutil
@@ -186,12 +185,13 @@ def build_engine(args):
 
 # region turns
 def observation(tokenizer, messages, tools, last):
-    """Ids of an environment's messages, as the chat template has them behind a turn whose last id is `last`.
+    """Ids of an environment's messages, as the chat template has them after a turn whose last id is `last`.
 
-    The template writes them behind a mark in place of the turn, and behind them the prompt of the next one:
-    what was sampled is not rendered, so that no template can change it.
+    The template writes them after a mark in place of the turn, and after them the prompt of the next turn:
+    sampled text is not rendered, so no template can change it.
     """
-    chat = [dict(role="user", content="x"), dict(role="assistant", content=(mark := "[what it said]"))]
+    mark = "[what it said]"
+    chat = [dict(role="user", content="x"), dict(role="assistant", content=mark)]
     options = dict(tools=tools, tokenize=False, add_generation_prompt=True)
     text = tokenizer.apply_chat_template([*chat, *messages], **options).partition(mark)[2]
     for message in messages:
@@ -200,7 +200,7 @@ def observation(tokenizer, messages, tools, last):
             problem = f"the chat template leaves out what the role {message['role']!r} says"
             raise jinja2.TemplateError(problem)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids[ids[:1] == [last] :]  # behind a turn without EOS the template's is kept
+    return ids[ids[:1] == [last] :]  # after a turn without EOS the template's is kept
 
 
 def shorten(tokenizer, messages, limit, cut):
@@ -211,89 +211,104 @@ def shorten(tokenizer, messages, limit, cut):
     special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
     border, short, longer = re.compile("|".join(map(re.escape, special))), [], 0
     for message in messages:
-        text, most = message["content"], 100 * limit  # no token has more characters: a megabyte is cut first
-        text = border.sub(" ", text[:most] if cut == "end" else text[-most:])
+        chars = 100 * limit  # no token has more than 100 characters: a megabyte is cut before it is tokenised
+        text = message["content"][:chars] if cut == "end" else message["content"][-chars:]
+        text = border.sub(" ", text)
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) > limit:
-            text, longer = tokenizer.decode(ids[:limit] if cut == "end" else ids[-limit:]), longer + 1
+            text = tokenizer.decode(ids[:limit] if cut == "end" else ids[-limit:])
+            longer += 1
         short.append(message | dict(content=text))
     return short, longer
 
 
-def converse(engine, rows, pool, tokenizer, args, **sampling):
-    """Let the sampler and every row's environment (pool None: without) talk in turns, until all have ended.
+def converse(engine, rows, pool, tokenizer, args, cut="end", **sampling):
+    """Let the sampler and each row's environment (pool None: none) talk in turns, until all have ended.
 
     No row waits for another: its environment works while the sampler writes for others.
     rows: dicts with prompt_ids, extra_info and `entropy`, numbers that seed its sampling. Adds response_ids,
-    all that follows the prompt; rollout_logps, NaN for what the environment wrote; answer_ids, of the last
-    turn; finish_reason: stop, length, turns, or timeout, crash, error of the environment; and the rest below.
-    Returns the seconds in which the sampler had nothing to do.
+    all that follows the prompt; mask_t, whether the model wrote a token; rollout_logp_t, 0 where it did not;
+    answer_ids, of the last turn; finish_reason: stop, length, turns, or timeout, crash, error of the
+    environment; and the rest below. Returns the seconds in which the sampler had nothing to do.
     """
-    from vllm import SamplingParams
     from vllm.distributed import get_tp_group
-    from vllm.sampling_params import RequestOutputKind
 
-    core, group, waiting, idle = engine.llm_engine, get_tp_group(), set(), 0.0
-    sampling |= dict(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-
-    def ask(i):
-        """The next turn of row i."""
-        row = rows[i]
-        turn = [row["turns"]] if row["turns"] else []  # the first is seeded as in `rollout`
-        [seed] = np.random.SeedSequence((*row["entropy"], *turn)).generate_state(1)
-        room = args.max_response_length - len(row["response_ids"])
-        params = SamplingParams(seed=int(seed), max_tokens=room, **sampling)
-        core.add_request(str(i), request(row, row["response_ids"]), params)
-
+    core, tp_group, waiting, idle = engine.llm_engine, get_tp_group(), set(), 0.0
     for i, row in enumerate(rows):
-        row |= dict(response_ids=[], rollout_logps=[], turns=0, messages=[])
+        row |= dict(response_ids=[], rollout_logp_t=[], mask_t=[], turns=0, messages=[])
         row |= dict(cut_observations=0, env_reward=None, failure=None)
-        ask(i)
+        ask(core, i, row, args, sampling)
     while core.has_unfinished_requests() or waiting:
         for done in core.step() if core.has_unfinished_requests() else ():
-            row, [o] = rows[i := int(done.request_id)], done.outputs
-            row["response_ids"] += o.token_ids
-            if o.logprobs:  # a NaN of the sampler must not look like one of the environment
-                row["rollout_logps"] += np.nan_to_num(o.logprobs.logprobs, nan=-np.inf).tolist()
-            row |= dict(answer_ids=o.token_ids, finish_reason=o.finish_reason, turns=row["turns"] + 1)
-            text = tokenizer.decode(o.token_ids, skip_special_tokens=True)
-            row["messages"].append(dict(role="assistant", content=text))
-            if pool and o.finish_reason == "stop":
+            i = int(done.request_id)
+            text = add_turn(rows[i], done.outputs[0], tokenizer)
+            if pool and rows[i]["finish_reason"] == "stop":
                 waiting.add(i)
-                if group.is_first_rank:
-                    pool.step(i, text, row["extra_info"])
-        if waiting:  # the first rank of a tensor-parallel group asks the environments for all of it
-            begin, answers = time.perf_counter(), []
-            free = not core.has_unfinished_requests()
-            if group.is_first_rank:
-                answers = pool.answers(wait=free)
-            answers = group.broadcast_object(answers)
-            idle += free * (time.perf_counter() - begin)
-            for answer in answers:
-                row = rows[i := answer["key"]]
-                waiting.remove(i)
-                if answer["failure"]:
-                    row |= dict(failure=answer["failure"], finish_reason=answer["failure"].partition(":")[0])
-                    continue
-                row["env_reward"] = answer["reward"]
-                if not answer["messages"]:
-                    continue
-                limit = args.max_observation_length, args.observation_cut
-                messages, longer = shorten(tokenizer, answer["messages"], *limit)
-                ids = observation(tokenizer, messages, pool.tools, row["response_ids"][-1])
-                if row["turns"] == args.max_turns:
-                    row["finish_reason"] = "turns"
-                elif len(row["response_ids"]) + len(ids) >= args.max_response_length:  # no room for a token
-                    row["finish_reason"] = "length"
-                else:
-                    row["response_ids"] += ids
-                    row["rollout_logps"] += [math.nan] * len(ids)
-                    row["messages"] += messages
-                    row["cut_observations"] += longer
-                    ask(i)
+                if tp_group.is_first_rank:  # it asks the environments for all of its group
+                    pool.step(i, text, rows[i]["extra_info"])
+        if not waiting:
+            continue
+        begin, answers, free = time.perf_counter(), [], not core.has_unfinished_requests()
+        if tp_group.is_first_rank:
+            answers = pool.answers(wait=free)
+        answers = tp_group.broadcast_object(answers)
+        if free:
+            idle += time.perf_counter() - begin
+        for answer in answers:
+            i = answer["key"]
+            waiting.remove(i)
+            if add_answer(rows[i], answer, pool.tools, tokenizer, args, cut):
+                ask(core, i, rows[i], args, sampling)
     if pool:
         pool.clear()
     return idle
+
+
+def ask(core, i, row, args, sampling):
+    """Request the next turn of row number i."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    turn = [row["turns"]] if row["turns"] else []  # the first turn is seeded as in `rollout`
+    [seed] = np.random.SeedSequence((*row["entropy"], *turn)).generate_state(1)
+    room = args.max_response_length - len(row["response_ids"])
+    options = dict(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = SamplingParams(seed=int(seed), max_tokens=room, **options, **sampling)
+    core.add_request(str(i), request(row, row["response_ids"]), params)
+
+
+def add_turn(row, output, tokenizer):
+    """Add a turn of the model to its row -> the text of the turn."""
+    row["response_ids"] += output.token_ids
+    row["mask_t"] += [True] * len(output.token_ids)
+    if output.logprobs:
+        row["rollout_logp_t"] += output.logprobs.logprobs
+    row |= dict(answer_ids=output.token_ids, finish_reason=output.finish_reason, turns=row["turns"] + 1)
+    text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    row["messages"].append(dict(role="assistant", content=text))
+    return text
+
+
+def add_answer(row, answer, tools, tokenizer, args, cut):
+    """Add what its environment answered to a row -> whether the model has another turn."""
+    if answer["failure"]:
+        row |= dict(failure=answer["failure"], finish_reason=answer["failure"].partition(":")[0])
+        return False
+    row["env_reward"] = answer["reward"]
+    if not answer["messages"]:
+        return False
+    messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length, cut)
+    ids = observation(tokenizer, messages, tools, row["response_ids"][-1])
+    full = len(row["response_ids"]) + len(ids) >= args.max_response_length  # no room for a token
+    if full or row["turns"] == args.max_turns:
+        row["finish_reason"] = "turns" if row["turns"] == args.max_turns else "length"
+        return False
+    row["response_ids"] += ids
+    row["mask_t"] += [False] * len(ids)
+    row["rollout_logp_t"] += [0.0] * len(ids)
+    row["messages"] += messages
+    row["cut_observations"] += longer
+    return True
 
 
 # endregion
@@ -308,7 +323,7 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     talks = [dict(prompts[row], extra_info=about[row]) for row, _ in jobs]
     talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
-    converse(engine, talks, pool, tokenizer, args, **sampling)
+    converse(engine, talks, pool, tokenizer, args, args.observation_cut, **sampling)
     too_long = "", 0, "prompt_too_long", "{}"
     answers = {row: [] if row in prompts else [too_long] * args.n_samples for row in rows}
     for (row, _), talk in zip(jobs, talks, strict=True):

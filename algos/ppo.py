@@ -1,13 +1,13 @@
 """PPO (arXiv 1707.06347, for language models 2203.02155): maximise E[min(r A, clip(r, 1-eps, 1+eps) A)],
 where A is the generalised advantage estimate (1506.02438) from a learned critic.
 
-Departures from the papers:
-1. Actor and critic are two models; the critic may learn alone at first (`--critic_warmup`).
-2. Clip-higher (DAPO 2503.14476, eq. 10; off by default) and dual clip (1912.09729, eq. 5) are there.
-3. Losses are means over all tokens of the optimizer step (`--loss_agg token-mean`), not of responses.
-4. The sampler's rounding is corrected by truncated importance sampling (`--rollout_is`, Yao et al. 2025).
-5. The KL divergence from the initial model is off by default; it goes into the reward, the loss, or both.
-6. What VAPO (2504.05118) adds for long responses is there too, behind flags: docs/vapo.md.
+Differences from the papers with the default flags:
+1. Actor and critic are two models.
+2. There is no KL term (`--use_kl_in_reward` adds it).
+3. Both losses are means over all tokens of the optimizer step, not means over responses.
+4. Truncated importance sampling corrects the sampler's rounding (`--rollout_is`, Yao et al. 2025).
+5. Dual clip bounds the loss where the advantage is negative (1912.09729, eq. 5).
+What VAPO (2504.05118) adds for long responses is behind flags: docs/vapo.md.
 
 CPU:        python algos/ppo.py --model runs/tiny/hf --train_files data/train.parquet --output_dir runs/ppo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/ppo.py ...
@@ -17,21 +17,20 @@ Docs: docs/ppo.md
 
 import ctypes
 import faulthandler
-import io
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import sys
 import time
 import warnings
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, chain, count, groupby, pairwise
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -41,108 +40,94 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.arguments import parse
 
 # Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
-# names the axes (logp_nt). T is aligned with the response: column t speaks of response token t.
+# names the axes (logp_nt). T is aligned with the response: column t belongs to response token t.
+# A row is a dict of one response: its prompt, ids and reward. What is per token ends in _t (adv_t); a padded
+# batch of rows has it as _nt.
 
 
 @dataclass(kw_only=True)
 class Args:
     # ---- run
     output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
-    resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
-    seed: int = 1  # of data order, adapters and, with step, prompt and sample number, of every response
+    resume: str = "auto"  # auto: from output_dir's latest checkpoint, if any; never; or path of a checkpoint
+    seed: int = 1  # seed for data order, LoRA init and sampling
     total_epochs: int = 1  # passes over the training data
-    total_steps: int | None = None  # RL steps in all; None: total_epochs
+    total_steps: int | None = None  # RL steps in all; None: those of total_epochs
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
-    val_before_train: bool = True  # validate before the first step
-    keep_checkpoints: int = 2  # newest checkpoints that are kept; 0: all
-    save_hf: bool = True  # also write each checkpoint's weights as a Hugging Face directory (hf/)
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     rollout_dump: bool = False  # write every training response to output_dir/rollouts
-    num_examine: int = 1  # responses of each data source that every validation shows in a table
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go beside metrics.jsonl
-    wandb_project: str | None = None  # with --tracker wandb: its project; None: its default
-    timeout_s: float = 3600.0  # seconds that a rank waits for the others before the run ends
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where else metrics go
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training prompts
     val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
-    max_prompt_length: int = 512  # limit of the prompt in tokens
-    filter_overlong_prompts: bool = True  # drop and count prompts over the limit; else they are an error
+    max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     critic_model: str | None = None  # causal LM or sequence classifier to start from; None: model
     reward_model: tuple[str, ...] = ()  # sequence classifiers: the score of each is one more reward
-    attn_implementation: str | None = None  # None: flash_attention_2, which packs rows, if there, else sdpa
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
-    # of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
+    attn_implementation: str | None = None  # None: flash_attention_2 if it is installed, else sdpa
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
+    # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    sp_size: int = 1  # ranks that share the tokens of a row; it is packed then
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
-    offload: bool = False  # parameters and optimizer state to host memory during sampling (GPU only)
-    lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
-    lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
-    lora_target_modules: tuple[str, ...] = ("all-linear",)  # names of layers; all-linear: all but the output
-    merge_lora: bool = False  # hf/ is the model with the adapters in its weights; else only the adapters
+    offload: bool = False  # parameters and optimizer state to host memory during sampling (GPU)
+    lora_rank: int = 0  # rank of the actor's LoRA adapters, trained in its place; 0: train the model
+    lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
+    # names of the layers that get adapters; all-linear: all linear layers but the output layer
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
     # ---- rollout
     group_size: int = 1  # responses to each prompt
     max_response_length: int = 1024  # limit of the response in tokens
-    temperature: float = 1.0  # of sampling; log-probs of the trainer are taken at the same
-    top_p: float = 1.0  # nucleus sampling; below 1 only without rollout_is, rollout_rs
-    top_k: int = -1  # top-k sampling; -1: off, else as top_p
+    temperature: float = 1.0  # temperature of sampling, and of the trainer's log-probs
+    top_p: float = 1.0  # nucleus sampling; below 1 it needs --rollout_is None and no --rollout_rs
     tp_size: int = 1  # ranks that share one sampler by tensor parallelism
-    gpu_memory_utilization: float = 0.5  # share of the GPU's memory that the awake sampler takes
+    gpu_memory_utilization: float = 0.5  # share of the GPU's memory for the awake sampler
     val_group_size: int = 1  # responses to each validation prompt
-    val_temperature: float = 0.0  # of sampling in validation
+    val_temperature: float = 0.0  # temperature of sampling in validation
     # ---- optimizer
     train_batch_size: int = 64  # prompts of a step, over all ranks
     ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
     ppo_epochs: int = 1  # passes over the responses of a step
     lr: float = 1e-6  # peak learning rate of the actor
     critic_lr: float = 1e-5  # peak learning rate of the critic
-    # first steps in which only the critic learns, from returns with lambda 1; the actor's schedule follows
-    critic_warmup: int = 0
+    critic_warmup: int = (
+        0  # first steps, in which the critic learns returns with lambda 1 and the actor rests
+    )
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
     warmup_steps: int = 0  # steps of linear warm-up; the actor's begins after critic_warmup
-    weight_decay: float = 0.01  # AdamW's decoupled weight decay
+    weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
-    gamma: float = 1.0  # discount of later rewards, a token
-    lam: float = 1.0  # GAE's lambda; 1: returns minus values, 0: one-step differences
+    gamma: float = 1.0  # discount of later rewards per token
+    lam: float = 1.0  # lambda of GAE; 1: returns minus values, 0: one-step differences
     critic_lam: float | None = None  # lambda of the critic's returns; None: that of --lam
-    # for advantages lambda is 1 - 1/(this * tokens of the response), at least 0; None: that of --lam
+    # lambda of the advantages: 1 - 1 / (lam_alpha * tokens of the response), at least 0; None: that of --lam
     lam_alpha: float | None = None
-    cliprange_value: float = 0.5  # how far an update may move a value before its gradient ends
-    clip_ratio_low: float = 0.2  # ratios below 1 - this are clipped
-    clip_ratio_high: float = 0.2  # ratios above 1 + this are clipped
-    clip_ratio_c: float = 3.0  # dual clip: bound of the ratio for negative advantages
-    # how token losses of an optimizer step are averaged; the last is Dr. GRPO's
-    loss_agg: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    use_kl_loss: bool = False  # add the KL divergence from the initial model to the loss
-    kl_loss_coef: float = 0.001  # weight of the KL loss
-    kl_kind: Literal["k1", "k1+", "abs", "k2", "k3", "k3+"] = "k3"  # its estimator; +: with k2's gradient
-    use_kl_in_reward: bool = False  # take the KL from the initial model off each token's reward
+    cliprange_value: float = 0.5  # how far a step may move a value before its gradient ends
+    clip_ratio_low: float = 0.2  # clip ratios below 1 - this
+    clip_ratio_high: float = 0.2  # clip ratios above 1 + this
+    clip_ratio_c: float = 3.0  # dual clip: bound of the ratio where the advantage is negative
+    use_kl_in_reward: bool = False  # subtract the KL from the initial model from token rewards
     kl_coef: float = 0.001  # weight of the KL in the reward; with kl_target, its first value
     kl_penalty: Literal["k1", "abs", "k2", "k3"] = "k1"  # estimator of the KL in the reward
-    kl_target: float | None = None  # KL a token that the weight is adapted towards; None: it is fixed
+    kl_target: float | None = None  # KL per token that the weight is adapted to; None: the weight is fixed
     kl_horizon: float = 10000.0  # responses over which the adaptive weight reacts
     entropy_coeff: float = 0.0  # weight of the entropy bonus
-    positive_nll_coef: float = 0.0  # weight in the loss of -log p of responses with acc, else score, above 0
-    rollout_is: Literal["token", "sequence"] | None = "token"  # importance of trainer against sampler
-    rollout_is_threshold: float = 2.0  # a larger importance is cut to it
+    positive_nll_coef: float = 0.0  # weight of -log p of correct responses: acc, else score, above 0
+    rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
+    rollout_is_threshold: float = 2.0  # upper bound of the importance weights
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # rejection by that ratio
-    rollout_rs_threshold: float | None = None  # with rollout_rs: largest ratio of what is not rejected
-    rollout_rs_threshold_lower: float | None = None  # smallest; None: 1 / rollout_rs_threshold
+    # with rollout_rs: the largest ratio that is kept, and 1 over it the smallest; or smallest and largest
+    rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
-    reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or processes with a time-out
-    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; `rewards`: the data_source's scorer; `none`: 0
+    reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or in processes with a time-out
+    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: the scorer of each row's data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn, then of each reward_model; none: all 1
-    reward_aggregation: Literal["sum", "mean", "min"] = "sum"  # of several rewards; min: the worst case
-    reward_workers: int = 4  # processes of the prime manager on each rank
-    reward_timeout_s: float = 30.0  # seconds that the prime manager gives a sample before it fails
+    reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
 
     def __post_init__(self):
         flash = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
@@ -154,27 +139,36 @@ if __name__ == "__main__":
     flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
 
 import numpy as np
-import safetensors.torch
+import safetensors
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
+from common.metrics import stats, step_metrics, timed
+from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.cache import load_prompts
 from data_prep.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
-from data_prep.tracking import Logger, check_tracker, leave, ranks_on, stats, step_metrics
 from rewards import check_sources
-from rewards.combined import aggregate, load_rewards
+from rewards.combined import load_rewards
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 
 
-# ---- The mathematics ---------------------------------------------------------------------------------------
+# ---- The mathematics -------------------------------------------------------------------
 def token_rewards(score_n, kl_nt, mask_nt, kl_coef):
     """Minus kl_coef * KL on every token, plus the response's score on its last.
 
@@ -219,13 +213,11 @@ def masked_whiten(x_nt, mask_nt, reduce=lambda sums: sums):
     return centred_nt * (squares / max(tokens - 1, 1) + 1e-8) ** -0.5  # eq: ppo.whiten
 
 
-class AdaptiveKL(nn.Module):
-    """Weight of the KL in the reward; target None: fixed. A module, so that a checkpoint holds its value."""
+class AdaptiveKL:
+    """Weight of the KL in the reward; target None: it is fixed."""
 
     def __init__(self, value, target, horizon):
-        super().__init__()
-        self.register_buffer("value", torch.tensor(value, dtype=torch.float64))
-        self.target, self.horizon = target, horizon
+        self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl, n):
         """After n responses with a KL of `kl`: at most 20 % in `horizon` responses (1909.08593, 2.2)."""
@@ -235,12 +227,9 @@ class AdaptiveKL(nn.Module):
             self.value *= 1 + error * min(n, self.horizon) / self.horizon  # eq: ppo.adaptive_kl
 
 
-def kl_estimate(logp_nt, ref_logp_nt, kind):
+def kl_penalty(logp_nt, ref_logp_nt, kind):
     """Estimators of KL(policy || reference) a sampled token (Schulman 2020); k3 is clamped as in verl."""
     d_nt = logp_nt - ref_logp_nt
-    if kind.endswith("+"):  # the value of k1, k3 with the gradient of k2, which is the KL's
-        value_nt = kl_estimate(logp_nt, ref_logp_nt, kind[:-1]).detach()
-        return value_nt + d_nt**2 / 2 - d_nt.detach() ** 2 / 2  # eq: grpo.kl_gradient
     if kind == "k3":
         d_nt = d_nt.clamp(-20, 20)
         return ((-d_nt).exp() + d_nt - 1).clamp(-10, 10)  # eq: grpo.kl
@@ -262,53 +251,34 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
     return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
 
 
-def loss_weights(mask_nt, mode, max_length=None, totals=None):
-    """Weights w_nt with sum(w_nt * loss_nt) the aggregated loss; mask_nt: the responses of an optimizer step.
-
-    totals: its (tokens, responses), if mask_nt is a part of it. Lengths 1 and 3, token-mean: weights 1/4;
-    seq-mean-token-mean: 1/2 and 1/6. Empty ones do not count.
-    """
-    mask_nt = mask_nt.float()
-    length_n1 = mask_nt.sum(-1, keepdim=True)
-    tokens, responses = (max(int(x), 1) for x in totals or (length_n1.sum(), (length_n1 > 0).sum()))
-    denominator = {
-        "token-mean": tokens,
-        "seq-mean-token-sum": responses,
-        "seq-mean-token-mean": length_n1.clamp(min=1) * responses,
-        "seq-mean-token-sum-norm": responses * (max_length or mask_nt.shape[1]),
-    }
-    return mask_nt / denominator[mode]  # eq: grpo.aggregation
-
-
 def nll_weights(rows, args):
-    """What turns a mean over all responses of an optimizer step into one over the right ones, [N].
+    """Factors that turn a mean over all tokens of an optimizer step into one over correct responses, [N].
 
-    Of a wrong one 0, of a right one (acc, else score, above 0) all tokens / tokens of right ones; numbers of
-    responses if loss_agg is not token-mean. Right, wrong and right of 1, 5 and 2 tokens: 8/3 0 8/3.
+    A response is correct if its acc, or without acc its score, is above 0. Wrong ones have the factor 0.
+    Responses of 1, 5 and 2 tokens, the second wrong -> 8/3 0 8/3.
     """
-    right_n = torch.tensor([float(row["reward"].get("acc", row["reward"]["score"]) > 0) for row in rows])
-    size_n = torch.tensor([row["length"] if args.loss_agg == "token-mean" else 1.0 for row in rows])
-    steps = [x.split(args.ppo_mini_batch_size * args.group_size) for x in (right_n, size_n)]
-    return torch.cat([right * size.sum() / (right * size).sum().clamp(min=1) for right, size in zip(*steps)])
+    correct_n = torch.tensor([float(row["reward"].get("acc", row["reward"]["score"]) > 0) for row in rows])
+    length_n = torch.tensor([float(row["length"]) for row in rows])
+    weights, responses = [], args.ppo_mini_batch_size * args.group_size
+    for correct, length in zip(correct_n.split(responses), length_n.split(responses)):
+        weights.append(correct * length.sum() / (correct * length).sum().clamp(min=1))
+    return torch.cat(weights)
 
 
-def actor_loss(args, logp_nt, entropy_nt, part):
-    """The whole loss of each token -> loss_nt, and the terms that metrics are sums of.
+def actor_loss(args, logp_nt, entropy_nt, batch):
+    """The whole loss of each token -> loss_nt, and the terms whose means are metrics.
 
-    part: columns of the batch; without old_logp_nt (a single optimizer step) the policy is its own old one.
+    Without old_logp_nt, which a single optimizer step does not need, the policy is its own old policy.
     """
-    old_nt = part.get("old_logp_nt", logp_nt.detach())
+    mask_nt, old_nt = batch["mask_nt"], batch.get("old_logp_nt", logp_nt.detach())
     clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
-    pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, part["adv_nt"], *clip)
-    pg_nt = pg_nt * rollout_weights(args, old_nt, part["rollout_logp_nt"], part["mask_nt"])
-    kl_nt = kl_estimate(logp_nt, part.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
+    pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, batch["adv_nt"], *clip)
+    pg_nt = pg_nt * rollout_weights(args, old_nt, batch["rollout_logp_nt"], mask_nt)
+    nll_nt = -logp_nt * batch["nll_weight_nt"]
     loss_nt = pg_nt - args.entropy_coeff * entropy_nt
-    if args.use_kl_loss:
-        loss_nt = loss_nt + args.kl_loss_coef * kl_nt
-    nll_nt = -logp_nt * part["nll_weight_nt"]
     if args.positive_nll_coef:
         loss_nt = loss_nt + args.positive_nll_coef * nll_nt  # eq: ppo.positive_nll
-    terms = dict(pg_loss=pg_nt, kl_loss=kl_nt, nll_loss=nll_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
+    terms = dict(pg_loss=pg_nt, nll_loss=nll_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
     return loss_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
 
 
@@ -321,196 +291,168 @@ def value_loss(value_nt, old_value_nt, return_nt, clip):
     return torch.maximum((value_nt - return_nt) ** 2, (clipped_nt - return_nt) ** 2) / 2  # eq: ppo.value_loss
 
 
-def critic_loss(args, value_nt, part):
-    """The loss of each token -> loss_nt, and the terms that metrics are sums of; part: as for the actor."""
-    loss_nt = value_loss(value_nt, part["value_nt"], part["return_nt"], args.cliprange_value)
-    clipped_nt = loss_nt > (value_nt - part["return_nt"]) ** 2 / 2
+def critic_loss(args, value_nt, _, batch):
+    """The critic's loss of each token -> loss_nt, and the terms whose means are metrics."""
+    loss_nt = value_loss(value_nt, batch["value_nt"], batch["return_nt"], args.cliprange_value)
+    clipped_nt = loss_nt > (value_nt - batch["return_nt"]) ** 2 / 2
     return loss_nt, dict(vf_loss=loss_nt, vf_clipfrac=clipped_nt, vpred_mean=value_nt)
 
 
-# ---- The step ----------------------------------------------------------------------------------------------
-def advantages(rows, batch, kl_coef, args):
+# ---- The step --------------------------------------------------------------------------
+def advantages(rows, kl_coef, args):
     """Token rewards, advantages (whitened over all ranks) and returns of this rank's rows, [N, T]."""
-    part = columns(batch, range(len(batch["rows"])), "cpu")
-    mask_nt, value_nt = part["mask_nt"], part["value_nt"]
-    score_n = torch.tensor([rows[i]["reward"]["score"] for i in batch["rows"]])
+    batch = collate(rows, "cpu")
+    mask_nt, value_nt = batch["mask_nt"].bool(), batch["value_nt"]
+    score_n = torch.tensor([row["reward"]["score"] for row in rows])
     kl_nt = torch.zeros(mask_nt.shape)
     if args.use_kl_in_reward:
-        kl_nt = kl_estimate(part["old_logp_nt"], part["ref_logp_nt"], args.kl_penalty)
+        kl_nt = kl_penalty(batch["old_logp_nt"], batch["ref_logp_nt"], args.kl_penalty)
     reward_nt = token_rewards(score_n, kl_nt, mask_nt, kl_coef)
     lam = args.lam if args.lam_alpha is None else adaptive_lam(mask_nt, args.lam_alpha)
     critic_lam = args.lam if args.critic_lam is None else args.critic_lam
-    adv_nt, _ = gae(reward_nt, value_nt, mask_nt, args.gamma, lam)
+    raw_adv_nt, _ = gae(reward_nt, value_nt, mask_nt, args.gamma, lam)
     _, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, critic_lam)  # eq: ppo.critic_lam
-    reduce = lambda sums: [x / args.sp_size for x in all_reduce(sums)]  # so many ranks have the same rows
-    about = dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, value_nt=value_nt, return_nt=return_nt)
-    nll_weight_nt = nll_weights(rows, args)[batch["rows"], None]
-    return about | dict(adv_nt=masked_whiten(adv_nt, mask_nt, reduce), nll_weight_nt=nll_weight_nt)
+    adv_nt = masked_whiten(raw_adv_nt, mask_nt, all_reduce)
+    return batch | dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, adv_nt=adv_nt, return_nt=return_nt)
 
 
-def update_critic(critic, optimizer, batch, args):
-    """One optimizer step a mini-batch -> metrics, means over the steps."""
+def update(model, optimizer, mini_batches, token_loss, name, args):
+    """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`.
+
+    model, token_loss, name: the policy, actor_loss, "actor", or the critic, critic_loss, "critic".
+    """
     sums, norms = 0.0, []
-    for mini_batch, totals in [*zip(batch["mini_batches"], batch["totals"], strict=True)] * args.ppo_epochs:
-        for rows, value_nt, _ in micro_batches(critic, batch, mini_batch, args):
-            part = columns(batch, rows, value_nt.device)
-            loss_nt, terms = critic_loss(args, value_nt, part)
-            # totals are of all ranks and micro-batches: no way to cut them changes the gradient
-            weight_nt = loss_weights(part["mask_nt"], args.loss_agg, args.max_response_length, totals)
-            # FSDP averages gradients over the ranks, but the totals are already of all ranks
-            ((weight_nt * loss_nt).sum() * dist.get_world_size()).backward()
-            with torch.no_grad():
-                mean_nt = loss_weights(part["mask_nt"], "token-mean", None, totals)
-                kinds = [weight_nt if "loss" in name else mean_nt for name in terms]
-                sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
-        norms.append(clip_gradients(optimizer, args.grad_clip))
-        if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
+    for sequences, (tokens, _) in mini_batches * args.ppo_epochs:
+        for rows, output_nt, entropy_nt in micro_batches(model, sequences, args):
+            batch = collate(rows, output_nt.device)
+            loss_nt, terms = token_loss(args, output_nt, entropy_nt, batch)
+            # tokens count all ranks and micro-batches, so no split of the work changes the gradient
+            weight_nt = batch["mask_nt"] / tokens  # eq: grpo.aggregation
+            # FSDP averages gradients over the ranks, but the tokens already count all ranks
+            loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
+            loss.backward()
+            sums += torch.stack([(weight_nt * term_nt.detach()).sum() for term_nt in terms.values()])
+            if name == "actor":  # a single optimizer step: this was its old policy
+                for row, logp_t in zip(rows, output_nt.detach()):
+                    row.setdefault("old_logp_t", logp_t[: row["length"]])
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor().item()
+        norms.append(norm)
+        if math.isfinite(norm):  # the norm over all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
-    means = [total / len(norms) / args.sp_size for total in all_reduce(sums.tolist())]
-    metrics = {f"critic/{name}": mean for name, mean in zip(terms, means, strict=True)}
-    skipped = np.sum(~np.isfinite(norms))
-    return metrics | {"critic/grad_norm": np.mean(norms), "critic/skipped_updates": skipped}
-
-
-def update_actor(policy, optimizer, batch, args):
-    """One optimizer step a mini-batch -> metrics, means over them, and log-probs if there are no old ones."""
-    sums, norms, first = 0.0, [], {}
-    for _ in range(args.ppo_epochs):
-        for mini_batch, totals in zip(batch["mini_batches"], batch["totals"], strict=True):
-            for rows, logp_nt, entropy_nt in micro_batches(policy, batch, mini_batch, args):
-                part = columns(batch, rows, logp_nt.device)
-                loss_nt, terms = actor_loss(args, logp_nt, entropy_nt, part)
-                # totals are of all ranks and micro-batches: no way to cut them changes the gradient
-                weight_nt = loss_weights(part["mask_nt"], args.loss_agg, args.max_response_length, totals)
-                # FSDP averages gradients over the ranks, but the totals are already of all ranks
-                ((weight_nt * loss_nt).sum() * dist.get_world_size()).backward()
-                with torch.no_grad():
-                    mean_nt = loss_weights(part["mask_nt"], "token-mean", None, totals)
-                    kinds = [weight_nt if "loss" in name else mean_nt for name in terms]
-                    sums += torch.stack([(w * x).sum() for w, x in zip(kinds, terms.values(), strict=True)])
-                    if "old_logp_nt" not in batch:  # then there is one optimizer step
-                        first |= zip(rows, logp_nt.detach())
-            norms.append(clip_gradients(optimizer, args.grad_clip))
-            if math.isfinite(norms[-1]):  # the norm of all ranks: they step or skip together
-                optimizer.step()
-            optimizer.zero_grad()
-    means = [total / len(norms) / args.sp_size for total in all_reduce(sums.tolist())]
-    metrics = {f"actor/{name}": mean for name, mean in zip(terms, means, strict=True)}
-    metrics |= {"actor/grad_norm": np.mean(norms), "actor/skipped_updates": np.sum(~np.isfinite(norms))}
-    return metrics, first
+    means = [total / len(norms) for total in all_reduce(sums.tolist())]
+    metrics = {f"{name}/{term}": mean for term, mean in zip(terms, means)}
+    return metrics | {
+        f"{name}/grad_norm": np.mean(norms),
+        f"{name}/skipped_updates": np.sum(~np.isfinite(norms)),
+    }
 
 
 def main(args):
-    # ---- arguments and data: nothing slow before they are known to be good
+    # ---- arguments and data: checked before anything slow
     check_args(args)
-    if args.use_kl_loss and args.kl_kind == "k1":
-        fail("--kl_kind k1 has an expected gradient of 0 as a loss: take k1+, k2 or k3+")
     reward_tokenizers = check_models(args)
-    checkpoints = open_run(args)
-    rules = args
-    if args.reward_model:  # its weights are the last; it may be the only reward
-        own = args.reward_weights[: len(args.reward_fn)]
-        rules = replace(args, reward_fn=args.reward_fn or ("none",), reward_weights=own)
-    tokenizer, manager, val_manager, train_rows, val_rows, about = load_data(rules)
+    resume_from, rules = open_run(args), args
+    if args.reward_model:  # their weights are the last; without a reward_fn they are the only reward
+        weights = args.reward_weights[: len(args.reward_fn)]
+        rules = replace(args, reward_fn=args.reward_fn or ("none",), reward_weights=weights)
+    tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(rules)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
 
     # ---- models: the engine first, while the GPU is empty; then it sleeps
-    device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
+    device, mesh = setup_distributed(args.hsdp_replicas)
     engine = build_engine(args, device)
-    half, plain = dict(param_dtype=args.compute_dtype), args
-    args = share_prefixes(share_rows(args, device), args.critic_model or args.model)
-    models = [policy := load_model(args, mesh, device, wrap=Sliced)]
-    if (args.use_kl_loss or args.use_kl_in_reward) and not args.lora_rank:  # which has it without adapters
-        frozen = load_model(replace(args, **half), mesh, device, wrap=Sliced)
-        models.append(frozen.eval().requires_grad_(False))
-    critic = load_critic(args, mesh, device)
-    actor = Adapters(policy.lm, args) if args.lora_rank else policy.lm
-    reward_models = load_reward_models(replace(plain, **half), mesh, device)
-    kl_weight = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
-    adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
-    optimizer = adamw(actor.parameters(), lr=args.lr)
-    critic_optimizer = adamw(critic.parameters(), lr=args.critic_lr)
-    trained, optimizers = Trained(actor, critic.lm, kl_weight), [optimizer, critic_optimizer]
-    state = load_checkpoint(checkpoints, trained, optimizers)
-    if args.offload:  # critic and reward models are in host memory but for their uses
+    policy = load_model(args, mesh, device, TokenLogps)
+    models, frozen = [policy], replace(args, param_dtype=args.compute_dtype)
+    if args.use_kl_in_reward and not args.lora_rank:  # with LoRA the model without adapters is the reference
+        models.append(load_model(frozen, mesh, device, TokenLogps).eval().requires_grad_(False))
+    reference, critic = models[-1], load_critic(args, mesh, device)
+    reward_models = load_reward_models(frozen, mesh, device)
+    if reward_models:
+        manager = ModelRewards(manager, [*zip(reward_models, reward_tokenizers)], args, device)
+    trained, adamw = dict(hf=policy.lm, critic=critic.lm), partial(torch.optim.AdamW, fused=True)
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = adamw(parameters, lr=args.lr, weight_decay=args.weight_decay)
+    critic_optimizer = adamw(critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay)
+    state = load_checkpoint(resume_from, trained, [optimizer, critic_optimizer])
+    kl_weight = AdaptiveKL(state.get("kl_coef", args.kl_coef), args.kl_target, args.kl_horizon)
+    if args.offload:  # critic and reward models are on the GPU only while they are used
         move("cpu", [critic, *reward_models], critic_optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
     sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
-    check_engines(sampler, policy, train_rows, args)
-    stop = []  # by SIGTERM: the step in progress is the last
+    stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
     def validate():
         with sampler({}) as sample:
             rows = sample(val_rows, 0, args.val_group_size, temperature=args.val_temperature)
-        metrics = validation_metrics(score_rows(rows, val_manager, tokenizer)[0])
+        metrics = validation_metrics(score_rows(rows, val_manager, tokenizer))
         log.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
         return metrics
 
-    if val_rows and args.val_before_train and not state["step"]:
+    if val_rows and not state["step"]:
         log.log(validate() | {"training/global_step": 0}, 0)
 
-    saving = {}  # seconds of the last checkpoint: reported by the step after it
+    saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
         timing, saving, begin = saving, {}, time.perf_counter()
-        faulthandler.dump_traceback_later(args.timeout_s + dist.get_node_local_rank() / 4)  # stacks, in turn
+        faulthandler.dump_traceback_later(TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         chosen = order[number * args.train_batch_size :][: args.train_batch_size]
         prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
         # ---- rollout
-        sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
         with sampler(timing) as sample:
-            rows = sample(prompts, step, args.group_size, **sampling)
-        # ---- reward: from here every rank knows the scores and lengths of all rows
+            rows = sample(prompts, step, args.group_size, temperature=args.temperature, top_p=args.top_p)
+        # ---- reward: from here on every rank has the rows of all ranks
         with timed(timing, "reward"):
-            rows, rank_tokens = score_rows(rows, manager, tokenizer)
-            if judges := [*zip(reward_models, reward_tokenizers)]:
-                rows = add_model_scores(rows, [model_scores(*x, rows, args, device) for x in judges], args)
+            rows = score_rows(rows, manager, tokenizer)
         # ---- balance over the ranks
-        batch, load = balance_batch(rows, args, device)
+        mini_batches, own_rows, load = deal(rows, policy.shares and critic.shares, args)
         # ---- log-probs: the old ones only if more than the first optimizer step of the actor needs them
-        learns, first = step > args.critic_warmup, None
-        if args.use_kl_in_reward or not learns or len(batch["mini_batches"]) * args.ppo_epochs > 1:
+        learns = step > args.critic_warmup
+        if args.use_kl_in_reward or not learns or len(mini_batches) * args.ppo_epochs > 1:
             with timed(timing, "old_log_prob"):
-                batch["old_logp_nt"] = all_logps(policy, batch, args)
-        if args.use_kl_loss or args.use_kl_in_reward:
-            with timed(timing, "ref"), without_adapters(models[-1].lm):
-                batch["ref_logp_nt"] = all_logps(models[-1], batch, args)
+                store_logps(policy, mini_batches, "old_logp_t", args)
+        if args.use_kl_in_reward:
+            with timed(timing, "ref"), without_adapters(reference.lm):
+                store_logps(reference, mini_batches, "ref_logp_t", args)
         # ---- values
         if args.offload:
             move(device, [critic], critic_optimizer)
         with timed(timing, "values"):
-            batch["value_nt"] = all_logps(critic, batch, args)
+            store_logps(critic, mini_batches, "value_t", args)
         # ---- advantage
         with timed(timing, "adv"):
-            kl_coef = kl_weight.value.item() * args.use_kl_in_reward
+            kl_coef = kl_weight.value * args.use_kl_in_reward
             # with a lower lambda a critic that warms up would learn its own first values
-            step_nt = advantages(rows, batch, kl_coef, args if learns else replace(args, critic_lam=1.0))
-            batch |= {name: step_nt[name].to(device) for name in ("adv_nt", "return_nt", "nll_weight_nt")}
+            step_nt = advantages(own_rows, kl_coef, args if learns else replace(args, critic_lam=1.0))
+            for row, adv_t, return_t in zip(own_rows, step_nt["adv_nt"], step_nt["return_nt"]):
+                row["adv_t"], row["return_t"] = adv_t[: row["length"]], return_t[: row["length"]]
+            for row, weight in zip(rows, nll_weights(rows, args)):
+                row["nll_weight_t"] = weight.expand(row["length"])
             if learns:
-                kl_weight.update(moments(step_nt["kl_nt"][step_nt["mask_nt"]])[0], len(rows))
+                kl, *_ = moments(step_nt["kl_nt"][step_nt["mask_nt"]])
+                kl_weight.update(kl, len(rows))
         # ---- update: the critic, then the actor
         critic_lr = learning_rate(replace(args, lr=args.critic_lr), step, total_steps)
         critic_optimizer.param_groups[0]["lr"] = critic_lr
         with timed(timing, "update_critic"):
-            metrics = update_critic(critic, critic_optimizer, batch, args) | {"critic/lr": critic_lr}
+            metrics = update(critic, critic_optimizer, mini_batches, critic_loss, "critic", args)
         if args.offload:
             move("cpu", [critic], critic_optimizer)
         if learns:
             if step == args.critic_warmup + 1:
                 optimizer.state.clear()  # a checkpoint of the warm-up left zeros that count as a step
-            # warm-up and decay are of the steps in which the actor learns
+            # warm-up and decay are those of the steps in which the actor learns
             lr = learning_rate(args, step - args.critic_warmup, total_steps - args.critic_warmup)
             optimizer.param_groups[0]["lr"] = lr
             with timed(timing, "update_actor"):
-                actor_metrics, first = update_actor(policy, optimizer, batch, args)
-            metrics |= actor_metrics | {"actor/lr": lr}
-        logps = batch.get("old_logp_nt", first)
-        metrics |= check_sampler(logps, batch, args, step) | weight_metrics(logps, batch, args)
+                metrics |= update(policy, optimizer, mini_batches, actor_loss, "actor", args)
+            metrics["actor/lr"] = lr
+        metrics |= check_sampler(own_rows, args, step)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
@@ -518,179 +460,132 @@ def main(args):
                 metrics |= validate()
         # ---- metrics
         timing["step"] = time.perf_counter() - begin
-        metrics |= step_metrics(rows, rank_tokens, load, policy, timing, args)
-        metrics |= critic_metrics(rows, step_nt, args)
+        metrics |= step_metrics(rows, load, policy, timing, args) | critic_metrics(rows, step_nt, args)
         metrics |= {
-            "actor/kl_coef": args.kl_loss_coef * args.use_kl_loss,
+            "critic/lr": critic_lr,
             "actor/reward_kl_penalty_coeff": kl_coef,
             "training/global_step": step,
             "training/epoch": epoch,
         }
         log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
-        if args.rollout_dump and (whole := gather_rows(rows)):
-            dump_rollouts(whole, log.out / f"rollouts/step_{step:06d}.jsonl")
+        if args.rollout_dump and dist.get_rank() == 0:
+            dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: a kill in between loses neither
         if last or (args.save_freq and step % args.save_freq == 0):
+            optimizers = [optimizer, critic_optimizer]
             with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizers, tokenizer)
+                save_checkpoint(args, step, trained, optimizers, tokenizer, kl_coef=kl_weight.value)
         if last:
             break
-    log.close(args)
+    log.close()
     leave()
 
 
 # --------------------------------------------------------------------------------------------------
 # The system
 # --------------------------------------------------------------------------------------------------
-# region system
-LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
-NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+# region log-probs
+LOGIT_CHUNK = 256  # response positions whose logits exist at the same time
 
 
-class LogProbs(torch.autograd.Function):
-    """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets and entropy [L], in float32.
-
-    A chunk of logits at a time, in two buffers both ways: malloc's gaps would not fit those of a checkpoint.
-    """
+class Float32Logits(torch.autograd.Function):
+    """hidden [L, H] @ weight.T [H, V] in float32, also where both are bfloat16."""
 
     @staticmethod
-    def logits(hidden, weight, temperature, softcap, never, out):
-        """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
-        if weight.dtype is out.dtype:
-            torch.mm(hidden, weight.t(), out=out)  # no new memory
-        elif weight.is_cuda:
-            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-        else:
-            out.copy_(hidden @ weight.t())
-        if softcap:
-            out.div_(softcap).tanh_().mul_(softcap)
-        for token in never:  # finite: 0 times it is 0
-            out[:, token] = -1e4
-        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-        return out if temperature == 1 else out.div_(temperature)
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        if weight.is_cuda and weight.dtype is not torch.float32:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return (hidden @ weight.t()).float()
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True, never=()):
-        ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
-        buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
-        for part in ctx.chunks:
-            p_lv, logp_lv = buffers[:, : len(target[part])]
-            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, never, p_lv)
-            torch.log_softmax(logits_lv, -1, out=logp_lv)
-            logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
-            if with_entropy and ctx.needs_input_grad[0]:  # without a backward nobody looks at it
-                entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
-        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.temperature, ctx.softcap, ctx.with_entropy, ctx.never = temperature, softcap, with_entropy, never
-        return logp, entropy
+    def backward(ctx, d_logits):
+        hidden, weight = ctx.saved_tensors
+        d_logits = d_logits.to(weight.dtype)
+        d_weight = d_logits.t() @ hidden if ctx.needs_input_grad[1] else None
+        return d_logits @ weight, d_weight
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_logp, d_entropy):
-        """With p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
-        hidden, weight, target, entropy, buffers = ctx.saved_tensors
-        d_logp, d_entropy = (x[:, None] / ctx.temperature for x in (d_logp, d_entropy))
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for i, part in enumerate(reversed(ctx.chunks)):
-            p_lv, logp_lv = buffers[:, : len(target[part])]
-            how = ctx.temperature, ctx.softcap, ctx.never, p_lv
-            logits = partial(LogProbs.logits, hidden[part], weight, *how)
-            if i:  # the last chunk is still there
-                torch.log_softmax(logits(), -1, out=logp_lv)
-            torch.exp(logp_lv, out=p_lv)
-            d_lv = -d_logp[part]
-            if ctx.with_entropy:
-                d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).add_(d_lv)
-            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[part, None], d_logp[part])
-            if ctx.softcap:  # d tanh = 1 - tanh^2
-                tanh_lv = logits().mul_(ctx.temperature / ctx.softcap)
-                d_lv = d_lv.addcmul_(d_lv, tanh_lv.square_(), value=-1)
-            d_lv = d_lv.to(weight.dtype)
-            torch.mm(d_lv, weight, out=d_hidden[part])
-            if d_weight is not None:
-                d_weight.addmm_(d_lv.t(), hidden[part])
-        return d_hidden, d_weight, *[None] * 5
+
+def target_logps(hidden, weight, target, temperature, softcap, never):
+    """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets, entropy [L], in float32."""
+    logits = Float32Logits.apply(hidden, weight)
+    if softcap:  # gemma-2 and gemma-4
+        logits = softcap * torch.tanh(logits / softcap)
+    for token in never:
+        logits[:, token] = -1e4  # finite, because 0 * -inf is NaN
+    # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
+    logp = (logits / temperature).log_softmax(-1)
+    return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
+    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP.
 
-    def __init__(self, lm: nn.Module, entropy=True):
+    shares: whether its rows are laid out by `one_row`; otherwise by `padded`.
+    """
+
+    sp_size = 1  # ranks that share a row
+
+    def __init__(self, lm, shares=False):
         super().__init__()
-        self.lm, self.entropy = lm, entropy  # entropy: whether a loss needs it
+        self.lm, self.shares = lm, shares
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
-        # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
-        config, self.never = lm.config.get_text_config(), never_sampled(lm.config)
-        known = lambda *names: next((x for x in (getattr(config, name, None) for name in names) if x), 1)
-        self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
+            fail(f"{lm.config.name_or_path}: its output layer has a bias, which the log-probs leave out")
+        config = lm.config.get_text_config()
+        # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
+        factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
+        self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.never = never_sampled(lm.config)
+
+    def hidden(self, where, inputs):
+        """What the output layer reads at flat positions, [L, H]."""
+        return self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
-        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-        weight = self.lm.get_output_embeddings().weight
-        how = temperature / self.scale, self.softcap, self.entropy, self.never
-        return LogProbs.apply(hidden, weight, target, *how)
+        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
+        options = temperature / self.scale, self.softcap, self.never
+        chunks = zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK))
+        # logits exist for one chunk at a time, and are computed again in the backward pass
+        parts = [checkpoint(target_logps, h, weight, t, *options, use_reentrant=False) for h, t in chunks]
+        return [torch.cat(column) for column in zip(*parts)]
 
 
-def recurrent(config):
-    """Whether a layer passes a state on along the row, over the borders of what is packed or shared there."""
-    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    stateful, kinds = getattr(model, "_is_stateful", False), getattr(config, "layer_types", None) or []
-    return stateful or not {"conv", "linear_attention", "hybrid", "hybrid_sliding"}.isdisjoint(kinds)
+def token_logps(policy, rows, args, temperature):
+    """Log-probs of the response tokens of rows, and entropy of the distributions that predict them.
 
-
-def pad(rows):
-    """Rows of numbers as a tensor, [rows, longest], with zeros behind the shorter ones."""
-    rows = [torch.as_tensor(row) for row in rows]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 1)
-
-
-def join(*parts):
-    """Ids of several lists or arrays as one tensor."""
-    return torch.cat([torch.as_tensor(part) for part in parts]).long()
-
-
-def padded(prompts, responses):
-    """A layout for `token_logps`: a row each, padded on the right, which causal attention never looks at.
-
-    Returns what the model takes, and for each response the flat positions that predict it.
-    """
-    input_ids = pad(map(join, prompts, responses))
-    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
-    before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
-    return dict(input_ids=input_ids), [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
-
-
-def packed(prompts, responses):
-    """One row without padding, for attention kernels that tell sequences apart by position ids."""
-    rows = [*map(join, prompts, responses)]
-    position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    ends, longest = [*accumulate(map(len, rows))], max(map(len, rows))
-    where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
-    # flash attention would look for the borders in each layer, and wait for the GPU
-    borders = torch.tensor([0, *ends], dtype=torch.int32)
-    sizes = dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest)
-    return dict(input_ids=torch.cat(rows)[None], position_ids=position_ids, **sizes), where
-
-
-def token_logps(policy, prompts, responses, temperature, layout):
-    """Log-probs of the response tokens, and the entropy of the distributions that they come from.
-
-    prompts, responses: N lists of token ids, none empty; layout: how they become rows.
     Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
     """
     device = next(policy.parameters()).device
+    layout = one_row if policy.shares else padded
+    texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
+    if takes_images(policy.lm.config):
+        texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
+        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer))
+    texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
+    prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    logp, entropy = policy(torch.cat(where).to(device), join(*responses).to(device), temperature, **inputs)
-    mask_nt = response_mask([len(r) for r in responses]).to(device)
+    logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
+    mask_nt = response_mask([len(response) for response in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
-    return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
+    return [zero_nt.masked_scatter(mask_nt, x)[: len(rows)] for x in (logp, entropy)]
+
+
+# endregion
+# region layouts
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+
+
+def join(parts):
+    """Token ids of several lists or arrays as one tensor."""
+    return torch.cat([torch.as_tensor(part) for part in parts]).long()
+
+
+def pad(rows):
+    """Rows of numbers as a tensor [rows, longest], with zeros after the shorter ones."""
+    return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
 def response_mask(lengths):
@@ -698,94 +593,141 @@ def response_mask(lengths):
     return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
 
 
-def setup_distributed(hsdp_replicas, timeout_s=3600.0):
+def padded(prompts, responses):
+    """What the model takes, one row each, padded on the right; and the positions that predict responses.
+
+    Causal attention never looks at padding on the right. Positions are flat: row * width + column.
+    """
+    input_ids = pad([join(text) for text in zip(prompts, responses)])
+    where = []
+    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    for row, (prompt, response) in enumerate(zip(prompts, responses)):
+        first = row * input_ids.shape[1] + len(prompt) - 1
+        where.append(torch.arange(first, first + len(response)))
+    return dict(input_ids=input_ids), torch.cat(where)
+
+
+def one_row(prompts, responses):
+    """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
+
+    The row consists of pieces: a whole text, or a prompt and its responses. Pieces of one shape are
+    neighbours. Prompt a b with responses c d and e -> a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
+    """
+    pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
+    texts = []  # of each response: its piece, and the length of its prompt
+    for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
+        answers, root = [response for _, response in same], len(pieces)
+        if len(answers) == 1:
+            pieces.append((join([prompt, answers[0]]), 0, root))
+        else:
+            pieces.append((prompt, 0, root))
+            pieces += [(answer, len(prompt), root) for answer in answers]
+        texts += [(piece, len(prompt)) for piece in range(len(pieces) - len(answers), len(pieces))]
+    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1], len(pieces[i][0])))
+    ids = [pieces[i][0] for i in order]
+    spans = dict(zip(order, torch.arange(sum(map(len, ids))).split([len(x) for x in ids])))
+    seen, shapes = {}, []
+    for i in order:
+        part, before, root = pieces[i]
+        seen[i] = torch.cat([spans[root][:before], spans[i]])
+        shapes.append((len(part), before + len(part)))
+    inputs = dict(
+        input_ids=join(ids)[None],
+        position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
+        seen=torch.cat([*seen.values()]),
+        shapes=shapes,
+        borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
+    )
+    return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
+
+
+def piece_attention(module, query, key, value, mask, scaling, seen, shapes, borders, kernel, **_):
+    """Attention as transformers calls it, on a row made by `one_row`: query [1, H, T, D] -> [1, T, H, D].
+
+    seen: positions that each piece sees, one piece after the other. shapes: (queries, keys) of each piece;
+    its last query sees its last key. borders: their running sums.
+    """
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    key, value = key[seen], value[seen]
+    if kernel == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        longest = [max(sizes) for sizes in zip(*shapes)]
+        options = dict(softmax_scale=scaling, causal=True)
+        out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
+    else:
+        out = attend(query, key, value, shapes, scaling)
+    return out[None], None
+
+
+def attend(query, key, value, shapes, scaling):
+    """Causal attention in pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    dtype, out = query.dtype, []
+    if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
+        query, key, value = query.float(), key.float(), value.float()
+    queries = keys = 0
+    for (t, s), same in groupby(shapes):  # pieces of one shape at once
+        n = len(list(same))
+        part = [query[queries:][: n * t], key[keys:][: n * s], value[keys:][: n * s]]
+        part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
+        queries, keys, bias = queries + n * t, keys + n * s, causal_lower_right(t, s)
+        some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
+        out.append(some.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out).to(dtype)
+
+
+def special_layers(config):
+    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
+    model = auto_class(config)._model_mapping.get(type(config), None)
+    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
+    special = [name for name in special if getattr(config, name, None)]
+    special += ["images"] * takes_images(config) + ["a state"] * recurrent(config)
+    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
+
+
+def recurrent(config):
+    """Whether a layer passes a state along the row, over the borders of texts."""
+    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kinds = getattr(config, "layer_types", None) or []
+    stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
+    return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+
+
+# endregion
+# region ranks
+TIMEOUT_S = 3600  # seconds that a rank waits for the others
+
+
+def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
+        fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif sys.platform == "linux":  # keep freed memory: getting it anew is 30 % of an update
+    elif sys.platform == "linux":  # malloc keeps freed memory: to get it again takes 30 % of an update
         ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    store, rank, world = next(dist.rendezvous("env://"))
-    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
-        fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
-    backends, c10d = "cpu:gloo,cuda:nccl" if cuda else "gloo", dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)  # of subgroups
-    dist.init_process_group(backends, None, timedelta(seconds=timeout_s), world, rank, store)
-    sys.excepthook = partial(report_failure, store, rank, world)
-    shape = hsdp_replicas, world // hsdp_replicas
+    timeout, c10d = timedelta(seconds=TIMEOUT_S), dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return device, mesh if hsdp_replicas > 1 else mesh["shard"]
 
 
-def report_failure(store, rank, world, *error):
-    """After the traceback: the ranks that answer no more (they hang, or are dead), or who failed first."""
-    sys.__excepthook__(*error)
-    store.set(f"failed/{rank}", f"{time.time()}")
-    time.sleep(3)  # the time-outs of the others
-    failed = {r: store.get(f"failed/{r}") for r in range(world) if store.check([f"failed/{r}"])}
-    silent = ", ".join(f"rank {r}" for r in range(world) if r not in failed)
-    what = f"no answer from {silent}" if silent else f"rank {min(failed, key=failed.get)} failed first"
-    sys.stderr.write(f"rank {rank}: {what}\n")  # print makes two writes of it, and others come between
-
-
-def fail(message):
-    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
-    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
-
-
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """Reduce a list of numbers over all ranks."""
-    dist.all_reduce(total := torch.tensor(values, dtype=torch.float64), op)
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op)
     return total.tolist()
-
-
-def load_model(args, mesh, device, auto=None, wrap=TokenLogps, **changes):
-    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
-    logging.disable_progress_bar()  # of transformers: one bar is enough
-    config = AutoConfig.from_pretrained(args.model, **changes)
-    auto, dtype = auto or auto_class(config), config.dtype or getattr(torch, args.param_dtype)
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    with torch.device("meta"):
-        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
-    # of hf/: the dtype in which the model came, and tied weights once
-    lm.config.dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = wrap(lm)
-    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    policy.to_empty(device=device)
-    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
-    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
-    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
-        if full:
-            buffer.copy_(full.get_buffer(name))
-        dist.broadcast(buffer, 0)
-    if full and lm.can_generate():  # saved with the weights: it may name further EOS tokens
-        lm.generation_config = full.generation_config
-    return policy
-
-
-def learning_rate(args, step, total_steps):
-    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return args.lr * decay[args.lr_schedule]
 
 
 def balance(lengths, ranks):
@@ -802,9 +744,9 @@ def balance(lengths, ranks):
 
 
 def split_micro_batches(lengths, budget, one_row):
-    """Split rows, longest first, into micro-batches of at most `budget` tokens (padding, if any, counted).
+    """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest that any needs; the missing ones are empty.
     """
     batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -815,424 +757,269 @@ def split_micro_batches(lengths, budget, one_row):
         else:
             batches[-1].append(i)
     # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
-    [most] = all_reduce([len(batches)], dist.ReduceOp.MAX)
-    return batches + [[]] * (int(most) - len(batches))
-
-
-MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
-    "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
-    " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
-    " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss policy_loss center_rewards_coef teacher kl lora_kind".split()
-)
-
-
-def open_run(args):
-    """Check output_dir against the arguments -> the checkpoints to go on from, the newest first."""
-    out, there, now = Path(args.output_dir), {}, json.loads(json.dumps(asdict(args)))
-    if (out / "args.json").exists():
-        if args.resume == "never":
-            fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
-        with suppress(ValueError):  # of a disk that was full
-            there = json.loads((out / "args.json").read_text())
-    other = [k for k in there if k in MUST_AGREE and k in now and there[k] != now[k]]
-    if changes := "; ".join(f"--{k} {there[k]} there, {now[k]} now" for k in other):
-        fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
-    latest = (out / "checkpoints/latest").resolve()
-    own = sorted((path for path in latest.parent.glob("step_*") if path <= latest), reverse=True)
-    if args.resume in ("auto", "never"):
-        return own
-    if not (Path(args.resume) / "trainer_state.json").is_file():
-        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    return [*own, Path(args.resume).resolve()]  # the same command again goes on with its own run
-
-
-def load_checkpoint(checkpoints, lm, optimizer):
-    """Load the first checkpoint that can be, at any world size -> the trainer's state; none: step 0."""
-    for path in checkpoints:
-        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
-        try:
-            state = json.loads((path / "trainer_state.json").read_text())
-            dcp.load(dict(model=model_state, optimizer=optim_state), checkpoint_id=path / "dcp")
-        except (dcp.CheckpointException, OSError, ValueError) as error:
-            if dist.get_rank() == 0:
-                sys.stderr.write(f"{path} is damaged ({causes(error)}) and left out\n")
-            continue
-        dcp_state.set_state_dict(lm, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
-        return state | dict(origin=f"\nresumed from {path}")
-    if checkpoints:
-        fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
-    return dict(step=0, origin="")
-
-
-def causes(error):
-    """An error of a checkpoint in one line; dcp's have a cause for each rank."""
-    by_rank = getattr(error, "failures", {dist.get_rank(): (error, None)})
-    return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
-
-
-def share_of(lm):
-    """This rank's share of the weights of hf/, in the dtype in which the model came, and the file of each.
-
-    All ranks gather one weight after the other, and one of them keeps it: nobody holds the whole model.
-    """
-    share, files, rank, ranks = {}, {}, dist.get_rank(), dist.get_world_size()
-    if isinstance(lm, Adapters):  # small, and whole on every rank
-        return share, files
-    state = [(name, x) for name, x in lm.state_dict().items() if name not in lm.tied]
-    for owner, part in enumerate(balance([x.numel() for _, x in state], ranks)):
-        file = f"model-{owner + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else "model.safetensors"
-        for name, x in (state[i] for i in part):
-            x = x.to(lm.config.dtype).full_tensor() if isinstance(x, DTensor) else x
-            weights = revert_weight_conversion(lm, {name: x})  # as in the files that it came from
-            files |= dict.fromkeys(weights, file)
-            if owner == rank:
-                share |= {k: torch.empty(w.shape, dtype=w.dtype).copy_(w) for k, w in weights.items()}
-    return share, files
-
-
-def write_share(directory, lm, share, files):
-    """A rank's file of a Hugging Face directory; rank 0 writes what else belongs there."""
-    directory.mkdir(exist_ok=True)
-    if share:
-        safetensors.torch.save_file(share, directory / files[next(iter(share))], dict(format="pt"))
-    if dist.get_rank() == 0:
-        if isinstance(lm, Adapters):
-            return lm.save_pretrained(directory)
-        lm.config.architectures = [type(lm).__name__]  # a new critic's was a causal LM
-        lm.config.save_pretrained(directory)
-        if lm.can_generate():
-            lm.generation_config.save_pretrained(directory)
-        index = json.dumps(dict(metadata={}, weight_map=files), indent=2)
-        (directory / "model.safetensors.index.json").write_text(index + "\n")
-
-
-def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
-    """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
-    root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
-    final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
-    text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
-    if rank0:
-        shutil.rmtree(new, ignore_errors=True)  # a kill left it, perhaps of other ranks
-    dist.barrier()
-    with on_all_ranks(final):
-        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
-        dcp.save(dict(model=model_state, optimizer=optim_state), checkpoint_id=new / "dcp")
-        models = getattr(lm, "models", dict(hf=lm)) if args.save_hf else {}
-        shares = [(new / name, model, *share_of(model)) for name, model in models.items()]
-        for share in shares:  # after all collectives: a rank alone may have no room left
-            write_share(*share)
-        if rank0:
-            tokenizer.save_pretrained(new / "hf")
-            if not args.save_hf:
-                lm.config.save_pretrained(new / "hf")
-            (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
-    with on_all_ranks(final):  # now that the files of all ranks are there
-        if rank0:
-            shutil.rmtree(final, ignore_errors=True)
-            new.rename(final)
-            link.unlink(missing_ok=True)
-            link.symlink_to(final.name)
-            link.replace(root / "latest")
-            done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
-            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
-                shutil.rmtree(old)
-
-
-@contextmanager
-def on_all_ranks(path):
-    """Go on when all ranks are done; where one of them cannot write, all end with a line that says why."""
-    problem, problems = None, [None] * dist.get_world_size()
-    try:
-        yield
-    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
-        problem = causes(error)
-    dist.all_gather_object(problems, problem)
-    if problems := {*problems} - {None}:
-        print(file=sys.stderr)  # below the progress bar
-        free = f"{shutil.disk_usage(path.parent).free / 2**30:.1f} GiB are free"
-        fail(f"{path} cannot be written: {'; '.join(sorted(problems))}; {free}")
-
-
-@contextmanager
-def timed(timing, name):
-    """Add the seconds of a block to timing[name]."""
-    start = time.perf_counter()
-    yield
-    timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
+    [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
+    return batches + [[]] * (int(largest) - len(batches))
 
 
 # endregion
-# region lora
-class Adapters(nn.Module):
-    """LoRA: trained matrices beside the frozen linear layers of lm; in checkpoints they stand for the model.
+# region model
+def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **changes):
+    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
 
-    Every rank holds all of them, in float32; FSDP knows only the frozen weights.
+    adapt: adds LoRA. share: whether its texts may be in one row. changes: to its configuration.
     """
-
-    auto, options, task = AutoModelForCausalLM, {}, dict(task_type="CAUSAL_LM")
-
-    def __init__(self, lm, args):
-        import peft  # here: it takes two seconds
-
-        super().__init__()
-        targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
-        sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
-        self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
-        self.args, self.generation_config = args, getattr(lm, "generation_config", None)
-        peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
-        torch.manual_seed(args.seed)  # the same matrices on every rank
-        for name, layer in lm.named_modules():
-            if hasattr(layer, "lora_A"):
-                if not isinstance(layer.base_layer, nn.Linear):  # all experts of a layer, say
-                    problem = f"{name} is no linear layer: name others by --lora_target_modules"
-                    raise ValueError(f"{args.model} ({lm.config.model_type}): {problem}")
-                # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
-                layer.lora_A["default"].float()
-                out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
-                layer.lora_B["default"] = nn.Linear(args.lora_rank, out, bias=False, device=device)
-                layer.reset_lora_parameters("default", init_lora_weights=True)
-                for part in ("lora_A", "lora_B"):
-                    key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
-                    self.register_parameter(key, getattr(layer, part)["default"].weight)
-
-    def save_pretrained(self, directory, weights=None):
-        """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
-        import peft
-
-        weights = weights or self.state_dict()
-        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in weights.items()}
-        if self.args.merge_lora:
-            lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
-            peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
-            lm.merge_and_unload().save_pretrained(directory)
-        else:
-            self.config.save_pretrained(directory)
-            safetensors.torch.save_file(state, directory / "adapter_model.safetensors")
-        if self.generation_config:  # a classifier has none
-            self.generation_config.save_pretrained(directory)
+    config, attention = read_config(args, share, **changes)
+    auto, adapt = auto or auto_class(config), adapt or add_adapters
+    original_dtype = config.dtype or getattr(torch, args.param_dtype)
+    with torch.device("meta"):
+        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
+        adapt(lm, args)
+    lm.config.dtype = original_dtype  # for hf/, as the names of tied weights, which are saved once
+    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = wrap(lm, attention == "pieces")
+    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    policy.to_empty(device=device)
+    full = None
+    if dist.get_rank() == 0:
+        full = adapt(auto.from_pretrained(args.model, dtype="auto", **changes), args)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
+    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
+        if full:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, 0)
+    if full and lm.can_generate():  # saved with the weights: it may name more EOS tokens
+        lm.generation_config = full.generation_config
+    return policy
 
 
-def check_adapters(lm, args):
-    """ValueError where lm, but for its head, has no such layers, or they take no adapters. It gets them."""
+def read_config(args, share, **changes):
+    """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
+    logging.disable_progress_bar()  # of transformers
+    config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
+    if share and attention in ("sdpa", "flash_attention_2") and not special_layers(config):
+        AttentionInterface.register("pieces", partial(piece_attention, kernel=attention))
+        attention = "pieces"
+    return config, attention
+
+
+def add_adapters(lm, args):
+    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen -> lm."""
+    if not args.lora_rank:
+        return lm
+    import peft  # here, because it takes two seconds
+
+    names = [*args.lora_target_modules]
     linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
     linear = {name.rpartition(".")[2] for name in linear}
-    if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
-        problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
-        raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
-    if args.lora_rank:
-        Adapters(lm, args)
+    config = peft.LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        task_type="SEQ_CLS" if hasattr(lm, "score") else "CAUSAL_LM",
+    )
+    wrong = {*names} - linear - {"all-linear"}  # misspelt, or the output layer
+    if not wrong:
+        torch.manual_seed(args.seed)
+        peft.inject_adapter_in_model(config, lm)
+        layers = [(name, m.base_layer) for name, m in lm.named_modules() if hasattr(m, "lora_A")]
+        wrong = {name for name, base in layers if not isinstance(base, nn.Linear)}  # experts in one
+    if wrong:
+        problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(linear))}"
+        raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
+    return lm
 
 
-def clip_gradients(optimizer, limit):
-    """Clip the gradient of all ranks to a norm of at most `limit` -> its norm before that."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in parameters:
-        if not isinstance(p, DTensor):  # FSDP averages the gradients of its shards; of adapters it has none
-            dist.all_reduce(p.grad.div_(dist.get_world_size()))
-    norm = nn.utils.clip_grad_norm_(parameters, limit)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+@torch.no_grad()
+def whole_weights(lm, dtype):
+    """Names and weights of the sharded model as its files have them, one whole weight at a time.
+
+    Adapters are added to their layers, and tied weights come once. A collective: every rank must take all.
+    """
+    for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
+        layer, base, end = name.partition(".base_layer.")
+        if name in lm.tied or ".lora_" in name or ".weight." in name:  # the last: scales of QLoRA
+            continue
+        if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
+            from peft.utils.integrations import dequantize_bnb_weight
+
+            x = dequantize_bnb_weight(x).to(dtype)
+        if base and end == "weight":
+            x = merged_weight(lm.get_submodule(layer), x).to(dtype)
+        elif isinstance(x, DTensor):
+            x = x.to(dtype).full_tensor()  # a shard is cast before it travels
+        yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
+
+
+def merged_weight(lora, weight):
+    """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
+    a, b = (getattr(lora, part)["default"].weight.full_tensor().float() for part in ("lora_A", "lora_B"))
+    if hasattr(lora, "lora_E"):  # AdaLoRA
+        a = a * lora.lora_E.full_tensor()[:, None]
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
+
+
+def learning_rate(args, step, total_steps):
+    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.lr * decay[args.lr_schedule]
 
 
 # endregion
-# region sequence
-class Sliced(TokenLogps):
-    """TokenLogps of a packed row of which each rank of a group runs a slice; without a group, of any row."""
-
-    group, predict = None, TokenLogps.forward  # predict: what the model makes of a row, or a slice of it
-
-    def forward(self, where, target, temperature, **inputs):
-        """As TokenLogps, on every rank of the whole row; the gradient is that of this rank's slice."""
-        if not self.group:
-            return self.predict(where, target, temperature, **inputs)
-        borders, size = inputs["cu_seq_lens_q"].tolist(), self.group.size()
-        width = -(-borders[-1] // size)
-        # padding goes behind the last sequence, which does not see it
-        short, borders[-1] = width * size - borders[-1], width * size
-        # labels were shifted before this cut: a slice's last position predicts the first token of the next
-        start = width * self.group.rank()
-        mine, here = where // width == self.group.rank(), slice(start, start + width)
-        cut = lambda x: nn.functional.pad(x, (0, short))[:, here]
-        slices = {name: cut(inputs[name]) for name in ("input_ids", "position_ids")}
-        found = self.predict(where[mine] - start, target[mine], temperature, borders=borders, **slices)
-        own = torch.stack([x.new_zeros(len(where)).masked_scatter(mine, x) for x in found])
-        dist.all_reduce(whole := own.detach().clone(), group=self.group)
-        return own + (whole - own.detach())
+# region checkpoints
+TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
-def share_rows(args, device, kind=None):
-    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by.
+def checkpointed(models, optimizers):
+    """What dcp/ holds: the optimizers' state and what they train, with LoRA the adapters alone.
 
-    kind: ulysses, or another function of its arguments; None: ulysses if it divides the heads, else gather.
+    models: {directory in the checkpoint: model}.
     """
-    Sliced.group = None
-    if args.sp_size == 1:
-        return args
-    from transformers import AttentionInterface
-
-    shape = dist.get_world_size() // args.sp_size, args.sp_size
-    Sliced.group = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
-    how = dict(kind=kind, group=Sliced.group, kernel=args.attn_implementation)
-    AttentionInterface.register("sliced", partial(slice_attention, **how))
-    return replace(args, attn_implementation="sliced")
+    module = nn.ModuleDict(models)
+    model, optim = dcp_state.get_state_dict(module, optimizers, options=TRAINED)
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied weights once
+    model = {name: x for name, x in model.items() if name in trained or ".lora_" in name}
+    return dict(model=model, optimizer=optim)
 
 
-def special_layers(config):
-    """What layers of a model have beside attention to all tokens before, which can be replaced."""
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
-    special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
-    model = auto_class(config)._model_mapping.get(type(config), None)
-    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
+def load_checkpoint(path, models, optimizers):
+    """Load a checkpoint at any world size -> the trainer's state; no path: that of step 0."""
+    if path is None:
+        return dict(step=0, origin="")
+    content = checkpointed(models, optimizers)
+    try:
+        state = json.loads((path / "trainer_state.json").read_text())
+        dcp.load(content, checkpoint_id=path / "dcp")
+    except (dcp.CheckpointException, OSError, ValueError) as error:
+        link = path.parent / "latest"
+        fail(f"{path} is damaged ({in_one_line(error)}): point {link} at an earlier step, or remove it")
+    states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
+    return state | dict(origin=f"\nresumed from {path}")
 
 
-def check_sharing(config, args):
-    """ValueError where --sp_size ranks cannot share the rows of a model."""
-    if args.sp_size > 1 and (special := special_layers(config)):
-        has = f"has {' and '.join(special)}, which --sp_size {args.sp_size} does not implement"
-        raise ValueError(f"{config.name_or_path} ({config.model_type}) {has}")
+def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
+    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one."""
+    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, [None]
+    path, link, content = root / f"step_{step:06d}", root / ".latest", checkpointed(models, optimizers)
+    weights = {name: {} for name in models}
+    for name, lm in models.items():
+        for key, x in whole_weights(lm, lm.config.dtype):
+            if rank0:  # which also held the whole model when it was loaded
+                weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    try:
+        if rank0:
+            shutil.rmtree(path, ignore_errors=True)  # unfinished, perhaps of other ranks
+        dist.barrier()
+        dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
+        if rank0:
+            for name, lm in models.items():
+                write_hf(path / name, lm, weights[name])
+            tokenizer.save_pretrained(path / "hf")
+            (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            link.replace(root / "latest")
+            done = sorted(old for old in root.glob("step_*") if old <= path)
+            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else ():
+                shutil.rmtree(old)
+    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
+        problem = [in_one_line(error)]
+    dist.broadcast_object_list(problem)
+    if problem[0]:
+        free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
+        fail(f"{path} cannot be written: {problem[0]}; {free}")
 
 
-def slice_attention(module, query, key, value, mask, scaling, borders, kind, group, kernel, **_):
-    """Attention as transformers calls it: query [1, H, T / sp, D] -> [1, T / sp, H, D], all of one slice.
-
-    borders: 0, and where the sequences of the whole row end; key and value may have fewer heads.
-    """
-    kind = kind or (gather if query.shape[1] % group.size() else ulysses)
-    out = kind(query[0], key[0], value[0], borders, group, scaling=scaling, kernel=kernel)
-    return out.transpose(0, 1)[None], None
-
-
-def ulysses(query, key, value, borders, group, **how):
-    """Trade a slice of all heads for the whole row of some heads, attend, and trade back (2309.14509)."""
-    size, ops = group.size(), dist._functional_collectives
-    repeats = size // math.gcd(size, len(key))  # fewer key/value heads than ranks: each rank needs one
-    key, value = (x.repeat_interleave(repeats, 0) for x in (key, value))
-    # CAREFUL: gloo writes into freed memory while several of these are on their way: one after the other
-    trade = lambda x: ops.wait_tensor(ops.all_to_all_single(x.contiguous(), None, None, group))
-    # block i of the heads goes to rank i, whose blocks of tokens then follow each other
-    to_heads = lambda x: trade(x.unflatten(0, (size, -1))).transpose(0, 1).flatten(1, 2)
-    out = causal_attention(*map(to_heads, (query, key, value)), borders, **how)
-    # and back: block i of the tokens goes to rank i, whose blocks of heads then follow each other
-    return trade(out.unflatten(1, (size, -1)).transpose(0, 1)).flatten(0, 1)
-
-
-def gather(query, key, value, borders, group, **how):
-    """Keys and values of the whole row on every rank, of which a slice sees those up to its own end."""
-    start, ops = group.rank() * (width := query.shape[1]), dist._functional_collectives
-    first, end = first_seen(borders, start), start + width
-    whole = lambda x: ops.wait_tensor(ops.all_gather_single(x.contiguous(), 1, group))  # as in ulysses
-    key, value = (whole(x)[:, first:end] for x in (key, value))
-    ends = [0, *(x - start for x in borders if start < x < end), width]
-    return causal_attention(query, key, value, ends, start - first, **how)
-
-
-def first_seen(borders, position):
-    """Where the sequence of a position begins."""
-    return max(x for x in borders if x <= position)
-
-
-def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
-    """Causal attention within sequences: query [H, T, D], key and value [KV, before + T, D] -> [H, T, D].
-
-    ends: 0, and where they end in query; before: keys of the first one that are before its first query.
-    """
-    borders = ends, [0, *(x + before for x in ends[1:])]
-    if kernel == "flash_attention_2":
-        from flash_attn import flash_attn_varlen_func
-
-        sizes = [torch.tensor(x, dtype=torch.int32, device=query.device) for x in borders]
-        sizes += [max(b - a for a, b in pairwise(x)) for x in borders]
-        row = (x.transpose(0, 1) for x in (query, key, value))
-        return flash_attn_varlen_func(*row, *sizes, softmax_scale=scaling, causal=True).transpose(0, 1)
-    shapes = [(1, b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, borders), strict=True)]
-    return attend(*(x.transpose(0, 1) for x in (query, key, value)), shapes, scaling).transpose(0, 1)
-
-
-def attend(query, key, value, shapes, scaling):
-    """Causal attention in the pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D].
-
-    shapes: (n, t, s), for n pieces of t queries and s keys each; the last query sees the last key.
-    """
-    from torch.nn.attention.bias import causal_lower_right
-
-    sdpa, out = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True), []
-    wide = [x if x.is_cuda else x.float() for x in (query, key, value)]  # bfloat16: a CPU's backward is slow
-    sizes = [n * t for n, t, _ in shapes], *[[n * s for n, _, s in shapes]] * 2
-    for (n, t, s), *parts in zip(shapes, *map(torch.split, wide, sizes), strict=True):
-        parts = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in parts]  # [n, H, t or s, D]
-        out.append(sdpa(*parts, causal_lower_right(t, s)).transpose(1, 2).flatten(0, 1))
-    return torch.cat(out).to(query.dtype)
+def write_hf(directory, lm, weights):
+    """Whole weights and their configuration as a Hugging Face directory."""
+    lm.config.architectures = [type(lm).__name__]  # that of a new critic named a causal LM
+    lm.config.save_pretrained(directory)
+    if lm.can_generate():
+        lm.generation_config.save_pretrained(directory)
+    save_torch_state_dict(weights, directory)
+    for file in directory.glob("*.safetensors"):  # safetensors lets nobody else read them
+        file.chmod((directory / "config.json").stat().st_mode)
 
 
 # endregion
-# region sampling
-KNOWN = "data_source index group sample rank reward finish_reason prompt_length length".split()  # by all
-
-
-def check_args(args):
-    """Stop on combinations that cannot work, before anything is loaded."""
+# region data
+def check_args(args, sp_size=1):
+    """Stop on combinations of flags that cannot work, before anything is loaded."""
     world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
-    flag = lambda name: f"--{name} {getattr(args, name)}"
-    if args.train_batch_size % args.ppo_mini_batch_size:
-        fail(f"{flag('train_batch_size')} is not a multiple of {flag('ppo_mini_batch_size')}")
-    for name in ("tp_size", "hsdp_replicas", "sp_size"):
-        if world % getattr(args, name):
-            fail(f"{world} ranks are not a multiple of {flag(name)}")
-    if args.max_tokens_per_microbatch * args.sp_size < row:
-        fail(f"{flag('max_tokens_per_microbatch')} times {flag('sp_size')} is less than a row, {row} tokens")
-    if args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32":
-        fail(f"{flag('attn_implementation')} needs --compute_dtype bfloat16")
-    if args.merge_lora and not args.lora_rank:
-        fail("--merge_lora needs --lora_rank")
-    if args.temperature <= 0:
-        fail(f"{flag('temperature')}: training needs samples, so it must be above 0")
-    if (args.rollout_is or args.rollout_rs) and (args.top_p < 1 or args.top_k > 0):
-        why = "log-probs are not of all tokens then, so pass --rollout_is None and no --rollout_rs"
-        fail(f"{flag('top_p')} {flag('top_k')}: {why}")
-    low, high = args.rollout_rs_threshold_lower, args.rollout_rs_threshold
-    if bool(args.rollout_rs) != bool(high) or (low or 0) < 0 or (low or 0) > (high or 0):
-        flags = f"{flag('rollout_rs')} {flag('rollout_rs_threshold')} {flag('rollout_rs_threshold_lower')}"
-        fail(f"{flags}: a level and bounds of its ratio, 0 <= lower <= upper, belong together")
-    if args.rollout_is_threshold <= 0:
-        fail(f"{flag('rollout_is_threshold')} leaves no weight above 0")
+    budget, prompts, size = args.max_tokens_per_microbatch, args.train_batch_size, args.ppo_mini_batch_size
+    flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
+    level, bounds = args.rollout_rs, args.rollout_rs_threshold
+    fit = not bounds
+    if level:
+        fit = 1 <= len(bounds) <= 2 and 0 <= bounds[0] <= bounds[-1] > 0
+    cut_off, copies = args.top_p < 1 and (args.rollout_is or args.rollout_rs), args.hsdp_replicas
+    problems = {
+        f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
+        f"{world} ranks are not a multiple of --tp_size {args.tp_size}": world % args.tp_size,
+        f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
+        f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
+        f"--max_tokens_per_microbatch {budget} is less than a row, {row} tokens": budget * sp_size < row,
+        "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
+        f"--temperature {args.temperature}: training needs samples, above 0": args.temperature <= 0,
+        f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
+        f"--rollout_rs {level} needs bounds, 0 <= lower <= upper, and they need it: {bounds}": not fit,
+        f"--rollout_is_threshold {args.rollout_is_threshold} must be above 0": args.rollout_is_threshold <= 0,
+    }
+    refuse(problems)
 
 
 def load_data(args, tools=None, images=False):
-    """-> tokenizer, reward managers of training and of validation, rows of both, and a line about them."""
-    limits = args.max_prompt_length, args.filter_overlong_prompts, tools
-    pool = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
-    shown = 0 if int(os.environ.get("RANK", 0)) else args.num_examine
+    """-> tokenizer, reward managers of training and validation, rows of both, and a line about them."""
+    shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
     try:
-        check_tracker(args)
-        config = AutoConfig.from_pretrained(args.model)
-        if takes_images(config) and not images:
-            raise ValueError(f"{args.model}: {config.model_type} models take more than text: not supported")
-        if takes_images(config) and (args.sp_size > 1 or args.lora_rank):
-            raise ValueError(f"{args.model} takes images: no --sp_size or --lora_rank")
-        check_sharing(config, args)
-        if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
-            raise ValueError(f"{config.model_type} caps attention, sdpa cannot: --attn_implementation eager")
-        with torch.device("meta"):  # what these two refuse, before anything is loaded
-            lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
-            check_adapters(TokenLogps(lm).lm, args)
+        check_model(AutoConfig.from_pretrained(args.model), args, images)
         tokenizer = load_processor(args.model, args.tokenizer)
-        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.reward_aggregation)
-        managers = [RewardManager(args.reward_manager, reward_fn, n, **pool) for n in (0, shown)]
-        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, *limits)
-        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, *limits)
-        if "rewards" in args.reward_fn:
-            check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights)
+        manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
+        val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
+        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, args.max_prompt_length, tools)
+        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length, tools)
+        if "rewards" in args.reward_fn:
+            check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
     dropped = f"{train_dropped + val_dropped} dropped: over {args.max_prompt_length} tokens"
-    about = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
-    return tokenizer, *managers, train_rows, val_rows, about
+    summary = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
+    return tokenizer, manager, val_manager, train_rows, val_rows, summary
 
 
+def check_model(config, args, images):
+    """ValueError if the scripts would compute another model than this one."""
+    name = f"{args.model} ({config.model_type})"
+    if takes_images(config) and (not images or args.lora_rank):
+        raise ValueError(f"{name} takes images, which only grpo.py and sft.py do, and without --lora_rank")
+    if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+        raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
+    with torch.device("meta"):  # what these refuse
+        lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
+        TokenLogps(add_adapters(lm, args))
+
+
+# endregion
+# region sampler
 def build_engine(args, device):
     """A vLLM engine in this process, asleep. It starts with random weights: only a sync makes it useful."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -1246,25 +1033,34 @@ def build_engine(args, device):
     arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
-    config, model = AutoConfig.from_pretrained(args.model), dict(model=args.model, load_format="dummy")
-    model |= dict(dtype=args.compute_dtype, skip_tokenizer_init=not takes_images(config))
-    # CAREFUL: pixels are normalised by the processor: the buffers that do it in the model are in no sync
-    model |= dict(tokenizer=args.tokenizer, mm_device_do_normalize=False, mm_hasher_algorithm="sha256")
-    group = dict(tensor_parallel_size=args.tp_size, distributed_executor_backend="external_launcher")
-    # CPU: sleep does nothing; seeds fail where a prompt is cut over steps, and states are cached at such cuts
-    paths = dict(enable_sleep_mode=cuda, enforce_eager=not cuda, enable_chunked_prefill=cuda)
-    paths |= dict(block_size=None if cuda else 32)  # of the prefix cache; 128 is longer than many prompts
-    paths |= dict(enable_prefix_caching=cuda or not recurrent(config))
-    sizes = dict(gpu_memory_utilization=args.gpu_memory_utilization)  # CPU: a fixed size, else a share of all
-    sizes |= dict(kv_cache_memory_bytes=None if cuda else 1 << 30)
-    sizes |= dict(max_model_len=args.max_prompt_length + args.max_response_length)
-    # log-probs of the distribution sampled from; the model's EOS tokens, but not its temperature
-    sampling = dict(logprobs_mode="processed_logprobs", generation_config="vllm", seed=args.seed)
+    config = AutoConfig.from_pretrained(args.model)
     # CAREFUL: on a CPU vLLM packs the weights and drops what a sync writes to; sync_weights packs
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
     with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
-        engine = vllm.LLM(**model, **group, **paths, **sizes, **sampling)
-    dist.barrier()  # all have opened each other's shared memory: no name of it stays behind, even by a kill
+        engine = vllm.LLM(
+            model=args.model,
+            tokenizer=args.tokenizer,
+            skip_tokenizer_init=not takes_images(config),
+            load_format="dummy",
+            dtype=args.compute_dtype,
+            seed=args.seed,
+            max_model_len=args.max_prompt_length + args.max_response_length,
+            tensor_parallel_size=args.tp_size,
+            distributed_executor_backend="external_launcher",
+            logprobs_mode="processed_logprobs",  # those of the distribution that is sampled from
+            generation_config="vllm",  # the model's EOS tokens, but not its temperature
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: a fixed size, not a share of all memory
+            enable_sleep_mode=cuda,  # a CPU's sleep does nothing
+            enforce_eager=not cuda,
+            enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
+            enable_prefix_caching=cuda or not recurrent(config),  # states are cached at such cuts
+            block_size=None if cuda else 32,  # of the prefix cache; 128 is longer than many prompts
+            # CAREFUL: the processor must normalise pixels: buffers that do it in the model are in no sync
+            mm_device_do_normalize=False,
+            mm_hasher_algorithm="sha256",
+        )
+    dist.barrier()  # all have opened each other's shared memory: without its name a kill leaves none behind
     for name in Path("/dev/shm").glob(f"{run}-*"):
         name.unlink(missing_ok=True)
     torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
@@ -1273,42 +1069,9 @@ def build_engine(args, device):
     return engine
 
 
-def rollout(engine, args, timing, prompts, step, group_size, **sampling):
-    """Let the sampler answer the prompts of all ranks -> this rank's rows, ids and log-probs as arrays.
-
-    The ranks of a tensor-parallel group answer the union of their prompts and keep their own.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    rank, world, core = dist.get_rank(), dist.get_world_size(), engine.llm_engine
-    own = prompts[rank // args.tp_size :: world // args.tp_size]
-    rows = [dict(row, sample=g, rank=rank) for row in own for g in range(group_size)]
-    limits = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
-    limits |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
-    limits |= dict(logit_bias=dict.fromkeys(never_sampled(core.model_config.hf_config), -100.0) or None)
-    with timed(timing, "gen"):
-        waiting, most = [*enumerate(rows)][::-1], core.vllm_config.scheduler_config.max_num_seqs
-        while waiting or core.has_unfinished_requests():
-            while waiting and core.get_num_unfinished_requests() < most:  # others have no pictures in memory
-                i, row = waiting.pop()
-                entropy = args.seed, step, row["index"], row["sample"]
-                [seed] = np.random.SeedSequence(entropy).generate_state(1)
-                core.add_request(str(i), request(row), SamplingParams(seed=int(seed), **limits))
-            for done in core.step():  # at once, so that there are lists only of what is being sampled
-                row, [o] = rows[int(done.request_id)], done.outputs
-                if done.prompt_token_ids != row["prompt_ids"]:
-                    raise ValueError(f"{args.model}: vLLM makes other tokens of an image than its processor")
-                logps = np.fromiter(o.logprobs.logprobs, np.float32)
-                row |= dict(response_ids=np.fromiter(o.token_ids, np.int32), rollout_logps=logps)
-                row |= dict(length=len(logps), prompt_length=len(row["prompt_ids"]))
-                row["finish_reason"] = o.finish_reason
-    return rows[rank % args.tp_size :: args.tp_size]
-
-
 @contextmanager
 def awake(engine, models, optimizer, args, timing, sample=None, **sampling):
-    """The sampler, awake and with the trainer's weights: `sample`, or `rollout`, while the block lasts."""
+    """The sampler, awake and with the trainer's weights, while the block lasts: `sample`, or `rollout`."""
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
         sync_weights(engine, models[0].lm)
@@ -1322,35 +1085,13 @@ def awake(engine, models, optimizer, args, timing, sample=None, **sampling):
             move("cuda", models, optimizer)
 
 
-@contextmanager
-def without_adapters(lm):
-    """The model as it was before training, while the block lasts; without adapters it stays as it is."""
-    lm.apply(lambda m: hasattr(m, "lora_A") and m.enable_adapters(False))
-    yield
-    lm.apply(lambda m: hasattr(m, "lora_A") and m.enable_adapters(True))
-
-
 def sync_weights(engine, lm):
-    """Stream the sharded model into the sampler; tied weights go once."""
+    """Stream the sharded model into the sampler."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    dtype = engine.llm_engine.model_config.dtype
-
-    def stream():  # full_tensor is a collective: every rank iterates in the same order
-        for name, x in lm.state_dict().items():  # persistent buffers too
-            layer, base, end = name.partition(".base_layer.")  # a layer with adapters: W + (alpha / r) B A
-            if base and end == "weight":
-                lora = lm.get_submodule(layer)
-                a, b = (getattr(lora, part)["default"].weight.data for part in ("lora_A", "lora_B"))
-                x = x.full_tensor().float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
-            if name not in lm.tied and ".lora_" not in name:
-                # a shard is cast before it travels; in a forward FSDP casts parameters, but no buffers
-                x = x.to(dtype).full_tensor() if isinstance(x, DTensor) else x
-                yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
-
     def load(model):
-        model.load_weights(stream())
-        for layer in model.modules():  # on a CPU only: packed copies, twice as fast in sampling
+        model.load_weights(whole_weights(lm, engine.llm_engine.model_config.dtype))
+        for layer in model.modules():  # CPU only: packed copies make sampling twice as fast
             if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:  # a convolution is packed in place
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
             elif hasattr(layer, "w13_weight") and layer.w13_weight.device.type == "cpu":
@@ -1370,43 +1111,114 @@ def move(device, models, optimizer):
     torch.cuda.empty_cache()
 
 
-def check_engines(sampler, policy, rows, args):
-    """Before the first step: sampler and trainer, in the layout that trains, agree on short responses."""
-    rows = [dict(rows[i % len(rows)]) for i in range(2 * dist.get_world_size())]
-    rows = [row if "images" in row else row | dict(prompt_ids=row["prompt_ids"][-32:]) for row in rows]
-    with sampler({}) as sample:
-        rows = sample(rows, 0, 2, temperature=args.temperature, max_tokens=8)
-    group = lambda rank: rank // args.sp_size  # of ranks that run the same rows
-    same = [group(rank) == group(dist.get_rank()) for rank in range(dist.get_world_size())]
-    rows = [*chain(*exchange([rows if to else [] for to in same]))]
-    texts = [(row["prompt_ids"], row["response_ids"], row.get("images", ())) for row in rows]
-    with torch.no_grad():
-        logp_nt, _ = rows_logps(policy, texts, args)
-    theirs = [torch.tensor(row["rollout_logps"]).to(logp_nt) for row in rows]
-    check_sampler(logp_nt, dict(rollout_logp_nt=theirs, new=range(len(rows))), args, 0)
+def rollout(engine, args, timing, prompts, step, group_size, **sampling):
+    """Let the sampler answer the prompts of all ranks -> the rows of this rank.
+
+    The ranks of a tensor-parallel group answer the union of their prompts and keep their own.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    rank, world, core = dist.get_rank(), dist.get_world_size(), engine.llm_engine
+    own = prompts[rank // args.tp_size :: world // args.tp_size]
+    rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
+    never = never_sampled(core.model_config.hf_config)
+    options = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
+    options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
+    options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)
+    waiting, at_once = [*range(len(rows))][::-1], core.vllm_config.scheduler_config.max_num_seqs
+    with timed(timing, "gen"):
+        while waiting or core.has_unfinished_requests():
+            while waiting and core.get_num_unfinished_requests() < at_once:  # bounds pictures in memory
+                row = rows[waiting[-1]]
+                seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
+                params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
+                core.add_request(str(waiting.pop()), request(row), params)
+            for answer in core.step():  # at once, so that vLLM's lists exist only of what is in progress
+                row, [response] = rows[int(answer.request_id)], answer.outputs
+                if answer.prompt_token_ids != row["prompt_ids"]:
+                    raise ValueError(f"{args.model}: vLLM makes other tokens of an image than its processor")
+                row["response_ids"] = np.array(response.token_ids, np.int32)
+                row["rollout_logp_t"] = np.array(response.logprobs.logprobs, np.float32)
+                row["mask_t"] = np.ones(len(response.token_ids), bool)  # the tokens that are trained
+                row["length"], row["prompt_length"] = len(response.token_ids), len(row["prompt_ids"])
+                row["finish_reason"] = response.finish_reason
+    return rows[rank % args.tp_size :: args.tp_size]
 
 
-def check_sampler(logps, batch, args, step):
-    """Sampler against trainer, on what this step sampled -> metrics; stop if more than rounding differs."""
-    theirs = [batch["rollout_logp_nt"][i] for i in batch["new"]]
-    ours = [logps[i][: len(x)] for i, x in zip(batch["new"], theirs)]
-    ours, theirs = (torch.cat(x or [torch.zeros(0)]) for x in (ours, theirs))
-    gap = (ours - theirs).abs_().sum()
-    diff = ours.exp_().sub_(theirs.exp_()).abs_()  # in place: of millions of tokens
-    gap, mean, tokens = all_reduce([gap, diff.sum(), len(diff)])
-    gap, mean, limit = gap / max(tokens, 1), mean / max(tokens, 1), ROUNDING[args.compute_dtype]
-    [largest] = all_reduce([diff.max().item() if len(diff) else 0.0], dist.ReduceOp.MAX)
-    another = step and (args.top_p < 1 or args.top_k > 0)  # then it is another distribution on purpose
-    if not gap < (math.inf if another else limit):  # so that NaN always fails
-        why = "the sampler does not hold the trainer's weights, or computes otherwise"
-        far = f"{tokens:.0f} log-probs differ by {gap:.3g} > {limit}"
-        fail(f"weight sync failed at step {step}: {why}; {far}")
-    probs = {"training/rollout_probs_diff_mean": mean, "training/rollout_probs_diff_max": largest}
-    return probs | {"training/rollout_logp_diff_mean": gap}
+def score_rows(rows, manager, tokenizer):
+    """Score this rank's rows -> the rows of all ranks, on each of them, by prompt and sample."""
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, manager.score_responses(rows, tokenizer))
+    return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
 
 
+# endregion
+# region rows
+def deal(rows, shares, args, sp_size=1):
+    """Deal the rows of a step to the ranks, or groups of --sp_size, those of each optimizer step by tokens.
+
+    -> for each optimizer step this rank's sequences and the (tokens, responses) of all ranks; this rank's
+    rows; the token counts of every rank. A sequence is a row, or rows that share their prompt and fit into a
+    micro-batch.
+    """
+    size, ranks = args.ppo_mini_batch_size * args.group_size, dist.get_world_size() // sp_size
+    rank, mini_batches, own_rows, load = dist.get_rank() // sp_size, [], [], [[] for _ in range(ranks)]
+    together = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
+    together = max(together, 1) if shares else 1
+    for start in range(0, len(rows), size):
+        step_rows, sequences = rows[start : start + size], []
+        for _, same in groupby(step_rows, key=itemgetter("group")):
+            same = list(same)
+            sequences += [same[i : i + together] for i in range(0, len(same), together)]
+        lengths = [token_count(sequence) for sequence in sequences]
+        parts = balance(lengths, ranks)
+        for tokens, part in zip(load, parts):
+            tokens += [lengths[i] for i in part]
+        own = [sequences[i] for i in parts[rank]]
+        own_rows += chain(*own)
+        trained = [int(row["mask_t"].sum()) for row in step_rows]
+        mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
+    return mini_batches, own_rows, load
+
+
+def token_count(sequence):
+    """Tokens of rows that share their prompt."""
+    return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
+
+
+def micro_batches(policy, sequences, args):
+    """Run sequences one micro-batch at a time -> its rows, logp_nt, entropy_nt."""
+    lengths = [token_count(sequence) for sequence in sequences]
+    budget = args.max_tokens_per_microbatch * policy.sp_size
+    parts = split_micro_batches(lengths, budget, policy.shares)
+    for number, part in enumerate(parts, 1):
+        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
+        rows = [row for i in part for row in sequences[i]]
+        yield rows, *token_logps(policy, rows, args, args.temperature)
+
+
+@torch.no_grad()
+def store_logps(policy, mini_batches, name, args):
+    """Give this rank's rows their log-probs, or a critic's values, under a name."""
+    sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]
+    for rows, logp_nt, _ in micro_batches(policy, sequences, args):
+        for row, logp_t in zip(rows, logp_nt):
+            row[name] = logp_t[: row["length"]]
+
+
+def collate(rows, device):
+    """A batch of rows: adv_t of each row -> adv_nt, padded, and so for all that is per token."""
+    names = {name for row in rows for name in row if name.endswith("_t")}
+    batch = {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
+    empty_nt = torch.zeros(0, 1, device=device)  # of a micro-batch without rows
+    return defaultdict(lambda: empty_nt, batch)
+
+
+# endregion
+# region sampler against trainer
 def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
-    """Factors of the token losses, as the sampler is not quite the policy; no gradient goes through them.
+    """Factors of the token losses, because the sampler is not quite the policy; without a gradient.
 
     --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
     Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.
@@ -1419,228 +1231,84 @@ def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
     if args.rollout_is:
         weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
     if args.rollout_rs:
-        ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold
-        low = 1 / high if args.rollout_rs_threshold_lower is None else args.rollout_rs_threshold_lower
+        ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold[-1]
+        low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
         weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
     return weight_nt
 
 
-def weight_metrics(logps, batch, args):
-    """What rollout_weights makes of the tokens of a step, of all ranks; logps: by row, of before the step."""
-    rows, sums, largest = range(len(batch["rows"])), torch.zeros(4, dtype=torch.float64), 0.0
-    if not args.rollout_is and not args.rollout_rs:
-        return {}
-    for start in rows[::64]:  # no more than these are padded at a time
-        part = columns(batch | dict(old_logp_nt=logps), rows[start : start + 64], "cpu")
-        weight_nt = rollout_weights(args, part["old_logp_nt"], part["rollout_logp_nt"], part["mask_nt"])
-        w = weight_nt[part["mask_nt"]].double()
-        sums += torch.stack([torch.ones_like(w).sum(), w.sum(), (w**2).sum(), (w == 0).sum()])
-        largest = max(largest, w.max().item())
-    tokens, total, squares, rejected = all_reduce(sums.tolist())
-    [largest] = all_reduce([largest], dist.ReduceOp.MAX)
+def check_sampler(rows, args, step):
+    """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
+    columns = [[torch.zeros(0)] for _ in range(4)]  # a rank may have no rows
+    for row in rows:
+        mask_t, fresh = torch.as_tensor(row["mask_t"]), not row.get("carried_over")  # of this step's sampler
+        ours, theirs = row["old_logp_t"].cpu()[mask_t], torch.as_tensor(row["rollout_logp_t"])[mask_t]
+        weight_1t = rollout_weights(args, ours[None], theirs[None], torch.ones(1, len(ours)))
+        for column, x in zip(columns, (ours, theirs, weight_1t[0], torch.full_like(ours, fresh))):
+            column.append(x)
+    ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
+    sums = weight.sum(), (weight**2).sum(), (weight == 0).sum(), len(weight), fresh.sum()
+    total, squares, rejected, tokens, count = all_reduce(sums)
+    gap, prob_gap = (x[fresh > 0].abs() for x in (ours - theirs, ours.exp() - theirs.exp()))
+    gap, mean = (x / max(count, 1) for x in all_reduce([gap.sum(), prob_gap.sum()]))
+    [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
+    limit = math.inf if args.top_p < 1 else ROUNDING[args.compute_dtype]
+    if not gap < limit:  # so that NaN always fails; top_p samples another distribution on purpose
+        why = "the sampler does not hold the trainer's weights, or computes differently"
+        fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit}")
     return {
-        "rollout_corr/rollout_is_mean": total / tokens,
-        "rollout_corr/rollout_is_max": largest,
+        "training/rollout_probs_diff_mean": mean,
+        "training/rollout_probs_diff_max": largest,
+        "training/rollout_logp_diff_mean": gap,
+        "rollout_corr/rollout_is_mean": total / max(tokens, 1),
         "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
-        "rollout_corr/rollout_rs_masked_fraction": rejected / tokens,
+        "rollout_corr/rollout_rs_masked_fraction": rejected / max(tokens, 1),
     }
-
-
-def score_rows(rows, manager, tokenizer, known=KNOWN):
-    """Score this rank's rows -> all ranks' by prompt and sample, others' as `known`; tokens by rank."""
-    by_rank, rows = [None] * dist.get_world_size(), manager.score_responses(rows, tokenizer)
-    dist.all_gather_object(by_rank, [{name: row[name] for name in known} for row in rows])
-    by_rank[dist.get_rank()] = rows
-    tokens = [sum(row["prompt_length"] + row["length"] for row in part) for part in by_rank]
-    return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample"))), tokens
-
-
-def gather_rows(rows):
-    """The rows with ids and texts on rank 0, for a file; on the others none."""
-    rank, by_rank = dist.get_rank(), [None] * dist.get_world_size()
-    dist.gather_object([row for row in rows if row["rank"] == rank], None if rank else by_rank)
-    return [] if rank else sorted(chain(*by_rank), key=itemgetter("group", "sample"))
-
-
-def exchange(parts):
-    """Give parts[r] to rank r -> what each rank gave to this one."""
-    stream = io.BytesIO()
-    ends = [pickle.dump(part, stream) or stream.tell() for part in parts]
-    sent = torch.tensor([0, *ends]).diff()
-    dist.all_to_all_single(got := torch.empty_like(sent), sent)
-    new, sizes = torch.empty(got.sum(), dtype=torch.uint8), (got.tolist(), sent.tolist())
-    dist.all_to_all_single(new, torch.frombuffer(stream.getbuffer(), dtype=torch.uint8), *sizes)
-    return [pickle.loads(part.numpy()) for part in new.split(sizes[0])]
-
-
-def share_prefixes(args, *models):
-    """Let responses share their prompt, with SDPA, if args.model and these models can -> such arguments."""
-    from transformers import AttentionInterface
-
-    configs = [AutoConfig.from_pretrained(name) for name in (args.model, *models)]
-    if args.attn_implementation != "sdpa" or any(takes_images(x) or special_layers(x) for x in configs):
-        return args
-    AttentionInterface.register("shared", shared_attention)
-    return replace(args, attn_implementation="shared")
-
-
-def shared(prompts, responses):
-    """One row, in which neighbours with one prompt share it, and pieces of one shape stand together.
-
-    Prompt a b, responses c d and e -> a b, e, c d at positions 0 1, 2, 2 3; e sees a, b and itself.
-    """
-    pieces = []  # tokens, how many they see before them, and the number of the piece that these are
-    for prompt, same in groupby(zip(prompts, responses, strict=True), lambda pair: [*pair[0]]):
-        root = len(pieces)
-        pieces += [(prompt, 0, root), *((response, len(prompt), root) for _, response in same)]
-    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1], len(pieces[i][0])))
-    lengths, before = [len(pieces[i][0]) for i in order], [pieces[i][1] for i in order]
-    spans = dict(zip(order, torch.arange(sum(lengths)).split(lengths)))
-    seen = torch.cat([join(spans[pieces[i][2]][:n], spans[i]) for i, n in zip(order, before)])
-    shapes = [(len([*same]), t, n + t) for (n, t), same in groupby(zip(before, lengths))]
-    # the prompt's last token predicts the first token of every response
-    where = [join(spans[root][-1:], spans[i][:-1]) for i, (_, n, root) in enumerate(pieces) if n]
-    position_ids = torch.cat([torch.arange(n, n + t) for n, t in zip(before, lengths)])[None]
-    inputs = dict(input_ids=join(*(pieces[i][0] for i in order))[None], position_ids=position_ids)
-    return inputs | dict(seen=seen, shapes=shapes), where
-
-
-def shared_attention(module, query, key, value, mask, scaling, seen, shapes, **_):
-    """Attention as transformers calls it, of a row as `shared` makes it: query [1, H, T, D] -> [1, T, H, D].
-
-    seen: the positions that each piece sees, one piece behind the other; shapes: as in `attend`.
-    """
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(query, key[seen], value[seen], shapes, scaling)[None], None
-
-
-def layout_of(config, args):
-    """The layout that this run trains in."""
-    if recurrent(config) or takes_images(config):  # one sequence a row
-        return padded
-    return dict(shared=shared, sliced=packed, flash_attention_2=packed).get(args.attn_implementation, padded)
-
-
-def balance_batch(rows, args, device):
-    """Deal the N rows of a step to the ranks, or groups of --sp_size, each optimizer step's evenly by tokens.
-
-    Returns the batch of this rank - rows: their numbers in the order of their use; prompts, responses,
-    rollout_logp_nt, images: of each; new: which this step sampled; mini_batches: for each optimizer step
-    (tokens, which) of every sequence; totals: its (tokens, responses) on all ranks - and all groups' tokens.
-    """
-    rank, world, size = dist.get_rank(), dist.get_world_size(), args.ppo_mini_batch_size * args.group_size
-    group, load = rank // args.sp_size, [[] for _ in range(world // args.sp_size)]
-    # a sequence is a response, or the responses to a prompt that share it and fit in a micro-batch
-    fit = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
-    fit, mini_batches, totals, owners = max(1, fit) if args.attn_implementation == "shared" else 1, [], [], {}
-    for start in range(0, len(rows), size):
-        numbers = range(start, min(start + size, len(rows)))
-        totals.append((sum(rows[i]["length"] for i in numbers), len(numbers)))
-        groups = [[*same] for _, same in groupby(numbers, lambda i: rows[i]["group"])]
-        sequences = [group[i : i + fit] for group in groups for i in range(0, len(group), fit)]
-        tokens = [rows[part[0]]["prompt_length"] + sum(rows[i]["length"] for i in part) for part in sequences]
-        parts = balance(tokens, len(load))
-        load = [before + [tokens[i] for i in part] for before, part in zip(load, parts, strict=True)]
-        owners |= {i: owner for owner, part in enumerate(parts) for s in part for i in sequences[s]}
-        mini_batches.append([(tokens[i], sequences[i]) for i in parts[group]])
-    mine, number = [i for mini in mini_batches for _, sequence in mini for i in sequence], count()
-    # ids and log-probs go from the rank that sampled them to those that train on them
-    names, parts = ("prompt_ids", "response_ids", "rollout_logps"), [{} for _ in range(world)]
-    for i, row in enumerate(rows):
-        if row["rank"] == rank:
-            for part in parts[owners[i] * args.sp_size :][: args.sp_size]:
-                part[i] = [*(row[name] for name in names), row.get("images", ())]
-    got, parts[rank] = parts[rank], {}  # what stays is not copied
-    got |= {i: texts for part in exchange(parts) for i, texts in part.items()}
-    prompts, responses, logps, images = ([got[i][k] for i in mine] for k in range(4))
-    batch = dict(rows=mine, prompts=prompts, responses=responses, images=images, totals=totals)
-    batch["rollout_logp_nt"] = [torch.as_tensor(logp, device=device) for logp in logps]
-    batch["new"] = [place for place, i in enumerate(mine) if not rows[i].get("carried_over")]
-    batch["mini_batches"] = [[(n, [next(number) for _ in part]) for n, part in mini] for mini in mini_batches]
-    return batch, load
-
-
-def columns(batch, rows, device):
-    """What the batch has of these rows for each token, [n, T], or once for all, [n, 1]; and mask_nt."""
-    lengths = [len(batch["responses"][i]) for i in rows]
-    part = {name: column for name, column in batch.items() if name.endswith("_nt")}
-    part = {name: pad([x[i][:n] for i, n in zip(rows, lengths)]).to(device) for name, x in part.items()}
-    return dict(mask_nt=response_mask(lengths).to(device)) | part  # the batch's own mask, if it has one
-
-
-def rows_logps(policy, rows, args):
-    """token_logps of rows: prompt, response and images of each; if there is none, a dummy runs instead."""
-    layout, n = layout_of(policy.lm.config, args), len(rows)
-    if takes_images(policy.lm.config):
-        layout, rows = show_images(layout, rows, load_processor(args.model, args.tokenizer))
-    prompts, responses, _ = zip(*rows or [([0], [0], ())])
-    return [x_nt[:n] for x_nt in token_logps(policy, prompts, responses, args.temperature, layout)]
-
-
-def micro_batches(policy, batch, sequences, args):
-    """Run sequences a micro-batch at a time -> its rows, logp_nt, entropy_nt."""
-    budget, layout = args.max_tokens_per_microbatch * args.sp_size, layout_of(policy.lm.config, args)
-    parts = split_micro_batches([n for n, _ in sequences], budget, layout is not padded)
-    for number, part in enumerate(parts, 1):
-        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
-        part = [i for s in part for i in sequences[s][1]]
-        rows = [[batch[name][i] for name in ("prompts", "responses", "images")] for i in part]
-        yield part, *rows_logps(policy, rows, args)
-
-
-@torch.no_grad()
-def all_logps(policy, batch, args):
-    """Log-probs of this rank's responses by row, padded as in their micro-batch; of a critic, values."""
-    parts = micro_batches(policy, batch, [*chain(*batch["mini_batches"])], args)
-    return {i: logps for rows, logp_nt, _ in parts for i, logps in zip(rows, logp_nt)}
 
 
 # endregion
 
 
-# what PPO has over the scripts without a critic
-class TokenValues(Sliced):
+# critic, reward models and their metrics
+class TokenValues(TokenLogps):
     """A critic, called as TokenLogps is: the value of the state in which each target was sampled."""
 
-    def predict(self, where, target, temperature, **inputs):
-        """-> value [L], float32, in both places of log-prob and entropy: `token_logps` lays out two."""
-        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-        value = self.lm.score(hidden).float().sum(-1)  # of one column
+    def forward(self, where, target, temperature, **inputs):
+        """-> value [L], float32, in the places of log-prob and entropy: `token_logps` lays out two."""
+        value = self.lm.score(self.hidden(where, inputs)).float()[:, 0]  # [L, 1]
         return value, value
 
 
 def check_models(args):
-    """Stop on what critic, reward models and KL cannot be, before a load -> the reward models' tokenizers."""
-    for name in ("kl_target", "kl_horizon", "lam_alpha"):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            fail(f"--{name} {getattr(args, name)} must be above 0")
-    if args.lam_alpha and (zero := 1 / args.lam_alpha) >= args.max_response_length:
-        fail(
-            f"--lam_alpha {args.lam_alpha}: lambda is 0 up to {zero:g} tokens, --max_response_length or more"
-        )
-    if not 0 <= (args.critic_lam or 0) <= 1:
-        fail(f"--critic_lam {args.critic_lam} must be from 0 to 1")
-    weights, rules, models = args.reward_weights, len(args.reward_fn), len(args.reward_model)
-    if models and (n := len(weights)) not in (0, rules + models):
-        fail(f"{n} --reward_weights for {rules} --reward_fn and {models} --reward_model: give one for each")
-    if args.reward_aggregation == "mean" and weights and not sum(weights) > 0:
-        fail(f"--reward_aggregation mean: the sum of --reward_weights {weights} must be above 0")
-    if args.val_files and not args.reward_fn:
-        fail("--val_files without --reward_fn: validation scores by rules, not by the reward model")
+    """Stop on what critic, reward models and KL cannot be -> the tokenizers of the reward models."""
+    rules, models, weights = len(args.reward_fn), len(args.reward_model), len(args.reward_weights)
+    target, alpha, lam, length = args.kl_target, args.lam_alpha, args.critic_lam, args.max_response_length
+    given = f"{weights} --reward_weights for {rules} --reward_fn and {models} --reward_model"
+    not_each, no_rule = models and weights not in (0, rules + models), args.val_files and not rules
+    short = 1 / alpha if alpha else 0  # lambda is 0 for so few tokens
+    problems = {
+        f"--kl_target {target} must be above 0": target is not None and not target > 0,
+        f"--kl_horizon {args.kl_horizon} must be above 0": not args.kl_horizon > 0,
+        f"--lam_alpha {alpha} must be above 0": alpha is not None and not alpha > 0,
+        f"--lam_alpha {alpha}: lambda is 0 up to {short:g} tokens, a response has {length}": short >= length,
+        f"--critic_lam {lam} must be from 0 to 1": not 0 <= (lam or 0) <= 1,
+        f"{given}: give one for each": not_each,
+        "--val_files without --reward_fn: validation scores by rules, not by reward models": no_rule,
+    }
+    refuse(problems)
     try:
         names = args.critic_model or args.model, args.model
         known, needed = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in names]
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
-        critic = AutoConfig.from_pretrained(names[0])
-        check_sharing(critic, args)
         tokenizers = [AutoTokenizer.from_pretrained(name) for name in args.reward_model]
         for name, tokenizer in zip(args.reward_model, tokenizers):
-            if (labels := AutoConfig.from_pretrained(name).num_labels) != 1:
+            labels = AutoConfig.from_pretrained(name).num_labels
+            if labels != 1:
                 fail(f"--reward_model {name} gives {labels} numbers, not 1 score")
             if tokenizer.chat_template is None:
                 fail(f"--reward_model {name}: its tokenizer has no chat template")
-            load_prompts(args.train_files, tokenizer, math.inf, False)  # which its chat template takes too
+            load_prompts(args.train_files, tokenizer, math.inf)  # its chat template must take them too
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
     return tokenizers
@@ -1648,106 +1316,122 @@ def check_models(args):
 
 def load_critic(args, mesh, device):
     """The critic, sharded. A new value head starts at 0, so that the first advantages are the returns."""
-    args = replace(args, model=args.critic_model or args.model)
-    critic = load_model(args, mesh, device, AutoModelForSequenceClassification, TokenValues, num_labels=1)
+    args = replace(args, lora_rank=0, model=args.critic_model or args.model)
+    critic = load_model(args, mesh, device, TokenValues, AutoModelForSequenceClassification, num_labels=1)
     if not any("SequenceClassification" in name for name in critic.lm.config.architectures or []):
         nn.init.zeros_(critic.lm.score.weight)
     return critic
 
 
 def load_reward_models(args, mesh, device):
-    """The reward models, sharded, with their own forward: a classifier knows where its score stands."""
-    options = mesh, device, AutoModelForSequenceClassification, lambda lm: lm
-    models = [load_model(replace(args, model=name), *options, num_labels=1) for name in args.reward_model]
-    return [model.eval().requires_grad_(False) for model in models]
+    """The reward models, sharded, with their own forward: a classifier finds the token of its score."""
+    auto, models = AutoModelForSequenceClassification, []
+    for name in args.reward_model:
+        own = replace(args, model=name, lora_rank=0)
+        model = load_model(own, mesh, device, lambda lm, shares: lm, auto, share=False, num_labels=1)
+        models.append(model.eval().requires_grad_(False))
+    return models
+
+
+class ModelRewards:
+    """A reward manager: to the scores of rules it adds those of models, each a (model, tokenizer)."""
+
+    def __init__(self, rules, models, args, device):
+        self.rules, self.models, self.args, self.device = rules, models, args, device
+
+    def score_responses(self, rows, tokenizer):
+        rows = self.rules.score_responses(rows, tokenizer)
+        results = [model_scores(*model, rows, self.args, self.device) for model in self.models]
+        return add_model_scores(rows, results, self.args)
 
 
 @torch.no_grad()
 def model_scores(model, tokenizer, rows, args, device):
-    """A reward model's result for each row of the step, on every rank: a score, or 0 and why it failed.
+    """A reward model's result for each of this rank's rows: a score, or 0 and why it failed.
 
     CAREFUL: ids of the actor mean nothing to it. The conversation goes through its own chat template.
     """
-    own = [i for i, row in enumerate(rows) if row["rank"] == dist.get_rank()]  # whose texts are here
-    talk = lambda row: [*row["prompt"], dict(role="assistant", content=row["sampled"]["solution_str"])]
-    ids = {i: tokenizer.apply_chat_template(talk(rows[i]), return_dict=False) for i in own}
-    config, lengths = model.config.get_text_config(), [len(ids.get(i, ())) for i in range(len(rows))]
+    texts = []
+    for row in rows:
+        answer = dict(role="assistant", content=row["sampled"]["solution_str"])
+        texts.append(tokenizer.apply_chat_template([*row["prompt"], answer], return_dict=False))
+    config, score_n = model.config.get_text_config(), [math.nan] * len(rows)
     limit = min(getattr(config, "max_position_embeddings", None) or math.inf, args.max_tokens_per_microbatch)
-    score_n = [0.0 if n <= limit else math.nan for n in lengths]
-    mine = [i for i in own if lengths[i] <= limit]
-    pad_id = config.pad_token_id  # none: one row at a time
+    fitting = [i for i, text in enumerate(texts) if len(text) <= limit]
+    pad_id = config.pad_token_id  # without one: one row at a time
     budget = 0 if pad_id is None else args.max_tokens_per_microbatch
     model.to(device)  # with --offload it is in host memory
-    for part in split_micro_batches([lengths[i] for i in mine], budget, one_row=False):
-        part = [mine[i] for i in part]
-        texts = [torch.tensor(ids[i]) for i in part] or [torch.tensor([0])]  # a dummy row
-        input_ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad_id or 0)
-        mask = response_mask([len(x) for x in texts]).long()
+    for part in split_micro_batches([len(texts[i]) for i in fitting], budget, one_row=False):
+        numbers = [fitting[i] for i in part]
+        batch = [torch.tensor(texts[i]) for i in numbers] or [torch.tensor([0])]  # a dummy row
+        input_ids = nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=pad_id or 0)
+        mask = response_mask([len(text) for text in batch]).long()
         logits_n1 = model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
-        for i, score in zip(part, logits_n1[:, 0].tolist(), strict=False):
+        for i, score in zip(numbers, logits_n1[:, 0].tolist()):
             score_n[i] = score
     if args.offload:
         model.to("cpu")
-    why = "ValueError: the reward model gives {} for a conversation of {:.0f} tokens; it takes {}".format
-    return [
-        dict(score=score) if math.isfinite(score) else dict(score=0.0, failure=why(score, n, limit))
-        for n, score in zip(all_reduce(lengths), all_reduce(score_n), strict=True)  # 0 on all ranks but one
-    ]
+    results = []
+    for text, score in zip(texts, score_n):
+        why = f"the reward model gives {score} for a conversation of {len(text)} tokens; it takes {limit}"
+        failed = dict(score=0.0, failure=f"ValueError: {why}")
+        results.append(dict(score=score) if math.isfinite(score) else failed)
+    return results
 
 
 def score_names(models):
-    """rules model, or of several models rules model model_2 model_3."""
+    """rules model, or with several models rules model model_2 model_3."""
     return ["rules", "model", *(f"model_{i}" for i in range(2, models + 1))]
 
 
 def add_model_scores(rows, results, args):
-    """Rows with each model's results combined into those of the rules, as if the flags listed all of them.
-
-    Aggregates nest: the rules' is one more score, of weight 1 (0 if theirs are), for the mean of their sum.
-    """
-    rules, combined = len(args.reward_fn), []
-    weights = args.reward_weights or [1.0] * (rules + len(results))
-    of_rules = sum(weights[:rules]) if args.reward_aggregation == "mean" else float(any(weights[:rules]))
-    weights = [of_rules][:rules] + [*weights[rules:]]  # without --reward_fn the models are alone
-    for row, *of_models in zip(rows, *results, strict=True):
-        own, models = row["reward"]["score"], [result["score"] for result in of_models]
-        scores = {f"score/{name}": x for name, x in zip(score_names(len(models)), [own, *models])}
-        scores["score"] = aggregate([own][:rules] + models, weights, args.reward_aggregation)
-        failures = {k: v for result in of_models for k, v in result.items()}  # if several failed: the last
-        combined.append(row | dict(reward=failures | row["reward"] | scores))
-    return demote_failures(combined)
+    """Rows with the weighted scores of the models added to those of the rules; results: a list per model."""
+    weights = args.reward_weights[len(args.reward_fn) :] or [1.0] * len(results)
+    names, combined = score_names(len(results))[1:], []
+    for row, *of_models in zip(rows, *results):
+        reward = row["reward"] | {"score/rules": row["reward"]["score"]}
+        for name, weight, result in zip(names, weights, of_models):
+            reward[f"score/{name}"] = result["score"]
+            reward["score"] += weight * result["score"]
+            if "failure" in result:
+                reward["failure"] = result["failure"]
+        combined.append(row | dict(reward=reward))
+    return combined
 
 
 def moments(x):
-    """Mean and variance of the numbers of all ranks."""
-    total, n = all_reduce([x.sum(), len(x)])
-    return total / n, all_reduce([((x - total / n) ** 2).sum()])[0] / n
+    """Mean, variance, largest and smallest of the numbers of all ranks."""
+    total, count = all_reduce([x.sum(), len(x)])
+    [squares] = all_reduce([((x - total / count) ** 2).sum()])
+    ends = [x.max(), -x.min()] if len(x) else [-math.inf, -math.inf]
+    top, bottom = all_reduce(ends, dist.ReduceOp.MAX)
+    return total / count, squares / count, top, -bottom
 
 
 def critic_metrics(rows, step_nt, args):
     """Rewards, advantages, returns and values of a step, and how much of the returns the values explain."""
-    results, metrics = [row["reward"] for row in rows], {}
-    kl, *own = (step_nt[f"{x}_nt"][step_nt["mask_nt"]] for x in ("kl", "adv", "return", "value"))
-    own = dict(zip(("advantages", "returns", "values"), own), rewards=step_nt["reward_nt"].sum(-1))
-    for name, x in own.items():
-        ends = [x.max(), -x.min()] if len(x) else [-math.inf] * 2
-        top, bottom = all_reduce(ends, dist.ReduceOp.MAX)
-        found = dict(mean=moments(x)[0], max=top, min=-bottom)
-        metrics |= {f"critic/{name}/{kind}": value for kind, value in found.items()}
+    names, metrics = ("kl_nt", "adv_nt", "return_nt", "value_nt"), {}
+    kl, adv, returns, values = (step_nt[name][step_nt["mask_nt"]] for name in names)
+    rewards = step_nt["reward_nt"].sum(-1)
+    for name, x in dict(rewards=rewards, advantages=adv, returns=returns, values=values).items():
+        mean, _, top, bottom = moments(x)
+        metrics |= {f"critic/{name}/mean": mean, f"critic/{name}/max": top, f"critic/{name}/min": bottom}
     for name in score_names(len(args.reward_model)) if args.reward_model else ():
-        metrics |= stats(f"critic/score_{name}", [result[f"score/{name}"] for result in results])
-    left, variance = moments(own["returns"] - own["values"])[1], moments(own["returns"])[1]
-    metrics["critic/vf_explained_var"] = 1 - left / (variance + 1e-8)
+        metrics |= stats(f"critic/score_{name}", [row["reward"][f"score/{name}"] for row in rows])
+    unexplained, variance = moments(returns - values)[1], moments(returns)[1]
+    metrics["critic/vf_explained_var"] = 1 - unexplained / (variance + 1e-8)
     return metrics | {"actor/reward_kl_penalty": moments(kl)[0]}
 
 
-class Trained(nn.Module):
-    """Actor, critic and KL weight as the one model that a checkpoint holds; as Hugging Face: hf/, critic/."""
-
-    def __init__(self, actor, critic, kl_weight):
-        super().__init__()
-        self.actor, self.critic, self.kl_weight, self.config = actor, critic, kl_weight, actor.config
-        self.models = dict(hf=actor, critic=critic)
+@contextmanager
+def without_adapters(lm):
+    """The model as it was before training, while the block lasts; without adapters it stays as it is."""
+    layers = [layer for layer in lm.modules() if hasattr(layer, "lora_A")]
+    for layer in layers:
+        layer._disable_adapters = True  # CAREFUL: peft's enable_adapters(False) would also freeze them
+    yield
+    for layer in layers:
+        layer._disable_adapters = False
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """SFT: minimise -sum(log p(response token | what comes before it)) / (response tokens of the optimizer step).
 
-Where this differs from the trainers that are in use:
+Differences from other trainers:
 1. The denominator counts the tokens of all ranks and micro-batches, so neither split changes the gradient.
 2. Every response token is trained, EOS included, and nothing else (verl: the last prompt token, and no EOS).
 3. Rows are balanced over the ranks by tokens, not by their number.
-LoRA (arXiv 2106.09685) by --lora_rank, AdaLoRA (2303.10512) by --lora_kind, QLoRA (2305.14314) by --qlora,
-long rows over several ranks (Ulysses, 2309.14509; ring attention, 2310.01889) by --sp_size.
+LoRA (arXiv 2106.09685): --lora_rank. AdaLoRA (2303.10512): --lora_kind. QLoRA (2305.14314): --qlora.
+Long rows over several ranks (Ulysses, 2309.14509; ring attention, 2310.01889): --sp_size.
 
 CPU:        python algos/sft.py --model models/tiny --train_files data/train.parquet --output_dir runs/sft
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/sft.py ...
@@ -22,12 +22,11 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -35,25 +34,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_prep.arguments import parse
 
 # Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is aligned with the
-# response: column t speaks of response token t, whatever predicted it.
+# response: column t belongs to response token t.
+# A row is a dict of one example: prompt_ids, response_ids, and which of the response's tokens are trained.
 
 
 @dataclass(kw_only=True)
 class Args:
     # ---- run
     output_dir: str  # directory of the run: arguments, metrics, log, checkpoints
-    resume: str = "auto"  # auto: output_dir's latest checkpoint, if any; never: refuse a used one; or a path
-    seed: int = 1  # of the data order and of the adapters' first weights
+    resume: str = "auto"  # auto: from output_dir's latest checkpoint, if any; never; or path of a checkpoint
+    seed: int = 1  # seed for data order and LoRA init
     total_epochs: int = 1  # passes over the training data
-    total_steps: int | None = None  # optimizer steps in all; None: total_epochs
+    total_steps: int | None = None  # optimizer steps in all; None: those of total_epochs
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
-    val_before_train: bool = True  # validate before the first step
-    keep_checkpoints: int = 2  # newest checkpoints that are kept; 0: all
-    save_hf: bool = True  # also write each checkpoint's weights as a Hugging Face directory (hf/)
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go beside metrics.jsonl
-    wandb_project: str | None = None  # with --tracker wandb: its project; None: its default
-    timeout_s: float = 3600.0  # seconds that a rank waits for the others before the run ends
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where else metrics go
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training rows
     val_files: tuple[str, ...] = ()  # parquet files of validation rows; none: no validation
@@ -63,33 +59,33 @@ class Args:
     env: str | None = None  # environment whose tools the chat template shows, FILE.py:NAME; None: no tools
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
     truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut there
-    packing: bool = bool(find_spec("flash_attn"))  # rows in one without padding; sdpa: by a dense mask
+    packing: bool = True  # texts in one row without padding, where the model allows it; off: one row each
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
-    attn_implementation: str | None = None  # None: flash_attention_2 where it is installed, else sdpa
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters and optimizer state
-    # of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
+    attn_implementation: str | None = None  # None: flash_attention_2 if it is installed, else sdpa
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
+    # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    sp_size: int = 1  # ranks that share the tokens of a row; needs packing
-    sp_attention: Literal["ulysses", "gather", "ring"] = "ulysses"  # how its slices see one another
+    sp_size: int = 1  # ranks that share the tokens of a row
+    sp_attention: Literal["ulysses", "ring"] = "ulysses"  # attention between the slices of a row
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     liger: bool = False  # Liger's Triton kernels for norm, rotary embedding and MLP; needs a GPU
-    lora_rank: int = 0  # rank of the LoRA adapters, which are then all that is trained; 0: the model itself
-    lora_kind: Literal["lora", "adalora"] = "lora"  # adalora: lora_rank is the mean of all layers' ranks
-    lora_alpha: float = 16  # the adapters' output is scaled by lora_alpha / lora_rank
-    lora_target_modules: tuple[str, ...] = ("all-linear",)  # names of layers; all-linear: all but the output
+    lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
+    lora_kind: Literal["lora", "adalora"] = "lora"  # adalora: lora_rank is the mean over the layers
+    lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
+    # names of the layers that get adapters; all-linear: all linear layers but the output layer
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
     qlora: bool = False  # frozen weights in 4 bits (bitsandbytes), whole on every rank; needs lora_rank
-    merge_lora: bool = False  # hf/ is the model with the adapters in its weights; else only the adapters
     # ---- optimizer
     train_batch_size: int = 64  # rows of a step, over all ranks
     lr: float = 1e-5  # peak learning rate
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 at the last step
     warmup_steps: int = 10  # steps of linear warm-up
     decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
-    weight_decay: float = 0.01  # AdamW's decoupled weight decay
+    weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
 
     def __post_init__(self):
@@ -103,21 +99,25 @@ if __name__ == "__main__":
 
 import jinja2
 import numpy as np
-import psutil
 import pyarrow.compute as pc
-import safetensors.torch
+import safetensors
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
+from common.metrics import speed_metrics, timed
+from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.cache import BOOL, BOOLS, IDS, IMAGES, prepare
 from data_prep.images import (
     auto_class,
@@ -127,12 +127,11 @@ from data_prep.images import (
     show_images,
     takes_images,
 )
-from data_prep.tracking import Logger, check_tracker, leave, matmul_speed, ranks_on
 from data_prep.turns import turns
 from envs import load_env
 
 
-# ---- The mathematics ---------------------------------------------------------------------------------------
+# ---- The mathematics -------------------------------------------------------------------
 def sft_loss(logp_nt, trained_nt, tokens):
     """-sum(log p) of the trained tokens over `tokens`, those of the whole optimizer step.
 
@@ -150,16 +149,16 @@ def scheduled_rate(args, step, total_steps):
     return learning_rate(args, max(min(step, args.warmup_steps + 1), step - held), total_steps - held)
 
 
-# ---- The step ----------------------------------------------------------------------------------------------
+# ---- The step --------------------------------------------------------------------------
 def encode(prompt, response, tokenizer, tools=None, images=()):
     """-> ids of a prompt (messages, or a string: the user's) and a response with EOS; which are trained."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
     if hasattr(tokenizer, "image_processor"):
         prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
         tokenizer = tokenizer.tokenizer
     else:
-        prompt_ids = tokenizer.apply_chat_template(messages, **how)
+        options = dict(tools=tools, add_generation_prompt=True, return_dict=False)
+        prompt_ids = tokenizer.apply_chat_template(messages, **options)
     response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
@@ -171,13 +170,14 @@ def encode_messages(messages, tokenizer, tools=None):
     text, found = turns(messages, tokenizer, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, starts = np.array(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]])
-    special = lambda: [i for i, x in tokenizer.added_tokens_decoder.items() if x.special]
     trained = np.zeros(len(ids), dtype=bool)
     for i, begin, end in found:
         # a token that begins before the turn is context, even if it ends in it
         turn = np.flatnonzero((begin <= starts) & (starts < end))
         ends = turn[ids[turn] == tokenizer.eos_token_id]
-        ends = ends if len(ends) else turn[np.isin(ids[turn], special())]
+        if not len(ends):
+            special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+            ends = turn[np.isin(ids[turn], special)]
         if not len(ends):
             raise ValueError(f"the chat template ends message {i} with no token that a sampler stops at")
         trained[turn] = turn <= ends[-1]
@@ -193,48 +193,42 @@ def split(ids, trained):
 
 
 def micro_batches(policy, rows, args):
-    """This rank's share of the rows, which are equal on all ranks -> logp_nt, trained_nt of each micro-batch.
+    """Run this rank's share of rows, which are equal on all ranks -> logp_nt, trained_nt of each micro-batch.
 
     An empty micro-batch runs a dummy row that is not trained: its sum is a zero that still has a gradient.
     """
-    group, groups = dist.get_rank() // args.sp_size, dist.get_world_size() // args.sp_size
-    mine = [rows[i] for i in balance(lengths(rows), groups)[group]]
     dummy = dict(prompt_ids=[0], response_ids=[0], trained=[False])
-    budget, layout = args.max_tokens_per_microbatch * args.sp_size, packed if args.packing else padded
-    split_rows = pack if args.packing else partial(split_micro_batches, one_row=False)
-    parts = split_rows(lengths(mine), budget)
+    rank, ranks = dist.get_rank() // args.sp_size, dist.get_world_size() // args.sp_size
+    own = [rows[i] for i in balance(lengths(rows), ranks)[rank]]
+    parts = pack(lengths(own), args.max_tokens_per_microbatch * args.sp_size, policy.shares)
     for number, part in enumerate(parts, 1):
-        if not args.qlora:  # over the replicas of HSDP
-            policy.set_requires_all_reduce(number == len(parts))
-        batch = [mine[i] for i in part] or [dummy]
-        texts = [(row["prompt_ids"], row["response_ids"], row.get("images", ())) for row in batch]
-        if takes_images(policy.lm.config):
-            layout, texts = show_images(padded, texts, load_processor(args.model, args.tokenizer))
-        prompts, responses, _ = zip(*texts)
-        logp_nt, _ = token_logps(policy, prompts, responses, 1.0, layout)
-        yield logp_nt[: len(batch)], pad([row["trained"] for row in batch]).to(logp_nt.device)
+        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
+        batch = [own[i] for i in part] or [dummy]
+        logp_nt, _ = token_logps(policy, batch, args, 1.0)
+        yield logp_nt, pad([row["trained"] for row in batch]).to(logp_nt.device)
 
 
-def update(policy, optimizer, rows, args, adaptive=None, step=0):
-    """One optimizer step -> metrics. Every rank knows all rows: the denominator needs no communication.
-
-    adaptive: AdaLoRA's adapters, whose ranks are chosen anew after step number `step`.
-    """
+def update(policy, optimizer, rows, args, step=1, total_steps=1):
+    """One optimizer step -> metrics. Every rank knows all rows: the denominator needs no communication."""
     loss, tokens = 0.0, sum(sum(row["trained"]) for row in rows)
     for logp_nt, trained_nt in micro_batches(policy, rows, args):
         part = sft_loss(logp_nt, trained_nt, tokens)
-        # `tokens` counts those of all ranks, but gradients are averaged over the ranks
+        # FSDP averages gradients over the ranks, but `tokens` already counts all ranks
         (part * dist.get_world_size()).backward()
         loss += part.item()
-    if adaptive:  # the same on every rank, and so is the mean over them
-        (0.1 * adaptive.orthogonality()).backward()
-    norm = clip_gradients(optimizer, args.grad_clip)
-    if finite := math.isfinite(norm):  # the norm of all ranks: they step or skip together
+    adaptive = [layer for layer in policy.lm.modules() if hasattr(layer, "lora_E")]
+    if adaptive:  # equal on every rank, and so is the mean over them
+        (0.1 * orthogonality(adaptive)).backward()
+    norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
+    finite = math.isfinite(norm)  # the norm over all ranks: they step or skip together
+    if finite:
         optimizer.step()
-    ranks = {"train/lora_ranks": adaptive.allocate(step, finite)} if adaptive else {}
+    metrics = {"train/grad_norm": norm, "train/skipped_updates": not finite}
+    if adaptive:
+        metrics["train/lora_ranks"] = choose_ranks(adaptive, args, step, total_steps, finite)
     optimizer.zero_grad()
     [loss] = all_reduce([loss / args.sp_size])  # ranks that share a row all have its loss
-    return ranks | {"train/loss": loss, "train/grad_norm": norm, "train/skipped_updates": not finite}
+    return metrics | {"train/loss": loss}
 
 
 @torch.no_grad()
@@ -249,236 +243,175 @@ def evaluate(policy, rows, args):
 
 
 def main(args):
-    # ---- arguments and data: nothing slow before they are known to be good
+    # ---- arguments and data: checked before anything slow
     check_args(args)
-    checkpoints = open_run(args)
-    tokenizer, train_rows, val_rows, ends, about = load_data(args)
+    resume_from = open_run(args)
+    tokenizer, train_rows, val_rows, ends, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
     if args.lora_kind == "adalora" and total_steps < 10:  # ranks are chosen from the first tenth to the half
         fail(f"--lora_kind adalora: {total_steps} steps are too few to choose ranks in, it takes 10")
 
     # ---- model
-    device, mesh = setup_distributed(args.hsdp_replicas, args.timeout_s)
-    policy, trained = load_policy(args, mesh, device, total_steps)
-    adaptive = trained if args.lora_kind == "adalora" else None
+    device, mesh = setup_distributed(args.hsdp_replicas)
+    policy = load_policy(args, mesh, device)
     stops = policy.lm.generation_config  # the tokens that samplers of the saved model stop at
     stops.eos_token_id = sorted({*ends, *np.ravel(stops.eos_token_id).tolist()} - {None})
-    decay = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=args.lr, fused=True, **decay)
-    state = load_checkpoint(checkpoints, trained, optimizer)
+    trained, parameters = dict(hf=policy.lm), [p for p in policy.parameters() if p.requires_grad]
+    betas = 0.9, 0.95
+    optimizer = torch.optim.AdamW(parameters, args.lr, betas, weight_decay=args.weight_decay, fused=True)
+    state = load_checkpoint(resume_from, trained, optimizer)
     check_layout(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{about}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
-    stop = []  # by SIGTERM: the step in progress is the last
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
-    if val_rows and args.val_before_train and not state["step"]:
+    if val_rows and not state["step"]:
         log.log({"val/loss": evaluate(policy, val_rows, args), "training/global_step": 0}, 0)
 
-    saving = {}  # seconds of the last checkpoint: reported by the step after it
+    saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
         timing, saving, begin = saving, {}, time.perf_counter()
-        faulthandler.dump_traceback_later(args.timeout_s + dist.get_node_local_rank() / 4)  # stacks, in turn
+        faulthandler.dump_traceback_later(TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         rows = [train_rows[i] for i in order[number * args.train_batch_size :][: args.train_batch_size]]
-
         # ---- update
-        for group in optimizer.param_groups:
-            group["lr"] = scheduled_rate(args, step, total_steps)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = scheduled_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
-            metrics = update(policy, optimizer, rows, args, adaptive, step)
-
+            metrics = update(policy, optimizer, rows, args, step, total_steps)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics["val/loss"] = evaluate(policy, val_rows, args)
             log.say(f"step {step}: validation loss {metrics['val/loss']:.4f}")
-
         # ---- metrics
-        timing["step"], tokens = time.perf_counter() - begin, sum(lengths(rows))
-        # FLOPs of a rank: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2 a row
-        weights, config = sum(p.numel() for p in policy.parameters()), policy.lm.config.get_text_config()
-        width, ranks = config.num_hidden_layers * config.hidden_size, dist.get_world_size()
-        flops = sum((4 if args.lora_rank else 6) * n * (weights + width * n) for n in lengths(rows)) / ranks
-        metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+        timing["step"] = time.perf_counter() - begin
+        metrics |= speed_metrics(lengths(rows), policy, timing, args)
         metrics |= {
             "train/lr": scheduled_rate(args, step, total_steps),
-            "perf/total_num_tokens": tokens,
-            "perf/time_per_step": timing["step"],
-            "perf/throughput": tokens / timing["step"] / ranks,
-            "perf/mfu/actor": flops / timing["update_actor"] / matmul_speed(args.compute_dtype, device),
-            "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
-            "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
             "training/global_step": step,
             "training/epoch": epoch,
         }
         log.log(metrics, step, loss="train/loss", tok_s="perf/throughput")
-
         # ---- checkpoint, after the metrics: a kill in between loses neither
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
                 save_checkpoint(args, step, trained, optimizer, tokenizer)
         if last:
             break
-    log.close(args)
+    log.close()
     leave()
 
 
 # --------------------------------------------------------------------------------------------------
 # The system
 # --------------------------------------------------------------------------------------------------
-# region system
-LOGIT_CHUNK = 1024  # response positions whose logits exist at a time: LOGIT_CHUNK * V, not N * T * V
-NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+# region log-probs
+LOGIT_CHUNK = 256  # response positions whose logits exist at the same time
 
 
-class LogProbs(torch.autograd.Function):
-    """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets and entropy [L], in float32.
-
-    A chunk of logits at a time, in two buffers both ways: malloc's gaps would not fit those of a checkpoint.
-    """
+class Float32Logits(torch.autograd.Function):
+    """hidden [L, H] @ weight.T [H, V] in float32, also where both are bfloat16."""
 
     @staticmethod
-    def logits(hidden, weight, temperature, softcap, never, out):
-        """Put the logits of a chunk into `out`; gemma-2 and -4 bound them by softcap * tanh(x / softcap)."""
-        if weight.dtype is out.dtype:
-            torch.mm(hidden, weight.t(), out=out)  # no new memory
-        elif weight.is_cuda:
-            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-        else:
-            out.copy_(hidden @ weight.t())
-        if softcap:
-            out.div_(softcap).tanh_().mul_(softcap)
-        for token in never:  # finite: 0 times it is 0
-            out[:, token] = -1e4
-        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-        return out if temperature == 1 else out.div_(temperature)
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        if weight.is_cuda and weight.dtype is not torch.float32:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return (hidden @ weight.t()).float()
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap=None, with_entropy=True, never=()):
-        ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
-        buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
-        for part in ctx.chunks:
-            p_lv, logp_lv = buffers[:, : len(target[part])]
-            logits_lv = LogProbs.logits(hidden[part], weight, temperature, softcap, never, p_lv)
-            torch.log_softmax(logits_lv, -1, out=logp_lv)
-            logp[part] = logp_lv.gather(-1, target[part, None])[:, 0]
-            if with_entropy and ctx.needs_input_grad[0]:  # without a backward nobody looks at it
-                entropy[part] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
-        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.temperature, ctx.softcap, ctx.with_entropy, ctx.never = temperature, softcap, with_entropy, never
-        return logp, entropy
+    def backward(ctx, d_logits):
+        hidden, weight = ctx.saved_tensors
+        d_logits = d_logits.to(weight.dtype)
+        d_weight = d_logits.t() @ hidden if ctx.needs_input_grad[1] else None
+        return d_logits @ weight, d_weight
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_logp, d_entropy):
-        """With p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
-        hidden, weight, target, entropy, buffers = ctx.saved_tensors
-        d_logp, d_entropy = (x[:, None] / ctx.temperature for x in (d_logp, d_entropy))
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for i, part in enumerate(reversed(ctx.chunks)):
-            p_lv, logp_lv = buffers[:, : len(target[part])]
-            how = ctx.temperature, ctx.softcap, ctx.never, p_lv
-            logits = partial(LogProbs.logits, hidden[part], weight, *how)
-            if i:  # the last chunk is still there
-                torch.log_softmax(logits(), -1, out=logp_lv)
-            torch.exp(logp_lv, out=p_lv)
-            d_lv = -d_logp[part]
-            if ctx.with_entropy:
-                d_lv = logp_lv.add_(entropy[part, None]).mul_(-d_entropy[part]).add_(d_lv)
-            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[part, None], d_logp[part])
-            if ctx.softcap:  # d tanh = 1 - tanh^2
-                tanh_lv = logits().mul_(ctx.temperature / ctx.softcap)
-                d_lv = d_lv.addcmul_(d_lv, tanh_lv.square_(), value=-1)
-            d_lv = d_lv.to(weight.dtype)
-            torch.mm(d_lv, weight, out=d_hidden[part])
-            if d_weight is not None:
-                d_weight.addmm_(d_lv.t(), hidden[part])
-        return d_hidden, d_weight, *[None] * 5
+
+def target_logps(hidden, weight, target, temperature, softcap, never):
+    """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets, entropy [L], in float32."""
+    logits = Float32Logits.apply(hidden, weight)
+    if softcap:  # gemma-2 and gemma-4
+        logits = softcap * torch.tanh(logits / softcap)
+    for token in never:
+        logits[:, token] = -1e4  # finite, because 0 * -inf is NaN
+    # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
+    logp = (logits / temperature).log_softmax(-1)
+    return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP."""
+    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP.
 
-    def __init__(self, lm: nn.Module, entropy=True):
+    shares: whether its rows are laid out by `one_row`; otherwise by `padded`.
+    """
+
+    sp_size = 1  # ranks that share a row
+
+    def __init__(self, lm, shares=False):
         super().__init__()
-        self.lm, self.entropy = lm, entropy  # entropy: whether a loss needs it
+        self.lm, self.shares = lm, shares
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which LogProbs leaves out")
-        # granite and minicpm3 divide their logits, cohere and falcon-h1 multiply them, gemma-2 bounds them
-        config, self.never = lm.config.get_text_config(), never_sampled(lm.config)
-        known = lambda *names: next((x for x in (getattr(config, name, None) for name in names) if x), 1)
-        self.scale = known("logit_scale", "lm_head_multiplier") / known("logits_scaling")
+            fail(f"{lm.config.name_or_path}: its output layer has a bias, which the log-probs leave out")
+        config = lm.config.get_text_config()
+        # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
+        factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
+        self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.never = never_sampled(lm.config)
+
+    def hidden(self, where, inputs):
+        """What the output layer reads at flat positions, [L, H]."""
+        return self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
-        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-        weight = self.lm.get_output_embeddings().weight
-        how = temperature / self.scale, self.softcap, self.entropy, self.never
-        return LogProbs.apply(hidden, weight, target, *how)
+        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
+        options = temperature / self.scale, self.softcap, self.never
+        chunks = zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK))
+        # logits exist for one chunk at a time, and are computed again in the backward pass
+        parts = [checkpoint(target_logps, h, weight, t, *options, use_reentrant=False) for h, t in chunks]
+        return [torch.cat(column) for column in zip(*parts)]
 
 
-def recurrent(config):
-    """Whether a layer passes a state on along the row, over the borders of what is packed or shared there."""
-    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    stateful, kinds = getattr(model, "_is_stateful", False), getattr(config, "layer_types", None) or []
-    return stateful or not {"conv", "linear_attention", "hybrid", "hybrid_sliding"}.isdisjoint(kinds)
+def token_logps(policy, rows, args, temperature):
+    """Log-probs of the response tokens of rows, and entropy of the distributions that predict them.
 
-
-def pad(rows):
-    """Rows of numbers as a tensor, [rows, longest], with zeros behind the shorter ones."""
-    rows = [torch.as_tensor(row) for row in rows]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 1)
-
-
-def join(*parts):
-    """Ids of several lists or arrays as one tensor."""
-    return torch.cat([torch.as_tensor(part) for part in parts]).long()
-
-
-def padded(prompts, responses):
-    """A layout for `token_logps`: a row each, padded on the right, which causal attention never looks at.
-
-    Returns what the model takes, and for each response the flat positions that predict it.
-    """
-    input_ids = pad(map(join, prompts, responses))
-    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
-    before_n = [row * input_ids.shape[1] + len(p) - 1 for row, p in enumerate(prompts)]
-    return dict(input_ids=input_ids), [torch.arange(n, n + len(r)) for n, r in zip(before_n, responses)]
-
-
-def packed(prompts, responses):
-    """One row without padding, for attention kernels that tell sequences apart by position ids."""
-    rows = [*map(join, prompts, responses)]
-    position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    ends, longest = [*accumulate(map(len, rows))], max(map(len, rows))
-    where = [torch.arange(end - len(r) - 1, end - 1) for end, r in zip(ends, responses)]
-    # flash attention would look for the borders in each layer, and wait for the GPU
-    borders = torch.tensor([0, *ends], dtype=torch.int32)
-    sizes = dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest)
-    return dict(input_ids=torch.cat(rows)[None], position_ids=position_ids, **sizes), where
-
-
-def token_logps(policy, prompts, responses, temperature, layout):
-    """Log-probs of the response tokens, and the entropy of the distributions that they come from.
-
-    prompts, responses: N lists of token ids, none empty; layout: how they become rows.
     Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
     """
     device = next(policy.parameters()).device
+    layout = one_row if policy.shares else padded
+    texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
+    if takes_images(policy.lm.config):
+        texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
+        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer))
+    texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
+    prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    logp, entropy = policy(torch.cat(where).to(device), join(*responses).to(device), temperature, **inputs)
-    mask_nt = response_mask([len(r) for r in responses]).to(device)
+    logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
+    mask_nt = response_mask([len(response) for response in responses]).to(device)
     zero_nt = logp.new_zeros(mask_nt.shape)
-    return zero_nt.masked_scatter(mask_nt, logp), zero_nt.masked_scatter(mask_nt, entropy)
+    return [zero_nt.masked_scatter(mask_nt, x)[: len(rows)] for x in (logp, entropy)]
+
+
+# endregion
+# region layouts
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+
+
+def join(parts):
+    """Token ids of several lists or arrays as one tensor."""
+    return torch.cat([torch.as_tensor(part) for part in parts]).long()
+
+
+def pad(rows):
+    """Rows of numbers as a tensor [rows, longest], with zeros after the shorter ones."""
+    return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
 def response_mask(lengths):
@@ -486,94 +419,141 @@ def response_mask(lengths):
     return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
 
 
-def setup_distributed(hsdp_replicas, timeout_s=3600.0):
+def padded(prompts, responses):
+    """What the model takes, one row each, padded on the right; and the positions that predict responses.
+
+    Causal attention never looks at padding on the right. Positions are flat: row * width + column.
+    """
+    input_ids = pad([join(text) for text in zip(prompts, responses)])
+    where = []
+    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    for row, (prompt, response) in enumerate(zip(prompts, responses)):
+        first = row * input_ids.shape[1] + len(prompt) - 1
+        where.append(torch.arange(first, first + len(response)))
+    return dict(input_ids=input_ids), torch.cat(where)
+
+
+def one_row(prompts, responses):
+    """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
+
+    The row consists of pieces: a whole text, or a prompt and its responses. Pieces of one shape are
+    neighbours. Prompt a b with responses c d and e -> a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
+    """
+    pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
+    texts = []  # of each response: its piece, and the length of its prompt
+    for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
+        answers, root = [response for _, response in same], len(pieces)
+        if len(answers) == 1:
+            pieces.append((join([prompt, answers[0]]), 0, root))
+        else:
+            pieces.append((prompt, 0, root))
+            pieces += [(answer, len(prompt), root) for answer in answers]
+        texts += [(piece, len(prompt)) for piece in range(len(pieces) - len(answers), len(pieces))]
+    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1], len(pieces[i][0])))
+    ids = [pieces[i][0] for i in order]
+    spans = dict(zip(order, torch.arange(sum(map(len, ids))).split([len(x) for x in ids])))
+    seen, shapes = {}, []
+    for i in order:
+        part, before, root = pieces[i]
+        seen[i] = torch.cat([spans[root][:before], spans[i]])
+        shapes.append((len(part), before + len(part)))
+    inputs = dict(
+        input_ids=join(ids)[None],
+        position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
+        seen=torch.cat([*seen.values()]),
+        shapes=shapes,
+        borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
+    )
+    return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
+
+
+def piece_attention(module, query, key, value, mask, scaling, seen, shapes, borders, kernel, **_):
+    """Attention as transformers calls it, on a row made by `one_row`: query [1, H, T, D] -> [1, T, H, D].
+
+    seen: positions that each piece sees, one piece after the other. shapes: (queries, keys) of each piece;
+    its last query sees its last key. borders: their running sums.
+    """
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    key, value = key[seen], value[seen]
+    if kernel == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        longest = [max(sizes) for sizes in zip(*shapes)]
+        options = dict(softmax_scale=scaling, causal=True)
+        out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
+    else:
+        out = attend(query, key, value, shapes, scaling)
+    return out[None], None
+
+
+def attend(query, key, value, shapes, scaling):
+    """Causal attention in pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    dtype, out = query.dtype, []
+    if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
+        query, key, value = query.float(), key.float(), value.float()
+    queries = keys = 0
+    for (t, s), same in groupby(shapes):  # pieces of one shape at once
+        n = len(list(same))
+        part = [query[queries:][: n * t], key[keys:][: n * s], value[keys:][: n * s]]
+        part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
+        queries, keys, bias = queries + n * t, keys + n * s, causal_lower_right(t, s)
+        some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
+        out.append(some.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out).to(dtype)
+
+
+def special_layers(config):
+    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
+    model = auto_class(config)._model_mapping.get(type(config), None)
+    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
+    special = [name for name in special if getattr(config, name, None)]
+    special += ["images"] * takes_images(config) + ["a state"] * recurrent(config)
+    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
+
+
+def recurrent(config):
+    """Whether a layer passes a state along the row, over the borders of texts."""
+    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kinds = getattr(config, "layer_types", None) or []
+    stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
+    return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+
+
+# endregion
+# region ranks
+TIMEOUT_S = 3600  # seconds that a rank waits for the others
+
+
+def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
+        fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif sys.platform == "linux":  # keep freed memory: getting it anew is 30 % of an update
+    elif sys.platform == "linux":  # malloc keeps freed memory: to get it again takes 30 % of an update
         ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    store, rank, world = next(dist.rendezvous("env://"))
-    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    elif os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and not os.environ.get(NEW_STORE):  # counted per node
-        fail(f"--max-restarts on several nodes: set {NEW_STORE}=1 for torchrun on each of them")
-    backends, c10d = "cpu:gloo,cuda:nccl" if cuda else "gloo", dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)  # of subgroups
-    dist.init_process_group(backends, None, timedelta(seconds=timeout_s), world, rank, store)
-    sys.excepthook = partial(report_failure, store, rank, world)
-    shape = hsdp_replicas, world // hsdp_replicas
+    timeout, c10d = timedelta(seconds=TIMEOUT_S), dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return device, mesh if hsdp_replicas > 1 else mesh["shard"]
 
 
-def report_failure(store, rank, world, *error):
-    """After the traceback: the ranks that answer no more (they hang, or are dead), or who failed first."""
-    sys.__excepthook__(*error)
-    store.set(f"failed/{rank}", f"{time.time()}")
-    time.sleep(3)  # the time-outs of the others
-    failed = {r: store.get(f"failed/{r}") for r in range(world) if store.check([f"failed/{r}"])}
-    silent = ", ".join(f"rank {r}" for r in range(world) if r not in failed)
-    what = f"no answer from {silent}" if silent else f"rank {min(failed, key=failed.get)} failed first"
-    sys.stderr.write(f"rank {rank}: {what}\n")  # print makes two writes of it, and others come between
-
-
-def fail(message):
-    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
-    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
-
-
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """Reduce a list of numbers over all ranks."""
-    dist.all_reduce(total := torch.tensor(values, dtype=torch.float64), op)
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op)
     return total.tolist()
-
-
-def load_model(args, mesh, device, auto=None, wrap=TokenLogps, **changes):
-    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards."""
-    logging.disable_progress_bar()  # of transformers: one bar is enough
-    config = AutoConfig.from_pretrained(args.model, **changes)
-    auto, dtype = auto or auto_class(config), config.dtype or getattr(torch, args.param_dtype)
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    with torch.device("meta"):
-        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=args.attn_implementation)
-    # of hf/: the dtype in which the model came, and tied weights once
-    lm.config.dtype, lm.tied = dtype, lm.all_tied_weights_keys if config.tie_word_embeddings else ()
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = wrap(lm)
-    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    policy.to_empty(device=device)
-    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
-    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
-    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
-        if full:
-            buffer.copy_(full.get_buffer(name))
-        dist.broadcast(buffer, 0)
-    if full and lm.can_generate():  # saved with the weights: it may name further EOS tokens
-        lm.generation_config = full.generation_config
-    return policy
-
-
-def learning_rate(args, step, total_steps):
-    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return args.lr * decay[args.lr_schedule]
 
 
 def balance(lengths, ranks):
@@ -590,9 +570,9 @@ def balance(lengths, ranks):
 
 
 def split_micro_batches(lengths, budget, one_row):
-    """Split rows, longest first, into micro-batches of at most `budget` tokens (padding, if any, counted).
+    """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    Every rank gets the same number of micro-batches, the largest needed by any: the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest that any needs; the missing ones are empty.
     """
     batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -603,420 +583,349 @@ def split_micro_batches(lengths, budget, one_row):
         else:
             batches[-1].append(i)
     # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
-    [most] = all_reduce([len(batches)], dist.ReduceOp.MAX)
-    return batches + [[]] * (int(most) - len(batches))
-
-
-MUST_AGREE = set(  # for a run to go on: its data, its model and its objective
-    "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
-    " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
-    " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss policy_loss center_rewards_coef teacher kl lora_kind".split()
-)
-
-
-def open_run(args):
-    """Check output_dir against the arguments -> the checkpoints to go on from, the newest first."""
-    out, there, now = Path(args.output_dir), {}, json.loads(json.dumps(asdict(args)))
-    if (out / "args.json").exists():
-        if args.resume == "never":
-            fail(f"--output_dir {out} already holds a run: choose another, or go on with it by --resume auto")
-        with suppress(ValueError):  # of a disk that was full
-            there = json.loads((out / "args.json").read_text())
-    other = [k for k in there if k in MUST_AGREE and k in now and there[k] != now[k]]
-    if changes := "; ".join(f"--{k} {there[k]} there, {now[k]} now" for k in other):
-        fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
-    latest = (out / "checkpoints/latest").resolve()
-    own = sorted((path for path in latest.parent.glob("step_*") if path <= latest), reverse=True)
-    if args.resume in ("auto", "never"):
-        return own
-    if not (Path(args.resume) / "trainer_state.json").is_file():
-        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    return [*own, Path(args.resume).resolve()]  # the same command again goes on with its own run
-
-
-def load_checkpoint(checkpoints, lm, optimizer):
-    """Load the first checkpoint that can be, at any world size -> the trainer's state; none: step 0."""
-    for path in checkpoints:
-        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
-        try:
-            state = json.loads((path / "trainer_state.json").read_text())
-            dcp.load(dict(model=model_state, optimizer=optim_state), checkpoint_id=path / "dcp")
-        except (dcp.CheckpointException, OSError, ValueError) as error:
-            if dist.get_rank() == 0:
-                sys.stderr.write(f"{path} is damaged ({causes(error)}) and left out\n")
-            continue
-        dcp_state.set_state_dict(lm, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
-        return state | dict(origin=f"\nresumed from {path}")
-    if checkpoints:
-        fail("no checkpoint is intact: choose another --output_dir, or remove checkpoints/ to begin again")
-    return dict(step=0, origin="")
-
-
-def causes(error):
-    """An error of a checkpoint in one line; dcp's have a cause for each rank."""
-    by_rank = getattr(error, "failures", {dist.get_rank(): (error, None)})
-    return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
-
-
-def share_of(lm):
-    """This rank's share of the weights of hf/, in the dtype in which the model came, and the file of each.
-
-    All ranks gather one weight after the other, and one of them keeps it: nobody holds the whole model.
-    """
-    share, files, rank, ranks = {}, {}, dist.get_rank(), dist.get_world_size()
-    if isinstance(lm, Adapters):  # small, and whole on every rank
-        return share, files
-    state = [(name, x) for name, x in lm.state_dict().items() if name not in lm.tied]
-    for owner, part in enumerate(balance([x.numel() for _, x in state], ranks)):
-        file = f"model-{owner + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else "model.safetensors"
-        for name, x in (state[i] for i in part):
-            x = x.to(lm.config.dtype).full_tensor() if isinstance(x, DTensor) else x
-            weights = revert_weight_conversion(lm, {name: x})  # as in the files that it came from
-            files |= dict.fromkeys(weights, file)
-            if owner == rank:
-                share |= {k: torch.empty(w.shape, dtype=w.dtype).copy_(w) for k, w in weights.items()}
-    return share, files
-
-
-def write_share(directory, lm, share, files):
-    """A rank's file of a Hugging Face directory; rank 0 writes what else belongs there."""
-    directory.mkdir(exist_ok=True)
-    if share:
-        safetensors.torch.save_file(share, directory / files[next(iter(share))], dict(format="pt"))
-    if dist.get_rank() == 0:
-        if isinstance(lm, Adapters):
-            return lm.save_pretrained(directory)
-        lm.config.architectures = [type(lm).__name__]  # a new critic's was a causal LM
-        lm.config.save_pretrained(directory)
-        if lm.can_generate():
-            lm.generation_config.save_pretrained(directory)
-        index = json.dumps(dict(metadata={}, weight_map=files), indent=2)
-        (directory / "model.safetensors.index.json").write_text(index + "\n")
-
-
-def save_checkpoint(args, step, lm, optimizer, tokenizer, **state):
-    """Write checkpoints/step_N beside and rename it: a kill at any moment leaves the last good one."""
-    root, rank0 = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0
-    final, new, link = root / f"step_{step:06d}", root / f".step_{step:06d}", root / ".latest"
-    text = lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x)  # where JSON knows no such type
-    if rank0:
-        shutil.rmtree(new, ignore_errors=True)  # a kill left it, perhaps of other ranks
-    dist.barrier()
-    with on_all_ranks(final):
-        model_state, optim_state = dcp_state.get_state_dict(lm, optimizer)
-        dcp.save(dict(model=model_state, optimizer=optim_state), checkpoint_id=new / "dcp")
-        models = getattr(lm, "models", dict(hf=lm)) if args.save_hf else {}
-        shares = [(new / name, model, *share_of(model)) for name, model in models.items()]
-        for share in shares:  # after all collectives: a rank alone may have no room left
-            write_share(*share)
-        if rank0:
-            tokenizer.save_pretrained(new / "hf")
-            if not args.save_hf:
-                lm.config.save_pretrained(new / "hf")
-            (new / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=text))
-    with on_all_ranks(final):  # now that the files of all ranks are there
-        if rank0:
-            shutil.rmtree(final, ignore_errors=True)
-            new.rename(final)
-            link.unlink(missing_ok=True)
-            link.symlink_to(final.name)
-            link.replace(root / "latest")
-            done = sorted(path for path in root.glob("step_*") if path <= final)  # `latest` left later ones
-            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else []:
-                shutil.rmtree(old)
-
-
-@contextmanager
-def on_all_ranks(path):
-    """Go on when all ranks are done; where one of them cannot write, all end with a line that says why."""
-    problem, problems = None, [None] * dist.get_world_size()
-    try:
-        yield
-    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
-        problem = causes(error)
-    dist.all_gather_object(problems, problem)
-    if problems := {*problems} - {None}:
-        print(file=sys.stderr)  # below the progress bar
-        free = f"{shutil.disk_usage(path.parent).free / 2**30:.1f} GiB are free"
-        fail(f"{path} cannot be written: {'; '.join(sorted(problems))}; {free}")
-
-
-@contextmanager
-def timed(timing, name):
-    """Add the seconds of a block to timing[name]."""
-    start = time.perf_counter()
-    yield
-    timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
+    [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
+    return batches + [[]] * (int(largest) - len(batches))
 
 
 # endregion
-# region lora
-class Adapters(nn.Module):
-    """LoRA: trained matrices beside the frozen linear layers of lm; in checkpoints they stand for the model.
+# region model
+def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **changes):
+    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
 
-    Every rank holds all of them, in float32; FSDP knows only the frozen weights.
+    adapt: adds LoRA. share: whether its texts may be in one row. changes: to its configuration.
     """
-
-    auto, options, task = AutoModelForCausalLM, {}, dict(task_type="CAUSAL_LM")
-
-    def __init__(self, lm, args):
-        import peft  # here: it takes two seconds
-
-        super().__init__()
-        targets = "all-linear" if args.lora_target_modules == ("all-linear",) else [*args.lora_target_modules]
-        sizes = dict(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets)
-        self.config = peft.LoraConfig(**sizes, **self.task, base_model_name_or_path=args.model)
-        self.args, self.generation_config = args, getattr(lm, "generation_config", None)
-        peft.inject_adapter_in_model(self.config, lm)  # also freezes all other weights
-        torch.manual_seed(args.seed)  # the same matrices on every rank
-        for name, layer in lm.named_modules():
-            if hasattr(layer, "lora_A"):
-                if not isinstance(layer.base_layer, nn.Linear):  # all experts of a layer, say
-                    problem = f"{name} is no linear layer: name others by --lora_target_modules"
-                    raise ValueError(f"{args.model} ({lm.config.model_type}): {problem}")
-                # CAREFUL: peft takes FSDP's shards for those of tensor parallelism and makes lora_B as small
-                layer.lora_A["default"].float()
-                out, device = layer.base_layer.out_features, layer.lora_A["default"].weight.device
-                layer.lora_B["default"] = nn.Linear(args.lora_rank, out, bias=False, device=device)
-                layer.reset_lora_parameters("default", init_lora_weights=True)
-                for part in ("lora_A", "lora_B"):
-                    key = f"{name}.{part}.weight".replace(".", "/")  # no dots in the name of a parameter
-                    self.register_parameter(key, getattr(layer, part)["default"].weight)
-
-    def save_pretrained(self, directory, weights=None):
-        """What save_checkpoint writes to hf/: the adapters as peft loads them, or the merged model."""
-        import peft
-
-        weights = weights or self.state_dict()
-        state = {f"base_model.model.{k.replace('/', '.')}": v.cpu() for k, v in weights.items()}
-        if self.args.merge_lora:
-            lm = self.auto.from_pretrained(self.args.model, dtype="auto", **self.options)
-            peft.set_peft_model_state_dict(lm := peft.get_peft_model(lm, self.config), state)
-            lm.merge_and_unload().save_pretrained(directory)
-        else:
-            self.config.save_pretrained(directory)
-            safetensors.torch.save_file(state, directory / "adapter_model.safetensors")
-        if self.generation_config:  # a classifier has none
-            self.generation_config.save_pretrained(directory)
+    config, attention = read_config(args, share, **changes)
+    auto, adapt = auto or auto_class(config), adapt or add_adapters
+    original_dtype = config.dtype or getattr(torch, args.param_dtype)
+    with torch.device("meta"):
+        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
+        adapt(lm, args)
+    lm.config.dtype = original_dtype  # for hf/, as the names of tied weights, which are saved once
+    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = wrap(lm, attention == "pieces")
+    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    policy.to_empty(device=device)
+    full = None
+    if dist.get_rank() == 0:
+        full = adapt(auto.from_pretrained(args.model, dtype="auto", **changes), args)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
+    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
+        if full:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, 0)
+    if full and lm.can_generate():  # saved with the weights: it may name more EOS tokens
+        lm.generation_config = full.generation_config
+    return policy
 
 
-def check_adapters(lm, args):
-    """ValueError where lm, but for its head, has no such layers, or they take no adapters. It gets them."""
+def read_config(args, share, **changes):
+    """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
+    logging.disable_progress_bar()  # of transformers
+    config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
+    if share and attention in ("sdpa", "flash_attention_2") and not special_layers(config):
+        AttentionInterface.register("pieces", partial(piece_attention, kernel=attention))
+        attention = "pieces"
+    return config, attention
+
+
+def add_adapters(lm, args):
+    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen -> lm."""
+    if not args.lora_rank:
+        return lm
+    import peft  # here, because it takes two seconds
+
+    names = [*args.lora_target_modules]
     linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
     linear = {name.rpartition(".")[2] for name in linear}
-    if args.lora_rank and (missing := {*args.lora_target_modules} - linear - {"all-linear"}):
-        problem = f"has no {' '.join(missing)} for --lora_target_modules, but {sorted(linear)}"
-        raise ValueError(f"{args.model} ({lm.config.model_type}) {problem}")
-    if args.lora_rank:
-        Adapters(lm, args)
+    config = peft.LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        task_type="SEQ_CLS" if hasattr(lm, "score") else "CAUSAL_LM",
+    )
+    wrong = {*names} - linear - {"all-linear"}  # misspelt, or the output layer
+    if not wrong:
+        torch.manual_seed(args.seed)
+        peft.inject_adapter_in_model(config, lm)
+        layers = [(name, m.base_layer) for name, m in lm.named_modules() if hasattr(m, "lora_A")]
+        wrong = {name for name, base in layers if not isinstance(base, nn.Linear)}  # experts in one
+    if wrong:
+        problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(linear))}"
+        raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
+    return lm
 
 
-def clip_gradients(optimizer, limit):
-    """Clip the gradient of all ranks to a norm of at most `limit` -> its norm before that."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in parameters:
-        if not isinstance(p, DTensor):  # FSDP averages the gradients of its shards; of adapters it has none
-            dist.all_reduce(p.grad.div_(dist.get_world_size()))
-    norm = nn.utils.clip_grad_norm_(parameters, limit)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+@torch.no_grad()
+def whole_weights(lm, dtype):
+    """Names and weights of the sharded model as its files have them, one whole weight at a time.
+
+    Adapters are added to their layers, and tied weights come once. A collective: every rank must take all.
+    """
+    for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
+        layer, base, end = name.partition(".base_layer.")
+        if name in lm.tied or ".lora_" in name or ".weight." in name:  # the last: scales of QLoRA
+            continue
+        if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
+            from peft.utils.integrations import dequantize_bnb_weight
+
+            x = dequantize_bnb_weight(x).to(dtype)
+        if base and end == "weight":
+            x = merged_weight(lm.get_submodule(layer), x).to(dtype)
+        elif isinstance(x, DTensor):
+            x = x.to(dtype).full_tensor()  # a shard is cast before it travels
+        yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
+
+
+def merged_weight(lora, weight):
+    """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
+    a, b = (getattr(lora, part)["default"].weight.full_tensor().float() for part in ("lora_A", "lora_B"))
+    if hasattr(lora, "lora_E"):  # AdaLoRA
+        a = a * lora.lora_E.full_tensor()[:, None]
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
+
+
+def learning_rate(args, step, total_steps):
+    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.lr * decay[args.lr_schedule]
 
 
 # endregion
-# region sequence
-class Sliced(TokenLogps):
-    """TokenLogps of a packed row of which each rank of a group runs a slice; without a group, of any row."""
+# region checkpoints
+TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
 
-    group, predict = None, TokenLogps.forward  # predict: what the model makes of a row, or a slice of it
+
+def checkpointed(models, optimizers):
+    """What dcp/ holds: the optimizers' state and what they train, with LoRA the adapters alone.
+
+    models: {directory in the checkpoint: model}.
+    """
+    module = nn.ModuleDict(models)
+    model, optim = dcp_state.get_state_dict(module, optimizers, options=TRAINED)
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied weights once
+    model = {name: x for name, x in model.items() if name in trained or ".lora_" in name}
+    return dict(model=model, optimizer=optim)
+
+
+def load_checkpoint(path, models, optimizers):
+    """Load a checkpoint at any world size -> the trainer's state; no path: that of step 0."""
+    if path is None:
+        return dict(step=0, origin="")
+    content = checkpointed(models, optimizers)
+    try:
+        state = json.loads((path / "trainer_state.json").read_text())
+        dcp.load(content, checkpoint_id=path / "dcp")
+    except (dcp.CheckpointException, OSError, ValueError) as error:
+        link = path.parent / "latest"
+        fail(f"{path} is damaged ({in_one_line(error)}): point {link} at an earlier step, or remove it")
+    states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
+    return state | dict(origin=f"\nresumed from {path}")
+
+
+def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
+    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one."""
+    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, [None]
+    path, link, content = root / f"step_{step:06d}", root / ".latest", checkpointed(models, optimizers)
+    weights = {name: {} for name in models}
+    for name, lm in models.items():
+        for key, x in whole_weights(lm, lm.config.dtype):
+            if rank0:  # which also held the whole model when it was loaded
+                weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    try:
+        if rank0:
+            shutil.rmtree(path, ignore_errors=True)  # unfinished, perhaps of other ranks
+        dist.barrier()
+        dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
+        if rank0:
+            for name, lm in models.items():
+                write_hf(path / name, lm, weights[name])
+            tokenizer.save_pretrained(path / "hf")
+            (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            link.replace(root / "latest")
+            done = sorted(old for old in root.glob("step_*") if old <= path)
+            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else ():
+                shutil.rmtree(old)
+    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
+        problem = [in_one_line(error)]
+    dist.broadcast_object_list(problem)
+    if problem[0]:
+        free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
+        fail(f"{path} cannot be written: {problem[0]}; {free}")
+
+
+def write_hf(directory, lm, weights):
+    """Whole weights and their configuration as a Hugging Face directory."""
+    lm.config.architectures = [type(lm).__name__]  # that of a new critic named a causal LM
+    lm.config.save_pretrained(directory)
+    if lm.can_generate():
+        lm.generation_config.save_pretrained(directory)
+    save_torch_state_dict(weights, directory)
+    for file in directory.glob("*.safetensors"):  # safetensors lets nobody else read them
+        file.chmod((directory / "config.json").stat().st_mode)
+
+
+# endregion
+# region sequence parallel
+class Slices(TokenLogps):
+    """TokenLogps of one row, of which each rank of a group computes a slice.
+
+    attention: of transformers, for a slice; it gets the group besides what `piece_attention` gets.
+    """
+
+    def __init__(self, lm, shares, group, attention):
+        super().__init__(lm, shares)
+        self.group, self.sp_size = group, group.size()
+        AttentionInterface.register("slices", partial(attention, group=group))
+        lm.set_attn_implementation("slices")
 
     def forward(self, where, target, temperature, **inputs):
-        """As TokenLogps, on every rank of the whole row; the gradient is that of this rank's slice."""
-        if not self.group:
-            return self.predict(where, target, temperature, **inputs)
-        borders, size = inputs["cu_seq_lens_q"].tolist(), self.group.size()
-        width = -(-borders[-1] // size)
-        # padding goes behind the last sequence, which does not see it
-        short, borders[-1] = width * size - borders[-1], width * size
-        # labels were shifted before this cut: a slice's last position predicts the first token of the next
-        start = width * self.group.rank()
-        mine, here = where // width == self.group.rank(), slice(start, start + width)
-        cut = lambda x: nn.functional.pad(x, (0, short))[:, here]
-        slices = {name: cut(inputs[name]) for name in ("input_ids", "position_ids")}
-        found = self.predict(where[mine] - start, target[mine], temperature, borders=borders, **slices)
+        """As TokenLogps, on every rank for the whole row; the gradient is that of this rank's slice."""
+        rank, tokens = self.group.rank(), inputs["input_ids"].shape[1]
+        width = -(-tokens // self.sp_size)
+        for name in ("input_ids", "position_ids"):
+            row = nn.functional.pad(inputs[name], (0, width * self.sp_size - tokens))
+            inputs[name] = row[:, rank * width :][:, :width]
+        # labels were shifted before this cut: a slice's last position predicts the next slice's first token
+        mine = where // width == rank
+        found = super().forward(where[mine] - rank * width, target[mine], temperature, **inputs)
         own = torch.stack([x.new_zeros(len(where)).masked_scatter(mine, x) for x in found])
-        dist.all_reduce(whole := own.detach().clone(), group=self.group)
+        whole = own.detach().clone()
+        dist.all_reduce(whole, group=self.group)
         return own + (whole - own.detach())
 
 
-def share_rows(args, device, kind=None):
-    """Let --sp_size neighbouring ranks share the rows of Sliced -> the arguments to load such models by.
-
-    kind: ulysses, or another function of its arguments; None: ulysses if it divides the heads, else gather.
-    """
-    Sliced.group = None
-    if args.sp_size == 1:
-        return args
-    from transformers import AttentionInterface
-
-    shape = dist.get_world_size() // args.sp_size, args.sp_size
-    Sliced.group = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))["sp"].get_group()
-    how = dict(kind=kind, group=Sliced.group, kernel=args.attn_implementation)
-    AttentionInterface.register("sliced", partial(slice_attention, **how))
-    return replace(args, attn_implementation="sliced")
+def sequence_group(sp_size, device):
+    """The group of this rank and its neighbours, which share rows."""
+    shape = dist.get_world_size() // sp_size, sp_size
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
+    return mesh["sequence"].get_group()
 
 
-def special_layers(config):
-    """What layers of a model have beside attention to all tokens before, which can be replaced."""
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
-    special = [name for name in special if getattr(config, name, None)] + ["a state"] * recurrent(config)
-    model = auto_class(config)._model_mapping.get(type(config), None)
-    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
-
-
-def check_sharing(config, args):
-    """ValueError where --sp_size ranks cannot share the rows of a model."""
-    if args.sp_size > 1 and (special := special_layers(config)):
-        has = f"has {' and '.join(special)}, which --sp_size {args.sp_size} does not implement"
-        raise ValueError(f"{config.name_or_path} ({config.model_type}) {has}")
-
-
-def slice_attention(module, query, key, value, mask, scaling, borders, kind, group, kernel, **_):
-    """Attention as transformers calls it: query [1, H, T / sp, D] -> [1, T / sp, H, D], all of one slice.
-
-    borders: 0, and where the sequences of the whole row end; key and value may have fewer heads.
-    """
-    kind = kind or (gather if query.shape[1] % group.size() else ulysses)
-    out = kind(query[0], key[0], value[0], borders, group, scaling=scaling, kernel=kernel)
-    return out.transpose(0, 1)[None], None
-
-
-def ulysses(query, key, value, borders, group, **how):
+def ulysses(module, query, key, value, mask, group, **pieces):
     """Trade a slice of all heads for the whole row of some heads, attend, and trade back (2309.14509)."""
-    size, ops = group.size(), dist._functional_collectives
-    repeats = size // math.gcd(size, len(key))  # fewer key/value heads than ranks: each rank needs one
-    key, value = (x.repeat_interleave(repeats, 0) for x in (key, value))
+    size, tokens = group.size(), sum(queries for queries, _ in pieces["shapes"])
+    row = []
+    for x in (query, key, value):  # [1, H, T / size, D]
+        x = x[0].repeat_interleave(size // math.gcd(size, x.shape[1]), 0)  # each rank needs a key/value head
+        x = trade(x.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)  # [H / size, T, D]
+        row.append(x[None, :, :tokens])
+    out, _ = AttentionInterface()["pieces"](module, *row, mask, **pieces)  # [1, T, H / size, D]
+    out = nn.functional.pad(out[0], (0, 0, 0, 0, 0, -tokens % size))
+    return trade(out.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
+
+
+def trade(x, group):
+    """Give block i of the first axis to rank i of the group."""
+    ops = dist._functional_collectives
     # CAREFUL: gloo writes into freed memory while several of these are on their way: one after the other
-    trade = lambda x: ops.wait_tensor(ops.all_to_all_single(x.contiguous(), None, None, group))
-    # block i of the heads goes to rank i, whose blocks of tokens then follow each other
-    to_heads = lambda x: trade(x.unflatten(0, (size, -1))).transpose(0, 1).flatten(1, 2)
-    out = causal_attention(*map(to_heads, (query, key, value)), borders, **how)
-    # and back: block i of the tokens goes to rank i, whose blocks of heads then follow each other
-    return trade(out.unflatten(1, (size, -1)).transpose(0, 1)).flatten(0, 1)
-
-
-def gather(query, key, value, borders, group, **how):
-    """Keys and values of the whole row on every rank, of which a slice sees those up to its own end."""
-    start, ops = group.rank() * (width := query.shape[1]), dist._functional_collectives
-    first, end = first_seen(borders, start), start + width
-    whole = lambda x: ops.wait_tensor(ops.all_gather_single(x.contiguous(), 1, group))  # as in ulysses
-    key, value = (whole(x)[:, first:end] for x in (key, value))
-    ends = [0, *(x - start for x in borders if start < x < end), width]
-    return causal_attention(query, key, value, ends, start - first, **how)
-
-
-def first_seen(borders, position):
-    """Where the sequence of a position begins."""
-    return max(x for x in borders if x <= position)
-
-
-def causal_attention(query, key, value, ends, before=0, *, scaling, kernel):
-    """Causal attention within sequences: query [H, T, D], key and value [KV, before + T, D] -> [H, T, D].
-
-    ends: 0, and where they end in query; before: keys of the first one that are before its first query.
-    """
-    borders = ends, [0, *(x + before for x in ends[1:])]
-    if kernel == "flash_attention_2":
-        from flash_attn import flash_attn_varlen_func
-
-        sizes = [torch.tensor(x, dtype=torch.int32, device=query.device) for x in borders]
-        sizes += [max(b - a for a, b in pairwise(x)) for x in borders]
-        row = (x.transpose(0, 1) for x in (query, key, value))
-        return flash_attn_varlen_func(*row, *sizes, softmax_scale=scaling, causal=True).transpose(0, 1)
-    shapes = [(1, b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, borders), strict=True)]
-    return attend(*(x.transpose(0, 1) for x in (query, key, value)), shapes, scaling).transpose(0, 1)
-
-
-def attend(query, key, value, shapes, scaling):
-    """Causal attention in the pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D].
-
-    shapes: (n, t, s), for n pieces of t queries and s keys each; the last query sees the last key.
-    """
-    from torch.nn.attention.bias import causal_lower_right
-
-    sdpa, out = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True), []
-    wide = [x if x.is_cuda else x.float() for x in (query, key, value)]  # bfloat16: a CPU's backward is slow
-    sizes = [n * t for n, t, _ in shapes], *[[n * s for n, _, s in shapes]] * 2
-    for (n, t, s), *parts in zip(shapes, *map(torch.split, wide, sizes), strict=True):
-        parts = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in parts]  # [n, H, t or s, D]
-        out.append(sdpa(*parts, causal_lower_right(t, s)).transpose(1, 2).flatten(0, 1))
-    return torch.cat(out).to(query.dtype)
+    return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), None, None, group))
 
 
 # endregion
-RING_ROWS = 128  # positions whose attention scores the ring holds at a time
+RING_ROWS = 128  # positions whose attention scores the ring holds at the same time
 
 
-def ring(query, key, value, borders, group, scaling, kernel):
+def ring(module, query, key, value, mask, group, scaling, seen, shapes, **_):
     """Ring attention (2310.01889): no rank ever holds the keys and values of the whole row."""
-    heads = len(query) // len(key)  # of queries to one of keys; they become the rows of one matrix
-    query = query.unflatten(0, (-1, heads)).transpose(1, 2).flatten(1, 2)
-    out = Ring.apply(query, torch.cat([key, value], -1), borders, group, scaling)
-    return out.unflatten(1, (-1, heads)).transpose(1, 2).flatten(0, 1)
+    heads = query.shape[1] // key.shape[1]  # of queries to one of keys: they become the rows of one matrix
+    rows = query[0].unflatten(0, (-1, heads)).transpose(1, 2).flatten(1, 2)
+    spans = seen_spans(seen.cpu(), shapes, key.shape[2] * group.size())
+    out = Ring.apply(rows, torch.cat([key[0], value[0]], -1), spans, group, scaling)
+    return out.unflatten(1, (-1, heads)).transpose(0, 1).flatten(1, 2)[None], None  # [1, T / size, H, D]
+
+
+def seen_spans(seen, shapes, tokens):
+    """What each token of a row by `one_row` sees [tokens, 3]: start and end of a span, and a third position.
+
+    It sees the span, which is the prompt that its piece follows, or empty; and all from the third position,
+    where its piece begins, up to itself. Prompt a b with responses c d and e, in the row a b, e, c d: 0 0 0
+    for a and b, 0 2 2 for e, 0 2 3 for c and d.
+    """
+    pieces, sizes, start, first = [], [], 0, 0
+    for queries, keys in shapes:
+        root = seen[first].item()
+        pieces.append((root, root + keys - queries, start))
+        sizes.append(queries)
+        start, first = start + queries, first + keys
+    pieces.append((start, start, start))  # padding
+    sizes.append(tokens - start)
+    return torch.tensor(pieces).repeat_interleave(torch.tensor(sizes), 0)
 
 
 class Ring(torch.autograd.Function):
-    """query [KV, rows, D], kv [KV, T / sp, 2 D]: keys beside values -> [KV, rows, D].
+    """query [KV, rows, D], kv [KV, T / size, 2 D]: keys next to values -> [KV, rows, D].
 
     Keys and values travel from rank to rank, and each softmax is put together from its parts on the way.
     """
 
     @staticmethod
     def pass_on(x, group, hops=1):
-        """Begin to send x that far around the ring -> a function that waits for what comes from behind."""
-        peers, new = [(group.rank() + n) % group.size() for n in (hops, -hops)], torch.empty_like(x)
-        kinds = zip((dist.isend, dist.irecv), (x, new), peers)
-        works = dist.batch_isend_irecv([dist.P2POp(f, y, group=group, group_peer=n) for f, y, n in kinds])
-
-        def wait():
-            for work in works:
-                work.wait()
-            return new
-
-        return wait
+        """Begin to send x that far around the ring -> what comes from behind, once its works are done."""
+        new, ranks, rank = torch.empty_like(x), group.size(), group.rank()
+        send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + hops) % ranks)
+        receive = dist.P2POp(dist.irecv, new, group=group, group_peer=(rank - hops) % ranks)
+        return new, dist.batch_isend_irecv([send, receive])
 
     @staticmethod
-    def rounds(query, kv, borders, group, scaling):
-        """Each slice of keys and values that comes by, this rank's first -> it, and the scores' blocks."""
-        width = kv.shape[1]
-        # as far as any rank has to see; all know the borders
-        number = 1 + max(r - first_seen(borders, r * width) // width for r in range(group.size()))
-        for back in range(number):
-            wait = Ring.pass_on(kv, group) if back + 1 < number else None  # while this rank computes
-            start = group.rank() * width
-            yield kv, Ring.blocks(query, kv, borders, scaling, start, start - back * width)
-            kv = wait and wait()
+    def arrived(new, works):
+        """What comes from behind, now that it is here."""
+        for work in works:
+            work.wait()
+        return new
 
     @staticmethod
-    def blocks(query, kv, borders, scaling, start, other):
+    def rounds(query, kv, spans, group, scaling):
+        """Each slice of keys and values that passes by, this rank's first -> it, and the blocks of scores."""
+        width, rank = kv.shape[1], group.rank()
+        first = [
+            part[:, 0].min().item() // width for part in spans.split(width)
+        ]  # slice that each has to see
+        hops = max(i - other for i, other in enumerate(first))  # as far as any rank has to see
+        for back in range(hops + 1):
+            following = Ring.pass_on(kv, group) if back < hops else (kv, ())  # while this rank computes
+            yield kv, Ring.blocks(query, kv, spans, scaling, rank * width, (rank - back) * width)
+            kv = Ring.arrived(*following)
+
+    @staticmethod
+    def blocks(query, kv, spans, scaling, start, other):
         """Of queries from position `start` on, keys from `other` on -> rows, columns and scores."""
-        width, heads, device = kv.shape[1], query.shape[1] // kv.shape[1], kv.device
-        sequence = torch.repeat_interleave(torch.tensor(borders).diff()).to(device)
+        width, heads = kv.shape[1], query.shape[1] // kv.shape[1]
         for a in range(start, start + width, RING_ROWS):
             b = min(a + RING_ROWS, start + width)
-            c, d = max(first_seen(borders, a), other), min(b, other + width)
-            if c < d:
-                rows, columns = slice((a - start) * heads, (b - start) * heads), slice(c - other, d - other)
-                later = torch.arange(a, b, device=device)[:, None] < torch.arange(c, d, device=device)
-                hidden = (later | (sequence[a:b, None] != sequence[c:d])).repeat_interleave(heads, 0)
-                scores = (query[:, rows] @ kv[:, columns, : query.shape[-1]].mT).float() * scaling
-                yield rows, columns, scores.masked_fill(hidden, -math.inf)
+            c, d = max(spans[a:b, 0].min().item(), other), min(b, other + width)
+            if c >= d:
+                continue
+            span_start, span_end, piece_start = spans[a:b].to(kv.device)[..., None].unbind(1)
+            token, key = (torch.arange(*x, device=kv.device) for x in ((a, b), (c, d)))
+            visible = (span_start <= key) & (key < span_end)
+            visible |= (piece_start <= key) & (key <= token[:, None])
+            rows, columns = slice((a - start) * heads, (b - start) * heads), slice(c - other, d - other)
+            scores = (query[:, rows] @ kv[:, columns, : query.shape[-1]].mT).float() * scaling
+            yield rows, columns, scores.masked_fill(~visible.repeat_interleave(heads, 0), -math.inf)
 
     @staticmethod
-    def forward(ctx, query, kv, *how):
+    def forward(ctx, query, kv, *row):
         size = query.shape[-1]
         lse = torch.full(query.shape[:2], -math.inf, device=query.device)  # log of the sum of e^scores so far
         out = torch.zeros(*lse.shape, kv.shape[-1] - size, device=query.device)
-        for other, blocks in Ring.rounds(query, kv, *how):
+        for other, blocks in Ring.rounds(query, kv, *row):
             for rows, columns, scores in blocks:
                 new = torch.logaddexp(lse[:, rows], scores.logsumexp(-1))
                 weights = (scores - new[..., None]).exp().to(kv.dtype)
@@ -1024,198 +933,234 @@ class Ring(torch.autograd.Function):
                 out[:, rows] += weights @ other[:, columns, size:]  # eq: sequence.ring
                 lse[:, rows] = new
         ctx.save_for_backward(query, kv, out, lse)
-        ctx.how = how
+        ctx.row = row
         return out.to(query.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         """With p the softmax: d score = p (d out . value - d out . out); d_kv travels with kv, then home."""
-        (query, kv, out, lse), group = ctx.saved_tensors, ctx.how[1]
+        (query, kv, out, lse), (_, group, scaling) = ctx.saved_tensors, ctx.row
         size, inner = query.shape[-1], (d_out * out).sum(-1, keepdim=True)
         d_query, d_kv = (torch.zeros_like(x, dtype=torch.float32) for x in (query, kv))
-        for hops, (other, blocks) in enumerate(Ring.rounds(query, kv, *ctx.how)):
-            d_kv = Ring.pass_on(d_kv, group)() if hops else d_kv
+        for hops, (other, blocks) in enumerate(Ring.rounds(query, kv, *ctx.row)):
+            if hops:
+                d_kv = Ring.arrived(*Ring.pass_on(d_kv, group))
             for rows, columns, scores in blocks:
                 key, value = other[:, columns].tensor_split([size], -1)
                 weights = (scores - lse[:, rows, None]).exp()
-                d_scores = weights * (d_out[:, rows] @ value.mT - inner[:, rows]) * ctx.how[2]
+                d_scores = weights * (d_out[:, rows] @ value.mT - inner[:, rows]) * scaling
                 weights, d_scores = weights.to(kv.dtype), d_scores.to(kv.dtype)
                 d_query[:, rows] += d_scores @ key
                 parts = d_scores.mT @ query[:, rows], weights.mT @ d_out[:, rows]
                 d_kv[:, columns] += torch.cat(parts, -1)
-        d_kv = Ring.pass_on(d_kv, group, -hops)() if hops else d_kv
+        if hops:
+            d_kv = Ring.arrived(*Ring.pass_on(d_kv, group, -hops))
         return d_query.to(query.dtype), d_kv.to(kv.dtype), None, None, None
 
 
-class AdaptiveAdapters(Adapters):
+def add_adaptive_adapters(lm, args):
     """AdaLoRA: B diag(E) A, of one and a half times the rank; the least important of all layers get E = 0.
 
-    In checkpoints are also the importance and the uncertainty of each weight, and which ranks are kept.
+    Buffers hold the importance and the uncertainty of each weight, and which ranks are kept.
     """
+    add_adapters(lm, replace(args, lora_rank=-(-3 * args.lora_rank // 2)))
+    for layer in [layer for layer in lm.modules() if hasattr(layer, "lora_A")]:
+        a, b = layer.lora_A["default"], layer.lora_B["default"]
+        nn.init.normal_(a.weight, std=0.02)
+        nn.init.normal_(b.weight, std=0.02)
+        layer.lora_E = nn.Parameter(a.weight.new_zeros(a.out_features))
+        a.register_forward_hook(lambda _, inputs, out, layer=layer: out * layer.lora_E)
+        for name, p in adaptive_parts(layer):
+            layer.register_buffer(f"{name}_importance", torch.zeros_like(p, dtype=torch.float32))
+            layer.register_buffer(f"{name}_uncertainty", torch.zeros_like(p, dtype=torch.float32))
+        layer.register_buffer("lora_kept", torch.ones_like(layer.lora_E, dtype=torch.bool))
+    return lm
 
-    def __init__(self, lm, args, total_steps):
-        super().__init__(lm, replace(args, lora_rank=-(-3 * args.lora_rank // 2)))
-        self.total_steps = total_steps
-        layers = {n.replace(".", "/"): m for n, m in lm.named_modules() if hasattr(m, "lora_A")}
-        for name, layer in layers.items():
-            a, b = layer.lora_A["default"], layer.lora_B["default"]
-            for matrix in (a, b):
-                nn.init.normal_(matrix.weight, std=0.02)
-            e = nn.Parameter(a.weight.new_zeros(a.out_features))
-            self.register_parameter(f"{name}/lora_E", e)
-            a.register_forward_hook(lambda _, inputs, out, e=e: out * e)
-        for name, p in [*self.named_parameters()]:
-            for kind in ("importance", "uncertainty"):
-                self.register_buffer(f"{name}/{kind}", torch.zeros_like(p))
-        self.names, self.budget = [*layers], args.lora_rank * len(layers)
-        self.register_buffer("lora_kept", e.new_ones(len(layers), len(e), dtype=torch.bool))
 
-    def orthogonality(self):
-        """How far the rows of A and the columns of B are from orthonormal: the mean over all matrices."""
-        parts = [p if "lora_A" in n else p.t() for n, p in self.named_parameters() if "lora_E" not in n]
-        gaps = [x @ x.t() - torch.eye(len(x), device=x.device) for x in parts]
-        return sum(map(torch.linalg.matrix_norm, gaps)) / len(gaps)  # eq: lora.orthogonality
+def adaptive_parts(layer):
+    """Names and parameters of the adapter of a layer."""
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    return ("lora_E", layer.lora_E), ("lora_A", a), ("lora_B", b)
 
-    @torch.no_grad()
-    def allocate(self, step, finite):
-        """After an optimizer step, whose gradient may be not `finite`: choose ranks -> how many are kept."""
-        for name, p in self.named_parameters() if finite else ():
-            mean, spread = self.get_buffer(f"{name}/importance"), self.get_buffer(f"{name}/uncertainty")
-            now = (p * p.grad).abs()
+
+def orthogonality(layers):
+    """How far the rows of A and the columns of B are from orthonormal: the mean over all matrices."""
+    gaps = []
+    for layer in layers:
+        _, (_, a), (_, b) = adaptive_parts(layer)
+        a, b = a.full_tensor(), b.full_tensor()
+        gaps += [
+            a @ a.t() - torch.eye(len(a), device=a.device),
+            b.t() @ b - torch.eye(len(a), device=a.device),
+        ]
+    return sum(map(torch.linalg.matrix_norm, gaps)) / len(gaps)  # eq: lora.orthogonality
+
+
+@torch.no_grad()
+def choose_ranks(layers, args, step, total_steps, finite):
+    """After an optimizer step, whose gradient may be not `finite`: choose ranks -> how many are kept."""
+    for layer in layers if finite else ():
+        for name, p in adaptive_parts(layer):
+            mean, spread = (getattr(layer, f"{name}_{kind}") for kind in ("importance", "uncertainty"))
+            now = (p * p.grad).abs().full_tensor().float()
             mean.lerp_(now, 0.15)  # eq: lora.importance
             spread.lerp_((now - mean).abs(), 0.15)
-        begin, end = self.total_steps // 10, self.total_steps // 2
-        if begin < step <= end:
-            left = (end - step) / (end - begin)
-            few = self.budget + int((self.lora_kept.numel() - self.budget) * left**3)  # eq: lora.budget
-            best = self.scores().flatten().topk(few).indices
-            self.lora_kept.zero_().view(-1)[best] = True
-        for name, kept in zip(self.names, self.lora_kept):
-            self.get_parameter(f"{name}/lora_E").mul_(kept)
-        return self.lora_kept.sum().item()
-
-    def scores(self):
-        """Of each layer's ranks: importance times uncertainty of E, and the means of those of its A and B."""
-        of = lambda name: self.get_buffer(f"{name}/importance") * self.get_buffer(f"{name}/uncertainty")
-        e, a, b = ([of(f"{n}/{x}") for n in self.names] for x in ("lora_E", "lora_A/weight", "lora_B/weight"))
-        return torch.stack([x + y.mean(1) + z.mean(0) for x, y, z in zip(e, a, b)])  # eq: lora.score
-
-    def save_pretrained(self, directory):
-        """As LoRA: E goes into B, whose column is 0 where a rank is not kept."""
-        state = self.state_dict()
-        parts = {name: x for name, x in state.items() if name.endswith("/weight")}
-        scale = lambda n, x: x * state[n.replace("lora_B/weight", "lora_E")] if "lora_B" in n else x
-        super().save_pretrained(directory, {name: scale(name, x) for name, x in parts.items()})
+    begin, end, budget = total_steps // 10, total_steps // 2, args.lora_rank * len(layers)
+    if begin < step <= end:
+        score = torch.stack([rank_scores(layer) for layer in layers])
+        left = (end - step) / (end - begin)
+        number = budget + int((score.numel() - budget) * left**3)  # eq: lora.budget
+        kept = torch.zeros_like(score.flatten(), dtype=torch.bool)
+        kept[score.flatten().topk(number).indices] = True
+        for layer, row in zip(layers, kept.view_as(score)):
+            layer.lora_kept.copy_(row)
+    with implicit_replication():  # lora_kept is whole on every rank
+        for layer in layers:
+            layer.lora_E.mul_(layer.lora_kept)
+    return sum(layer.lora_kept.sum().item() for layer in layers)
 
 
-class Policy(Sliced):
-    """Sliced; at temperature None of the model's own logits."""
-
-    def forward(self, where, target, temperature, **inputs):
-        """As Sliced."""
-        if temperature is None:
-            logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1)[where].float()
-            logits[:, self.never] = -1e4
-            return (logits.log_softmax(-1).gather(-1, target[:, None])[:, 0],) * 2
-        return super().forward(where, target, temperature, **inputs)
+def rank_scores(layer):
+    """For each rank, importance times uncertainty of E, and the means of those of its A and B."""
+    e, a, b = (
+        getattr(layer, f"{name}_importance") * getattr(layer, f"{name}_uncertainty")
+        for name, _ in adaptive_parts(layer)
+    )
+    return e + a.mean(1) + b.mean(0)  # eq: lora.score
 
 
-def load_policy(args, mesh, device, total_steps=None):
-    """-> what `micro_batches` calls, and what is trained and saved: the model itself, or its adapters."""
-    args = share_rows(args, device, dict(ulysses=ulysses, gather=gather, ring=ring)[args.sp_attention])
+def load_policy(args, mesh, device):
+    """The model that `micro_batches` calls."""
     if args.liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel as replace_classes
 
         # of transformers' model file; TokenLogps would never call the fused cross-entropy
         replace_classes(AutoConfig.from_pretrained(args.model).model_type, fused_linear_cross_entropy=False)
-    if args.qlora:  # in 4 bits (NF4), whole on every rank, as FSDP does not shard that format
-        dtype = getattr(torch, args.compute_dtype)
-        bits = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-        options = dict(quantization_config=transformers.BitsAndBytesConfig(**bits), device_map={"": device})
-        options |= dict(dtype=dtype, attn_implementation=args.attn_implementation)
-        policy = Policy(AutoModelForCausalLM.from_pretrained(args.model, **options), entropy=False).train()
-        if args.gradient_checkpointing:
-            policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        policy = load_model(args, mesh, device, wrap=partial(Policy, entropy=False))
-    adaptive = partial(AdaptiveAdapters, total_steps=total_steps)
-    kind = adaptive if args.lora_kind == "adalora" else Adapters
-    return policy, kind(policy.lm, args) if args.lora_rank else policy.lm
+    wrap = TokenLogps
+    if args.sp_size > 1:
+        attention = dict(ulysses=ulysses, ring=ring)[args.sp_attention]
+        wrap = partial(Slices, group=sequence_group(args.sp_size, device), attention=attention)
+    load = load_quantized if args.qlora else load_model
+    adapt = add_adaptive_adapters if args.lora_kind == "adalora" else add_adapters
+    return load(args, mesh, device, wrap, adapt=adapt, share=args.packing)
+
+
+def load_quantized(args, mesh, device, wrap, adapt, share):
+    """As load_model, but the frozen weights are in 4 bits (NF4), and whole on every rank."""
+    config, attention = read_config(args, share)
+    dtype, original_dtype = getattr(torch, args.compute_dtype), config.dtype
+    lm = AutoModelForCausalLM.from_pretrained(
+        args.model,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        device_map={"": device},
+        quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        ),
+    )
+    for p in adapt(lm.train(), args).parameters():  # adapters are equal on all ranks, by the seed
+        if p.requires_grad:
+            p.data = p.data.to(getattr(torch, args.param_dtype))
+    del lm.config.quantization_config  # hf/ has whole weights
+    lm.config.dtype = original_dtype or dtype
+    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = wrap(lm, attention == "pieces")
+    frozen = {p for p in policy.parameters() if not p.requires_grad}
+    precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=frozen)
+    return policy
+
+
+@torch.no_grad()
+def own_logps(policy, rows):
+    """Log-probs of the responses, [N, T], from the model's own logits, row by row under eager attention."""
+    lm, found, device = policy.lm, [], next(policy.parameters()).device
+    kernel = lm.config._attn_implementation
+    lm.set_attn_implementation("eager")
+    policy.unshard()
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=device)
+        logits = lm(input_ids=ids, use_cache=False).logits[0].float()
+        logits[:, policy.never] = -1e4
+        logp = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        found.append(logp[len(row["prompt_ids"]) - 1 :])
+    policy.reshard()
+    lm.set_attn_implementation(kernel)
+    return pad(found)
 
 
 def check_layout(policy, rows, args):
     """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
     ids = [row["prompt_ids"] + row["response_ids"] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
     ids = [[x for x in row if x not in policy.never][:32] for row in ids]
-    texts, lm = ([x[:1] for x in ids], [x[1:] for x in ids]), policy.lm
+    short = [dict(prompt_ids=row[:1], response_ids=row[1:]) for row in ids]
     with torch.no_grad():
-        logp_nt, _ = token_logps(policy, *texts, 1.0, packed if args.packing else padded)
-        kernel = lm.config._attn_implementation
-        lm.set_attn_implementation("eager")
-        own_nt, _ = token_logps(policy, *texts, None, padded)
-        lm.set_attn_implementation(kernel)
-    [gap] = all_reduce([(logp_nt - own_nt).abs().sum() / dist.get_world_size() / sum(map(len, texts[1]))])
-    kernel, limit = args.attn_implementation, ROUNDING[args.compute_dtype]
+        logp_nt, _ = token_logps(policy, short, args, 1.0)
+    gap = (logp_nt - own_logps(policy, short)).abs().sum() / sum(len(row) - 1 for row in ids)
+    gap, kernel = all_reduce([gap / dist.get_world_size()])[0], args.attn_implementation
     layout, cause = "padded", f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if kernel == "eager":
         cause = "it does something to its logits that TokenLogps leaves out"
     if args.sp_size > 1:
         layout, cause = "sequence-parallel", "slices of a row miss something of one another: try --sp_size 1"
-    elif args.packing:
-        layout, cause = "packed", f"rows see one another: try --no-packing; or {cause}"
+    elif policy.shares:
+        layout, cause = "packed", f"texts in one row see one another: try --no-packing; or {cause}"
+    limit = ROUNDING[args.compute_dtype]
     if not gap < limit:  # so that NaN fails too
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
-        fail(f"{args.model} ({lm.config.model_type}): {unlike}, over {limit}; likely {cause}")
+        fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit}; likely {cause}")
 
 
 def check_args(args):
-    """Stop on combinations that cannot work, before anything is loaded."""
-    world, flag = int(os.environ.get("WORLD_SIZE", 1)), lambda name: f"--{name} {getattr(args, name)}"
-    liger = torch.cuda.is_available() and find_spec("liger_kernel")
-    short = args.max_tokens_per_microbatch * args.sp_size < args.max_length
-    flash, half = flag("attn_implementation"), args.compute_dtype == "bfloat16"
-    extra = args.qlora or args.merge_lora or args.lora_kind != "lora"
-    for wrong, message in (
-        (world % args.hsdp_replicas, f"{world} ranks are not a multiple of {flag('hsdp_replicas')}"),
-        (world % args.sp_size, f"{world} ranks are not a multiple of {flag('sp_size')}"),
-        (args.sp_size > 1 and not args.packing, f"{flag('sp_size')} cuts packed rows: add --packing"),
-        (short, f"{flag('max_tokens_per_microbatch')} times {flag('sp_size')} is under {flag('max_length')}"),
-        (extra and not args.lora_rank, "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
-        (args.qlora and not find_spec("bitsandbytes"), "--qlora needs bitsandbytes (pip install)"),
-        (flash.endswith("flash_attention_2") and not half, f"{flash} needs --compute_dtype bfloat16"),
-        (args.liger and not liger, "--liger needs a GPU and Liger's kernels: pip install liger-kernel"),
-    ):
-        if wrong:
-            fail(message)
+    """Stop on combinations of flags that cannot work, before anything is loaded."""
+    world, copies, sp_size = int(os.environ.get("WORLD_SIZE", 1)), args.hsdp_replicas, args.sp_size
+    kernel, budget = args.attn_implementation, args.max_tokens_per_microbatch
+    short = f"--max_tokens_per_microbatch {budget} times --sp_size {sp_size}"
+    apart = not args.packing or kernel not in ("sdpa", "flash_attention_2")
+    no_adapters = not args.lora_rank and (args.qlora or args.lora_kind != "lora")
+    no_liger = not torch.cuda.is_available() or not find_spec("liger_kernel")
+    flash_float = kernel == "flash_attention_2" and args.compute_dtype == "float32"
+    problems = {
+        f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
+        f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
+        f"--sp_size {sp_size} needs --packing, and sdpa or flash_attention_2": sp_size > 1 and apart,
+        f"{short} is less than --max_length {args.max_length}": budget * sp_size < args.max_length,
+        "--qlora and --lora_kind adalora need --lora_rank": no_adapters,
+        "--qlora needs bitsandbytes: pip install bitsandbytes": args.qlora and not find_spec("bitsandbytes"),
+        "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
+        "--liger needs a GPU and Liger's kernels: pip install liger-kernel": args.liger and no_liger,
+    }
+    refuse(problems)
 
 
 def check_model(config, args):
-    """ValueError or ImportError where the model cannot be trained with these arguments."""
+    """Stop where the model cannot be trained with these arguments, by a line, a ValueError or ImportError."""
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
-    check_adapters(TokenLogps(lm).lm, args)  # TokenLogps refuses a bias of the output layer
-    check_sharing(config, args)
-    heads, sp = getattr(config, "num_attention_heads", 0), f"--sp_size {args.sp_size}"
-    undivided = f"has {heads} attention heads, which {sp} does not divide: take --sp_attention gather or ring"
+        TokenLogps(add_adapters(lm, args))  # TokenLogps refuses a bias of the output layer
+    name, heads = f"{args.model} ({config.model_type})", getattr(config, "num_attention_heads", 0)
+    sp_size, special, known = args.sp_size, " and ".join(special_layers(config)), {config.model_type}
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
-    text_only = args.messages_key, args.packing, args.lora_rank, args.liger, args.truncation == "left"
-    flags = "--messages_key, --packing, --lora_rank, --liger and --truncation left"
-    for wrong, problem in (
-        (args.sp_attention == "ulysses" and heads % args.sp_size, undivided),
-        (takes_images(config) and any(text_only), f"takes images, which {flags} do not"),
-        (args.packing and recurrent(config), "passes a state on between packed rows: add --no-packing"),
-        (args.liger and config.model_type not in known, "has no kernels for --liger"),
-    ):
-        if wrong:
-            raise ValueError(f"{args.model} ({config.model_type}) {problem}")
+    text_only = args.messages_key or args.lora_rank or args.liger or args.truncation == "left"
+    flags = "--messages_key, --lora_rank, --liger and --truncation left"
+    undivided = f"{name} has {heads} attention heads, which --sp_size {sp_size} does not divide"
+    problems = {
+        f"{name} takes images, which {flags} do not": takes_images(config) and text_only,
+        f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
+        f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,
+        f"{name} has no kernels for --liger": config.model_type not in known,
+    }
+    refuse(problems)
 
 
 def load_data(args):
     """-> tokenizer, rows of training and validation, the tokens that end responses, and a line about them."""
     try:
-        check_tracker(args)
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, args.tokenizer)
         if tokenizer.eos_token_id is None:
@@ -1227,9 +1172,9 @@ def load_data(args):
         fail(" ".join(str(error).split()))
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training rows")
-    over, lost = map(sum, zip(counts, val_counts))
-    about = f"{len(train_rows)} training, {len(val_rows)} validation rows ({over} truncated, {lost} dropped)"
-    return tokenizer, train_rows, val_rows, ends, about
+    truncated, dropped = map(sum, zip(counts, val_counts))
+    summary = f"{len(train_rows)} training and {len(val_rows)} validation rows"
+    return tokenizer, train_rows, val_rows, ends, f"{summary} ({truncated} truncated, {dropped} dropped)"
 
 
 def load_examples(paths, args, tokenizer, tools=None):
@@ -1245,17 +1190,19 @@ def load_examples(paths, args, tokenizer, tools=None):
             ids, trained = read(*(record[column] for column in columns), tokenizer, tools, **shown)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
-        if (over := len(ids) > args.max_length) and args.truncation == "error":
+        truncated = len(ids) > args.max_length
+        if truncated and args.truncation == "error":
             problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
             raise ValueError(f"{problem}; raise it or pass --truncation left or right")
         ends = {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
         row = split(ids[keep], trained[keep])
-        return row and dict(row, ends=[*ends], truncated=over, images=record["images"])
+        return row and dict(row, ends=[*ends], truncated=truncated, images=record["images"])
 
     fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
-    fields |= dict(images=IMAGES) if hasattr(tokenizer, "image_processor") else {}
-    how, code = (args.max_length, args.truncation, tools), (load_examples, read, split)
-    rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), how, code)
+    if hasattr(tokenizer, "image_processor"):
+        fields["images"] = IMAGES
+    about, code = (args.max_length, args.truncation, tools), (load_examples, read, split)
+    rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a trained token")
     ends = {*pc.list_flatten(rows.column("ends")).unique().to_pylist()}
@@ -1263,17 +1210,19 @@ def load_examples(paths, args, tokenizer, tools=None):
 
 
 def lengths(rows):
-    """Tokens of each row; of those on disk without reading them."""
+    """Tokens of each row; for rows on disk without reading them."""
     if isinstance(rows, list):
         return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
     return pc.add(*(pc.list_value_length(rows.column(x)) for x in ("prompt_ids", "response_ids"))).to_pylist()
 
 
-def pack(lengths, budget):
-    """Bin-packing: the fewest micro-batches, as many on every rank, over which `balance` keeps to the budget.
+def pack(lengths, budget, one_row):
+    """Split rows into micro-batches: those in one row by bin-packing, into as few as the budget allows.
 
-    Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
+    Every rank gets the same number. Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
     """
+    if not one_row:
+        return split_micro_batches(lengths, budget, one_row)
     number = max(1, -(-sum(lengths) // budget))
     while max(sum(lengths[i] for i in part) for part in balance(lengths, number)) > budget:
         number += 1

@@ -73,8 +73,7 @@ class Engine:
     """In place of vLLM: slices of a text, lengths from a log-normal distribution with a mean of a quarter.
 
     text: its token ids, to be repeated. A response is a function of its seed, on any number of ranks. As
-    vLLM's, it holds its tokens twice, their log-probs and places. `generate` makes all of them at once,
-    `llm_engine.step` one at a time.
+    vLLM's, it holds its tokens twice, their log-probs and places.
     """
 
     def __init__(self, clock, text, barrier):
@@ -84,10 +83,7 @@ class Engine:
         self.wake_up = self.apply_model = self.reset_prefix_cache = lambda *args, **kwargs: None
         self.reset_encoder_cache = self.reset_prefix_cache
         self.sleep = clock.away(lambda level: barrier())  # a rank waits here for the slowest sampler
-        self.generate, self.step = clock.away(self._generate), clock.away(self._step)
-
-    def _generate(self, prompts, params, use_tqdm=False):
-        return [self.answer(str(i), prompts[i], p) for i, p in enumerate(params)]
+        self.step = clock.away(self._step)
 
     def add_request(self, request_id, prompt, params):
         self.queue.append((request_id, prompt, params))
@@ -110,8 +106,8 @@ class Engine:
         flat = SimpleNamespace(start_indices=[*range(n)], end_indices=[*range(1, n + 1)], **flat)
         reason = "length" if n == limit else "stop"
         output = SimpleNamespace(index=0, token_ids=ids.tolist(), logprobs=flat, finish_reason=reason)
-        made = dict(prompt_token_ids=prompt.get("prompt_token_ids"), outputs=[output])
-        return SimpleNamespace(request_id=request_id, finished=True, **made)
+        ids = prompt.get("prompt_token_ids")
+        return SimpleNamespace(request_id=request_id, prompt_token_ids=ids, outputs=[output])
 
 
 def forward(self, *args, **inputs):
@@ -136,10 +132,6 @@ def watch_steps(algo, clock, parts):
         pages = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
         text = algo.load_processor(args.model).encode("".join(pages), add_special_tokens=False)
         return Engine(clock, text, torch.distributed.barrier)
-
-    def check_engines(*args, check=algo.check_engines):
-        check(*args)
-        clock.__init__()  # the loop begins
 
     @contextmanager
     def timed(timing, name, timed=algo.timed):
@@ -170,19 +162,23 @@ def watch_steps(algo, clock, parts):
         return metrics
 
     class Logger(algo.Logger):
+        def __init__(self, *args):
+            super().__init__(*args)
+            clock.__init__()  # the loop begins
+
         def log(self, *args, **shown):
             super().log(*args, **shown)
             clock.mark(f"{clock.before} to log")
             parts.append(clock.parts)
             clock.parts, clock.before = {}, "log"
 
-    for function in (build_engine, check_engines, timed, check_sampler, Logger):
+    for function in (build_engine, timed, check_sampler, Logger):
         setattr(algo, function.__name__, function)
-    for name in ("padded", "packed", "shared", "split_micro_batches", "response_mask"):
+    for name in ("padded", "one_row", "split_micro_batches", "response_mask"):
         setattr(algo, name, on_host(getattr(algo, name)))
     torch.Tensor.backward = clock.away(torch.Tensor.backward)
     away_call = clock.away(torch.nn.Module.__call__)
-    for name in {"TokenLogps", "TokenValues", "Sliced"} & vars(algo).keys():
+    for name in {"TokenLogps", "TokenValues"} & vars(algo).keys():
         getattr(algo, name).forward, getattr(algo, name).__call__ = forward, call
 
 

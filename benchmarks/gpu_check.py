@@ -55,7 +55,7 @@ LIMITS = {  # of rounding, by dtype: a wrong layout, a stale weight or a lost ro
     "float32": dict(logp=1e-4, norm=1e-3, step=1e-3),
     "bfloat16": dict(logp=0.02, norm=0.02, step=0.05),
 }
-LAYOUTS = ("padded", "packed", "shared", "padded flash", "packed flash")
+LAYOUTS = ("padded", "one row", "padded flash", "one row flash")
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def checks(cuda, ranks, flash, trl):
         add(f"log-probs, {layout}, against the sampler", "worker", gap, limits["logp"], False, left_out)
     inside = lambda r: max((gap, pair) for pair, gap in r["worker"]["gaps"].items() if "sampler" not in pair)
     add("log-probs, largest gap of two layouts", "worker", inside, limits["logp"])
-    add("control: packed rows that see one another", "worker", worker("borders"), limits["logp"], True)
+    add("control: texts of one row that see one another", "worker", worker("borders"), limits["logp"], True)
     add("control: a sampler that misses an update", "worker", worker("stale"), limits["logp"], True)
     norms = lambda norm: max((apart(x, norm["padded"]), layout) for layout, x in norm.items())
     add(
@@ -160,7 +160,7 @@ def checks(cuda, ranks, flash, trl):
     add(f"{cut}, GRPO, step 1 against one rank", "grpo tp", first, limits["step"], False, left_out)
     # ---- SFT, speed
     learned = lambda r: r["sft"]["after"] / r["sft"]["before"]
-    add("SFT, packed, LoRA, loss after over loss before", "sft", learned, 0.999)
+    add("SFT, LoRA, loss after over loss before", "sft", learned, 0.999)
     add("GRPO, tokens/s of a rank", "grpo", lambda r: median(r["grpo"], "perf/throughput"), 0, True)
     add("GRPO, MFU of the update", "grpo", lambda r: median(r["grpo"], "perf/mfu/actor"), 1)
     sync, step = "timing_s/sync", "timing_s/step"
@@ -245,7 +245,7 @@ def launch_all(model, work, cuda, ranks, trl):
     make_rows(model, rows, 2 * prompts, prompt_length, response_length)
     read = lambda name: {int(m["training/global_step"]): m for m in read_metrics(work / name, 0)}
     load = lambda name: json.loads((work / name).read_text())
-    common = "--model", model, "--train_files", rows, "--save_freq", SAVED, "--no-save_hf", "--timeout_s", 300
+    common = "--model", model, "--train_files", rows, "--save_freq", SAVED
     lengths = "--max_prompt_length", 2 * prompt_length, "--max_response_length", response_length
     # a rate at which a sampler that misses an update is off by more than rounding
     grpo = *common, *lengths, "--group_size", group, "--keep_checkpoints", 0, "--lr", 1e-4
@@ -266,7 +266,7 @@ def launch_all(model, work, cuda, ranks, trl):
         launches.run("tp", lambda: read("tp"), script, *flags("tp", *more), ranks=ranks)
     losses = lambda: [m["val/loss"] for m in read_metrics(work / "sft", 0) if "val/loss" in m]
     sft = "--output_dir", work / "sft", *common, "--val_files", rows, "--train_batch_size", prompts
-    sft += "--packing", "--lora_rank", 8, "--lr", 1e-3, "--warmup_steps", 0, "--total_steps", 4
+    sft += "--lora_rank", 8, "--lr", 1e-3, "--warmup_steps", 0, "--total_steps", 4
     sft += "--max_length", 2 * (prompt_length + response_length)
     launches.run("sft", lambda: dict(zip(("before", "after"), losses())), "algos/sft.py", *sft)
     if trl:

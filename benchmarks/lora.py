@@ -51,7 +51,7 @@ def tuned(args, kind, lora_rank, seed):
     if not (out / "eval/results.json").exists():
         files = "--train_files", train, "--val_files", held_out, "--output_dir", out
         model = "--model", args.demo / "sft/checkpoints/latest/hf", "--seed", seed
-        adapters = "--lora_kind", kind, "--lora_rank", lora_rank, "--lr", lr, "--merge_lora"
+        adapters = "--lora_kind", kind, "--lora_rank", lora_rank, "--lr", lr
         run("SFT", {}, "algos/sft.py", *model, *files, *adapters, *SFT.split())
         files = "--model", out, "--data", held_out, "--output", out / "answers.parquet"
         run("generate", {}, "algos/generate.py", *files, *FLAGS["tiny"]["generate"].split())
@@ -69,7 +69,7 @@ def accuracy(args, lora_rank, seed):
     out = args.output_dir / f"{args.split}_rank_{lora_rank}_lr_{lr if lora_rank else 3e-4}_{seed}"
     if not (out / "done").exists():
         files = [args.demo / f"data/{split}.parquet" for split in ("train", args.split)]
-        files = "--train_files", files[0], "--val_files", files[1], "--no-val_before_train"
+        files = "--train_files", files[0], "--val_files", files[1]
         model = "--model", args.demo / "sft/checkpoints/latest/hf", "--output_dir", out, "--seed", seed
         run("GRPO", {}, "algos/grpo.py", *model, *files, *flags.split(), "--save_freq", 0, "--test_freq", 0)
         (out / "done").touch()

@@ -29,8 +29,7 @@ SIZES = "--train_batch_size 8 --ppo_mini_batch_size 4 --total_steps 40 --lr 1.5e
 CORRECTIONS = {
     "none": "--rollout_is None",
     "token IS": "--rollout_is token",
-    "IcePop": "--rollout_is_threshold 5 --rollout_rs token --rollout_rs_threshold 5"
-    " --rollout_rs_threshold_lower .5",
+    "IcePop": "--rollout_is_threshold 5 --rollout_rs token --rollout_rs_threshold 0.5 5",
 }
 LOSSES, LAGS, NOISES = ("clip", "cispo"), (0, 4, 16), (None, "int8")
 ACCURACY = "val-core/arithmetic/acc/mean@1"

@@ -8,7 +8,7 @@
 
 A round runs each contestant once, one after the other. All are timed by one stopwatch: the lines of
 metrics.jsonl. A ratio is TRL's time per token over ours in the same round, with the same number of processes.
-DPO runs here twice, with --share_prefix and without; rm.py and dpo.py also show the loss of the first
+rm.py and dpo.py also show the loss of the first
 step, of all pairs, for TRL's must be the same. DPO's reference log-probs are computed before the first step
 by both, and not timed. Agents call a calculator after each turn but the last;
 the model does not know how, so that a call is read in place of what it says, by each side's own parser. The
@@ -86,7 +86,7 @@ def ours(args, work):
     if args.algo == "agent":
         flags |= dict(env=f"{ROOT}/benchmarks/talk_env.py:Calls", max_turns=args.turns)
     words = [x for k, v in flags.items() for x in (f"--{k}", v)]
-    return f"algos/{args.algo}.py", [*words, "--no-gradient_checkpointing", "--no-save_hf"]
+    return f"algos/{args.algo}.py", [*words, "--no-gradient_checkpointing"]
 
 
 def trl(args, work, ranks, *extra):
@@ -136,7 +136,6 @@ def main():
     pairs_of = args.algo in ("rm", "dpo")
     if pairs_of:
         variants = {"TRL": ()}
-    sharing = args.algo == "dpo"
     rounds, failed = [], {}
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
@@ -160,8 +159,6 @@ def main():
             for ranks in args.ranks:
                 script, flags = ours(args, work)
                 commands = {"ours": (script, flags)}
-                if sharing:
-                    commands["ours, shared prefix"] = script, [*flags, "--share_prefix"]
                 commands |= {name: trl(args, work, ranks, *extra) for name, extra in variants.items()}
                 for name, command in commands.items():
                     key = f"{name}, {ranks} rank{'s' * (ranks > 1)}"
@@ -176,18 +173,14 @@ def main():
                         failed[key] = str(error)[-600:]
             rounds.append(results)
     columns = ["", "step, s", "CPU s", "ms per token", "peak GB", *["first loss"] * pairs_of]
-    columns += ["ratio", "ratio, CPU s", *["ratio to shared prefix"] * sharing]
+    columns += ["ratio", "ratio, CPU s"]
     table = Table(*columns, title=f"{args.algo}, medians")
     ratios = {}
     for key in rounds[0]:
         ran, ranks = [r for r in rounds if key in r], key.rsplit(", ", 1)[1]
-        pairs = [
-            ("ours", "ms_per_token"),
-            ("ours", "cpu_ms_per_token"),
-            ("ours, shared prefix", "ms_per_token"),
-        ]
         ratios[key] = [
-            [r[key][unit] / r[f"{us}, {ranks}"][unit] for r in ran] for us, unit in pairs[: 2 + sharing]
+            [r[key][unit] / r[f"ours, {ranks}"][unit] for r in ran]
+            for unit in ("ms_per_token", "cpu_ms_per_token")
         ]
         units = "step_s", "step_cpu_s", "ms_per_token", "peak_memory_gb"
         middle = [statistics.median(r[key][unit] for r in ran) for unit in units]

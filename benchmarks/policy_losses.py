@@ -36,7 +36,7 @@ def train(args, out, *flags):
     places = "--model", args.demo / "sft/checkpoints/latest/hf", "--output_dir", out
     if not (out / "done").exists():
         both = *FLAGS["tiny"]["grpo"].split(), *flags
-        run(out.name, {}, "algos/grpo.py", *places, *files, "--save_freq", 0, "--no-save_hf", *both)
+        run(out.name, {}, "algos/grpo.py", *places, *files, "--save_freq", 0, *both)
         (out / "done").touch()
 
 

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,17 +20,10 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from algos.grpo import (
-    all_reduce,
-    packed,
-    padded,
-    setup_distributed,
-    shared,
-    shared_attention,
-    split_micro_batches,
-)
+from algos.grpo import all_reduce, one_row, padded, piece_attention, setup_distributed, split_micro_batches
+from common.metrics import matmul_speed
+from common.run import leave
 from data_prep.cache import load_prompts
-from data_prep.tracking import leave, matmul_speed
 
 
 @dataclass
@@ -47,7 +41,7 @@ class Args:
     temperature: float
     """Sampling temperature."""
     attn_implementation: str
-    """Attention kernel of transformers, or `shared`."""
+    """Attention kernel of transformers; sdpa and flash_attention_2 run texts in one row."""
     compute_dtype: str
     """Precision."""
     max_tokens_per_microbatch: int
@@ -92,10 +86,10 @@ def generate(engine, prompts, args):
 
 
 def sequences(rows, args):
-    """Numbers of the rows that a trainer computes as one, and the tokens of each: see balance_batch."""
+    """Numbers of the rows that a trainer computes as one, and the tokens of each: see `deal`."""
     prompts, responses = zip(*rows, strict=True)
     fit = (args.max_tokens_per_microbatch - max(map(len, prompts))) // max(map(len, responses))
-    fit, size = max(1, fit) if args.attn_implementation == "shared" else 1, args.group_size or 1
+    fit, size = max(1, fit) if args.attn_implementation != "eager" else 1, args.group_size or 1
     parts = [
         list(range(i, min(i + fit, g + size)))
         for g in range(0, len(rows), size)
@@ -106,7 +100,7 @@ def sequences(rows, args):
 
 def losses(model, rows, args, device):
     """Cross-entropy of the responses, a micro-batch at a time, in the trainers' layout."""
-    layout = dict(shared=shared, flash_attention_2=packed).get(args.attn_implementation, padded)
+    layout = padded if args.attn_implementation == "eager" else one_row
     prompts, responses = zip(*rows, strict=True)
     parts, tokens = sequences(rows, args)
     for part in split_micro_batches(tokens, args.max_tokens_per_microbatch, layout is not padded):
@@ -115,7 +109,7 @@ def losses(model, rows, args, device):
         inputs, where = layout([prompts[i] for i in part], [responses[i] for i in part])
         inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
         output = model.base_model(**inputs, use_cache=False)
-        hidden = output.last_hidden_state.flatten(0, 1)[torch.cat(where).to(device)]
+        hidden = output.last_hidden_state.flatten(0, 1)[where.to(device)]
         yield nn.functional.cross_entropy(model.get_output_embeddings()(hidden).float(), target.to(device))
 
 
@@ -124,15 +118,16 @@ def main():
     device, _ = setup_distributed(1)
     rank, world, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, args.compute_dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    examples = load_prompts([args.train_files], tokenizer, 10**9, True)[0][rank::world]
+    examples = load_prompts([args.train_files], tokenizer, 10**9)[0][rank::world]
     prompts, eos = [x["prompt_ids"] for x in examples], tokenizer.eos_token_id
     engine = None if args.train_only or not args.group_size else build_engine(args, prompts)
     if engine:
         generate(engine, prompts, args)  # warm-up
-    AttentionInterface.register("shared", shared_attention)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=dtype, attn_implementation=args.attn_implementation
-    ).to(device)
+    kernel = args.attn_implementation
+    AttentionInterface.register("pieces", partial(piece_attention, kernel=kernel))
+    attention = "eager" if kernel == "eager" else "pieces"
+    options = dict(dtype=dtype, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_pretrained(args.model, **options).to(device)
     seconds, cpu = ({name: [] for name in ("generate", "forward", "train")} for _ in range(2))
 
     def timed(name, function):

@@ -34,7 +34,7 @@ class Args:
     """Tokens of the row."""
     ranks: tuple[int, ...] = (1, 2, 4)
     """Processes that share it."""
-    sp_attention: tuple[str, ...] = ("ulysses", "gather", "ring")
+    sp_attention: tuple[str, ...] = ("ulysses", "ring")
     """Kinds of attention over its slices."""
     rounds: int = 3
     """Times over all of these."""
@@ -50,7 +50,7 @@ def measure(args):
     [length], [kind], world = args.row_length, args.sp_attention, dist.get_world_size()
     flags = dict(train_files=(), output_dir="", packing=True, attn_implementation="sdpa", sp_size=world)
     flags = sft.Args(model=args.model, sp_attention=kind, max_tokens_per_microbatch=length, **flags)
-    policy, _ = sft.load_policy(flags, mesh, device)
+    policy = sft.load_policy(flags, mesh, device)
     process, found = psutil.Process(), {}
 
     def step(parts, tokens):

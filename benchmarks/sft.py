@@ -62,8 +62,8 @@ def main(args):
     )
     settings = sft.Args(output_dir="", **common)
     device, mesh = sft.setup_distributed(1)
-    policy, trained = sft.load_policy(settings, mesh, device)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-5, fused=True)
+    policy = sft.load_policy(settings, mesh, device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True)
     dtype = getattr(torch, settings.compute_dtype)
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=dtype, attn_implementation=settings.attn_implementation
@@ -73,7 +73,7 @@ def main(args):
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     rows, *_ = sft.load_examples(args.train_files, settings, AutoTokenizer.from_pretrained(args.model))
     rows = rows[: args.rows]
-    parts = sft.pack(sft.lengths(rows), args.max_tokens_per_microbatch)
+    parts = sft.pack(sft.lengths(rows), args.max_tokens_per_microbatch, one_row=True)
     tokens = sum(sum(row["trained"]) for row in rows)
     seconds = {"sft.py": [], "raw": []}
     for _ in range(1 + args.repeats):

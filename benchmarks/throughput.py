@@ -74,7 +74,6 @@ def trainer_flags(args, model, rows, out):
         flags |= {} if args.algo == "ppo" else dict(group_size=args.group_size)
     return [x for k, v in flags.items() for x in (f"--{k}", v)] + [
         "--no-gradient_checkpointing",
-        "--no-save_hf",
         *args.flags.split(),
     ]
 

@@ -48,12 +48,12 @@ class Rows(ConcatDataset):
         return {value for part in self.datasets for value in part.unique(name)}
 
 
-def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
+def load_prompts(paths, tokenizer, max_length, tools=None):
     """Rows of a list of RL data files, with `prompt_ids` (chat template, generation prompt) and `index`.
 
-    Prompts of more than max_length tokens are dropped, or a ValueError.  tools: JSON schemas that the chat
-    template shows.  With a processor for tokenizer also `images` and `sampler_ids`, see images.py.  Returns
-    Rows, number dropped.
+    Prompts of more than max_length tokens are dropped.  tools: JSON schemas that the chat template shows.
+    With a processor for tokenizer also `images` and `sampler_ids`, see images.py.  Returns Rows, and how many
+    were dropped.
     """
     names, sees = ", ".join(map(str, paths)), hasattr(tokenizer, "image_processor")
     how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
@@ -74,18 +74,12 @@ def load_prompts(paths, tokenizer, max_length, drop_overlong, tools=None):
             raise ValueError(f"row {numbers[0]} {unfit}: {error}") from None
         for i, row, found in zip(numbers, rows, values):
             found |= dict(index=i, group=i, images=row["images"])
-        for row in values:
-            if len(row["prompt_ids"]) > max_length and not drop_overlong:
-                problem = f"the prompt of row {row['index']} has {len(row['prompt_ids'])} tokens, over"
-                remedy = f"--max_prompt_length {max_length}; raise it or drop the row"
-                raise ValueError(f"{names}: {problem} {remedy} by --filter_overlong_prompts")
         return [row if len(row["prompt_ids"]) <= max_length else None for row in values]
 
     columns = "data_source", "prompt", "reward_model", "extra_info"
     fields = dict(prompt_ids=IDS, index=INT, group=INT)
     fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
-    about = max_length, drop_overlong, tools
-    rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, about)
+    rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, (max_length, tools))
     if paths and not rows:
         raise ValueError(f"{names}: no prompt within --max_prompt_length {max_length}; raise it")
     return rows, dropped

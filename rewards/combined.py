@@ -1,33 +1,19 @@
-"""Several rewards as one: the weighted sum, weighted mean or minimum (worst case) of their scores."""
+"""Several rewards as one: the weighted sum of their scores."""
 
 from dataclasses import dataclass
 
 from rewards import compute_score, load_reward_fn
 
 
-def aggregate(scores, weights, how):
-    """sum: sum(w s); mean: sum(w s) / sum(w); min: min(w s) of those with a weight.
-
-    aggregate([1, 0.5], [1, 2], "sum") = 2; "mean" 2/3; "min" 1; with weights 1 and 0 "min" is 1, too
-    """
-    weighted = [weight * score for weight, score in zip(weights, scores, strict=True)]
-    if how == "mean":
-        return sum(weighted) / sum(weights)
-    if how == "min":  # a weight of 0 only looks on: its 0 must not be the worst case
-        return min((x for x, weight in zip(weighted, weights) if weight), default=0.0)
-    return sum(weighted)
-
-
 @dataclass
 class CombinedReward:
-    """A reward function of several: `score` is the aggregate, `score/NAME` the score of each.
+    """A reward function of several: `score` is the weighted sum, `score/NAME` the score of each.
 
     functions: {name: function}.  Of extra keys with one name, the first function's stays.
     """
 
     functions: dict
     weights: list
-    how: str
 
     def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
         extras, scores = {}, {}
@@ -41,7 +27,8 @@ class CombinedReward:
             result = result if isinstance(result, dict) else {"score": result}
             scores[f"score/{name}"] = result["score"]
             extras = result | extras
-        return extras | scores | {"score": aggregate(scores.values(), self.weights, self.how)}
+        total = sum(weight * score for weight, score in zip(self.weights, scores.values(), strict=True))
+        return extras | scores | {"score": total}
 
 
 def no_rule(**_):
@@ -52,8 +39,8 @@ def no_rule(**_):
 BUILT_IN = {"rewards": compute_score, "none": no_rule}
 
 
-def load_rewards(specs, weights, how):
-    """The reward function of the flags --reward_fn, --reward_weights, --reward_aggregation.
+def load_rewards(specs, weights):
+    """The reward function of the flags --reward_fn and --reward_weights.
 
     specs: FILE.py:NAME, "rewards" for `compute_score`, or "none" for a 0.  No weights: all 1.
     Raises ValueError, in one line.
@@ -63,8 +50,6 @@ def load_rewards(specs, weights, how):
         raise ValueError("--reward_fn: give at least one")
     if len(weights) != len(specs):
         raise ValueError(f"{len(weights)} --reward_weights for {len(specs)} --reward_fn: give one for each")
-    if how == "mean" and not sum(weights) > 0:
-        raise ValueError(f"--reward_aggregation mean: the sum of --reward_weights {weights} must be above 0")
     functions = {}
     for spec in specs:
         name = spec.replace("\\", "/").rpartition("/")[2].replace(".py:", ".")
@@ -73,4 +58,4 @@ def load_rewards(specs, weights, how):
         functions[name] = BUILT_IN[spec] if spec in BUILT_IN else load_reward_fn(spec)
     if len(specs) == 1 and list(weights) == [1.0]:
         return functions[name]
-    return CombinedReward(functions, list(weights), how)
+    return CombinedReward(functions, list(weights))

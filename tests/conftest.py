@@ -22,7 +22,7 @@ def run(*command, ranks=0, check=True, timeout=400, restarts=0):
     env = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
-    env |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    env |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     command = [*(launcher if ranks else [sys.executable]), *map(str, command)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd="/")
     assert not check or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"

@@ -82,26 +82,24 @@ def alone(monkeypatch):
     monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
 
 
-def talk(tokenizer, said, told, tools=TOOLS, seed=0, **limits):
+def talk(tokenizer, said, told, tools=TOOLS, seed=0, cut="end", **limits):
     """Rows that say `said[i]` and are told `told[i]` -> the rows, engine and pool after the conversation."""
-    limits = (
-        dict(max_response_length=10_000, max_turns=8, max_observation_length=99, observation_cut="end")
-        | limits
-    )
+    limits = dict(max_response_length=10_000, max_turns=8, max_observation_length=99) | limits
     prompt_ids = tokenizer.apply_chat_template(
         PROMPT, tools=tools, add_generation_prompt=True, return_dict=False
     )
     rows = [dict(prompt_ids=prompt_ids, extra_info={}, entropy=(1, 2, i, 0)) for i in range(len(said))]
     engine, pool = Engine(said, tokenizer, seed), Pool(told, tools, seed)
-    agent.converse(engine, rows, pool, tokenizer, SimpleNamespace(**limits))
+    agent.converse(engine, rows, pool, tokenizer, SimpleNamespace(**limits), cut)
     assert all(row["prompt_ids"] is prompt_ids for row in rows) and pool.cleared == 1
     for row in rows:
-        assert len(row["response_ids"]) == len(row["rollout_logps"])
+        assert len(row["response_ids"]) == len(row["rollout_logp_t"]) == len(row["mask_t"])
+        assert all((x < 0) == own for x, own in zip(row["rollout_logp_t"], row["mask_t"]) if x == x)
     return rows, engine, pool
 
 
 def sampled(row):
-    return [i for i, logp in zip(row["response_ids"], row["rollout_logps"], strict=True) if logp == logp]
+    return [i for i, own in zip(row["response_ids"], row["mask_t"], strict=True) if own]
 
 
 SAID = ["<<37*80>> and\n\n<<37*5>>", "<<2960+185>>", "3145"]
@@ -211,17 +209,17 @@ def test_observations_are_limited_in_tokens(cut, left):
     """Cut once, on the side that was asked for, and it is the cut one that the next prompt has."""
     tokenizer = make_tokenizer("qwen2.5")
     said, told = [["ask", "x"]], [[tool("abcd efghij klmno"), None]]
-    [[row], engine, _] = talk(tokenizer, said, told, max_observation_length=8, observation_cut=cut)
+    [[row], engine, _] = talk(tokenizer, said, told, max_observation_length=8, cut=cut)
     text = tokenizer.decode(engine.prompts[0][1])
     assert text.endswith(f"<tool_response>\n{left}\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert row["cut_observations"] == 1 and row["messages"][1]["content"] == left
     [[row], engine, _] = talk(tokenizer, said, told, max_observation_length=17)
     assert row["cut_observations"] == 0 and "abcd efghij klmno" in tokenizer.decode(engine.prompts[0][1])
     words = tokenizer.add_tokens(["word"]) and tool("word" * 8)  # 8 tokens, 32 characters
-    [[row], *_] = talk(tokenizer, said, [[words, None]], max_observation_length=8, observation_cut=cut)
+    [[row], *_] = talk(tokenizer, said, [[words, None]], max_observation_length=8, cut=cut)
     assert row["cut_observations"] == 0
     long = "word" * 8 + "-" * 1_000_000 + "word" * 8
-    [[row], *_] = talk(tokenizer, said, [[tool(long), None]], max_observation_length=8, observation_cut=cut)
+    [[row], *_] = talk(tokenizer, said, [[tool(long), None]], max_observation_length=8, cut=cut)
     assert row["messages"][1]["content"] == "word" * 8
 
 
@@ -269,18 +267,26 @@ def test_without_environment_there_is_one_turn():
     assert engine.seeds == [seed]  # grpo.py's
 
 
-def test_a_nan_of_the_sampler_is_no_observation(monkeypatch):
+@pytest.mark.parametrize("logp", (float("nan"), -float("inf")))
+def test_a_nan_of_the_sampler_stops_the_run(monkeypatch, logp):
+    """It does not look like an observation, which has no log-prob of the sampler either."""
     tokenizer, step = make_tokenizer("qwen2.5"), Engine.step
 
     def broken(self):
         [done] = step(self)
-        done.outputs[0].logprobs.logprobs[0] = float("nan")
+        done.outputs[0].logprobs.logprobs[0] = logp
         return [done]
 
     monkeypatch.setattr(Engine, "step", broken)
     [[row], *_] = talk(tokenizer, [["ab", "c"]], [[tool("1"), None]])
-    logps = row["rollout_logps"]
-    assert logps[0] < -1e30 and np.isnan(logps).sum() == len(logps) - 5
+    assert row["mask_t"][:3] == [True] * 3 and not np.isfinite(row["rollout_logp_t"][0])
+    row["old_logp_t"] = torch.tensor(row["rollout_logp_t"]).nan_to_num(neginf=-1.0)
+    monkeypatch.setattr(agent, "all_reduce", lambda values, *_: [float(x) for x in values])
+    args = agent.Args(model="", env="", train_files=(), output_dir="")
+    with pytest.raises(SystemExit, match="weight sync failed at step 3"):
+        agent.check_sampler([row], args, 3)
+    row["rollout_logp_t"] = row["old_logp_t"]
+    assert agent.check_sampler([row], args, 3)["training/rollout_logp_diff_mean"] == 0
 
 
 def test_observations_have_no_gradient():

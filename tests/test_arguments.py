@@ -10,8 +10,8 @@ import torch
 import tyro
 from conftest import ROOT
 
+from common.run import open_run, open_tracker, ranks_on
 from data_prep.arguments import parse
-from data_prep.tracking import check_tracker, open_tracker, ranks_on
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
 SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
@@ -83,16 +83,14 @@ def test_parse(capsys, monkeypatch):
 class Tracked:
     output_dir: str
     tracker: str = "none"
-    wandb_project: str | None = None
+    resume: str = "auto"
 
 
-def test_trackers_that_cannot_work_are_refused(monkeypatch):
-    check_tracker(Tracked("", "none"))
-    with pytest.raises(ValueError, match="needs --tracker wandb"):
-        check_tracker(Tracked("", "tensorboard", "mine"))
-    monkeypatch.setattr("data_prep.tracking.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--tracker wandb is not installed: pip install .*-extra.txt"):
-        check_tracker(Tracked("", "wandb"))
+def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
+    assert open_run(Tracked(str(tmp_path))) is None
+    monkeypatch.setattr("common.run.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"--tracker wandb is missing: pip install .*-extra.txt"):
+        open_run(Tracked(str(tmp_path), "wandb"))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +106,9 @@ def test_trackers_that_cannot_work_are_refused(monkeypatch):
 def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM's platform for CPUs leaves it
-    monkeypatch.setattr("data_prep.tracking.dist.get_world_size", lambda: ranks)
-    monkeypatch.setattr("data_prep.tracking.torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr("data_prep.tracking.psutil.cpu_count", lambda logical: cores)
+    monkeypatch.setattr("common.run.dist.get_world_size", lambda: ranks)
+    monkeypatch.setattr("common.run.torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("common.run.psutil.cpu_count", lambda logical: cores)
     assert ranks_on(torch.device("cpu")) == f"{ranks} rank{'s' * (ranks > 1)} on cpu{idle}"
     assert ranks_on(torch.device("cuda")) == f"{ranks} rank{'s' * (ranks > 1)} on cuda"
 
@@ -132,7 +130,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    track = open_tracker(Tracked(str(tmp_path), "wandb", "mine"), 0)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    track = open_tracker(Tracked(str(tmp_path), "wandb"), 0)
     track({"actor/lr": 0.25}, step=1)
     wandb.finish()
     deadline, written = time.monotonic() + 120, b""

@@ -98,7 +98,7 @@ def test_rows_of_files_with_other_structs(file, tmp_path):
     other = tmp_path / "other.parquet"
     pq.write_table(pa.Table.from_pylist(rows * 10), other)
     tokenizer = Counting(tmp_path / "count")
-    found, dropped = load_prompts([file, other], tokenizer, 16, True)
+    found, dropped = load_prompts([file, other], tokenizer, 16)
     expected = plain([file, other], tokenizer.tokenizer, 16)
     assert [*found] == expected and dropped == 40 - len(expected) > 0
     assert tokenizer.count() == 40
@@ -114,11 +114,11 @@ def test_ids_of_a_batch_are_those_of_a_row(file):
     """Also where the tokenizer adds BOS to texts that are no prompts."""
     tokenizer = make_tokenizer()
     expected, bos = plain([file], tokenizer, 99), (tokenizer.eos_token, tokenizer.eos_token_id)
-    assert [*load_prompts([file], tokenizer, 99, True)[0]] == expected
+    assert [*load_prompts([file], tokenizer, 99)[0]] == expected
     processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     tokenizer.backend_tokenizer.post_processor = processor
     assert tokenizer.encode("1")[0] == bos[1]
-    assert [*load_prompts([file], tokenizer, 99, True)[0]] == plain([file], tokenizer, 99) == expected
+    assert [*load_prompts([file], tokenizer, 99)[0]] == plain([file], tokenizer, 99) == expected
 
 
 def test_preferences(tmp_path):
@@ -142,7 +142,7 @@ def test_preferences(tmp_path):
 
 
 def test_datasets_reads_the_cache(file, home):
-    rows = load_prompts([file, file], make_tokenizer(), 99, True)[0]
+    rows = load_prompts([file, file], make_tokenizer(), 99)[0]
     read = lambda path: [*datasets.Dataset.from_file(str(path))]
     assert sum(map(read, sorted(home.glob("*/*/*.arrow"))), []) == [*rows] and len(rows) == 40
     assert len([*home.rglob("*.arrow")]) == 2 and not [*home.rglob("*.raw")]
@@ -152,7 +152,7 @@ def test_no_hub_and_no_word(file, tmp_path):
     """Of a small set nothing is said, and nobody is asked."""
     program = "import socket, sys; socket.socket.connect = lambda *x: sys.exit(f'asked {x}');"
     program += "from data_prep.cache import load_prompts; from data_prep.tiny_model import make_tokenizer;"
-    program += f"print(len(load_prompts([{str(file)!r}], make_tokenizer(), 99, True)[0]))"
+    program += f"print(len(load_prompts([{str(file)!r}], make_tokenizer(), 99)[0]))"
     env = dict(os.environ, HF_DATASETS_CACHE=str(tmp_path / "elsewhere"))
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
@@ -160,7 +160,7 @@ def test_no_hub_and_no_word(file, tmp_path):
 
 
 def test_no_files():
-    rows, dropped = load_prompts((), make_tokenizer(), 16, True)
+    rows, dropped = load_prompts((), make_tokenizer(), 16)
     assert not rows and dropped == 0 and rows.unique("data_source") == set()
 
 
@@ -170,22 +170,20 @@ def test_errors_name_file_and_row(file, tmp_path, home):
     bad = tmp_path / "bad.parquet"
     pq.write_table(pa.Table.from_pylist(rows), bad)
     with pytest.raises(ValueError, match=r"^.*/bad.parquet: row 13: 'prompt\[0\].role' is 'human'; [^\n]*$"):
-        load_prompts([file, bad], make_tokenizer(), 99, True)
-    with pytest.raises(ValueError, match=r"rows.parquet: the prompt of row 8 has 14 tokens, over [^\n]*$"):
-        load_prompts([file], make_tokenizer(), 13, False)
+        load_prompts([file, bad], make_tokenizer(), 99)
     with pytest.raises(ValueError, match=r"rows.parquet: no prompt within --max_prompt_length 2; raise it"):
-        load_prompts([file], make_tokenizer(), 2, True)
+        load_prompts([file], make_tokenizer(), 2)
     rows[13]["prompt"][0]["role"] = "tool"
     write_parquet(rows, bad)
     with pytest.raises(ValueError, match=r"^row 33 does not fit the tokenizer's chat template: unknown role"):
-        load_prompts([file, bad], make_tokenizer(), 99, True)
+        load_prompts([file, bad], make_tokenizer(), 99)
     pages = bytearray(file.read_bytes())
     pages[4:100] = bytes(96)
     bad.write_bytes(pages)
     with pytest.raises(ValueError, match=r"^.*/bad.parquet: damaged \([^\n]*\); write it again$"):
-        load_prompts([file, bad], make_tokenizer(), 99, True)
+        load_prompts([file, bad], make_tokenizer(), 99)
     with pytest.raises(ValueError, match=r"no such file"):
-        load_prompts([file, tmp_path / "none.parquet"], make_tokenizer(), 99, True)
+        load_prompts([file, tmp_path / "none.parquet"], make_tokenizer(), 99)
     assert not [*home.glob("*.new")]
 
 
@@ -194,22 +192,22 @@ def test_errors_name_file_and_row(file, tmp_path, home):
 
 def test_a_second_start_makes_nothing(file, tmp_path):
     tokenizer = Counting(tmp_path / "count")
-    first = load_prompts([file], tokenizer, 16, True)
+    first = load_prompts([file], tokenizer, 16)
     moved = file.rename(tmp_path / "moved.parquet")
-    again = load_prompts([moved], tokenizer, 16, True)
+    again = load_prompts([moved], tokenizer, 16)
     assert tokenizer.count() == 20 and [*first[0]] == [*again[0]] and first[1] == again[1] > 0
 
 
 def test_what_the_key_depends_on(file, tmp_path, monkeypatch):
     tokenizer = Counting(tmp_path / "count")
 
-    def made(limit=99, drop=True, paths=(file,), tools=None):
+    def made(limit=99, paths=(file,), tools=None):
         before = tokenizer.count()
-        load_prompts(paths, tokenizer, limit, drop, tools)
+        load_prompts(paths, tokenizer, limit, tools)
         return tokenizer.count() - before
 
     assert (made(), made()) == (20, 0)
-    assert (made(limit=98), made(drop=False), made(paths=(file, file))) == (20, 20, 40)
+    assert (made(limit=98), made(paths=(file, file))) == (20, 40)
     tools = [dict(name="calculate")], [dict(name="calculator")]
     assert [made(tools=x) for x in (*tools, *tools)] == [20, 20, 0, 0]
     tokenizer.tokenizer.chat_template += "{{- '' -}}"
@@ -248,7 +246,7 @@ def test_one_rank_of_a_machine_tokenises(file, tmp_path, monkeypatch):
     tokenizer, children = Counting(tmp_path / "count", lambda number: time.sleep(0.01)), []
     for rank in (1, 0):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        children.append(in_child(lambda: [*load_prompts([file], tokenizer, 16, True)[0]]))
+        children.append(in_child(lambda: [*load_prompts([file], tokenizer, 16)[0]]))
         time.sleep(0.2)
     one, zero = (pipe.recv() for _, pipe in children)
     assert one == zero == plain([file], make_tokenizer(), 16)
@@ -257,7 +255,7 @@ def test_one_rank_of_a_machine_tokenises(file, tmp_path, monkeypatch):
 
 def test_two_runs_at_once(file, tmp_path):
     tokenizer = Counting(tmp_path / "count", lambda number: time.sleep(0.01))
-    pipes = [in_child(lambda: [*load_prompts([file], tokenizer, 16, True)[0]])[1] for _ in range(2)]
+    pipes = [in_child(lambda: [*load_prompts([file], tokenizer, 16)[0]])[1] for _ in range(2)]
     one, two = (pipe.recv() for pipe in pipes)
     assert one == two == plain([file], make_tokenizer(), 16) and tokenizer.count() == 20
 
@@ -268,22 +266,22 @@ def test_two_runs_at_once(file, tmp_path):
 def test_a_killed_builder(file, tmp_path, home):
     """What it left is neither read nor kept."""
     slow = Counting(tmp_path / "count", lambda number: time.sleep(number > 10 and 1000))
-    process, _ = in_child(lambda: load_prompts([file], slow, 16, True))
+    process, _ = in_child(lambda: load_prompts([file], slow, 16))
     while slow.count() < 11:
         time.sleep(0.01)
     process.kill()
     process.join()
     [left] = [path for path in home.iterdir() if path.is_dir()]
     assert left.suffix == ".new"
-    load_prompts([file], make_tokenizer(), 15, True)  # of another key
+    load_prompts([file], make_tokenizer(), 15)  # of another key
     assert not left.exists()
-    assert [*load_prompts([file], make_tokenizer(), 16, True)[0]] == plain([file], make_tokenizer(), 16)
+    assert [*load_prompts([file], make_tokenizer(), 16)[0]] == plain([file], make_tokenizer(), 16)
 
 
 def test_a_full_disk(file, monkeypatch, home):
     def load():
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-        load_prompts([file], make_tokenizer(), 16, True)
+        load_prompts([file], make_tokenizer(), 16)
 
     monkeypatch.setattr(cache, "key_of", lambda *_: "key")  # which writes too
     message = in_child(load)[1].recv()
@@ -292,10 +290,10 @@ def test_a_full_disk(file, monkeypatch, home):
         "set HF_DATASETS_CACHE or HF_HOME to a directory with space that you may write to"
     )
     assert not [path for path in home.iterdir() if path.is_dir()]
-    assert [*load_prompts([file], make_tokenizer(), 16, True)[0]] == plain([file], make_tokenizer(), 16)
+    assert [*load_prompts([file], make_tokenizer(), 16)[0]] == plain([file], make_tokenizer(), 16)
 
 
 def test_a_directory_that_cannot_be_written(file, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", file)
     with pytest.raises(SystemExit, match=r"^error: .*/rows.parquet/post_training: tokenised rows cannot be"):
-        load_prompts([file], make_tokenizer(), 16, True)
+        load_prompts([file], make_tokenizer(), 16)

@@ -1,8 +1,30 @@
 """Bad input to DAPO: one clear line before any model is loaded. What grpo.py has too is tested there."""
 
+import json
+import shutil
+
 import pytest
+from families import write
 
 from algos import dapo
+
+
+@pytest.fixture
+def refused(tiny, arithmetic, tmp_path, monkeypatch):
+    """Run main with more flags -> the line that it stops with; loading a model fails the test."""
+
+    def main(flags, model=tiny):
+        files = "--train_files", arithmetic / "train.parquet", "--output_dir", tmp_path / "out"
+        files = *files, "--model", model, "--tokenizer", tiny
+        monkeypatch.setattr("sys.argv", ["dapo.py", *map(str, files), *flags.split()])
+        for name in ("setup_distributed", "build_engine", "load_model"):
+            monkeypatch.setattr(dapo, name, lambda *_: pytest.fail("went on to load a model"))
+        with pytest.raises(SystemExit) as stop:
+            dapo.main(dapo.Args(**dapo.parse(dapo.Args)))
+        assert "\n" not in stop.value.code
+        return stop.value.code
+
+    return main
 
 
 @pytest.mark.parametrize(
@@ -14,10 +36,25 @@ from algos import dapo
         ("--lr_schedule cosine", "--total_steps"),
     ],
 )
-def test_refused(tiny, arithmetic, tmp_path, monkeypatch, flags, line):
-    files = "--train_files", arithmetic / "train.parquet", "--output_dir", tmp_path / "out"
-    monkeypatch.setattr("sys.argv", ["dapo.py", "--model", str(tiny), *map(str, files), *flags.split()])
+def test_refused(refused, monkeypatch, flags, line):
     monkeypatch.setattr(dapo, "load_prompts", lambda *_: pytest.fail("went on to load data"))
-    with pytest.raises(SystemExit) as stop:
-        dapo.main(dapo.Args(**dapo.parse(dapo.Args)))
-    assert line in stop.value.code and "\n" not in stop.value.code
+    assert line in refused(flags)
+
+
+def test_ranks_that_share_a_row(refused, tiny, tmp_path, monkeypatch):
+    """What --sp_size cannot do: more ranks than there are, a window, other attention, heads to divide."""
+    assert "1 ranks are not a multiple of --sp_size 2" in refused("--sp_size 2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    write("mistral", tmp_path / "mistral")
+    line = refused("--sp_size 3", tmp_path / "mistral")
+    assert "(mistral) has sliding_window, which --sp_size 3 does not support" in line
+    line = refused("--sp_size 3 --attn_implementation eager")
+    assert "--sp_size 3 needs --attn_implementation sdpa or flash_attention_2" in line
+    assert "(llama) has 2 attention heads, which --sp_size 3 does not divide" in refused("--sp_size 3")
+    shutil.copytree(tiny, tmp_path / "more")  # a model that they can share goes on
+    config = json.loads((tmp_path / "more/config.json").read_text())
+    config |= dict(num_attention_heads=4, head_dim=16)
+    (tmp_path / "more/config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(pytest.fail.Exception, match="went on to load a model"):
+        refused("--sp_size 4", tmp_path / "more")

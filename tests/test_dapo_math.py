@@ -1,7 +1,9 @@
 """The mathematics of DAPO against tables computed by hand."""
 
-import dataclasses
+import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -61,11 +63,6 @@ def test_kept_groups_are_those_with_an_advantage(rows):
     assert torch.equal(dapo.keep_groups(acc_n, group_n), (adv_n != 0) & member_n)
 
 
-def test_defaults_are_the_papers():
-    args = dapo.Args(model="", train_files=(), output_dir="")
-    assert args.overlong_penalty == 1 and not hasattr(args, "use_kl_loss")
-
-
 def test_draw_goes_through_the_data_epoch_by_epoch():
     data = [dict(name=i, index=i) for i in range(5)]
     whole = dapo.draw(data, 1, 0, 15)
@@ -78,45 +75,41 @@ def test_draw_goes_through_the_data_epoch_by_epoch():
     assert dapo.draw(data, 2, 0, 15) != whole
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    monkeypatch.setattr(dapo.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dapo.dist, "get_rank", lambda: 0)
+def make_row(n, gap=0.0, **more):
+    """A row of n tokens, whose log-probs in the sampler are by `gap` below the trainer's."""
+    row = dict(
+        response_ids=np.full(n, 2, np.int32), mask_t=np.ones(n, bool), old_logp_t=torch.full((n,), -1.0)
+    )
+    return row | dict(rollout_logp_t=np.full(n, -1 - gap, np.float32), carried_over=False) | more
 
 
-def make_row(prompt, n, **more):
-    """A scored row; its log-probs are minus `prompt`."""
-    row = dict(prompt_ids=[prompt], response_ids=[2] * n, rollout_logps=[-1.0 * prompt] * n)
-    return row | dict(prompt_length=1, length=n, rank=0, finish_reason="stop") | more
+def test_surplus_groups_are_not_the_sampler_of_this_step(monkeypatch):
+    """Its weights were others: that is no disagreement, but their importance weights count."""
+    monkeypatch.setattr(dapo, "all_reduce", lambda values, *_: [float(x) for x in values])
+    args = dapo.Args(model="", train_files=(), output_dir="")
+    rows = [make_row(1), make_row(3, gap=math.log(1.5), carried_over=True)]
+    metrics = dapo.check_sampler(rows, args, 1)
+    assert metrics["training/rollout_logp_diff_mean"] == metrics["training/rollout_probs_diff_max"] == 0
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 3 * 1.5) / 4)
+    rows[1]["carried_over"] = False
+    with pytest.raises(SystemExit, match="weight sync failed at step 1"):
+        dapo.check_sampler(rows, args, 1)
 
 
-@pytest.mark.parametrize("filtering", (False, True))
-def test_overlong_filtering(monkeypatch, filtering):
-    """A truncated response has no weight in the loss, and the others share it."""
-    args = dapo.Args(model="", train_files=(), output_dir="", overlong_filtering=filtering, group_size=3)
-    args = dataclasses.replace(args, train_batch_size=1, ppo_mini_batch_size=1)
-    why = {1: "stop", 4: "length", 2: "stop"}
-    rows = [make_row(1, n, group=0, carried_over=False) | dict(finish_reason=why[n]) for n in why]
-    monkeypatch.setattr(dapo, "exchange", lambda parts: parts)
-    batch, _ = dapo.make_batch(rows, f64(1, 0, -1), args, torch.device("cpu"))
-    counted = {len(batch["responses"][i]): batch["counted_nt"][i].item() for i in range(3)}
-    assert counted == {1: True, 2: True, 4: not filtering}
-    assert batch["counted"] == [(3, 2) if filtering else (7, 3)] and batch["totals"] == [(7, 3)]
-    part = dapo.columns(batch, range(3), torch.device("cpu"))
-    weight_nt = dapo.loss_weights(part["mask_nt"] & part["counted_nt"], "token-mean", 4, batch["counted"][0])
-    weight = {len(ids): row.tolist() for ids, row in zip(batch["responses"], weight_nt, strict=True)}
-    each = 1 / 3 if filtering else 1 / 7
-    assert weight[1] == pytest.approx([each, 0, 0, 0]) and weight[2] == pytest.approx([each, each, 0, 0])
-    assert weight[4] == pytest.approx([0 if filtering else each] * 4)
+def test_a_step_of_truncated_responses_has_metrics(monkeypatch):
+    monkeypatch.setattr(dapo, "all_reduce", lambda values, *_: [float(x) for x in values])
+    args = dapo.Args(model="", train_files=(), output_dir="")
+    metrics = dapo.check_sampler([make_row(2, mask_t=np.zeros(2, bool))], args, 1)
+    assert set(metrics.values()) == {0}
 
 
-def test_surplus_groups_keep_their_log_probs(monkeypatch):
-    """Their sampler was one with other weights: no disagreement, and each row keeps its own log-probs."""
-    args = dapo.Args(model="", train_files=(), output_dir="", group_size=2, ppo_mini_batch_size=2)
-    rows = [make_row(n, n, group=n // 3, carried_over=n > 2) for n in (1, 2, 3, 4)]
-    monkeypatch.setattr(dapo, "exchange", lambda parts: parts)
-    batch, _ = dapo.make_batch(rows, f64(1, 0, -1, 0), args, torch.device("cpu"))
-    for i, prompt in enumerate(batch["prompts"]):
-        [n] = prompt
-        assert batch["rollout_logp_nt"][i].tolist() == [-1.0 * n] * n
-        assert (i in batch["new"]) == (n <= 2)
+def test_rows_wait_in_the_state_of_a_checkpoint():
+    row = make_row(3, gap=0.1, prompt_ids=[5, 6], reward=dict(score=0.5))
+    row.pop("old_logp_t")
+    again = dapo.from_json(json.loads(json.dumps(dapo.as_json(row))))
+    assert again.keys() == row.keys()
+    for name, value in row.items():
+        if isinstance(value, np.ndarray):
+            assert again[name].dtype == value.dtype and (again[name] == value).all()
+        else:
+            assert again[name] == value

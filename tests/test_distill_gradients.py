@@ -1,4 +1,4 @@
-"""Gradients of distillation depend on no way to cut the work, and are those of plain logits."""
+"""Gradients of distillation do not depend on how the work is split, and are those of plain logits."""
 
 import pytest
 import torch
@@ -15,20 +15,12 @@ def gradients(tiny, tmp_path_factory):
     return {name: torch.load(out / f"{name}.pt") for name in RANKS}
 
 
-@pytest.mark.parametrize("mode", ("full", "sampled", "lora"))
+@pytest.mark.parametrize("mode", ("full", "sampled", "lora", "window"))
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("budget", (70, 200, 100_000))
-@pytest.mark.parametrize("layout", ("padded", "packed", "shared"))
+@pytest.mark.parametrize("layout", ("padded", "one_row"))
 def test_update_equals_plain_loss(gradients, mode, ranks, budget, layout):
     grads, kl = gradients[ranks][mode, budget, layout]
-    assert distance(grads, gradients["1"][mode, "naive"]) < 1e-5
-    assert kl == pytest.approx(gradients["1"][mode, 100_000, "padded"][1], rel=1e-5)
-
-
-@pytest.mark.parametrize("mode", ("full", "sampled", "lora"))
-@pytest.mark.parametrize("ranks", ("2", "2 hsdp"))
-def test_slices_of_a_row_equal_plain_loss(gradients, mode, ranks):
-    grads, kl = gradients[ranks][mode, "sliced"]
     assert distance(grads, gradients["1"][mode, "naive"]) < 1e-5
     assert kl == pytest.approx(gradients["1"][mode, 100_000, "padded"][1], rel=1e-5)
 

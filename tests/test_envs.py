@@ -547,7 +547,7 @@ def test_reasoning_gym(pools):
 
 def test_reward_of_the_environment():
     spec = f"{ROOT}/rewards/env.py:compute_score"
-    manager = RewardManager("naive", load_rewards(["none", spec], [1.0, 0.5], "sum"))
+    manager = RewardManager("naive", load_rewards(["none", spec], [1.0, 0.5]))
     rows = [
         {"data_source": "any", "solution_str": "", "ground_truth": "", "extra_info": {"env_reward": reward}}
         for reward in (0.5, {"score": 2, "last": "x"}, None)

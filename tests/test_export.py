@@ -1,4 +1,4 @@
-"""export.py: the weights are those that the trainer itself writes to hf/."""
+"""export.py: the model of hf/ in another dtype, and LoRA adapters as peft loads them."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, metrics, run
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 EXPORT = ROOT / "algos/export.py"
@@ -31,9 +32,8 @@ def full(tiny, arithmetic, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lora(tiny, arithmetic, tmp_path_factory):
-    """A checkpoint with merged weights in hf/."""
-    flags = "--lora_rank", 4, "--merge_lora", "--lr", 0.1
-    return train(tiny, arithmetic, tmp_path_factory.mktemp("lora"), *flags, ranks=1)
+    """A checkpoint of two ranks with adapters, whose hf/ has them in its weights."""
+    return train(tiny, arithmetic, tmp_path_factory.mktemp("lora"), "--lora_rank", 4, "--lr", 0.1, ranks=2)
 
 
 def equal(*paths):
@@ -68,30 +68,26 @@ def test_a_checkpoint_goes_on_with_other_replicas(full, arithmetic, tmp_path):
 
 
 def test_adapters(lora, tiny, tmp_path):
-    run(EXPORT, lora, tmp_path / "merged", "--merge_lora")
-    assert equal(tmp_path / "merged", lora / "hf")
-    run(EXPORT, lora, tmp_path / "adapters")
-    lm = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "adapters"
-    )  # transformers finds the model by its path
-    lm = lm.merge_and_unload() if hasattr(lm, "merge_and_unload") else lm
-    ids = torch.arange(8)[None]
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    run(EXPORT, lora, tmp_path / "adapters", "--adapters")
+    lm = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "adapters")
+    ids, merged = torch.arange(8)[None], AutoModelForCausalLM.from_pretrained(lora / "hf")
     torch.testing.assert_close(lm(ids).logits, merged(ids).logits, atol=1e-4, rtol=0)
     base = AutoModelForCausalLM.from_pretrained(tiny)
     assert (base(ids).logits - merged(ids).logits).abs().max() > 1e-2
 
 
-def test_errors_are_one_line(full, tmp_path):
+def test_errors_are_one_line(full, lora, tmp_path):
     (tmp_path / "there").mkdir()
-    shutil.copytree(full.parents[1], tmp_path / "broken", symlinks=True)
-    [shard, *_] = sorted((tmp_path / "broken/checkpoints/step_000001/dcp").glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:1000])
+    shutil.copytree(lora.parents[1], tmp_path / "broken", symlinks=True)
+    checkpoint = tmp_path / "broken/checkpoints/step_000001"
+    for file in (*checkpoint.glob("dcp/*.distcp"), checkpoint / "hf/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:1000])
     for arguments, part in [
         ([tmp_path, tmp_path / "out"], "no checkpoint"),
         ([full, tmp_path / "there"], "there already"),
-        ([full, tmp_path / "out", "--merge_lora"], "has no adapters"),
-        ([tmp_path / "broken", tmp_path / "out"], "broken"),
+        ([full, tmp_path / "out", "--adapters"], "has none"),
+        ([tmp_path / "broken", tmp_path / "out"], "error: "),
+        ([tmp_path / "broken", tmp_path / "out", "--adapters"], "broken"),
     ]:
         done = run(EXPORT, *arguments, check=False)
         assert done.returncode == 1 and part in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -22,8 +22,8 @@ STEP = {
     "timing_s/sync": 0.1,
     "timing_s/step": 1.0,
 }
-PAIRS = [f"{layout} : sampler" for layout in gpu_check.LAYOUTS] + ["packed : padded"]
-WORKER = dict(gaps=dict.fromkeys(PAIRS, 1e-6), norms=dict(padded=2.0, packed=2.0, shared=2.0), borders=0.1)
+PAIRS = [f"{layout} : sampler" for layout in gpu_check.LAYOUTS] + ["one row : padded"]
+WORKER = dict(gaps=dict.fromkeys(PAIRS, 1e-6), norms={"padded": 2.0, "one row": 2.0}, borders=0.1)
 WORKER |= dict(stale=0.1, asleep=2.0, awake=40.0, total=80.0, freed=0.99, owned=6.0, offloaded=[2.0, 2.0])
 GOOD = dict(here=(0, "(torch)"), worker=WORKER, sft=dict(before=4.0, after=3.0), trl=50.0)
 STEPS = dict(grpo=range(1, 6), resume=[4], tp=[1, 2])
@@ -62,12 +62,12 @@ def test_what_is_left_out_says_why():
     ("path", "value", "line"),
     [
         (("here",), (1, "(torch 2.0)"), "versions"),
-        (("worker", "gaps", "packed : sampler"), 0.03, "log-probs, packed, against"),
+        (("worker", "gaps", "one row : sampler"), 0.03, "log-probs, one row, against"),
         (("worker", "gaps", "padded : sampler"), float("nan"), "log-probs, padded, against"),
-        (("worker", "gaps", "packed : padded"), 0.03, "log-probs, largest"),
-        (("worker", "borders"), 0.001, "control: packed"),
+        (("worker", "gaps", "one row : padded"), 0.03, "log-probs, largest"),
+        (("worker", "borders"), 0.001, "control: texts"),
         (("worker", "stale"), 0.001, "control: a sampler"),
-        (("worker", "norms", "shared"), 2.1, "gradient norm"),
+        (("worker", "norms", "one row"), 2.1, "gradient norm"),
         (("worker", "asleep"), 30.0, "what the sleeping"),
         (("worker", "freed"), 0.5, "--offload, share"),
         (("worker", "offloaded"), [2.0, 2.2], "--offload, gradient"),

@@ -2,8 +2,12 @@
 
 import dataclasses
 import math
+import sys
+from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from algos import dapo, grpo, ppo
+from algos import dapo, grpo
 from tests import families
 from tests.conftest import ROOT
 
@@ -32,12 +36,13 @@ class LookUp(nn.Module):
         self.config = PreTrainedConfig()
 
 
-@pytest.mark.parametrize("layout", (grpo.padded, grpo.packed, grpo.shared))
+@pytest.mark.parametrize("shares", (False, True))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
-def test_token_logps_of_a_lookup_table(layout, temperature):
-    policy = grpo.TokenLogps(LookUp(6))
+def test_token_logps_of_a_lookup_table(shares, temperature):
+    policy = grpo.TokenLogps(LookUp(6), shares)
     prompts, responses = [[1, 2], [3], [3], [4, 4, 4]], [[5, 1, 3], [2], [1, 4], [0, 5]]
-    logp_nt, entropy_nt = grpo.token_logps(policy, prompts, responses, temperature, layout)
+    rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
+    logp_nt, entropy_nt = grpo.token_logps(policy, rows, None, temperature)
     table = (policy.lm.embed.weight / temperature).log_softmax(-1)
     for n, (p, r) in enumerate(zip(prompts, responses, strict=True)):
         before = [p[-1], *r[:-1]]  # the token that predicts each response token
@@ -62,123 +67,95 @@ def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype,
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     logp_lv = (logits / temperature).log_softmax(-1)
     plain = logp_lv[torch.arange(5), target], -(logp_lv.exp() * logp_lv).sum(-1)
-    chunked = grpo.LogProbs.apply(*inputs, target, temperature, softcap)
+    policy = SimpleNamespace(scale=1, softcap=softcap, never=[], hidden=lambda where, _: inputs[0][where])
+    policy.lm = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=inputs[1]))
+    chunked = tuple(grpo.TokenLogps.forward(policy, torch.arange(5), target, temperature))
     near = dict(rtol=1e-4, atol=1e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
     torch.testing.assert_close(chunked, plain, **near)
     ours, theirs = (torch.autograd.grad((x * a + y * b).sum(), inputs) for x, y in (chunked, plain))
     torch.testing.assert_close(ours, theirs, **near)
 
 
-def test_entropy_is_left_out_where_nobody_uses_it():
-    """Of validation and old log-probs, which have no backward, and of SFT: the rest stays as it is."""
-    torch.manual_seed(0)
-    inputs = [torch.randn(n, 4, requires_grad=True) for n in (5, 7)]
-    target = torch.tensor([0, 6, 2, 2, 5])
-    apply = lambda entropy: grpo.LogProbs.apply(*inputs, target, 0.7, None, entropy)
-    (logp, entropy), (same, none) = apply(True), apply(False)
-    assert (entropy > 0).all() and (none == 0).all() and torch.equal(logp, same)
-    ours, theirs = (torch.autograd.grad(x.sum(), inputs) for x in (same, logp))
-    torch.testing.assert_close(ours, theirs)
-    inputs[0] = inputs[0].detach()  # as a model's output is under no_grad
-    assert torch.equal(apply(True)[0], logp) and (apply(True)[1] == 0).all()
-
-
 def test_a_frozen_output_layer_gets_no_gradient():
     hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)  # LoRA
-    grpo.LogProbs.apply(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0, None)[0].sum().backward()
+    logp, _ = grpo.target_logps(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0, None, [2])
+    logp.sum().backward()
     assert weight.grad is None and hidden.grad.abs().sum() > 0
 
 
-def test_logits_take_two_buffers_of_a_chunk(monkeypatch):
-    """No pass, forward or backward, makes a tensor as large as a chunk of logits but those two."""
+def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
+    """The largest memory that forward and backward take does not grow with the number of chunks."""
     monkeypatch.setattr(grpo, "LOGIT_CHUNK", 64)
-    hidden, weight = torch.randn(640, 8, requires_grad=True), torch.randn(999, 8)
-    target = torch.zeros(640, dtype=torch.long)
-    with torch.profiler.profile(profile_memory=True) as profile:
-        grpo.LogProbs.apply(hidden, weight, target, 1.0, None)[0].sum().backward()
-    made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert sum(n for n in made if n >= 64 * 999 * 4) == 2 * 64 * 999 * 4
 
+    def peak(positions):
+        hidden, weight = torch.randn(positions, 8, requires_grad=True), torch.randn(999, 8)
+        policy = SimpleNamespace(scale=1, softcap=None, never=[], hidden=lambda where, _: hidden[where])
+        policy.lm = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight))
+        target = torch.zeros(positions, dtype=torch.long)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            logp, entropy = grpo.TokenLogps.forward(policy, torch.arange(positions), target, 1.0)
+            (logp + entropy).sum().backward()
+        made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        return max(accumulate(n for n in made if abs(n) >= 64 * 999 * 4))
 
-def test_packed_rows_by_hand():
-    inputs, where = grpo.packed([[7, 8], [9]], [[1, 2], [4]])
-    assert inputs["input_ids"].tolist() == [[7, 8, 1, 2, 9, 4]]
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1]]
-    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 4, 6]
-    assert inputs["max_length_q"] == inputs["max_length_k"] == 4
-    assert [x.tolist() for x in where] == [[1, 2], [4]]
-
-
-def by_borders(module, query, key, value, mask, scaling, cu_seq_lens_q, max_length_q, **unused):
-    """As flash attention does it: borders of rows by what is passed, not by position ids."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    pieces = zip(*(x.split(cu_seq_lens_q.diff().tolist(), 2) for x in (query, key, value)), strict=True)
-    assert max_length_q == cu_seq_lens_q.diff().max() and mask is None
-    out = [nn.functional.scaled_dot_product_attention(*p, is_causal=True, scale=scaling) for p in pieces]
-    return torch.cat(out, 2).transpose(1, 2), None
-
-
-@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mixtral"))
-def test_borders_of_packed_rows_reach_the_kernel(family):
-    AttentionInterface.register("by_borders", by_borders)
-    policy = grpo.TokenLogps(families.build(family).eval())
-    texts = [[7, 8], [9, 10, 11], [12]], [[1, 2], [4], [5, 6, 7]]
-    logp_nt = []
-    for kernel, layout in (("sdpa", grpo.padded), ("by_borders", grpo.packed)):
-        policy.lm.set_attn_implementation(kernel)
-        logp_nt.append(grpo.token_logps(policy, *texts, 1.0, layout)[0])
-    torch.testing.assert_close(*logp_nt)
+    assert peak(1280) <= peak(128)
 
 
 def test_a_tree_by_hand():
-    """Two responses to prompt 7 8, then one to 9: see the docstring of `shared`."""
-    inputs, where = grpo.shared([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
-    ids, positions, seen, shapes = inputs.values()
-    assert ids.tolist() == [[9, 7, 8, 4, 3, 1, 2]]
-    assert positions.tolist() == [[0, 0, 1, 1, 2, 2, 3]]
-    assert shapes == [(1, 1, 1), (1, 2, 2), (1, 1, 2), (1, 1, 3), (1, 2, 4)]
-    seen = seen.split([s for _, _, s in shapes])
-    assert [x.tolist() for x in seen] == [[0], [1, 2], [0, 3], [1, 2, 4], [1, 2, 5, 6]]
-    assert [x.tolist() for x in where] == [[2, 5], [2], [0]]
+    """Two responses to prompt 7 8, then one to 9, which is a piece with its prompt."""
+    inputs, where = grpo.one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
+    assert inputs["input_ids"].tolist() == [[7, 8, 9, 4, 3, 1, 2]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 2, 3]]
+    assert inputs["shapes"] == [(2, 2), (2, 2), (1, 3), (2, 4)]
+    assert inputs["borders"].tolist() == [[0, 2, 4, 5, 7], [0, 2, 4, 7, 11]]
+    seen = inputs["seen"].split([s for _, s in inputs["shapes"]])
+    assert [x.tolist() for x in seen] == [[0, 1], [2, 3], [0, 1, 4], [0, 1, 5, 6]]
+    assert where.tolist() == [1, 5, 1, 2]  # predict 1, 2, 3 and 4
+
+
+def flash(query, key, value, borders_q, borders_k, longest_q, longest_k, softmax_scale, causal):
+    """In place of flash_attn_varlen_func: pieces by their borders, the last query sees the last key."""
+    sizes_q, sizes_k = borders_q.diff().tolist(), borders_k.diff().tolist()
+    assert (
+        causal and borders_q.dtype == torch.int32 and [longest_q, longest_k] == [max(sizes_q), max(sizes_k)]
+    )
+    out = []
+    for q, k, v in zip(query.split(sizes_q), key.split(sizes_k), value.split(sizes_k), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        bias = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]).bool()
+        options = dict(attn_mask=bias, scale=softmax_scale, enable_gqa=True)
+        out.append(nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], **options)[0])
+    return torch.cat([x.transpose(0, 1) for x in out])
 
 
 SHARING = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - {"phi"}))  # which is refused
-def test_responses_share_their_prompt_where_the_layers_let_them(family, tmp_path):
-    """With the log-probs and gradients of rows of their own; other models keep those."""
+def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
+    """With the log-probs and gradients of rows of their own, by SDPA and by flash attention."""
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
     lm = families.build(family)
-    lm.config.save_pretrained(tmp_path)
-    args = grpo.Args(model=str(tmp_path), train_files=(), output_dir="", attn_implementation="sdpa")
-    chosen = grpo.share_prefixes(args).attn_implementation
-    assert (chosen == "shared") == (family in SHARING)
-    eager = dataclasses.replace(args, attn_implementation="eager")
-    assert grpo.share_prefixes(eager).attn_implementation == "eager"
+    assert (not grpo.special_layers(lm.config)) == (family in SHARING)
     if family not in SHARING:
         return
     prompts = [[7, 8, 30]] * 4 + [[9], [40, 41]] + [[9]] * 3
     responses = [[1, 2], [3], [60, 4], [5, 6, 7, 8], [11, 12], [13], [14, 15], [16, 17], [18]]
+    rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
     found = []
-    for kernel, layout in (("sdpa", grpo.padded), (chosen, grpo.shared)):
-        lm.set_attn_implementation(kernel)
+    for kernel in (None, "sdpa", "flash_attention_2"):
+        AttentionInterface.register("test_pieces", partial(grpo.piece_attention, kernel=kernel))
+        lm.set_attn_implementation("test_pieces" if kernel else "sdpa")
         lm.zero_grad()
-        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm), prompts, responses, 0.7, layout)
+        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, None, 0.7)
         (logp_nt.cos() * torch.arange(9)[:, None] + entropy_nt).sum().backward()
         found.append([logp_nt.detach(), entropy_nt.detach(), *(p.grad for p in lm.parameters())])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    for plain, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(plain, other, rtol=1e-4, atol=1e-3)
 
 
-def test_a_critic_with_a_window_keeps_rows_of_its_own(tiny, tmp_path):
-    families.write("mistral", tmp_path)
-    args = grpo.Args(model=str(tiny), train_files=(), output_dir="", attn_implementation="sdpa")
-    assert grpo.share_prefixes(args).attn_implementation == "shared"
-    assert grpo.share_prefixes(args, tmp_path).attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("grpo", (grpo, dapo))
-def test_group_advantages(grpo):
+def test_group_advantages():
     score_n, group_n = (
         f64(1, 5, 0, 0, 5, 1, 7),
         torch.tensor([0, 1, 0, 0, 1, 0, 2]),
@@ -207,8 +184,7 @@ def test_group_advantages_do_not_depend_on_order(scores, random):
     assert torch.allclose(straight[order], shuffled, atol=1e-9)
 
 
-@pytest.mark.parametrize("grpo", (grpo, dapo))
-def test_rloo_reinforce_plus_plus_baseline_and_maxrl(grpo):
+def test_rloo_reinforce_plus_plus_baseline_and_maxrl():
     score_n, group_n, length_n = (
         f64(1, 0, 0, 1, 3, 0),
         torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -227,8 +203,7 @@ def test_rloo_reinforce_plus_plus_baseline_and_maxrl(grpo):
     assert tokens.var().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
-def test_policy_loss(grpo):
+def test_policy_loss():
     ratio, high, low = [0.5, 1.0, 1.5, 5.0], 0.3, 0.2
     logp, old = torch.tensor([ratio]).log(), torch.zeros(1, 4)
     loss, clipped, lower = grpo.policy_loss(logp, old, torch.ones(1, 4), low, high, 3.0)
@@ -249,7 +224,8 @@ def test_gspo_loss():
     mask_nt = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]).bool()
     d_nt = f64([0.1, 7, 0.3], [0.5, 0.3, 0], [-0.5, 0, 0]).requires_grad_()
     old_nt, adv_nt = torch.full((3, 3), -2.0), f64([1], [2], [-1])
-    loss_nt, clipped_nt, lower_nt = grpo.gspo_loss(d_nt - 2, old_nt, adv_nt, mask_nt, 0.2, 0.3, 3.0)
+    args = SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
+    loss_nt, clipped_nt, lower_nt = grpo.gspo_loss(args, d_nt - 2, old_nt, adv_nt, mask_nt)
     # ratios e^.2 = 1.22, e^.4 = 1.49 > 1.3, e^-.5 = .61 < .8
     expected = [math.exp(0.2), math.exp(0.2), 2.6, 2.6, -0.8]
     assert loss_nt[mask_nt].tolist() == pytest.approx([-x for x in expected])
@@ -261,7 +237,8 @@ def test_gspo_loss():
 def test_cispo_loss():
     logp_nt = f64([-2, -2, -1]).requires_grad_()
     old_nt = logp_nt.detach() - f64([6, 0.5, 6]).log()
-    loss_nt, clipped_nt, lower_nt = grpo.cispo_loss(logp_nt, old_nt, f64([1, 1, -1]), 1.0, 4.0)
+    args = SimpleNamespace(clip_ratio_low=1.0, clip_ratio_high=4.0)
+    loss_nt, clipped_nt, lower_nt = grpo.cispo_loss(args, logp_nt, old_nt, f64([1, 1, -1]), None)
     assert loss_nt[0].tolist() == pytest.approx([10, 1, -5])
     assert clipped_nt[0].tolist() == [True, False, True] and not lower_nt.any()
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
@@ -271,7 +248,7 @@ def test_cispo_loss():
 def test_sapo_loss():
     ratio = f64([1, 3, 2])
     logp_nt = ratio.log().requires_grad_()
-    loss_nt, clipped_nt, _ = grpo.sapo_loss(logp_nt, torch.zeros(1, 3), f64([1, 2, -1]), 1.0, 1.05)
+    loss_nt, clipped_nt, _ = grpo.sapo_loss(None, logp_nt, torch.zeros(1, 3), f64([1, 2, -1]), None)
     # sigma(0) = .5, sigma(2) = .8807971, sigma(1.05) = .7407749
     assert loss_nt[0].tolist() == pytest.approx([-2, -8 * 0.8807971, 4 / 1.05 * 0.7407749])
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
@@ -297,7 +274,7 @@ def test_the_first_mini_batch_is_reinforce(script, loss):
 @pytest.mark.parametrize(("script", "high"), ((grpo, 0.2), (dapo, 0.28)))
 def test_what_is_not_said_is_as_in_the_paper(script, high, monkeypatch):
     seen = []
-    monkeypatch.setattr(script, "check_args", lambda args: seen.append(args) or script.fail("enough"))
+    monkeypatch.setattr(script, "check_args", lambda args, *_: seen.append(args) or script.fail("enough"))
 
     def settings(**said):
         with pytest.raises(SystemExit, match="enough"):
@@ -333,7 +310,7 @@ RATIOS, OF_RESPONSES = [[1, 3], [0.6, 0.8], [4, 9e9]], torch.tensor([[1, 1], [1,
 )
 def test_rollout_weights(level, cap, rejection, high, low, expected):
     args = SimpleNamespace(rollout_is=level, rollout_is_threshold=cap, rollout_rs=rejection)
-    args.rollout_rs_threshold, args.rollout_rs_threshold_lower = high, low
+    args.rollout_rs_threshold = (high,) if low is None else (low, high)
     logp_nt, old_nt = torch.full((3, 2), -3.0), torch.tensor(RATIOS).log() - 3
     weight_nt = grpo.rollout_weights(args, old_nt, logp_nt, OF_RESPONSES)
     assert weight_nt.expand(3, 2)[OF_RESPONSES].tolist() == pytest.approx(expected)
@@ -345,31 +322,28 @@ def test_rollout_weights(level, cap, rejection, high, low, expected):
 
 
 def test_weight_metrics(monkeypatch):
-    """65 responses of one token, ratio 1; one of two tokens, .5 and 4, and one of an environment between."""
+    """65 responses of one token, ratio 1; one of two tokens, 0.5 and 4, and one of an environment between."""
     monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
-    args = grpo.Args(model="", train_files=(), output_dir="", rollout_rs="token", rollout_rs_threshold=3)
-    ours, theirs = [torch.zeros(2)] * 65, [torch.zeros(1)] * 65
-    batch = dict(rows=range(66), responses=[[7]] * 65 + [[7, 7, 7]])
-    batch["rollout_logp_nt"] = [*theirs, torch.tensor([math.log(2), 9, -math.log(4)])]
-    batch["mask_nt"] = [torch.ones(1).bool()] * 65 + [torch.tensor([1, 0, 1]).bool()]
-    found = grpo.weight_metrics([*ours, torch.zeros(4)], batch, args)
-    assert {name.removeprefix("rollout_corr/rollout_"): x for name, x in found.items()} == pytest.approx(
-        dict(is_mean=65.5 / 67, is_max=1, is_eff_sample_size=65.5**2 / 67 / 65.25, rs_masked_fraction=1 / 67)
+    args = grpo.Args(model="", train_files=(), output_dir="", rollout_rs="token", rollout_rs_threshold=(3,))
+    theirs = np.array([math.log(2), 9, -math.log(4)], np.float32)
+    row = dict(old_logp_t=torch.zeros(1), rollout_logp_t=np.zeros(1, np.float32), mask_t=np.ones(1, bool))
+    odd = dict(old_logp_t=torch.zeros(3), rollout_logp_t=theirs, mask_t=np.array([True, False, True]))
+    found = grpo.check_sampler([row] * 65 + [odd | dict(carried_over=True)], args, 1)
+    assert [found[f"training/rollout_{x}"] for x in ("logp_diff_mean", "probs_diff_max")] == [0, 0]
+    found = {name.removeprefix("rollout_corr/rollout_"): x for name, x in found.items() if "corr" in name}
+    assert found == pytest.approx(
+        dict(is_mean=65.5 / 67, is_eff_sample_size=65.5**2 / 67 / 65.25, rs_masked_fraction=1 / 67)
     )
-    none = dataclasses.replace(args, rollout_is=None, rollout_rs=None)
-    assert grpo.weight_metrics([], batch, none) == {}
 
 
-@pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
-def test_ratio_is_bounded(grpo):
+def test_ratio_is_bounded():
     loss, _, _ = grpo.policy_loss(
         torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1), 0.2, 0.2, 3.0
     )
     assert loss.isfinite().all()
 
 
-@pytest.mark.parametrize("grpo", (grpo, ppo))
-def test_kl_estimates(grpo):
+def test_kl_estimates():
     logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
     expected = {
         "k1": [0.5, -1.0],
@@ -419,8 +393,7 @@ def test_gradients_of_the_kl():
         ("seq-mean-token-sum-norm", [[1 / 20, 0, 0], [1 / 20, 1 / 20, 1 / 20], [0, 0, 0]]),
     ],
 )
-@pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
-def test_loss_weights(grpo, mode, expected):
+def test_loss_weights(mode, expected):
     mask_nt = grpo.response_mask([1, 3, 0])
     assert grpo.loss_weights(mask_nt, mode, max_length=10).tolist() == [
         pytest.approx(row) for row in expected
@@ -456,23 +429,43 @@ def test_split_micro_batches(packed, monkeypatch):
 
 
 def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
-    """Only what this step sampled counts, and not where the sampler cuts its distribution."""
+    """Only what this step sampled and the policy wrote counts; with top_p only NaN and infinity do."""
     monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
     args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
-    args = dataclasses.replace(args, rollout_rs="token", rollout_rs_threshold=2)  # rejected or not: an alarm
-    batch = dict(rollout_logp_nt=[torch.zeros(2), torch.tensor([-9.0, -9.0])], new=[0])
-    assert set(grpo.check_sampler(torch.zeros(2, 2), batch, args, 1).values()) == {0}
-    assert set(grpo.check_sampler(torch.zeros(2, 2), batch | dict(new=[]), args, 1).values()) == {0}
+    args = dataclasses.replace(
+        args, rollout_rs="token", rollout_rs_threshold=(2,)
+    )  # rejected or not: an alarm
+    cut = dataclasses.replace(args, top_p=0.9)
+
+    def rows(logp, **more):
+        row = dict(rollout_logp_t=np.zeros(3, np.float32), mask_t=np.array([True, True, False]))
+        return [row | dict(old_logp_t=torch.tensor([logp, logp, -9.0])) | more]
+
+    old = rows(-9.0, carried_over=True)
+    assert grpo.check_sampler(rows(0.0) + old, args, 1)["training/rollout_logp_diff_mean"] == 0
+    assert grpo.check_sampler(old, args, 1)["training/rollout_logp_diff_mean"] == 0
     for wrong in (0.01, math.nan, -math.inf):
         with pytest.raises(SystemExit, match="weight sync failed at step 1: the sampler does not hold"):
-            grpo.check_sampler(torch.full((2, 2), wrong), batch, args, 1)
-    assert grpo.check_sampler(torch.full((2, 2), -0.01), batch, dataclasses.replace(args, top_p=0.9), 1)
-    with pytest.raises(SystemExit):  # at the start the whole distribution is sampled
-        grpo.check_sampler(torch.full((2, 2), -0.01), batch, dataclasses.replace(args, top_p=0.9), 0)
+            grpo.check_sampler(rows(wrong), args, 1)
+    assert grpo.check_sampler(rows(-0.01), cut, 1)
+    for wrong in (math.nan, -math.inf):
+        with pytest.raises(SystemExit, match="weight sync failed"):
+            grpo.check_sampler(rows(wrong), cut, 1)
 
 
-@pytest.mark.parametrize("grpo", (grpo, dapo, ppo))
-def test_a_failed_reward_beats_no_wrong_answer_of_its_group(grpo, monkeypatch):
+def test_a_batch_without_rows_has_all_columns():
+    """A rank without a row runs a dummy, whose loss is a sum of nothing."""
+    args = grpo.Args(model="", train_files=(), output_dir="", use_kl_loss=True, rollout_rs="geometric")
+    args = dataclasses.replace(args, rollout_rs_threshold=(2,), clip_ratio_low=0.2, clip_ratio_high=0.2)
+    logp_nt = torch.zeros(1, 1, requires_grad=True)[:0]
+    for loss in ("clip", "gspo", "cispo", "sapo"):
+        loss_nt, terms = grpo.actor_loss(
+            dataclasses.replace(args, policy_loss=loss), logp_nt, logp_nt, grpo.collate([], "cpu")
+        )
+        assert loss_nt.sum() == 0 and loss_nt.requires_grad and len(terms) == 6
+
+
+def test_a_failed_reward_beats_no_wrong_answer_of_its_group(monkeypatch):
     def scored(rows, tokenizer):
         failed = dict(score=0.0, failure="TimeoutError: no result")
         rewards = dict(score=1.0), dict(score=-1.0), failed
@@ -481,17 +474,16 @@ def test_a_failed_reward_beats_no_wrong_answer_of_its_group(grpo, monkeypatch):
     monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(grpo.dist, "all_gather_object", lambda out, value: out.__setitem__(0, value))
     monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
-    common = dict.fromkeys(grpo.KNOWN) | dict(group=0, prompt_length=1, length=1)
-    rows = [common | dict(sample=i) for i in range(3)]
-    rows, tokens = grpo.score_rows(rows, SimpleNamespace(score_responses=scored), None)
-    assert [row["reward"]["score"] for row in rows] == [1, -1, -1] and tokens == [6]
+    rows = [dict(group=0, sample=i) for i in range(3)]
+    rows = grpo.score_rows(rows, SimpleNamespace(score_responses=scored), None)
+    assert [row["reward"]["score"] for row in rows] == [1, -1, -1]
 
 
 def test_attention_in_bfloat16_is_computed_in_float32():
     """Two pieces of 8 queries and 16 keys; a CPU's backward pass in bfloat16 takes over twice as long."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(n, heads, 32).bfloat16() for n, heads in ((16, 4), (32, 2), (32, 2)))
-    out = grpo.attend(query, key, value, [(2, 8, 16)], 0.2)
-    wide = grpo.attend(query.float(), key.float(), value.float(), [(2, 8, 16)], 0.2)
+    out = grpo.attend(query, key, value, [(8, 16)] * 2, 0.2)
+    wide = grpo.attend(query.float(), key.float(), value.float(), [(8, 16)] * 2, 0.2)
     assert out.dtype is torch.bfloat16 and wide.dtype is torch.float32
     assert torch.equal(out, wide.bfloat16())

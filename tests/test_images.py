@@ -85,7 +85,7 @@ def test_it_runs_on_two_ranks_and_is_answered_by(vlm, shapes, tmp_path):
 def test_a_prompt_is_as_its_processor_has_it(vlm, shapes):
     """An image is one token for the sampler, for the trainer 16 and their frame; where it stands is kept."""
     processor = images.load_processor(vlm)
-    rows, dropped = load_prompts([str(shapes / "train.parquet")], processor, 80, True)
+    rows, dropped = load_prompts([str(shapes / "train.parquet")], processor, 80)
     one = processor.image_token_id
     assert not dropped and len(rows[0]["images"]) == 0 and len(rows[1]["images"]) == 2
     assert rows[0]["prompt_ids"] == rows[0]["sampler_ids"]
@@ -95,7 +95,7 @@ def test_a_prompt_is_as_its_processor_has_it(vlm, shapes):
     assert processor.decode(images.encode_prompt(row, processor)["sampler_ids"]) == (
         "<|user|>a<image>b<image><|assistant|>"
     )
-    kept, dropped = load_prompts([str(shapes / "train.parquet")], processor, 40, True)
+    kept, dropped = load_prompts([str(shapes / "train.parquet")], processor, 40)
     assert len(kept) == dropped / 2 == 8  # those without images
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
     def refused(processor, problem, **changes):
         write_parquet([*rows[:4], rows[4] | changes], path := tmp_path / "bad.parquet")
         with pytest.raises(ValueError, match=problem) as caught:
-            load_prompts([str(path)], processor, 80, True)
+            load_prompts([str(path)], processor, 80)
         assert "\n" not in str(caught.value)
 
     cut = dict(bytes=whole[0]["bytes"][:60], path=None)

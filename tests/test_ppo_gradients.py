@@ -26,15 +26,22 @@ def results(tiny, tmp_path_factory):
 @pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
 @pytest.mark.parametrize("ranks", (1, 2))
 @pytest.mark.parametrize("budget", (70, 200, 100_000))
-@pytest.mark.parametrize("layout", ("padded", "packed", "shared"))
+@pytest.mark.parametrize("layout", ("padded", "one_row", "mixed"))
 def test_updates_equal_the_plain_losses(results, model, ranks, budget, layout):
     assert distance(results[ranks][budget, layout][model], results[1]["naive"][model]) < 1e-5
 
 
 @pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
-@pytest.mark.parametrize("way", ("hsdp", "sliced"))
-def test_updates_with_replicas_and_with_shared_rows(results, model, way):
-    assert distance(results[2][way][model], results[1]["naive"][model]) < 1e-5
+def test_updates_with_replicas(results, model):
+    assert distance(results[2]["hsdp"][model], results[1]["naive"][model]) < 1e-5
+
+
+@pytest.mark.parametrize("model", (0, 1), ids=("adapters", "critic"))
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_updates_with_adapters_of_the_actor(results, model, ranks):
+    expected = results[1]["naive_lora"][model]
+    assert len(expected) == (28, 21)[model]
+    assert distance(results[ranks]["lora"][model], expected) < 1e-5
 
 
 @pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
@@ -75,5 +82,9 @@ def test_the_critic_learns_a_fixed_batch(results):
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(results):
     written, read = (results[ranks]["checkpoint"] for ranks in (2, 1))
-    assert written.keys() == read.keys() and written["kl_weight.value"] != 0.1
-    assert all(torch.equal(value, read[name]) for name, value in written.items())
+    assert written["step"] == read["step"] == 7
+    assert written["kl_coef"] == read["kl_coef"] != 0.1  # to the last bit
+    for part in ("weights", "moments"):
+        assert len(written[part]) == 28 + 21
+        for a, b in zip(written[part], read[part], strict=True):
+            assert torch.equal(a, b)

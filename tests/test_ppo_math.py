@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from algos import ppo
-from rewards.combined import aggregate, load_rewards
-from rewards.manager import failure_metrics, score_row
+from rewards.combined import load_rewards
+from rewards.manager import demote_failures, failure_metrics, score_row
 
 ROW = "data_source", "solution_str", "ground_truth"
 
@@ -57,35 +58,28 @@ def test_lambda_adapts_to_the_length():
 
 def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
     """gamma 1, alpha .5: lambda .5 and 0 for 4 and 2 tokens, and .25 for the critic."""
-    rows = [dict(length=n, reward=dict(score=1.0)) for n in (4, 2)]
-    batch = dict(rows=[0, 1], responses=[[0] * 4, [0] * 2], value_nt=[f64(0.5, 0.5, 0, 0), f64(0.5, 0, 0, 0)])
+    values = f64(0.5, 0.5, 0, 0), f64(0.5, 0)
+    rows = [dict(mask_t=np.ones(len(x), bool), value_t=x, reward=dict(score=1.0)) for x in values]
     flags = dict(gamma=1.0, lam=0.9, critic_lam=0.25, lam_alpha=0.5, use_kl_in_reward=False)
-    flags |= dict(loss_agg="token-mean", ppo_mini_batch_size=2, group_size=1, sp_size=1)
     monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
-    step_nt = ppo.advantages(rows, batch, 0.0, SimpleNamespace(**flags))
+    step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags))
     # deltas 0 -.5 0 1 and -.5 1: with .5 and 0 -> -.125 -.25 .5 1 and -.5 1
     adv = torch.tensor([-0.125, -0.25, 0.5, 1, -0.5, 1])
     mask_nt = step_nt["mask_nt"]
     assert torch.allclose(step_nt["adv_nt"][mask_nt].float(), (adv - adv.mean()) / adv.std())
     # with .25: -.109375 -.4375 .25 1 and -.25 1, plus the values
     assert step_nt["return_nt"][mask_nt].tolist() == [0.390625, 0.0625, 0.25, 1, 0.25, 1]
-    step_nt = ppo.advantages(rows, batch, 0.0, SimpleNamespace(**flags | dict(critic_lam=None, lam=1.0)))
+    step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags | dict(critic_lam=None, lam=1.0)))
     assert step_nt["return_nt"][mask_nt].tolist() == pytest.approx([1] * 6)  # as --lam says
 
 
-@pytest.mark.parametrize(
-    ("loss_agg", "expected"),
-    (
-        ("token-mean", [8 / 3, 0, 8 / 3, 4 / 3, 0, 4 / 3, 0, 0, 0]),
-        ("seq-mean-token-mean", [1.5, 0, 1.5, 1.5, 0, 1.5, 0, 0, 0]),
-    ),
-)
-def test_nll_weights(loss_agg, expected):
-    """Three optimizer steps of three responses; the score says who is right where acc does not."""
+def test_nll_weights():
+    """Three optimizer steps of three responses; without acc the score decides which are correct."""
     lengths, scores = (1, 5, 2, 3, 1, 0, 4, 4, 4), (1, 0, 0.1, 3, -1, -1, -1, 0, 1)
     rows = [dict(length=n, reward=dict(score=score)) for n, score in zip(lengths, scores, strict=True)]
     rows[5]["reward"]["acc"], rows[8]["reward"]["acc"] = 1.0, 0.0
-    flags = SimpleNamespace(loss_agg=loss_agg, ppo_mini_batch_size=1, group_size=3)
+    flags = SimpleNamespace(ppo_mini_batch_size=1, group_size=3)
+    expected = [8 / 3, 0, 8 / 3, 4 / 3, 0, 4 / 3, 0, 0, 0]
     assert ppo.nll_weights(rows, flags).tolist() == pytest.approx(expected)
 
 
@@ -120,14 +114,21 @@ def test_token_rewards():
     assert reward_nt.flatten().tolist() == pytest.approx([-0.05, 0.9, 0, 0.2, 0, 1.75])
 
 
+def test_kl_penalty():
+    # log-ratio .5: e^-.5 + .5 - 1; log-ratio -30 is clamped, and then its estimate
+    logp_nt, ref_nt = f64([-1, -31]), f64([-1.5, -1])
+    for kind, expected in dict(k1=(0.5, -30), abs=(0.5, 30), k2=(0.125, 450), k3=(0.1065307, 10)).items():
+        assert ppo.kl_penalty(logp_nt, ref_nt, kind)[0].tolist() == pytest.approx(expected)
+
+
 def test_adaptive_kl():
     weight = ppo.AdaptiveKL(0.1, 2.0, 100)
     for kl, n, expected in ((2.2, 50, 0.105), (10, 50, 0.1155), (0, 100, 0.0924)):  # +10 %, at most +-20 %
         weight.update(kl, n)
-        assert weight.value.item() == pytest.approx(expected)
+        assert weight.value == pytest.approx(expected)
     fixed = ppo.AdaptiveKL(0.1, None, 100)
     fixed.update(10, 50)
-    assert fixed.value.item() == 0.1
+    assert fixed.value == 0.1
 
 
 @given(st.floats(0, 10), st.integers(1, 10**6), st.floats(0.1, 1e5))
@@ -135,91 +136,61 @@ def test_adaptive_kl_stays_positive(kl, n, horizon):
     """However large a step is: it changes the weight by 20 % at most."""
     weight = ppo.AdaptiveKL(0.1, 2.0, horizon)
     weight.update(kl, n)
-    assert 0.08 - 1e-9 <= weight.value.item() <= 0.12 + 1e-9
+    assert 0.08 - 1e-9 <= weight.value <= 0.12 + 1e-9
 
 
-@pytest.mark.parametrize("how", ("sum", "mean", "min"))
-@pytest.mark.parametrize("weights", ((), (0.5, 2.0, 3.0)))
-def test_model_score_is_one_more_reward(how, weights):
-    flags = SimpleNamespace(reward_fn=("a", "b"), reward_weights=weights, reward_aggregation=how)
-    every = weights or (1.0, 1.0, 1.0)
-    for scores in ((1.0, 0.5, -2.0), (-3.0, 0.2, 7.0)):
-        rules = aggregate(scores[:2], every[:2], how)  # what the reward manager returns
-        rows = [dict(index=3, group=0, reward={"score": rules, "pred": "7"})]
-        [row] = ppo.add_model_scores(rows, [[{"score": scores[2]}]], flags)
-        assert row | dict(reward=0) == dict(index=3, group=0, reward=0)
-        assert row["reward"] == {"score": pytest.approx(aggregate(scores, every, how))} | {
-            "score/rules": rules,
-            "score/model": scores[2],
-            "pred": "7",
-        }
-
-
-@pytest.mark.parametrize("how", ("sum", "mean", "min"))
 @pytest.mark.parametrize(
-    ("rules", "weights"), ((0, ()), (0, (0.5, 2.0, 3.0)), (2, (1.0, 0.5, 2.0, 1.0, 4.0)))
+    ("rules", "models", "weights", "expected"),
+    (
+        (1.2, (-2.0,), (), -0.8),
+        (1.2, (-2.0,), (9.0, 9.0, 0.5), 0.2),  # the first two are those of the rules, which have them already
+        (1.2, (1.0, -2.0, 0.5), (1.0, 0.5, 2.0, 1.0, 4.0), 3.2),
+    ),
 )
-def test_scores_of_several_models(how, rules, weights):
-    """An ensemble, beside rules or alone: its mean, or its worst case."""
-    flags = SimpleNamespace(reward_fn=("a", "b")[:rules], reward_weights=weights, reward_aggregation=how)
-    models, every = (1.0, -2.0, 0.5), weights or (1.0,) * 3
-    own = aggregate((0.2, 0.7), every[:2], how) if rules else 0.0
-    results = [[{"score": 9.0}, {"score": score}] for score in models]
-    rows = [dict(group=g, reward={"score": own}) for g in (0, 1)]
-    _, row = ppo.add_model_scores(rows, results, flags)
-    expected = aggregate(((0.2, 0.7) if rules else ()) + models, every, how)
-    names = ("score", "score/rules", "score/model", "score/model_2", "score/model_3")
-    assert row["reward"] == dict(zip(names, (pytest.approx(expected), own, *models)))
-    results[1][1] = {"score": 0.0, "failure": "ValueError: nan"}  # of one model is one of the response
-    _, row = ppo.add_model_scores(rows, results, flags)
-    assert row["reward"]["failure"] == "ValueError: nan"
+def test_model_scores_are_further_rewards(rules, models, weights, expected):
+    flags = SimpleNamespace(reward_fn=("a", "b"), reward_weights=weights)
+    names = ("score/model", "score/model_2", "score/model_3")
+    rows = [dict(index=3, reward={"score": score, "pred": "7"}) for score in (0.0, rules)]
+    given = [dict(row["reward"]) for row in rows]
+    _, row = ppo.add_model_scores(rows, [[{"score": 9.0}, {"score": score}] for score in models], flags)
+    scores = {"score": pytest.approx(expected), "score/rules": rules} | dict(zip(names, models))
+    assert row == dict(index=3, reward=scores | dict(pred="7"))
+    assert [row["reward"] for row in rows] == given  # what was given stays
 
 
-@pytest.mark.parametrize(("how", "expected"), (("sum", 5.0), ("min", 2.0)))
-def test_rules_of_weight_0_only_look_on(how, expected):
-    """Without them the scores, and so the worst case, are the same."""
-    flags = SimpleNamespace(reward_fn=("a",), reward_weights=(0.0, 2.0, 1.0), reward_aggregation=how)
-    assert aggregate([7.0], [0.0], how) == 0
-    rows = [dict(group=0, reward={"score": 0.0, "acc": 1.0})]
-    [row] = ppo.add_model_scores(rows, [[{"score": 1.0}], [{"score": 3.0}]], flags)
-    assert row["reward"]["score"] == expected and row["reward"]["acc"] == 1.0
-
-
-@pytest.mark.parametrize("how", ("sum", "mean", "min"))
-def test_model_score_without_rules(how):
-    for weights, expected in (((), 1.5), ((2.0,), 1.5 if how == "mean" else 3.0)):
-        flags = SimpleNamespace(reward_fn=(), reward_weights=weights, reward_aggregation=how)
-        rows = [dict(group=0, reward=score_row(load_rewards(("none",), (), how), dict.fromkeys(ROW)))]
+def test_model_score_without_rules():
+    for weights, expected in (((), 1.5), ((2.0,), 3.0)):
+        flags = SimpleNamespace(reward_fn=(), reward_weights=weights)
+        rows = [dict(reward=score_row(load_rewards(("none",), ()), dict.fromkeys(ROW)))]
         [row] = ppo.add_model_scores(rows, [[{"score": 1.5}]], flags)
         assert row["reward"] == {"score": expected, "score/rules": 0, "score/model": 1.5}
 
 
 def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group():
     """Rules of +1 and -1; by the model alone the failed ones would be best, or in the middle."""
-    flags = SimpleNamespace(reward_fn=("a",), reward_weights=(1.0, 0.5), reward_aggregation="sum")
-    rules = [{"score": 1.0}, {"score": -1.0}, {"score": 1.0}, {"score": -1.0, "failure": "TypeError: x"}]
+    flags = SimpleNamespace(reward_fn=("a",), reward_weights=(1.0, 0.5))
+    rules = [{"score": 1.0}, {"score": -1.0}, {"score": 1.0}, {"score": 0.0, "failure": "TypeError: x"}]
     model = [{"score": 2.0}, {"score": -1.0}, {"score": 0.0, "failure": "ValueError: nan"}, {"score": 4.0}]
     rows = [dict(group=0, reward=result) for result in rules] + [dict(group=1, reward={"score": -9.0})]
-    rewards = [row["reward"] for row in ppo.add_model_scores(rows, [[*model, {"score": 0.0}]], flags)]
+    rows = demote_failures(ppo.add_model_scores(rows, [[*model, {"score": 0.0}]], flags))
+    rewards = [row["reward"] for row in rows]
     assert [result["score"] for result in rewards] == [2.0, -1.5, -1.5, -1.5, -9.0]
-    assert [result.get("failure") for result in rewards] == [
-        *(None, None, "ValueError: nan", "TypeError: x"),
-        None,
-    ]
+    failures = [None, None, "ValueError: nan", "TypeError: x", None]
+    assert [result.get("failure") for result in rewards] == failures
     assert failure_metrics(rewards)["reward/errors"] == 2
-    assert rules[2] == {"score": 1.0}  # what was given stays
 
 
-@pytest.mark.parametrize("layout", (ppo.padded, ppo.packed, ppo.shared))
-def test_values_of_a_lookup_table(layout):
+@pytest.mark.parametrize("shares", (False, True))
+def test_values_of_a_lookup_table(shares):
     """V of a response token is that of the state before it: of the token that predicts it."""
     lm = nn.Module()
     lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, 1, bias=False)
     lm.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=lm.embed(input_ids))
     lm.get_output_embeddings = lambda: None  # as transformers has it for a model without an output layer
     lm.config = PreTrainedConfig()
-    prompts, responses = [[1, 2], [3]], [[5, 1, 3], [2]]
-    value_nt, _ = ppo.token_logps(ppo.TokenValues(lm), prompts, responses, 1.0, layout)
+    texts = ([1, 2], [5, 1, 3]), ([1, 2], [4]), ([3], [2])
+    rows = [dict(prompt_ids=prompt, response_ids=response) for prompt, response in texts]
+    value_nt, _ = ppo.token_logps(ppo.TokenValues(lm, shares), rows, None, 1.0)
     table = lm.score(lm.embed.weight)[:, 0].tolist()
-    expected = [table[2], table[5], table[1], table[3], 0, 0]
+    expected = [table[2], table[5], table[1], table[2], 0, 0, table[3], 0, 0]
     assert value_nt.flatten().tolist() == pytest.approx(expected)

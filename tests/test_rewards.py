@@ -236,7 +236,7 @@ def test_results_are_plain(value, plain):
     def reward(**_):
         return {"score": value, "acc": value, "extra": value} if is_number else {"score": 1, "extra": value}
 
-    combined = CombinedReward({"a": reward, "b": reward}, [1.0, 2.0], "sum")
+    combined = CombinedReward({"a": reward, "b": reward}, [1.0, 2.0])
     for mode in ("naive", "prime"):
         results = [RewardManager(mode, function).score([make_row("5")])[0] for function in (reward, combined)]
         assert "failure" not in results[0] | results[1]
@@ -418,30 +418,28 @@ def test_manager_limits(workers, timeout_s):
         RewardManager("prime", workers=workers, timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize(("how", "expected"), [("sum", 4 - 3), ("mean", (4 - 3) / 3), ("min", -3)])
-def test_combined_rewards(tmp_path, how, expected):
+def test_combined_rewards(tmp_path):
     (tmp_path / "a.py").write_text(
         "def f(solution_str, **_):\n    return {'score': 2, 'acc': 1, 'pred': 'a'}\n"
     )
     (tmp_path / "b.py").write_text("def f(solution_str, **_):\n    return {'score': -3.0, 'acc': 0}\n")
     specs = [f"{tmp_path}/a.py:f", f"{tmp_path}/b.py:f"]
-    reward = load_rewards(specs, [2.0, 1.0], how)
+    reward = load_rewards(specs, [2.0, 1.0])
     for mode in ("naive", "prime"):
         [result] = RewardManager(mode, reward).score([make_row("5")])
-        assert result == {"score": expected, "acc": 1, "pred": "a", "score/a.f": 2, "score/b.f": -3.0}
-    [result] = RewardManager("naive", load_rewards(["rewards", specs[0]], [], "sum")).score([make_row("5")])
+        assert result == {"score": 2 * 2 - 3, "acc": 1, "pred": "a", "score/a.f": 2, "score/b.f": -3.0}
+    [result] = RewardManager("naive", load_rewards(["rewards", specs[0]], [])).score([make_row("5")])
     assert (result["score"], result["score/rewards"], result["score/a.f"]) == (3, 1, 2)
-    assert load_rewards(["rewards"], [], "min") is compute_score
+    assert load_rewards(["rewards"], []) is compute_score
     for mode in ("naive", "prime"):
-        assert RewardManager(mode, load_rewards(["none"], [], how)).score([make_row("5")]) == [{"score": 0.0}]
-    for wrong, weights, how, what in (
-        (specs, [1.0], "sum", "1 --reward_weights for 2"),
-        (specs, [1.0, -1.0], "mean", "above 0"),
-        (specs[:1] * 2, [], "sum", "two --reward_fn"),
-        ([], [], "sum", "at least one"),
+        assert RewardManager(mode, load_rewards(["none"], [])).score([make_row("5")]) == [{"score": 0.0}]
+    for wrong, weights, what in (
+        (specs, [1.0], "1 --reward_weights for 2"),
+        (specs[:1] * 2, [], "two --reward_fn"),
+        ([], [], "at least one"),
     ):
         with pytest.raises(ValueError, match=what):
-            load_rewards(wrong, weights, how)
+            load_rewards(wrong, weights)
 
 
 def test_dispatch_of_patterns():

@@ -1,4 +1,4 @@
-"""Loss and gradient of the reward model do not depend on how the work is cut: ranks, packing, budget."""
+"""Loss and gradient of the reward model do not depend on how the work is cut: ranks, layout, budget."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def classifier(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(classifier, tmp_path_factory):
-    """On one rank: {(LoRA rank, packing, budget) or (LoRA rank, "naive"): metrics or loss, gradients}."""
+    """On one rank: {(LoRA rank, one row, budget) or (LoRA rank, "naive"): metrics or loss, gradients}."""
     out = tmp_path_factory.mktemp("gradients") / "one.pt"
     run(WORKER, classifier, out, 1)
     return torch.load(out)

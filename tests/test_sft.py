@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, documented, metrics, run
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig
 
 from algos import sft
 from data_prep.arithmetic import make_row
@@ -39,27 +40,23 @@ def rows_file(tmp_path):
 # ---- what is trained
 
 
-def columns(rows):
-    return [[row[name] for row in rows] for name in ("prompt_ids", "response_ids", "trained")]
-
-
 def trained_tokens(rows):
     return sum(sum(row["trained"]) for row in rows)
 
 
 def loss_of(lm, rows):
     """The loss of plain rows, all of whose response tokens are trained."""
-    prompts, responses, _ = columns(rows)
-    logp_nt, _ = sft.token_logps(sft.TokenLogps(lm), prompts, responses, 1.0, sft.padded)
+    logp_nt, _ = sft.token_logps(sft.TokenLogps(lm), rows, make_args(), 1.0)
     return sft.sft_loss(logp_nt, 1, trained_tokens(rows)).item()
 
 
 class Spy(torch.nn.Module):
     """Stands for the model, and keeps what it was asked for."""
 
-    def __init__(self):
+    def __init__(self, shares):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.weight, self.shares = torch.nn.Parameter(torch.zeros(())), shares
+        self.lm = SimpleNamespace(config=LlamaConfig())
 
     def forward(self, where, target, temperature, input_ids, **layout):
         self.asked = [input_ids.flatten()[p + 1].item() for p in where], target.tolist(), temperature
@@ -67,15 +64,15 @@ class Spy(torch.nn.Module):
 
 
 @pytest.mark.parametrize("pad", ("<|pad|>", "<|eos|>"))
-@pytest.mark.parametrize("layout", (sft.padded, sft.packed))
-def test_response_and_eos_are_trained_and_nothing_else(pad, layout):
-    tokenizer, spy = make_tokenizer(), Spy()
+@pytest.mark.parametrize("shares", (False, True))
+def test_response_and_eos_are_trained_and_nothing_else(pad, shares):
+    tokenizer, spy = make_tokenizer(), Spy(shares)
     tokenizer.pad_token = pad
     questions = (("1+2=", "3"), ("37+85=", "122"))
     rows = [sft.split(*sft.encode([{"role": "user", "content": q}], a, tokenizer)) for q, a in questions]
     assert tokenizer.decode(rows[1]["prompt_ids"]) == PROMPT
     assert tokenizer.decode(rows[1]["response_ids"]) == RESPONSE and all(rows[1]["trained"])
-    sft.token_logps(spy, *columns(rows)[:2], 1.0, layout)
+    sft.token_logps(spy, rows, make_args(), 1.0)
     at_next_position, target, temperature = spy.asked
     assert tokenizer.decode(target) == "3<|eos|>" + RESPONSE
     assert at_next_position == target and temperature == 1.0
@@ -88,7 +85,7 @@ def test_loss_is_that_of_transformers(tiny):
     assert (tokens := trained_tokens(rows)) == 2 + 4 + 1  # an empty response is its EOS
     expected = sum(
         lm(input_ids=torch.tensor([p + r]), labels=torch.tensor([[-100] * len(p) + r])).loss * len(r)
-        for p, r, _ in zip(*columns(rows))
+        for p, r in ((row["prompt_ids"], row["response_ids"]) for row in rows)
     )
     assert loss_of(lm, rows) == pytest.approx(expected.item() / tokens, abs=1e-5)
 
@@ -111,16 +108,17 @@ def test_decay_in_the_last_steps():
 
 def test_pack(monkeypatch):
     monkeypatch.setattr(sft, "all_reduce", lambda values, op: values)
-    assert sft.pack([6, 5, 5, 4], 10) == [[0, 3], [1, 2]]
-    assert sft.pack([], 10) == [[]]
+    assert sft.pack([6, 5, 5, 4], 10, True) == [[0, 3], [1, 2]]
+    assert sft.pack([6, 5, 5, 4], 10, False) == [[0], [1, 2], [3]]  # padded
+    assert sft.pack([], 10, True) == [[]]
     lengths = np.random.default_rng(0).integers(1, 101, 500).tolist()
-    packed = sft.pack(lengths, 100)
+    packed = sft.pack(lengths, 100, True)
     assert sorted(i for part in packed for i in part) == list(range(500))
     assert max(sum(lengths[i] for i in part) for part in packed) <= 100
     assert len(packed) <= 1.06 * sum(lengths) / 100  # next-fit, as in `split_micro_batches`: 1.29
     # another rank needs more micro-batches: some stay empty
     monkeypatch.setattr(sft, "all_reduce", lambda values, op: [4.0])
-    assert sft.pack([6, 5], 11) == [[0], [1], [], []]
+    assert sft.pack([6, 5], 11, True) == [[0], [1], [], []]
 
 
 def test_a_string_is_one_user_message(rows_file):
@@ -301,7 +299,7 @@ def test_two_ranks_and_large_microbatches_change_nothing(straight, tiny, arithme
     assert two["perf/total_num_tokens"] == one["perf/total_num_tokens"]
 
 
-def test_a_killed_run_goes_on(straight, tiny, arithmetic, tmp_path):
+def test_a_killed_run_resumes(straight, tiny, arithmetic, tmp_path):
     """As a kill after the checkpoint of step 4 leaves it: metrics of later steps, but no checkpoint."""
     half = tmp_path / "half"
     shutil.copytree(straight, half, symlinks=True)
@@ -343,28 +341,27 @@ def test_four_rows_are_learned_by_heart(tiny, tmp_path, key):
         assert found == row["prompt_ids"] + row["response_ids"]  # and stops
 
 
-# ---- stop and go on
+# ---- stop and resume
 
 
 def test_what_may_change_when_a_run_goes_on(straight, tiny, arithmetic):
     args = sft.Args(**sft.parse(sft.Args, list(map(str, flags(tiny, arithmetic, straight)))))
     open_run = lambda **changes: sft.open_run(sft.replace(args, **changes))
-    newest = [f"step_{step:06d}" for step in (8, 4)]
-    assert [path.name for path in open_run(lr=1.0, max_tokens_per_microbatch=99, test_freq=1)] == newest
+    newest = f"step_{STEPS:06d}"
+    assert open_run(lr=1.0, max_tokens_per_microbatch=99, test_freq=1, packing=False).name == newest
     for changes in (dict(train_batch_size=16), dict(model="another"), dict(resume="never")):
         with pytest.raises(SystemExit, match=r"there, |already holds"):
             open_run(**changes)
     path = straight / "checkpoints/step_000004"
-    assert open_run(output_dir=str(straight / "fresh"), resume=str(path)) == [path]
+    assert open_run(output_dir=str(straight / "fresh"), resume=str(path)) == path
 
 
 def test_it_goes_on_with_cut_files_and_from_its_own_checkpoint(straight, tiny, arithmetic, tmp_path):
-    """A full disk left half a line of metrics and an empty args.json; the run began with --resume PATH."""
+    """A full disk left half a line of metrics; the run began with --resume PATH."""
     out, path = tmp_path / "run", straight / f"checkpoints/step_{STEPS // 2:06d}"
     shutil.copytree(straight, out, symlinks=True)
     lines = (out / "metrics.jsonl").read_text()
     (out / "metrics.jsonl").write_text(lines + lines.splitlines()[-1][:20])
-    (out / "args.json").write_text("")
     run(SCRIPT, *flags(tiny, arithmetic, out, total_steps=STEPS + 1, lr=1e-3, resume=path))
     assert f"resumed from {out}/checkpoints/step_{STEPS:06d}" in (out / "log.txt").read_text()
     assert (out / "metrics.jsonl").read_text().startswith(lines)
@@ -430,11 +427,10 @@ def test_adalora_needs_steps_to_choose_ranks_in(tiny, arithmetic, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is under --max_length 32"),
-        (dict(sp_size=2, packing=True), "1 ranks are not a multiple of --sp_size 2"),
-        (dict(qlora=True), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
-        (dict(merge_lora=True), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
-        (dict(lora_kind="adalora"), "--qlora, --merge_lora, --lora_kind adalora need --lora_rank"),
+        (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is less than --max_length 32"),
+        (dict(sp_size=2), "1 ranks are not a multiple of --sp_size 2"),
+        (dict(qlora=True), "--qlora and --lora_kind adalora need --lora_rank"),
+        (dict(lora_kind="adalora"), "--qlora and --lora_kind adalora need --lora_rank"),
         (dict(liger=True), "--liger needs a GPU and Liger's kernels"),
     ],
 )
@@ -455,10 +451,11 @@ def test_flash_attention_has_no_float32():
         sft.check_args(make_args(attn_implementation="flash_attention_2", compute_dtype="float32"))
 
 
-def test_sequence_parallelism_needs_packed_rows(monkeypatch):
+@pytest.mark.parametrize("changes", (dict(packing=False), dict(attn_implementation="eager")))
+def test_sequence_parallelism_needs_one_row(monkeypatch, changes):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="--sp_size 2 cuts packed rows: add --packing"):
-        sft.check_args(make_args(sp_size=2, packing=False))
+    with pytest.raises(SystemExit, match="--sp_size 2 needs --packing, and sdpa or flash_attention_2"):
+        sft.check_args(make_args(sp_size=2, **changes))
 
 
 @pytest.mark.parametrize(
@@ -467,7 +464,7 @@ def test_sequence_parallelism_needs_packed_rows(monkeypatch):
         (
             dict(sp_size=2),
             dict(num_attention_heads=9),
-            "9 attention heads, which --sp_size 2 does not divide: take --sp_attention gather or ring$",
+            "9 attention heads, which --sp_size 2 does not divide: take --sp_attention ring$",
         ),
         (
             dict(sp_size=2),
@@ -477,19 +474,19 @@ def test_sequence_parallelism_needs_packed_rows(monkeypatch):
         (
             dict(lora_rank=4, lora_target_modules=("q_prj", "v_proj")),
             {},
-            "has no q_prj for --lora_target_modules, but .*q_proj",
+            "--lora_target_modules: q_prj are not among its linear layers, .*q_proj",
         ),
-        (dict(lora_rank=4, lora_target_modules=("lm_head",)), {}, "has no lm_head for --lora_target_modules"),
+        (dict(lora_rank=4, lora_target_modules=("lm_head",)), {}, "lm_head are not among its linear layers"),
     ],
 )
 def test_models_that_do_not_fit(tiny, changes, model, message):
     config = AutoConfig.from_pretrained(tiny)
     for name, value in model.items():
         setattr(config, name, value)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((SystemExit, ValueError), match=message):
         sft.check_model(config, make_args(**changes))
 
 
 def test_a_model_of_images_and_text():
-    with pytest.raises(ValueError, match="takes images, which --messages_key, --packing"):
-        sft.check_model(Gemma3Config(), make_args(packing=True))
+    with pytest.raises((SystemExit, ValueError), match="takes images, which --messages_key, --lora_rank"):
+        sft.check_model(Gemma3Config(), make_args(truncation="left"))

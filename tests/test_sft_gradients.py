@@ -41,7 +41,7 @@ def test_one_rank(reference):
 
 @pytest.mark.parametrize(
     ("ranks", "sp_size", "kinds"),
-    [(2, 1, []), (2, 2, ["ulysses", "gather", "ring"]), (3, 3, ["gather", "ring"])],
+    [(2, 1, []), (2, 2, ["ulysses", "ring"]), (3, 3, ["ring"])],
 )
 def test_more_ranks(reference, tiny, tmp_path, ranks, sp_size, kinds):
     """sp_size 2: the model has one key/value head, which both ranks need; 3: and two heads."""

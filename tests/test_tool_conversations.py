@@ -145,7 +145,7 @@ def test_sft_trains_on_the_tokens_of_a_rollout(name, said, system, tmp_path):
         with pytest.raises(ValueError, match=r"row 0: messages: .* renders message \d otherwise when others"):
             load()
         return
-    [prompt] = load_prompts([file], tokenizer, 999, False, TOOLS)[0]
+    [prompt] = load_prompts([file], tokenizer, 999, TOOLS)[0]
     assert ("calculate" in tokenizer.decode(prompt["prompt_ids"])) == (name not in SHOWS_NO_TOOLS)
     [written] = load()
     expected = sft.split(*rollout(prompt["prompt_ids"], turns, tokenizer, TOOLS))

@@ -4,7 +4,8 @@ FAULTS: PHASE:RANK:STEP:kill|hang|full|hf|link, separated by commas.
 Each fault strikes once, in the first pass of a phase at STEP or later: kill -9 of the rank, at a random
 moment within the time that the phase took before; or it sleeps; or no file grows over 100 kB (a full disk);
 or it ends as the weights of hf/ are about to be written; or no symbolic link can be made.
-NOTES is a directory where those that have struck are noted, over all restarts.
+NOTES is a directory where those that have struck are noted, over all restarts. FAULTY_TIMEOUT_S: in the
+environment, how long ranks wait for one another.
 """
 
 import errno
@@ -35,7 +36,7 @@ def strike(kind, note, seconds):
     if kind == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     elif kind == "hf":
-        algo.safetensors.torch.save_file = lambda *_, **__: os._exit(1)
+        algo.save_torch_state_dict = lambda *_, **__: os._exit(1)
     elif kind == "link":
         os.symlink = no_room
     elif kind == "kill":
@@ -67,4 +68,5 @@ def counting_log(self, metrics, step, **shown):
 
 
 algo.timed, algo.Logger.log, algo.step = faulty_timed, counting_log, 0
+algo.TIMEOUT_S = float(os.environ.get("FAULTY_TIMEOUT_S", algo.TIMEOUT_S))
 algo.main(algo.Args(**algo.parse(algo.Args)))

@@ -41,7 +41,7 @@ def rl_flags(tiny, arithmetic, out):
     files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
     sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
     steps = "--total_steps 6 --save_freq 2 --test_freq 3 --lr 3e-3"
-    reward = "--reward_manager prime --reward_workers 1 --reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
+    reward = "--reward_manager prime --reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
     rest = [*sizes.split(), *steps.split(), *reward[0].split(), reward[1]]
     return ["--model", tiny, "--output_dir", out, *files, *rest]
 
@@ -93,15 +93,16 @@ def test_killed_while_updating_and_while_saving(sft, tmp_path):
     nothing_is_left(out)
 
 
-def test_a_rank_that_hangs_is_named(sft, tmp_path):
+def test_a_rank_that_hangs_shows_its_stack(sft, tmp_path, monkeypatch):
     (tmp_path / "notes").mkdir()
     flags, out = sft[0], tmp_path / "hangs"
     hangs = "sft", "update_actor:1:3:hang", tmp_path / "notes"
-    done = run(FAULTY, *hangs, *flags(out, "--timeout_s", 10), ranks=2, check=False)
+    monkeypatch.setenv("FAULTY_TIMEOUT_S", "10")
+    done = run(FAULTY, *hangs, *flags(out), ranks=2, check=False)
     assert done.returncode != 0
-    assert "rank 0: no answer from rank 1" in done.stderr, done.stderr
     stack = done.stderr.partition("Timeout (0:00:10.250000)!")[2]  # of rank 1, after that of rank 0
     assert "tests/faults/faulty.py" in stack and " in strike" in stack, done.stderr
+    assert "Timed out waiting 10000ms" in done.stderr and "Root Cause" in done.stderr  # torchrun's summary
     nothing_is_left(out)
 
 
@@ -146,31 +147,35 @@ def damage(checkpoint, kind):
         (checkpoint / "trainer_state.json").write_text("{")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "damages"), [(0, ("truncated", "metadata", "state")), (2, ("missing", "half", "metadata"))]
-)
-def test_damaged_checkpoints_are_named_and_the_one_before_is_used(sft, tmp_path, ranks, damages):
+@pytest.mark.parametrize(("ranks", "kind"), [(0, "truncated"), (0, "state"), (2, "missing"), (2, "metadata")])
+def test_a_damaged_checkpoint_is_one_line_that_says_how_to_resume(sft, tmp_path, ranks, kind):
     flags, straight = sft
     out = tmp_path / "damaged"
     shutil.copytree(straight, out, symlinks=True)
-    for step, kind in zip((8, 6, 4), damages):
-        damage(out / f"checkpoints/step_{step:06d}", kind)
-    done = run(SFT, *flags(out), ranks=ranks)
-    lines = [line for line in done.stderr.splitlines() if "is damaged (" in line]
-    assert [line.partition(" is damaged (")[0][-11:] for line in lines] == [
-        f"step_00000{s}" for s in (8, 6, 4)
-    ]
-    assert all(line.endswith(") and left out") for line in lines), lines
-    assert f"resumed from {out}/checkpoints/step_000002" in (out / "log.txt").read_text()
+    damage(out / "checkpoints/step_000008", kind)
+    done = run(SFT, *flags(out), ranks=ranks, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode != 0 and len(lines) == 1, done.stderr
+    assert f"{out}/checkpoints/step_000008 is damaged (" in lines[0]
+    assert lines[0].endswith(f"point {out}/checkpoints/latest at an earlier step, or remove it")
+    (out / "checkpoints/latest").unlink()
+    (out / "checkpoints/latest").symlink_to("step_000004")
+    run(SFT, *flags(out), ranks=ranks)
+    assert f"resumed from {out}/checkpoints/step_000004" in (out / "log.txt").read_text()
     same(straight, out)
+    nothing_is_left(out)
 
 
-def test_no_checkpoint_is_intact(sft, tmp_path):
+def test_an_unfinished_checkpoint_goes(sft, tmp_path):
+    """A kill left it: what lies there does not get into the checkpoint that is written later."""
     flags, straight = sft
-    out = tmp_path / "damaged"
+    out = tmp_path / "unfinished"
     shutil.copytree(straight, out, symlinks=True)
-    for path in out.glob("checkpoints/*/dcp/.metadata"):
-        path.write_bytes(b"")
-    done = run(SFT, *flags(out), check=False)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: no checkpoint is intact")
-    assert len([*out.glob("checkpoints/step_*")]) == 4
+    (out / "checkpoints/latest").unlink()
+    (out / "checkpoints/latest").symlink_to("step_000006")
+    last = out / "checkpoints/step_000008"
+    (last / "trainer_state.json").unlink()
+    (last / "hf/model-00002-of-00002.safetensors").write_bytes(b"")
+    run(SFT, *flags(out), ranks=2)
+    assert not (last / "hf/model-00002-of-00002.safetensors").exists()
+    same(straight, out)

@@ -1,7 +1,7 @@
 """DAPO's loop with a made-up sampler in place of vLLM, so that each group's outcome is known: MODEL DATA OUT.
 
-Runs one scenario after the other on all ranks; prints, for each how it ended on each rank, after how many
-generation batches and syncs.
+Runs one scenario after the other on all ranks. Prints for each how it ended on each rank, how many generation
+batches and syncs it took, and the (tokens, responses) of each optimizer step.
 """
 
 import os
@@ -27,8 +27,9 @@ KINDS = [ALL_WRONG, MIXED, LONG_BUT_ALL_RIGHT, ALL_RIGHT, LONG_AND_RIGHT]
 SCENARIOS = {  # groups by prompt number, in turn; flags
     "always right": ([ALL_RIGHT], "--max_gen_batches 3"),
     "one more": ([ALL_RIGHT], "--max_gen_batches 4 --rollout_is None"),
-    "partial": ([ALL_RIGHT] * 7 + [MIXED], "--max_gen_batches 2 --allow_partial_batch --total_steps 2"),
+    "three batches": ([ALL_RIGHT] * 4 + [MIXED] * 12, "--max_gen_batches 2 --total_steps 1"),
     "kinds": (KINDS, "--total_steps 4"),
+    "filtered": (KINDS, "--total_steps 2 --overlong_filtering"),
     "surplus": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
     "resumed": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 1"),
     "resumed on": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
@@ -37,7 +38,14 @@ SCENARIOS = {  # groups by prompt number, in turn; flags
     "epoch again": (KINDS, "--total_epochs 1 --lora_rank 4"),
 }
 GOES_ON = {"one more": "always right", "resumed on": "resumed", "epoch again": "epoch"}  # in one directory
-gen_batches, syncs, groups = 0, 0, []
+gen_batches, syncs, groups, totals = 0, 0, [], []
+deal = dapo.deal
+
+
+def recorded_deal(*arguments):
+    mini_batches, *rest = deal(*arguments)
+    totals.extend(total for _, total in mini_batches)
+    return mini_batches, *rest
 
 
 @contextmanager
@@ -56,7 +64,8 @@ def rollout(prompts, step, group_size, **sampling):
             row,
             sample=g,
             response_ids=np.full(length, digits[right], np.int32),
-            rollout_logps=np.full(length, -4.0, np.float32),
+            rollout_logp_t=np.full(length, -4.0, np.float32),
+            mask_t=np.ones(length, bool),
             prompt_length=len(row["prompt_ids"]),
             length=length,
             rank=dist.get_rank(),
@@ -74,13 +83,14 @@ def main(model, data, out):
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
     tracking.matmul_speed = lambda dtype, device: 1e12
-    dapo.check_engines = dapo.check_sampler = lambda *_: {}  # the sampler's log-probs are made up too
-    dapo.awake = awake
+    dapo.check_sampler = lambda *_: {}  # the sampler's log-probs are made up too
+    dapo.awake, dapo.deal = awake, recorded_deal
     reward = __file__.replace("workers/dapo_loop.py", "dapo_reward.py:starts_with_one")
     sizes = "--train_batch_size 4 --ppo_mini_batch_size 4 --group_size 4 --max_prompt_length 16".split()
     sizes += f"--max_response_length {LENGTH} --overlong_buffer 1 --save_freq 0 --rollout_dump".split()
     for name, (made_up, flags) in SCENARIOS.items():
         gen_batches, syncs, groups = 0, 0, made_up
+        totals.clear()
         where = f"{out}/{GOES_ON.get(name, name)}"
         files = "--model", model, "--train_files", data, "--output_dir", where, "--reward_fn", reward
         sys.argv = ["dapo.py", *files, *sizes, *flags.split()]
@@ -90,7 +100,7 @@ def main(model, data, out):
         except SystemExit as stop:
             code = stop.code
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (code, gen_batches, syncs))
+        dist.all_gather_object(found, (code, gen_batches, syncs, totals))
         if os.environ["RANK"] == "0":
             print("SCENARIO", name, found, sep="|")
     leave()

@@ -1,20 +1,22 @@
-"""Gradients of a distillation step on fixed rows, for many ways to cut it: distill MODEL OUT REPLICAS."""
+"""Gradients of a distillation step on fixed rows, for many ways to split it: distill MODEL OUT REPLICAS."""
 
 import dataclasses
 import sys
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from gradients import Capture, adapters, cuts, make_rows
-from transformers import AutoConfig, AutoModelForCausalLM
+from gradients import Capture, deal, make_rows, set_adapters, trained
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig
 
 from algos import distill
+
+distill.LOGIT_CHUNK = 16  # fewer than the positions of most micro-batches
+LAYOUTS = dict(padded="eager", one_row="sdpa")
 
 
 def naive(student, teacher, args):
     """The loss of each row alone, written out with plain logits."""
-    rows, _ = make_rows()
+    rows = make_rows()
     tokens, loss = sum(row["length"] for row in rows), 0.0
     for row in rows:
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
@@ -24,67 +26,64 @@ def naive(student, teacher, args):
             loss = loss + (logp.exp() * (logp - logq)).sum()
             continue
         logp, logq = (x[range(row["length"]), row["response_ids"]] for x in (logp, logq))
-        rollout, adv = torch.tensor(row["rollout_logps"]), (logq - logp).detach()
-        ratio = (logp - rollout - 0.05).exp()
+        adv = (logq - logp).detach()
+        ratio = (logp - row["rollout_logp_t"] - 0.05).exp()
         pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.3) * adv)
         pg = torch.where(adv < 0, torch.minimum(pg, -3.0 * adv), pg)
         loss = loss + pg.sum() * torch.tensor(0.05).exp()
     (loss / tokens).backward()
-    return [p.grad.clone() for p in student.parameters() if p.requires_grad]
+    return [p.grad.clone() for p in trained(student)]
+
+
+def gradient(policy, teacher, args):
+    mini_batches, optimizer = deal(make_rows(), policy, args), Capture(trained(policy), lr=1.0)
+    if args.kl == "sampled":
+        distill.store_logps(teacher, mini_batches, "teacher_logp_t", args)
+    metrics = distill.update_actor(policy, optimizer, mini_batches, args)
+    return optimizer.grads, float(metrics["actor/teacher_kl"])
+
+
+def write_teachers(model, wide, window):
+    """One of another width, and one whose layers see a window and which cannot share rows."""
+    own = AutoConfig.from_pretrained(model)
+    own.hidden_size, own.num_attention_heads, own.num_key_value_heads = 96, 3, 3
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
+    sizes |= dict(num_hidden_layers=2, vocab_size=own.vocab_size, sliding_window=8)
+    for path, config in ((wide, own), (window, MistralConfig(**sizes))):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def main(_, model, out, hsdp_replicas):
     device, mesh = distill.setup_distributed(int(hsdp_replicas))
-    wide, results = f"{out}.teacher", {}
-    if dist.get_rank() == 0:  # a teacher of another width
-        config = AutoConfig.from_pretrained(model)
-        config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 96, 3, 3
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config).save_pretrained(wide)
+    wide, window, results = f"{out}.wide", f"{out}.window", {}
+    if dist.get_rank() == 0:
+        write_teachers(model, wide, window)
     dist.barrier()
     base = distill.Args(model=model, teacher=wide, train_files=(), output_dir="", clip_ratio_high=0.3)
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
-
-    def load(args):
-        frozen = dataclasses.replace(args, model=args.teacher, param_dtype=args.compute_dtype)
-        full = args.kl == "full"
-        teacher = distill.load_model(frozen, mesh, device, wrap=distill.Teacher if full else distill.Sliced)
-        teacher.eval().requires_grad_(False)
-        wrap = partial(distill.Student, teacher=teacher) if full else distill.Sliced
-        return distill.load_model(args, mesh, device, wrap=wrap), teacher
-
-    def gradient(policy, teacher, args, actor=None):
-        batch, _ = distill.balance_batch(make_rows()[0], args, device)
-        if args.kl == "sampled":
-            batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
-            batch["teacher_logp_nt"] = distill.all_logps(teacher, batch, args)
-        optimizer = Capture((actor or policy).parameters(), lr=1.0)
-        metrics, _ = distill.update_actor(policy, optimizer, batch, args)
-        return optimizer.grads, metrics["actor/teacher_kl"]
-
-    lora = dict(kl="full", lora_rank=4)
-    for mode, changes in dict(full=dict(kl="full"), sampled=dict(kl="sampled"), lora=lora).items():
-        args = dataclasses.replace(base, **changes)
-        policy, teacher = load(args)
-        actor = adapters(policy.lm, args) if args.lora_rank else None
-        for cut, how in cuts(args, policy, teacher):
-            results[mode, *cut] = gradient(policy, teacher, how, actor)
-        if dist.get_world_size() == 2:
-            args = distill.share_rows(dataclasses.replace(args, sp_size=2), device)
-            policy, teacher = load(args)
-            actor = adapters(policy.lm, args) if args.lora_rank else None
-            results[mode, "sliced"] = gradient(policy, teacher, args, actor)
-            distill.share_rows(base, device)
+    modes = dict(full=dict(), sampled=dict(kl="sampled"), lora=dict(lora_rank=4), window=dict(teacher=window))
+    for mode, changes in modes.items():
+        for layout, attention in LAYOUTS.items():
+            args = dataclasses.replace(base, **changes, attn_implementation=attention)
+            policy, teacher = distill.load_models(args, mesh, device)
+            assert policy.shares == teacher.shares == (layout == "one_row" and mode != "window")
+            set_adapters(policy.lm)
+            for budget in (70, 200, 100_000):
+                args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
+                results[mode, budget, layout] = gradient(policy, teacher, args)
         if dist.get_world_size() == 1:
-            plain = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, wide)]
-            adapters(plain[0], args) if args.lora_rank else None
+            plain = [
+                AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, args.teacher)
+            ]
+            set_adapters(distill.add_adapters(plain[0], args))
             results[mode, "naive"] = naive(*plain, args)
 
     # taught by itself there is nothing to learn, to the bit
     for dtype in ("float32", "bfloat16"):
-        args = dataclasses.replace(base, teacher=model, kl="full", compute_dtype=dtype)
-        grads, kl = gradient(*load(args), args)
+        args = dataclasses.replace(base, teacher=model, compute_dtype=dtype)
+        grads, kl = gradient(*distill.load_models(args, mesh, device), args)
         assert all((x == 0).all() for x in grads) and kl == 0, dtype
     if dist.get_rank() == 0:
         torch.save(results, out)

@@ -11,13 +11,13 @@ from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dpo
-from tests.workers.sft_gradients import Capture
+from tests.workers.sft_gradients import Capture, fill_adapters, trained
 
 # tokens of prompt, chosen and rejected response: very unequal, and two neighbours with one prompt
 LENGTHS = [(5, 40, 10), (30, 1, 20), (3, 2, 2), (60, 3, 8), (8, 25, 30), (8, 7, 25)]
 SMOOTH = dict(loss="sigmoid", label_smoothing=0.1, nll_coef=0.2)
 LOSSES = dict(sigmoid=SMOOTH, ipo=dict(loss="ipo"), simpo=dict(loss="simpo", beta=2.0))
-LAYOUTS = dict(padded={}, packed=dict(packing=True), paired=dict(share_prefix=True))
+KERNELS = dict(padded="sdpa", one_row="pieces")
 
 
 def make_rows():
@@ -37,7 +37,7 @@ def make_rows():
     return rows
 
 
-def naive(lm, trained, loss, beta=0.1, label_smoothing=0.0, nll_coef=0.0):
+def naive(lm, loss, beta=0.1, label_smoothing=0.0, nll_coef=0.0):
     """Each response alone, with plain logits, and the formulas of the papers."""
     total, rows = 0.0, make_rows()
     for row in rows:
@@ -58,19 +58,9 @@ def naive(lm, trained, loss, beta=0.1, label_smoothing=0.0, nll_coef=0.0):
         e = label_smoothing
         total = total - ((1 - e) * logsigmoid(h) + e * logsigmoid(-h)) / len(rows)
     total.backward()
-    grads = [p.grad.clone() for p in trained.parameters()]
-    for p in trained.parameters():
-        p.grad = None
+    grads = [p.grad.clone() for p in trained(lm)]
+    lm.zero_grad()
     return total.item(), grads
-
-
-def adapters(lm, args):
-    """LoRA whose second matrices are not 0, as they are at first: the first ones would get no gradient."""
-    made, generator = dpo.Adapters(lm, args), torch.Generator().manual_seed(1)
-    for name, parameter in made.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.02, generator=generator)
-    return made
 
 
 class Rows(list):
@@ -85,20 +75,23 @@ def main(model, out, replicas):
     base = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa", grad_clip=1e9)
     results, rows = {}, Rows(make_rows())
     for lora_rank in (0, 4):
-        args = dpo.Args(**base, lora_rank=lora_rank, packing=False, train_batch_size=4)
-        policy, trained = dpo.load_policy(replace(args, lora_rank=0), mesh, device)
-        trained = adapters(policy.lm, args) if lora_rank else trained
+        args = dpo.Args(**base, lora_rank=lora_rank, train_batch_size=4)
+        policy = dpo.load_policy(args, mesh, device)
         plain = dpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        own = adapters(plain, args) if lora_rank else plain
+        assert policy.shares
+        fill_adapters(policy.lm)
+        fill_adapters(dpo.add_adapters(plain, args))
         for name in LOSSES if not lora_rank else ("sigmoid",):
-            for layout, budget in product(LAYOUTS, (140, 100_000)):
-                changes = LOSSES[name] | LAYOUTS[layout] | dict(max_tokens_per_microbatch=budget)
-                args_now, optimizer = replace(args, **changes), Capture(trained.parameters(), lr=1.0)
+            for layout, budget in product(KERNELS, (140, 100_000)):
+                policy.shares = layout == "one_row"
+                policy.lm.set_attn_implementation(KERNELS[layout])
+                args_now = replace(args, **LOSSES[name], max_tokens_per_microbatch=budget)
+                optimizer = Capture(trained(policy), lr=1.0)
                 found = dpo.update(policy, optimizer, rows, args_now)
                 val = dpo.evaluate(policy, rows, [row["reference"] for row in rows], args_now)
                 results[lora_rank, name, layout, budget] = found, val, optimizer.grads
             if dist.get_world_size() == 1:
-                results[lora_rank, name, "naive"] = naive(plain, own, **LOSSES[name])
+                results[lora_rank, name, "naive"] = naive(plain, **LOSSES[name])
     if dist.get_rank() == 0:
         torch.save(results, out)
     dpo.leave()

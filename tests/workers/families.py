@@ -1,11 +1,10 @@
 """Sampler against trainer for families of models, after two syncs: DIRECTORY FAMILY[:ATTENTION[:DTYPE]]...
 
-Prints for each what the check before the first step says: "right", or the line that the run stops with.
+Prints for each what the check of a step says: "right", or the line that the run stops with.
 """
 
 import dataclasses
 import sys
-from functools import partial
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 sys.path.insert(0, __file__.rsplit("/workers/", 1)[0])
@@ -21,14 +20,17 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
     args = dataclasses.replace(args, max_response_length=16, compute_dtype=dtype)
     try:
         engines.append(grpo.build_engine(args, device))
-        policy = grpo.load_model(args, mesh, device)
-        sampler = partial(grpo.awake, engines[-1], [policy], None, args, stop_token_ids=[1])
-        rows = [dict(prompt_ids=list(range(8, 12 + i)), index=i) for i in range(2)]
-        grpo.check_engines(sampler, policy, rows, args)
-        for x in policy.parameters():
-            local = x.detach().to_local()
-            local.copy_(local.roll(1, 0))
-        grpo.check_engines(sampler, policy, rows, args)
+        policy = grpo.load_model(args, mesh, device, grpo.TokenLogps)
+        prompts = [dict(prompt_ids=list(range(8, 12 + i)), index=i, group=i) for i in range(2)]
+        for step in (1, 2):
+            with grpo.awake(engines[-1], [policy], None, args, {}, stop_token_ids=[1]) as sample:
+                rows = sample(prompts, step, 2, temperature=1.0, max_tokens=8)
+            mini_batches, own_rows, _ = grpo.deal(rows, policy.shares, args)
+            grpo.store_logps(policy, mini_batches, "old_logp_t", args)
+            grpo.check_sampler(own_rows, args, step)
+            for x in policy.parameters():
+                local = x.detach().to_local()
+                local.copy_(local.roll(1, 0))
     except SystemExit as stop:
         return str(stop.code)
     return "right"

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import sys
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -35,12 +36,15 @@ def make_rows(model):
             row["prompt"] = [dict(role="user", content="<image>" * images + "a" * size)]
             row |= encode_prompt(row, processor)
             ids = torch.randint(6, 100, (n,), generator=generator).tolist()
-            logps = (-4.6 + 0.3 * torch.randn(n, generator=generator)).tolist()
-            row |= dict(response_ids=ids, rollout_logps=logps, group=group, finish_reason="stop")
+            logp_t = -4.6 + 0.3 * torch.randn(n, generator=generator)
+            row |= dict(response_ids=ids, rollout_logp_t=logp_t, old_logp_t=logp_t + 0.05, group=group)
+            row |= dict(mask_t=np.ones(n, bool), finish_reason="stop")
             row |= dict(prompt_length=len(row["prompt_ids"]), length=n)
             row |= dict(rank=len(rows) % dist.get_world_size(), trained=[True] * n)
             rows.append(row)
-    return rows, torch.randn(len(rows), generator=generator, dtype=torch.float64)
+    for row, adv in zip(rows, torch.randn(len(rows), generator=generator)):
+        row["adv_t"] = adv.expand(row["length"])
+    return rows
 
 
 class Capture(torch.optim.SGD):
@@ -60,7 +64,7 @@ def capture(policy):
 
 def naive(args, kind):
     """A row after the other through transformers' model and processor; no code of the scripts."""
-    rows, adv_n = make_rows(args.model)
+    rows = make_rows(args.model)
     lm, processor = (x.from_pretrained(args.model) for x in (AutoModelForImageTextToText, AutoProcessor))
     found = []
     for step in range(3):
@@ -79,8 +83,8 @@ def naive(args, kind):
             if kind == "sft":
                 loss = loss - logp.sum() / tokens
                 continue
-            old, theirs = torch.tensor(row["rollout_logps"]) + 0.05, torch.tensor(row["rollout_logps"])
-            ratio, adv = (logp - old).exp(), adv_n[i].item()
+            old, theirs = row["old_logp_t"], row["rollout_logp_t"]
+            ratio, adv = (logp - old).exp(), row["adv_t"][0].item()
             pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.2) * adv)
             pg = pg.clamp(max=-3.0 * adv) if adv < 0 else pg
             entropy = -(all_logps.exp() * all_logps).sum(-1)
@@ -98,15 +102,13 @@ def main(model, out):
     args = grpo.Args(**how, entropy_coeff=0.01, group_size=3, ppo_mini_batch_size=1, temperature=0.7)
     args = grpo.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
     args = dataclasses.replace(args, grad_clip=1e9, gradient_checkpointing=True)
-    sft_args = sft.Args(**how, packing=False, grad_clip=1e9)
-    results, policy = {}, grpo.load_model(args, mesh, device)
-    plain = sft.load_policy(sft_args, mesh, device)[0]
+    sft_args = sft.Args(**how, grad_clip=1e9)
+    results, policy = {}, grpo.load_model(args, mesh, device, grpo.TokenLogps)
+    plain = sft.load_policy(sft_args, mesh, device)
     for budget in (10, 170, 100_000):
-        rows, adv_n = make_rows(model)
-        some = dataclasses.replace(args, max_tokens_per_microbatch=budget)
-        batch, _ = grpo.make_batch(rows, adv_n, some, device)
-        batch["old_logp_nt"] = [x + 0.05 for x in batch["rollout_logp_nt"]]
-        grpo.update_actor(policy, optimizer := capture(policy), batch, some)
+        rows, some = make_rows(model), dataclasses.replace(args, max_tokens_per_microbatch=budget)
+        mini_batches, _, _ = grpo.deal(rows, policy.shares, some)
+        grpo.update_actor(policy, optimizer := capture(policy), mini_batches, some)
         results["grpo", budget] = optimizer.grads
         some, optimizer = dataclasses.replace(sft_args, max_tokens_per_microbatch=budget), capture(plain)
         for step in range(3):

@@ -27,10 +27,9 @@ def sampled(engine, policy, args, prompts, step=1, **sampling):
 
 def gap(policy, args, rows):
     """Largest difference of the log-probs of sampled tokens."""
-    texts = [(row["prompt_ids"], row["response_ids"], row["images"]) for row in rows]
     with torch.no_grad():
-        logp_nt, _ = grpo.rows_logps(policy, texts, args)
-    theirs = torch.tensor([x for row in rows for x in row["rollout_logps"]])
+        logp_nt, _ = grpo.token_logps(policy, rows, args, args.temperature)
+    theirs = torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])
     return (logp_nt[grpo.response_mask([row["length"] for row in rows])] - theirs).abs().max().item()
 
 
@@ -40,7 +39,7 @@ def main(model):
         model=model, train_files=(), output_dir="", temperature=0.7, gradient_checkpointing=False
     )
     args = dataclasses.replace(args, max_prompt_length=112, max_response_length=12)
-    engine, policy = grpo.build_engine(args, device), grpo.load_model(args, mesh, device)
+    engine, policy = grpo.build_engine(args, device), grpo.load_model(args, mesh, device, grpo.TokenLogps)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     kinds = {"one": [1, 1], "several": [2, 3], "none": [0, 0], "mixed": [0, 1, 3, 0]}
     kinds = {name: make_prompts(model, counts) for name, counts in kinds.items()}
@@ -48,19 +47,18 @@ def main(model):
     for step in range(3):
         for name, prompts in kinds.items():
             gaps[name, step] = gap(policy, args, rows := sampled(engine, policy, args, prompts))
-        texts = [(row["prompt_ids"], row["response_ids"], row["images"]) for row in rows]
-        grpo.rows_logps(policy, texts, args)[0].sum().backward()
+        grpo.token_logps(policy, rows, args, 0.7)[0].sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     # another image, of those that are there: seen by the check, which stops the run
     rows = sampled(engine, policy, args, kinds["one"])
     wrong = [dict(row, images=other["images"]) for row, other in zip(rows, rows[::-1])]
     right, far = gap(policy, args, rows), gap(policy, args, wrong)
-    texts = [(row["prompt_ids"], row["response_ids"], row["images"]) for row in wrong]
-    logp_nt, _ = grpo.rows_logps(policy, texts, args)
-    theirs = [torch.tensor(row["rollout_logps"]) for row in rows]
+    logp_nt, _ = grpo.token_logps(policy, wrong, args, 0.7)
+    for row, logp_t in zip(wrong, logp_nt.detach()):
+        row["old_logp_t"] = logp_t[: row["length"]]
     try:
-        grpo.check_sampler(logp_nt.detach(), dict(rollout_logp_nt=theirs, new=range(len(rows))), args, 2)
+        grpo.check_sampler(wrong, args, 2)
         raise AssertionError("the check did not see it")
     except SystemExit as error:
         assert "weight sync failed at step 2" in str(error)
@@ -77,7 +75,7 @@ def main(model):
         with grpo.awake(engine, [policy], None, args, {}, temperature=0.7) as sample:
             sample(kinds["one"], 1, 1)
             optimizer.zero_grad()
-            grpo.rows_logps(policy, texts, args)[0].sum().backward()
+            grpo.token_logps(policy, wrong, args, 0.7)[0].sum().backward()
             for name, p in policy.named_parameters():
                 p.grad = p.grad if "vision" in name else None
             optimizer.step()

@@ -1,7 +1,7 @@
-"""check_layout on tiny models of many families -> JSON {FAMILY: {LAYOUT: "right", or why not}}.
+"""check_layout on tiny models of many families -> JSON {FAMILY: {LAYOUT: "equal", or why not}}.
 
-sft_families.py MODELS OUT FAMILY... : layouts of one rank (eager where sdpa is refused), or under torchrun
-a row over all ranks, by each kind of attention.
+sft_families.py MODELS OUT FAMILY... : one row each, and with --packing (eager where sdpa is refused), or
+under torchrun a row over all ranks, by each kind of attention. "equal, one row" where texts share a row.
 """
 
 import json
@@ -13,10 +13,8 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
 from tests import families
 
-LAYOUTS = {
-    f"{kernel} {x}": (kernel, x == "packed") for kernel in ("sdpa", "eager") for x in ("padded", "packed")
-}
-SLICES = dict.fromkeys(("ulysses", "gather", "ring"), ("sdpa", True))
+LAYOUTS = {"sdpa padded": ("sdpa", False), "sdpa packed": ("sdpa", True), "eager packed": ("eager", True)}
+SLICES = dict.fromkeys(("ulysses", "ring"), ("sdpa", True))
 ROWS = [list(range(6, 6 + length)) for length in (23, 12, 33, 8)]
 
 
@@ -31,16 +29,16 @@ def main(models, out, *names):
             families.write(name, model)
         sft.dist.barrier()
         for layout, (kernel, packing) in LAYOUTS.items() if world == 1 else SLICES.items():
-            if kernel == "eager" and found[name]["sdpa padded"] == "right":
+            if kernel == "eager" and found[name]["sdpa padded"] == "equal":
                 continue
             args = dict(attn_implementation=kernel, packing=packing, sp_size=world)
             args |= dict(sp_attention=layout) if world > 1 else {}
             args = sft.Args(model=model, train_files=(), output_dir="", **args)
             try:
                 sft.check_model(sft.AutoConfig.from_pretrained(model), args)
-                policy, _ = sft.load_policy(args, mesh, device)
+                policy = sft.load_policy(args, mesh, device)
                 sft.check_layout(policy, rows, args)
-                found[name][layout] = "right"
+                found[name][layout] = "equal, one row" if policy.shares else "equal"
             except (SystemExit, ValueError) as refused:
                 found[name][layout] = str(refused)
     if sft.dist.get_rank() == 0:

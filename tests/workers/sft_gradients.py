@@ -12,24 +12,26 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AttentionInterface
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
 
-LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7)]  # prompt and response tokens: very unequal
+# prompt and response tokens: very unequal; the two rows with prompts of 30 share theirs, as do those of 2
+LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7), (30, 2), (2, 6)]
 MODELS = dict(full={}, lora=dict(lora_rank=4), adalora=dict(lora_rank=4, lora_kind="adalora"))
 
 
 def make_rows():
     """The middle third of a long response is a tool's: not trained."""
     generator = torch.Generator().manual_seed(0)
-    rows = []
+    rows, prompts = [], {}
     for prompt, response in LENGTHS:
         ids = torch.randint(6, 100, (prompt + response,), generator=generator).tolist()
+        prompt_ids = prompts.setdefault(prompt, ids[:prompt])
         trained = [response < 10 or not response <= 3 * i < 2 * response for i in range(response)]
-        rows.append(dict(prompt_ids=ids[:prompt], response_ids=ids[prompt:], trained=trained))
+        rows.append(dict(prompt_ids=prompt_ids, response_ids=ids[prompt:], trained=trained))
     return rows
 
 
@@ -41,28 +43,35 @@ class Capture(torch.optim.SGD):
         self.grads = [(g.full_tensor() if isinstance(g, DTensor) else g).clone() for g in grads]
 
 
-def naive(lm, trained):
-    """Each row alone, with plain logits."""
+def trained(policy):
+    return [p for p in policy.parameters() if p.requires_grad]
+
+
+def fill_adapters(lm):
+    """Matrices that are 0 at first become random: else the others would get no gradient."""
+    generator = torch.Generator().manual_seed(1)
+    adaptive = any(".lora_E" in name for name, _ in lm.named_parameters())
+    for name, p in lm.named_parameters():
+        if ".lora_B" in name or (adaptive and ".lora_" in name):
+            x = torch.empty(p.shape).normal_(0, 0.2 if adaptive else 0.02, generator=generator)
+            x = distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
+            p.data.copy_(x)
+
+
+def naive(lm):
+    """Each row alone, with plain logits; AdaLoRA's penalty written out."""
     loss, tokens = 0.0, sum(sum(row["trained"]) for row in make_rows())
     for row in make_rows():
         logits = lm(input_ids=torch.tensor([row["prompt_ids"] + row["response_ids"]])).logits[0]
         logp = logits[len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
         for t, (token, counts) in enumerate(zip(row["response_ids"], row["trained"], strict=True)):
             loss = loss - counts * logp[t, token] / tokens
-    penalty = 0.1 * trained.orthogonality() if isinstance(trained, sft.AdaptiveAdapters) else 0
-    (loss + penalty).backward()
-    return loss.item(), [p.grad.clone() for p in trained.parameters()]
-
-
-def adapters(lm, args):
-    """LoRA whose second matrices are not 0, as they are at first: the first ones would get no gradient."""
-    adaptive = args.lora_kind == "adalora"
-    made = sft.AdaptiveAdapters(lm, args, total_steps=10) if adaptive else sft.Adapters(lm, args)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in made.named_parameters():
-        if adaptive or "lora_B" in name:
-            parameter.data.normal_(0, 0.2 if adaptive else 0.02, generator=generator)
-    return made
+    gaps = []
+    for layer in [layer for layer in lm.modules() if hasattr(layer, "lora_E")]:
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        gaps += [((x - torch.eye(6)) ** 2).sum().sqrt() for x in (a @ a.T, b.T @ b)]
+    (loss + (0.1 * sum(gaps) / len(gaps) if gaps else 0)).backward()
+    return loss.item(), [p.grad.clone() for p in trained(lm)]
 
 
 @contextmanager
@@ -74,7 +83,7 @@ def one_at_a_time():
         calls.append(name)
         return function(*args)
 
-    for name in ("all_to_all_single", "all_gather_single", "wait_tensor"):
+    for name in ("all_to_all_single", "wait_tensor"):
         noted[name] = partial(note, name, getattr(ops, name))
     with patch.multiple(ops, **noted):
         yield
@@ -82,33 +91,76 @@ def one_at_a_time():
     assert begun and {calls[i + 1] for i in begun} == {"wait_tensor"}, calls
 
 
-def check_attention(heads):
-    """Each slice's outputs and gradients are those of plain attention with a mask, for each cut of a row.
+# prompt and response tokens of texts in a row; those of one number in the third place share a prompt
+TEXTS = [
+    [(7, 9, 0)],
+    [(3, 8, 0), (1, 4, 1), (2, 6, 2)],
+    [(8, 3, 0), (8, 5, 0), (8, 1, 0)],
+    [(20, 2, 0), (20, 2, 0), (4, 3, 1), (4, 9, 1), (1, 1, 2), (5, 12, 3)],
+    [(1, 1, 0)],
+]
+
+
+def make_layout(texts):
+    responses = [[9] * n for _, n, _ in texts]
+    inputs, _ = sft.one_row([[100 + number] * n for n, _, number in texts], responses)
+    return inputs
+
+
+def dense_mask(inputs):
+    """[query, key] bool, True where the layout lets a query see a key."""
+    tokens = inputs["input_ids"].shape[1]
+    mask, query, seen = torch.zeros(tokens, tokens, dtype=torch.bool), 0, inputs["seen"]
+    for queries, keys in inputs["shapes"]:
+        for t in range(queries):
+            mask[query + t, seen[: keys - queries + t + 1]] = True
+        query, seen = query + queries, seen[keys:]
+    return mask
+
+
+def check_attention(group, heads):
+    """Each slice's outputs and gradients are those of plain attention with a mask, for many rows.
 
     heads: of keys and values.
     """
-    group, size, sft.RING_ROWS = sft.Sliced.group, sft.Sliced.group.size(), 5
+    size, rank, sft.RING_ROWS = group.size(), group.rank(), 5
     generator = torch.Generator().manual_seed(0)  # the same row on all ranks
-    attend = AttentionInterface()["sliced"]
-    # one sequence; borders within slices, between them, many; a single token a rank
-    for width, *inner in ((8,), (8, 3), (8, 8), (8, 2, 3, 6, 7, 9, 15), (1,), (4, 1, 2, 3)):
-        borders = [0, *inner, width * size]
+    attend = AttentionInterface()["slices"]
+    for texts in TEXTS:
+        inputs = make_layout(texts)
+        tokens, mask = inputs["input_ids"].shape[1], dense_mask(inputs)
+        width = -(-tokens // size)
+        own = slice(rank * width, min((rank + 1) * width, tokens))  # without padding
         sizes = (6, 4), (heads, 4), (heads, 3)
         row = [torch.randn(1, n, width * size, d, generator=generator) for n, d in sizes]
         d_out = torch.randn(1, width * size, 6, 3, generator=generator)
-        here = slice(group.rank() * width, (group.rank() + 1) * width)
-        own = [x[:, :, here].clone().requires_grad_() for x in row]
-        out, _ = attend(SimpleNamespace(), *own, None, scaling=0.7, borders=borders)
-        out.backward(d_out[:, here])
-        row = [x.requires_grad_() for x in row]
+        d_out[:, tokens:] = 0
+        slices = [x[:, :, rank * width :][:, :, :width].clone().requires_grad_() for x in row]
+        layout = {name: inputs[name] for name in ("seen", "shapes", "borders")}
+        out, _ = attend(SimpleNamespace(), *slices, None, scaling=0.7, **layout)
+        out.backward(d_out[:, rank * width :][:, :width])
+        row = [x[:, :, :tokens].clone().requires_grad_() for x in row]
         query, key, value = (x.repeat_interleave(6 // x.shape[1], 1) for x in row)
-        sequence = torch.repeat_interleave(torch.tensor(borders).diff())
-        scores = (query @ key.mT * 0.7).masked_fill(~(sequence[:, None] == sequence).tril(), float("-inf"))
+        scores = (query @ key.mT * 0.7).masked_fill(~mask, float("-inf"))
         expected = (scores.softmax(-1) @ value).transpose(1, 2)
-        expected.backward(d_out)
-        torch.testing.assert_close(out, expected[:, here], rtol=1e-5, atol=1e-5)
-        for x, y in zip(own, row, strict=True):
-            torch.testing.assert_close(x.grad, y.grad[:, :, here], rtol=1e-5, atol=1e-5)
+        expected.backward(d_out[:, :tokens])
+        count = own.stop - own.start
+        torch.testing.assert_close(out[:, :count], expected[:, own], rtol=1e-5, atol=1e-5)
+        for x, y in zip(slices, row, strict=True):
+            torch.testing.assert_close(x.grad[:, :, :count], y.grad[:, :, own], rtol=1e-5, atol=1e-5)
+
+
+def check_hops(group):
+    """Keys and values travel as far as any rank has to see, and no further: TEXTS of one and three pieces."""
+    passed, pass_on = [], sft.Ring.pass_on
+    query = torch.randn(1, 1, 12, 4)
+    with patch.object(sft.Ring, "pass_on", lambda *x: passed.append(x[2:]) or pass_on(*x)):
+        for text, hops in ([(1, 12 * group.size() - 1, 0)], group.size() - 1), ([(1, 11, 0)] * 0, 0):
+            texts = text or [(1, 11, n) for n in range(group.size())]
+            layout = make_layout(texts)
+            sft.ring(None, query, query, query, None, group, 1.0, layout["seen"], layout["shapes"])
+            assert len(passed) == hops, (texts, passed)
+            passed.clear()
 
 
 def main(model, out, sp_size, *kinds):
@@ -118,30 +170,41 @@ def main(model, out, sp_size, *kinds):
     for name, slices in product(MODELS, kinds or ("ulysses",)):
         if name == "adalora" and slices not in (*kinds, "ulysses")[:1]:
             continue
-        args = sft.Args(**base, **MODELS[name], sp_size=int(sp_size), sp_attention=slices, packing=True)
-        policy, trained = sft.load_policy(sft.replace(args, lora_rank=0), mesh, device)
+        args = sft.Args(**base, **MODELS[name], sp_size=int(sp_size), sp_attention=slices)
+        policy = sft.load_policy(args, mesh, device)
+        assert policy.shares
         if args.sp_size > 1 and name == "full":
             with nullcontext() if slices == "ring" else one_at_a_time():
-                check_attention(heads=2)
-                check_attention(heads=1)  # nothing is copied on the way, so that nothing else waits
-        trained = adapters(policy.lm, args) if args.lora_rank else trained
-        adaptive = trained if name == "adalora" else None
+                check_attention(policy.group, heads=2)
+                check_attention(policy.group, heads=1)  # nothing is copied on the way, so nothing else waits
+            if slices == "ring":
+                check_hops(policy.group)
+        fill_adapters(policy.lm)
         for packing in (True, False) if args.sp_size == 1 else (True,):
+            policy.shares = packing
+            if args.sp_size == 1:
+                policy.lm.set_attn_implementation("pieces" if packing else "sdpa")
             for budget in (70, 100_000):
-                args = sft.replace(args, packing=packing, max_tokens_per_microbatch=budget)
-                optimizer = Capture(trained.parameters(), lr=1.0)
-                found = sft.update(policy, optimizer, make_rows(), args, adaptive)
+                args = sft.replace(args, max_tokens_per_microbatch=budget)
+                optimizer = Capture(trained(policy), lr=1.0)
+                found = sft.update(policy, optimizer, make_rows(), args)
                 loss = sft.evaluate(policy, make_rows(), args)
                 results[name, slices, packing, budget] = [found["train/loss"], loss], optimizer.grads
-        found = sft.update(policy, optimizer, make_rows(), sft.replace(args, grad_clip=1e-3), adaptive, 3)
+        args = sft.replace(args, grad_clip=1e-3)
+        found = sft.update(policy, optimizer, make_rows(), args, step=3, total_steps=10)
         results[name, slices, "clipped"] = found["train/grad_norm"], optimizer.grads
-        if adaptive:
+        if name == "adalora":
             kept = [None] * dist.get_world_size()
-            dist.all_gather_object(kept, trained.lora_kept.tolist())
+            layers = [layer for layer in policy.lm.modules() if hasattr(layer, "lora_E")]
+            dist.all_gather_object(kept, [layer.lora_kept.tolist() for layer in layers])
+            zeros = [[x != 0 for x in layer.lora_E.full_tensor().tolist()] for layer in layers]
+            assert zeros == kept[0]  # in the model too, not only in the buffer
             results["kept"] = kept, found["train/lora_ranks"]
         if dist.get_world_size() == 1:
             lm = sft.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-            results[name, "naive"] = naive(lm, adapters(lm, args) if args.lora_rank else lm)
+            adapt = sft.add_adaptive_adapters if name == "adalora" else sft.add_adapters
+            fill_adapters(adapt(lm, args))
+            results[name, "naive"] = naive(lm)
     if dist.get_rank() == 0:
         torch.save(results, out)
     sft.leave()

@@ -20,11 +20,18 @@ def gap(engine, policy, args, temperature):
     sampling = dict(temperature=temperature, max_tokens=12, stop_token_ids=[1])
     with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:
         rows = sample(prompts * args.tp_size, 1, 1)
-    prompts, responses = ([row[name] for row in rows] for name in ("prompt_ids", "response_ids"))
     with torch.no_grad():
-        logp_nt, _ = grpo.token_logps(policy, prompts, responses, temperature, grpo.padded)
-    rollout = torch.tensor([x for row in rows for x in row["rollout_logps"]])
-    return (logp_nt[grpo.response_mask([len(r) for r in responses])] - rollout).abs().max().item()
+        logp_nt, _ = grpo.token_logps(policy, rows, args, temperature)
+    rollout = torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])
+    return (logp_nt[grpo.response_mask([row["length"] for row in rows])] - rollout).abs().max().item()
+
+
+def learn(policy, args, optimizer, response):
+    """A step towards a response."""
+    logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[8, 9, 10], response_ids=response)], args, 1.0)
+    (-logp_nt.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def forgets_to_merge(engine, lm, *_, sync_weights=grpo.sync_weights):
@@ -40,18 +47,16 @@ def forgets_to_merge(engine, lm, *_, sync_weights=grpo.sync_weights):
 
 def main(model, tp_size):
     device, mesh = grpo.setup_distributed(1)
-    args = grpo.Args(model=model, train_files=(), output_dir="", tp_size=int(tp_size), lora_rank=4)
+    args = grpo.Args(model=model, train_files=(), output_dir="", tp_size=int(tp_size))
     args = dataclasses.replace(args, max_prompt_length=16, max_response_length=16)
     engine = grpo.build_engine(args, device)
     shared_memory = [*Path("/dev/shm").glob(f"{os.getppid()}-*")]
     assert not shared_memory, f"it would stay behind: {shared_memory}"
-    policy = grpo.load_model(args, mesh, device)
+    policy = grpo.load_model(args, mesh, device, grpo.TokenLogps)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
 
     gaps = {"start": gap(engine, policy, args, 1.0)}
-    logp_nt, _ = grpo.token_logps(policy, [[8, 9, 10]], [[20, 21, 22]], 1.0, grpo.padded)
-    (-logp_nt.sum()).backward()
-    optimizer.step()
+    learn(policy, args, optimizer, [20, 21, 22])
     sync_weights, grpo.sync_weights = grpo.sync_weights, lambda *_: None
     gaps["stale"] = gap(engine, policy, args, 1.0)
     grpo.sync_weights = sync_weights
@@ -71,11 +76,10 @@ def main(model, tp_size):
         and not any(set(EOS) & set(row["response_ids"][:-1]) for row in ended)
     )
     # adapters, after a step that gives them something to say
-    optimizer = torch.optim.AdamW(grpo.Adapters(policy.lm, args).parameters(), lr=1e-2)
+    policy = grpo.load_model(dataclasses.replace(args, lora_rank=4), mesh, device, grpo.TokenLogps)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):
-        logp_nt, _ = grpo.token_logps(policy, [[8, 9, 10]], [[30, 31, 32]], 1.0, grpo.padded)
-        (-logp_nt.sum()).backward()
-        optimizer.step()
+        learn(policy, args, optimizer, [30, 31, 32])
     gaps["LoRA"] = gap(engine, policy, args, 1.0)
     grpo.sync_weights = forgets_to_merge
     gaps["not merged"] = gap(engine, policy, args, 1.0)

@@ -1,0 +1,157 @@
+"""A run of a trainer: its opening, its log (terminal, log.txt, metrics.jsonl, trackers) and its end."""
+
+import atexit
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from data_prep.atomic import replacing
+
+MUST_AGREE = set(  # for a run to resume: its data, its model and its objective
+    "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
+    " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
+    " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
+    " loss policy_loss center_rewards_coef teacher kl lora_kind".split()
+)
+
+
+def fail(message):
+    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
+    for bar in [*getattr(tqdm, "_instances", ())]:
+        bar.close()  # the line is below it
+    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+def refuse(problems):
+    """Stop with the first message of {message: whether it is so} that is so."""
+    for message, is_so in problems.items():
+        if is_so:
+            fail(message)
+
+
+def open_run(args):
+    """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
+    out, latest = Path(args.output_dir), Path(args.output_dir, "checkpoints/latest")
+    if args.tracker != "none" and not find_spec(args.tracker):
+        fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
+    if (out / "args.json").exists():
+        if args.resume == "never":
+            fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
+        saved = json.loads((out / "args.json").read_text())
+        args_now = json.loads(json.dumps(asdict(args)))
+        other = [k for k in saved if k in MUST_AGREE and k in args_now and saved[k] != args_now[k]]
+        if changes := "; ".join(f"--{k} {saved[k]} there, {args_now[k]} now" for k in other):
+            fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
+    if latest.exists():  # also with --resume PATH: the same command again resumes its own run
+        return latest.resolve()
+    if args.resume in ("auto", "never"):
+        return None
+    if not (Path(args.resume) / "trainer_state.json").is_file():
+        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+    return Path(args.resume).resolve()
+
+
+def in_one_line(error):
+    """An error of torch.distributed.checkpoint, which has a cause for each rank, or of this rank's files."""
+    by_rank = getattr(error, "failures", {dist.get_rank(): (error, None)})
+    return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
+
+
+def open_tracker(args, step):
+    """-> a function of (metrics, step). What TensorBoard has of steps after `step` goes: they come again."""
+    out = Path(args.output_dir)
+    if args.tracker == "wandb":  # which reads WANDB_PROJECT, and WANDB_MODE=offline for no network
+        import wandb
+
+        return wandb.init(dir=out, name=out.name, config=asdict(args)).log
+    if args.tracker == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(out / "tensorboard", purge_step=step + 1)
+
+        def track(metrics, step):
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()  # it writes every two minutes, and not at exit
+
+        return track
+    return lambda metrics, step: None
+
+
+class Logger:
+    """Terminal, log.txt, metrics.jsonl and the tracker of rank 0; the other ranks are silent."""
+
+    def __init__(self, args, step, total_steps):
+        self.out, self.rank0 = Path(args.output_dir), dist.get_rank() == 0
+        self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
+        if not self.rank0:
+            return
+        for checkpoint in self.out.glob("checkpoints/step_*"):
+            if not (checkpoint / "trainer_state.json").exists():  # its last file: a kill left it unfinished
+                shutil.rmtree(checkpoint)
+        self.metrics = self.out / "metrics.jsonl"
+        lines = self.metrics.read_text().splitlines() if step and self.metrics.exists() else []
+        # steps after the checkpoint, without one all steps, are done again: their lines go, and one cut short
+        keep = lambda line: line.endswith("}") and json.loads(line)["training/global_step"] <= step
+        kept = "".join(f"{line}\n" for line in filter(keep, lines))
+        for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
+            with replacing(self.out / name) as new:
+                new.write_text(text)
+        self.track = open_tracker(args, step)
+
+    def say(self, message):
+        """A line for people, in the terminal and in log.txt."""
+        if self.rank0:
+            self.bar.write(message)
+            with (self.out / "log.txt").open("a") as file:
+                file.write(message + "\n")
+
+    def log(self, metrics, step, **shown):
+        """One dict a step; shown: metrics at the progress bar, under shorter names."""
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if self.rank0:
+            with self.metrics.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+            self.bar.set_postfix({k: f"{metrics[name]:.4g}" for k, name in shown.items()}, refresh=False)
+            self.bar.update(step - self.bar.n)
+            self.track(metrics, step)
+
+    def close(self):
+        """Say where the results are, and what to do next."""
+        self.bar.close()
+        done = "done" if self.bar.n == self.bar.total else "stopped; the same command resumes it"
+        self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {self.out}/checkpoints/latest/hf")
+        self.say(f"report:  python algos/report.py {self.out} --output report.html")
+
+
+def leave():
+    """End the process with those of the other ranks: the last call of a script.
+
+    Python's own end is left out: a thread of gloo that still has a tensor would abort in it, and
+    destroy_process_group does not wait for such threads (pytorch PR 179291).
+    """
+    dist.barrier()
+    atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def ranks_on(device):
+    """How many ranks on what, for a run's first line; on a CPU also which cores they leave idle."""
+    ranks = dist.get_world_size()
+    here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
+    words, threads = f"{ranks} rank{'s' * (ranks > 1)} on {device.type}", torch.get_num_threads()
+    cores = psutil.cpu_count(logical=False) or here * threads  # unknown on some machines
+    if device.type == "cuda" or here * threads >= cores:
+        return words
+    idle = f"{cores - here * threads} of {cores} cores idle"
+    return f"{words}, {idle}: OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores} would take them"
