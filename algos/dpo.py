@@ -44,7 +44,7 @@ from data_prep.arguments import parse
 class Args:
     # ---- run
     output_dir: str  # directory of the run: arguments, metrics, log, reference's log-probs, checkpoints
-    resume: str = "auto"  # auto: from output_dir's latest checkpoint, if any; never; or path of a checkpoint
+    resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order and LoRA init
     total_epochs: int = 1  # passes over the training data
     total_steps: int | None = None  # optimizer steps in all; None: those of total_epochs
@@ -73,7 +73,7 @@ class Args:
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    # names of the layers that get adapters; all-linear: all linear layers but the output layer
+    # names of the layers that get adapters; all-linear: all linear layers except the output layer
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     qlora: bool = False  # frozen weights in 4 bits (bitsandbytes), whole on every rank; needs lora_rank
     # ---- optimizer
@@ -375,7 +375,7 @@ def main(args):
             "training/epoch": epoch,
         }
         log.log(metrics, step, loss="train/loss", acc="rewards/accuracies", tok_s="perf/throughput")
-        # ---- checkpoint, after the metrics: a kill in between loses neither
+        # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
                 save_checkpoint(args, step, trained, optimizer, tokenizer)
@@ -498,7 +498,7 @@ def response_mask(lengths):
 
 
 def padded(prompts, responses):
-    """What the model takes, one row each, padded on the right; and the positions that predict responses.
+    """Model inputs with one text a row, padded on the right, and the positions that predict the responses.
 
     Causal attention never looks at padding on the right. Positions are flat: row * width + column.
     """
@@ -514,8 +514,8 @@ def padded(prompts, responses):
 def one_row(prompts, responses):
     """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
 
-    The row consists of pieces: a whole text, or a prompt and its responses. Pieces of one shape are
-    neighbours. Prompt a b with responses c d and e -> a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
+    A piece of the row is a whole text, a shared prompt, or one response to it. Pieces of one shape are
+    neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
     pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
     texts = []  # of each response: its piece, and the length of its prompt
@@ -592,7 +592,7 @@ def special_layers(config):
 
 
 def recurrent(config):
-    """Whether a layer passes a state along the row, over the borders of texts."""
+    """Whether a layer passes a state along the row, across the borders between texts."""
     model = AutoModelForCausalLM._model_mapping.get(type(config), None)
     kinds = getattr(config, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
@@ -616,7 +616,7 @@ def setup_distributed(hsdp_replicas):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif sys.platform == "linux":  # malloc keeps freed memory: to get it again takes 30 % of an update
+    elif sys.platform == "linux":  # malloc must keep freed memory: to get it again takes 30 % of an update
         ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
     timeout, c10d = timedelta(seconds=TIMEOUT_S), dist.distributed_c10d
@@ -678,8 +678,8 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
         adapt(lm, args)
-    lm.config.dtype = original_dtype  # for hf/, as the names of tied weights, which are saved once
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    lm.config.dtype = original_dtype  # that of hf/
+    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm, attention == "pieces")
@@ -736,7 +736,7 @@ def add_adapters(lm, args):
         torch.manual_seed(args.seed)
         peft.inject_adapter_in_model(config, lm)
         layers = [(name, m.base_layer) for name, m in lm.named_modules() if hasattr(m, "lora_A")]
-        wrong = {name for name, base in layers if not isinstance(base, nn.Linear)}  # experts in one
+        wrong = {name for name, base in layers if not isinstance(base, nn.Linear)}  # fused experts
     if wrong:
         problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(linear))}"
         raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
@@ -747,11 +747,11 @@ def add_adapters(lm, args):
 def whole_weights(lm, dtype):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
-    Adapters are added to their layers, and tied weights come once. A collective: every rank must take all.
+    Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
     """
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         layer, base, end = name.partition(".base_layer.")
-        if name in lm.tied or ".lora_" in name or ".weight." in name:  # the last: scales of QLoRA
+        if name in lm.tied or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
@@ -800,7 +800,7 @@ def checkpointed(models, optimizers):
 
 
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; no path: that of step 0."""
+    """Load a checkpoint at any world size -> the trainer's state; path None: that of step 0."""
     if path is None:
         return dict(step=0, origin="")
     content = checkpointed(models, optimizers)
@@ -808,8 +808,8 @@ def load_checkpoint(path, models, optimizers):
         state = json.loads((path / "trainer_state.json").read_text())
         dcp.load(content, checkpoint_id=path / "dcp")
     except (dcp.CheckpointException, OSError, ValueError) as error:
-        link = path.parent / "latest"
-        fail(f"{path} is damaged ({in_one_line(error)}): point {link} at an earlier step, or remove it")
+        problem = f"is damaged, or of another model ({in_one_line(error)})"
+        fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
     states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
     dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
     return state | dict(origin=f"\nresumed from {path}")
@@ -822,17 +822,18 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
     weights = {name: {} for name in models}
     for name, lm in models.items():
         for key, x in whole_weights(lm, lm.config.dtype):
-            if rank0:  # which also held the whole model when it was loaded
+            if rank0:  # it also held the whole model when it was loaded
                 weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
     try:
         if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # unfinished, perhaps of other ranks
+            shutil.rmtree(path, ignore_errors=True)  # of an earlier attempt
         dist.barrier()
         dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
         if rank0:
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
@@ -850,12 +851,12 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
 
 def write_hf(directory, lm, weights):
     """Whole weights and their configuration as a Hugging Face directory."""
-    lm.config.architectures = [type(lm).__name__]  # that of a new critic named a causal LM
+    lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     if lm.can_generate():
         lm.generation_config.save_pretrained(directory)
     save_torch_state_dict(weights, directory)
-    for file in directory.glob("*.safetensors"):  # safetensors lets nobody else read them
+    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
         file.chmod((directory / "config.json").stat().st_mode)
 
 

@@ -49,7 +49,7 @@ from data_prep.arguments import parse
 class Args:
     # ---- run
     output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
-    resume: str = "auto"  # auto: from output_dir's latest checkpoint, if any; never; or path of a checkpoint
+    resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order, LoRA init and sampling
     total_epochs: int = 1  # passes over the training data
     total_steps: int | None = None  # RL steps in all; None: those of total_epochs
@@ -74,10 +74,10 @@ class Args:
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
-    offload: bool = False  # parameters and optimizer state to host memory during sampling (GPU)
+    offload: bool = False  # keep parameters and optimizer state in host memory during sampling (GPU)
     lora_rank: int = 0  # rank of the actor's LoRA adapters, trained in its place; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    # names of the layers that get adapters; all-linear: all linear layers but the output layer
+    # names of the layers that get adapters; all-linear: all linear layers except the output layer
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     # ---- rollout
     group_size: int = 1  # responses to each prompt
@@ -120,11 +120,11 @@ class Args:
     positive_nll_coef: float = 0.0  # weight of -log p of correct responses: acc, else score, above 0
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
-    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # rejection by that ratio
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by that ratio
     # with rollout_rs: the largest ratio that is kept, and 1 over it the smallest; or smallest and largest
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
-    reward_manager: Literal["naive", "prime"] = "naive"  # one by one, or in processes with a time-out
+    reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: the scorer of each row's data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn, then of each reward_model; none: all 1
     reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
@@ -470,7 +470,7 @@ def main(args):
         log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
         if args.rollout_dump and dist.get_rank() == 0:
             dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
-        # ---- checkpoint, after the metrics: a kill in between loses neither
+        # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
             optimizers = [optimizer, critic_optimizer]
             with timed(saving, "save_checkpoint"):
@@ -594,7 +594,7 @@ def response_mask(lengths):
 
 
 def padded(prompts, responses):
-    """What the model takes, one row each, padded on the right; and the positions that predict responses.
+    """Model inputs with one text a row, padded on the right, and the positions that predict the responses.
 
     Causal attention never looks at padding on the right. Positions are flat: row * width + column.
     """
@@ -610,8 +610,8 @@ def padded(prompts, responses):
 def one_row(prompts, responses):
     """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
 
-    The row consists of pieces: a whole text, or a prompt and its responses. Pieces of one shape are
-    neighbours. Prompt a b with responses c d and e -> a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
+    A piece of the row is a whole text, a shared prompt, or one response to it. Pieces of one shape are
+    neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
     pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
     texts = []  # of each response: its piece, and the length of its prompt
@@ -688,7 +688,7 @@ def special_layers(config):
 
 
 def recurrent(config):
-    """Whether a layer passes a state along the row, over the borders of texts."""
+    """Whether a layer passes a state along the row, across the borders between texts."""
     model = AutoModelForCausalLM._model_mapping.get(type(config), None)
     kinds = getattr(config, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
@@ -712,7 +712,7 @@ def setup_distributed(hsdp_replicas):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif sys.platform == "linux":  # malloc keeps freed memory: to get it again takes 30 % of an update
+    elif sys.platform == "linux":  # malloc must keep freed memory: to get it again takes 30 % of an update
         ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
     timeout, c10d = timedelta(seconds=TIMEOUT_S), dist.distributed_c10d
@@ -774,8 +774,8 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
         adapt(lm, args)
-    lm.config.dtype = original_dtype  # for hf/, as the names of tied weights, which are saved once
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    lm.config.dtype = original_dtype  # that of hf/
+    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm, attention == "pieces")
@@ -832,7 +832,7 @@ def add_adapters(lm, args):
         torch.manual_seed(args.seed)
         peft.inject_adapter_in_model(config, lm)
         layers = [(name, m.base_layer) for name, m in lm.named_modules() if hasattr(m, "lora_A")]
-        wrong = {name for name, base in layers if not isinstance(base, nn.Linear)}  # experts in one
+        wrong = {name for name, base in layers if not isinstance(base, nn.Linear)}  # fused experts
     if wrong:
         problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(linear))}"
         raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
@@ -843,11 +843,11 @@ def add_adapters(lm, args):
 def whole_weights(lm, dtype):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
-    Adapters are added to their layers, and tied weights come once. A collective: every rank must take all.
+    Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
     """
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         layer, base, end = name.partition(".base_layer.")
-        if name in lm.tied or ".lora_" in name or ".weight." in name:  # the last: scales of QLoRA
+        if name in lm.tied or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
@@ -896,7 +896,7 @@ def checkpointed(models, optimizers):
 
 
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; no path: that of step 0."""
+    """Load a checkpoint at any world size -> the trainer's state; path None: that of step 0."""
     if path is None:
         return dict(step=0, origin="")
     content = checkpointed(models, optimizers)
@@ -904,8 +904,8 @@ def load_checkpoint(path, models, optimizers):
         state = json.loads((path / "trainer_state.json").read_text())
         dcp.load(content, checkpoint_id=path / "dcp")
     except (dcp.CheckpointException, OSError, ValueError) as error:
-        link = path.parent / "latest"
-        fail(f"{path} is damaged ({in_one_line(error)}): point {link} at an earlier step, or remove it")
+        problem = f"is damaged, or of another model ({in_one_line(error)})"
+        fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
     states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
     dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
     return state | dict(origin=f"\nresumed from {path}")
@@ -918,17 +918,18 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
     weights = {name: {} for name in models}
     for name, lm in models.items():
         for key, x in whole_weights(lm, lm.config.dtype):
-            if rank0:  # which also held the whole model when it was loaded
+            if rank0:  # it also held the whole model when it was loaded
                 weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
     try:
         if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # unfinished, perhaps of other ranks
+            shutil.rmtree(path, ignore_errors=True)  # of an earlier attempt
         dist.barrier()
         dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
         if rank0:
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
@@ -946,12 +947,12 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
 
 def write_hf(directory, lm, weights):
     """Whole weights and their configuration as a Hugging Face directory."""
-    lm.config.architectures = [type(lm).__name__]  # that of a new critic named a causal LM
+    lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     if lm.can_generate():
         lm.generation_config.save_pretrained(directory)
     save_torch_state_dict(weights, directory)
-    for file in directory.glob("*.safetensors"):  # safetensors lets nobody else read them
+    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
         file.chmod((directory / "config.json").stat().st_mode)
 
 
@@ -965,7 +966,7 @@ def check_args(args, sp_size=1):
     level, bounds = args.rollout_rs, args.rollout_rs_threshold
     fit = not bounds
     if level:
-        fit = 1 <= len(bounds) <= 2 and 0 <= bounds[0] <= bounds[-1] > 0
+        fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
     cut_off, copies = args.top_p < 1 and (args.rollout_is or args.rollout_rs), args.hsdp_replicas
     problems = {
         f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
@@ -976,7 +977,8 @@ def check_args(args, sp_size=1):
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
         f"--temperature {args.temperature}: training needs samples, above 0": args.temperature <= 0,
         f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        f"--rollout_rs {level} needs bounds, 0 <= lower <= upper, and they need it: {bounds}": not fit,
+        f"--rollout_rs {level} --rollout_rs_threshold {bounds}: they belong together; one bound must be at"
+        " least 1, two must be 0 <= lower <= upper": not fit,
         f"--rollout_is_threshold {args.rollout_is_threshold} must be above 0": args.rollout_is_threshold <= 0,
     }
     refuse(problems)
@@ -1007,13 +1009,13 @@ def load_data(args, tools=None, images=False):
 
 
 def check_model(config, args, images):
-    """ValueError if the scripts would compute another model than this one."""
+    """ValueError if this script cannot train the model as its authors defined it."""
     name = f"{args.model} ({config.model_type})"
     if takes_images(config) and (not images or args.lora_rank):
         raise ValueError(f"{name} takes images, which only grpo.py and sft.py do, and without --lora_rank")
     if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
         raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
-    with torch.device("meta"):  # what these refuse
+    with torch.device("meta"):  # both refuse what they cannot do, before weights are loaded
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
         TokenLogps(add_adapters(lm, args))
 
@@ -1034,7 +1036,7 @@ def build_engine(args, device):
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
     config = AutoConfig.from_pretrained(args.model)
-    # CAREFUL: on a CPU vLLM packs the weights and drops what a sync writes to; sync_weights packs
+    # CAREFUL: on a CPU vLLM packs weights into copies that no sync reaches: not here, sync_weights does it
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
     with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
         engine = vllm.LLM(
@@ -1071,7 +1073,7 @@ def build_engine(args, device):
 
 @contextmanager
 def awake(engine, models, optimizer, args, timing, sample=None, **sampling):
-    """The sampler, awake and with the trainer's weights, while the block lasts: `sample`, or `rollout`."""
+    """While the block lasts, the sampler has the trainer's weights -> sample(prompts, step, n)."""
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
         sync_weights(engine, models[0].lm)
@@ -1103,7 +1105,7 @@ def sync_weights(engine, lm):
 
 
 def move(device, models, optimizer):
-    """Move shards and optimizer state between GPU and pinned host memory; only empty_cache waits for it."""
+    """Move shards and optimizer state between GPU and pinned host memory; empty_cache waits for it."""
     for model in models:
         model.to(device, non_blocking=True)
     for state in optimizer.state.values():
@@ -1114,7 +1116,7 @@ def move(device, models, optimizer):
 def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     """Let the sampler answer the prompts of all ranks -> the rows of this rank.
 
-    The ranks of a tensor-parallel group answer the union of their prompts and keep their own.
+    Ranks that share a sampler (--tp_size) answer the union of their prompts and keep their own.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -1129,12 +1131,12 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     waiting, at_once = [*range(len(rows))][::-1], core.vllm_config.scheduler_config.max_num_seqs
     with timed(timing, "gen"):
         while waiting or core.has_unfinished_requests():
-            while waiting and core.get_num_unfinished_requests() < at_once:  # bounds pictures in memory
+            while waiting and core.get_num_unfinished_requests() < at_once:  # few decoded images
                 row = rows[waiting[-1]]
                 seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
                 params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
                 core.add_request(str(waiting.pop()), request(row), params)
-            for answer in core.step():  # at once, so that vLLM's lists exist only of what is in progress
+            for answer in core.step():  # converted at once, because vLLM's lists take 200 bytes a token
                 row, [response] = rows[int(answer.request_id)], answer.outputs
                 if answer.prompt_token_ids != row["prompt_ids"]:
                     raise ValueError(f"{args.model}: vLLM makes other tokens of an image than its processor")
@@ -1156,11 +1158,11 @@ def score_rows(rows, manager, tokenizer):
 # endregion
 # region rows
 def deal(rows, shares, args, sp_size=1):
-    """Deal the rows of a step to the ranks, or groups of --sp_size, those of each optimizer step by tokens.
+    """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
 
-    -> for each optimizer step this rank's sequences and the (tokens, responses) of all ranks; this rank's
-    rows; the token counts of every rank. A sequence is a row, or rows that share their prompt and fit into a
-    micro-batch.
+    A sequence is a row, or rows that share their prompt and fit into a micro-batch. Returns the sequences of
+    this rank for each optimizer step, with the (tokens, responses) of all ranks; the rows of this rank; and
+    the token counts of every rank. With sp_size a rank stands for all ranks that share its rows.
     """
     size, ranks = args.ppo_mini_batch_size * args.group_size, dist.get_world_size() // sp_size
     rank, mini_batches, own_rows, load = dist.get_rank() // sp_size, [], [], [[] for _ in range(ranks)]
@@ -1200,7 +1202,7 @@ def micro_batches(policy, sequences, args):
 
 @torch.no_grad()
 def store_logps(policy, mini_batches, name, args):
-    """Give this rank's rows their log-probs, or a critic's values, under a name."""
+    """Store the log-probs of this rank's rows, or the values of a critic, under `name`."""
     sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]
     for rows, logp_nt, _ in micro_batches(policy, sequences, args):
         for row, logp_t in zip(rows, logp_nt):
@@ -1211,14 +1213,15 @@ def collate(rows, device):
     """A batch of rows: adv_t of each row -> adv_nt, padded, and so for all that is per token."""
     names = {name for row in rows for name in row if name.endswith("_t")}
     batch = {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
-    empty_nt = torch.zeros(0, 1, device=device)  # of a micro-batch without rows
-    return defaultdict(lambda: empty_nt, batch)
+    if rows:
+        return batch
+    return defaultdict(lambda: torch.zeros(0, 1, device=device))  # a dummy has run: all columns are empty
 
 
 # endregion
 # region sampler against trainer
 def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
-    """Factors of the token losses, because the sampler is not quite the policy; without a gradient.
+    """Factors of the token losses that correct for the log-probs of the sampler; without a gradient.
 
     --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
     Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.

@@ -83,7 +83,10 @@ def test_metrics(page):
 
 
 def test_documented_metrics_are_computed():
-    code = "".join(path.read_text() for path in [*ROOT.glob("algos/*.py"), ROOT / "common/metrics.py", ROOT / "rewards/manager.py"])
+    code = "".join(
+        path.read_text()
+        for path in [*ROOT.glob("algos/*.py"), ROOT / "common/metrics.py", ROOT / "rewards/manager.py"]
+    )
     names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     for name in re.findall(r"`([^`]+)`", " ".join(names)):
         stem, _, last = re.sub(r"\{.*", "", name).rpartition("/")

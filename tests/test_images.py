@@ -128,9 +128,9 @@ def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
 @pytest.mark.parametrize(
     "script, flags, problem",
     (
-        (grpo, dict(sp_size=2), "takes images: no --sp_size or --lora_rank"),
-        (dapo, {}, "idefics3 models take more than text: not supported"),
-        (sft, dict(packing=True), "takes images, which --messages_key, --packing, --lora_rank"),
+        (grpo, dict(lora_rank=4), "takes images, which only grpo.py and sft.py do, and without --lora_rank"),
+        (dapo, {}, "takes images, which only grpo.py and sft.py do"),
+        (sft, dict(lora_rank=4), "takes images, which --messages_key, --lora_rank, --liger"),
     ),
 )
 def test_what_images_do_not_go_with(vlm, shapes, tmp_path, script, flags, problem):

