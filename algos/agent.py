@@ -146,7 +146,6 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
@@ -630,46 +629,84 @@ def add_answer(row, answer, tools, tokenizer, args, cut):
 
 # endregion
 # region log-probs
-LOGIT_CHUNK = 256  # response positions whose logits exist at the same time
+LOGIT_CHUNK = 1024  # response positions whose logits exist at the same time
 
 
-class Float32Logits(torch.autograd.Function):
-    """hidden [L, H] @ weight.T [H, V] in float32, also where both are bfloat16."""
+class LogProbs(torch.autograd.Function):
+    """hidden [L, H], weight [V, H], target [L] -> log-prob of the targets, entropy [L], in float32.
 
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        if weight.is_cuda and weight.dtype is not torch.float32:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return (hidden @ weight.t()).float()
+    Logits exist for one chunk at a time, in two buffers; the backward pass computes them again.
+    """
 
     @staticmethod
-    def backward(ctx, d_logits):
-        hidden, weight = ctx.saved_tensors
-        d_logits = d_logits.to(weight.dtype)
-        d_weight = d_logits.t() @ hidden if ctx.needs_input_grad[1] else None
-        return d_logits @ weight, d_weight
+    def logits(hidden, weight, temperature, softcap, never, out):
+        """Write the logits of a chunk to `out` [chunk, V]: float32, also where the model is bfloat16."""
+        if weight.dtype is out.dtype:
+            torch.mm(hidden, weight.t(), out=out)
+        elif weight.is_cuda:
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        else:
+            out.copy_(hidden @ weight.t())
+        if softcap:  # gemma-2 and gemma-4
+            out.div_(softcap).tanh_().mul_(softcap)
+        for token in never:
+            out[:, token] = -1e4  # finite, because 0 * -inf is NaN
+        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
+        return out if temperature == 1 else out.div_(temperature)
 
+    @staticmethod
+    def forward(ctx, hidden, weight, target, temperature, softcap, never, with_entropy):
+        ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
+        logp, entropy = torch.zeros(2, len(target), device=target.device)
+        buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
+        for chunk in ctx.chunks:
+            p_lv, logp_lv = buffers[:, : len(target[chunk])]
+            logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
+            torch.log_softmax(logits_lv, -1, out=logp_lv)
+            logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
+            if with_entropy and ctx.needs_input_grad[0]:  # without a backward pass nobody uses it
+                entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
+        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
+        ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
+        return logp, entropy
 
-def target_logps(hidden, weight, target, temperature, softcap, never):
-    """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets, entropy [L], in float32."""
-    logits = Float32Logits.apply(hidden, weight)
-    if softcap:  # gemma-2 and gemma-4
-        logits = softcap * torch.tanh(logits / softcap)
-    for token in never:
-        logits[:, token] = -1e4  # finite, because 0 * -inf is NaN
-    # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-    logp = (logits / temperature).log_softmax(-1)
-    return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_logp, d_entropy):
+        """p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
+        hidden, weight, target, entropy, buffers = ctx.saved_tensors
+        temperature, softcap, _ = ctx.options
+        d_logp, d_entropy = d_logp[:, None] / temperature, d_entropy[:, None] / temperature
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for number, chunk in enumerate(reversed(ctx.chunks)):
+            p_lv, logp_lv = buffers[:, : len(target[chunk])]
+            if number:  # the buffers still hold the last chunk
+                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
+                torch.log_softmax(logits_lv, -1, out=logp_lv)
+            torch.exp(logp_lv, out=p_lv)
+            d_lv = -d_logp[chunk]
+            if ctx.with_entropy:
+                d_lv = logp_lv.add_(entropy[chunk, None]).mul_(-d_entropy[chunk]).add_(d_lv)
+            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_logp[chunk])
+            if softcap:  # d tanh = 1 - tanh^2
+                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
+                d_lv = d_lv.addcmul_(d_lv, logits_lv.mul_(temperature / softcap).square_(), value=-1)
+            d_lv = d_lv.to(weight.dtype)
+            torch.mm(d_lv, weight, out=d_hidden[chunk])
+            if d_weight is not None:
+                d_weight.addmm_(d_lv.t(), hidden[chunk])
+        return d_hidden, d_weight, *[None] * 5
 
 
 class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP.
+    """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
 
     shares: whether its rows are laid out by `one_row`; otherwise by `padded`.
     """
 
     sp_size = 1  # ranks that share a row
+    entropy = True  # whether the loss needs it
 
     def __init__(self, lm, shares=False):
         super().__init__()
@@ -690,11 +727,8 @@ class TokenLogps(nn.Module):
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        options = temperature / self.scale, self.softcap, self.never
-        chunks = zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK))
-        # logits exist for one chunk at a time, and are computed again in the backward pass
-        parts = [checkpoint(target_logps, h, weight, t, *options, use_reentrant=False) for h, t in chunks]
-        return [torch.cat(column) for column in zip(*parts)]
+        options = temperature / self.scale, self.softcap, self.never, self.entropy
+        return LogProbs.apply(hidden, weight, target, *options)
 
 
 def token_logps(policy, rows, args, temperature):
@@ -812,12 +846,12 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    queries = keys = 0
-    for (t, s), same in groupby(shapes):  # pieces of one shape at once
-        n = len(list(same))
-        part = [query[queries:][: n * t], key[keys:][: n * s], value[keys:][: n * s]]
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    keys = [n * s for n, _, s in runs]
+    parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
+    for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
-        queries, keys, bias = queries + n * t, keys + n * s, causal_lower_right(t, s)
+        bias = causal_lower_right(t, s)
         some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
         out.append(some.transpose(1, 2).flatten(0, 1))
     return torch.cat(out).to(dtype)
@@ -1295,8 +1329,11 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
 
 def score_rows(rows, manager, tokenizer):
     """Score this rank's rows -> the rows of all ranks, on each of them, by prompt and sample."""
-    by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, manager.score_responses(rows, tokenizer))
+    scored = manager.score_responses(rows, tokenizer)
+    by_rank = [scored]
+    if dist.get_world_size() > 1:  # alone, the copy in gloo's thread would halve the speed of OpenMP for good
+        by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, scored)
     return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
 
 
@@ -1360,7 +1397,7 @@ def collate(rows, device):
     batch = {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
     if rows:
         return batch
-    return defaultdict(lambda: torch.zeros(0, 1, device=device))  # a dummy has run: all columns are empty
+    return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
 
 
 # endregion
@@ -1387,13 +1424,14 @@ def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
 
 def check_sampler(rows, args, step):
     """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
-    columns = [[torch.zeros(0)] for _ in range(4)]  # a rank may have no rows
-    for row in rows:
-        mask_t, fresh = torch.as_tensor(row["mask_t"]), not row.get("carried_over")  # of this step's sampler
-        ours, theirs = row["old_logp_t"].cpu()[mask_t], torch.as_tensor(row["rollout_logp_t"])[mask_t]
-        weight_1t = rollout_weights(args, ours[None], theirs[None], torch.ones(1, len(ours)))
-        for column, x in zip(columns, (ours, theirs, weight_1t[0], torch.full_like(ours, fresh))):
-            column.append(x)
+    columns = [[torch.zeros(0)] for _ in range(4)]  # a rank may have no rows; fresh: of this step's sampler
+    for start in range(0, len(rows), 64):  # no more are padded at the same time
+        batch = collate(rows[start : start + 64], "cpu")
+        ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
+        weight_nt = rollout_weights(args, ours_nt, theirs_nt, mask_nt)
+        fresh_n = torch.tensor([not row.get("carried_over") for row in rows[start : start + 64]])
+        for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, fresh_n[:, None])):
+            column.append(x.expand(mask_nt.shape)[mask_nt])
     ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
     sums = weight.sum(), (weight**2).sum(), (weight == 0).sum(), len(weight), fresh.sum()
     total, squares, rejected, tokens, count = all_reduce(sums)

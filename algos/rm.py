@@ -402,12 +402,12 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    queries = keys = 0
-    for (t, s), same in groupby(shapes):  # pieces of one shape at once
-        n = len(list(same))
-        part = [query[queries:][: n * t], key[keys:][: n * s], value[keys:][: n * s]]
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    keys = [n * s for n, _, s in runs]
+    parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
+    for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
-        queries, keys, bias = queries + n * t, keys + n * s, causal_lower_right(t, s)
+        bias = causal_lower_right(t, s)
         some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
         out.append(some.transpose(1, 2).flatten(0, 1))
     return torch.cat(out).to(dtype)

@@ -111,7 +111,6 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
@@ -311,46 +310,84 @@ def main(args):
 # The system
 # --------------------------------------------------------------------------------------------------
 # region log-probs
-LOGIT_CHUNK = 256  # response positions whose logits exist at the same time
+LOGIT_CHUNK = 1024  # response positions whose logits exist at the same time
 
 
-class Float32Logits(torch.autograd.Function):
-    """hidden [L, H] @ weight.T [H, V] in float32, also where both are bfloat16."""
+class LogProbs(torch.autograd.Function):
+    """hidden [L, H], weight [V, H], target [L] -> log-prob of the targets, entropy [L], in float32.
 
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        if weight.is_cuda and weight.dtype is not torch.float32:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return (hidden @ weight.t()).float()
+    Logits exist for one chunk at a time, in two buffers; the backward pass computes them again.
+    """
 
     @staticmethod
-    def backward(ctx, d_logits):
-        hidden, weight = ctx.saved_tensors
-        d_logits = d_logits.to(weight.dtype)
-        d_weight = d_logits.t() @ hidden if ctx.needs_input_grad[1] else None
-        return d_logits @ weight, d_weight
+    def logits(hidden, weight, temperature, softcap, never, out):
+        """Write the logits of a chunk to `out` [chunk, V]: float32, also where the model is bfloat16."""
+        if weight.dtype is out.dtype:
+            torch.mm(hidden, weight.t(), out=out)
+        elif weight.is_cuda:
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        else:
+            out.copy_(hidden @ weight.t())
+        if softcap:  # gemma-2 and gemma-4
+            out.div_(softcap).tanh_().mul_(softcap)
+        for token in never:
+            out[:, token] = -1e4  # finite, because 0 * -inf is NaN
+        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
+        return out if temperature == 1 else out.div_(temperature)
 
+    @staticmethod
+    def forward(ctx, hidden, weight, target, temperature, softcap, never, with_entropy):
+        ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
+        logp, entropy = torch.zeros(2, len(target), device=target.device)
+        buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
+        for chunk in ctx.chunks:
+            p_lv, logp_lv = buffers[:, : len(target[chunk])]
+            logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
+            torch.log_softmax(logits_lv, -1, out=logp_lv)
+            logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
+            if with_entropy and ctx.needs_input_grad[0]:  # without a backward pass nobody uses it
+                entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
+        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
+        ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
+        return logp, entropy
 
-def target_logps(hidden, weight, target, temperature, softcap, never):
-    """hidden [L, H], weight [V, H], target [L] -> log-prob [L] of the targets, entropy [L], in float32."""
-    logits = Float32Logits.apply(hidden, weight)
-    if softcap:  # gemma-2 and gemma-4
-        logits = softcap * torch.tanh(logits / softcap)
-    for token in never:
-        logits[:, token] = -1e4  # finite, because 0 * -inf is NaN
-    # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-    logp = (logits / temperature).log_softmax(-1)
-    return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_logp, d_entropy):
+        """p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
+        hidden, weight, target, entropy, buffers = ctx.saved_tensors
+        temperature, softcap, _ = ctx.options
+        d_logp, d_entropy = d_logp[:, None] / temperature, d_entropy[:, None] / temperature
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for number, chunk in enumerate(reversed(ctx.chunks)):
+            p_lv, logp_lv = buffers[:, : len(target[chunk])]
+            if number:  # the buffers still hold the last chunk
+                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
+                torch.log_softmax(logits_lv, -1, out=logp_lv)
+            torch.exp(logp_lv, out=p_lv)
+            d_lv = -d_logp[chunk]
+            if ctx.with_entropy:
+                d_lv = logp_lv.add_(entropy[chunk, None]).mul_(-d_entropy[chunk]).add_(d_lv)
+            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_logp[chunk])
+            if softcap:  # d tanh = 1 - tanh^2
+                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
+                d_lv = d_lv.addcmul_(d_lv, logits_lv.mul_(temperature / softcap).square_(), value=-1)
+            d_lv = d_lv.to(weight.dtype)
+            torch.mm(d_lv, weight, out=d_hidden[chunk])
+            if d_weight is not None:
+                d_weight.addmm_(d_lv.t(), hidden[chunk])
+        return d_hidden, d_weight, *[None] * 5
 
 
 class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens: one root module, one forward, for FSDP.
+    """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
 
     shares: whether its rows are laid out by `one_row`; otherwise by `padded`.
     """
 
     sp_size = 1  # ranks that share a row
+    entropy = True  # whether the loss needs it
 
     def __init__(self, lm, shares=False):
         super().__init__()
@@ -371,11 +408,8 @@ class TokenLogps(nn.Module):
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        options = temperature / self.scale, self.softcap, self.never
-        chunks = zip(hidden.split(LOGIT_CHUNK), target.split(LOGIT_CHUNK))
-        # logits exist for one chunk at a time, and are computed again in the backward pass
-        parts = [checkpoint(target_logps, h, weight, t, *options, use_reentrant=False) for h, t in chunks]
-        return [torch.cat(column) for column in zip(*parts)]
+        options = temperature / self.scale, self.softcap, self.never, self.entropy
+        return LogProbs.apply(hidden, weight, target, *options)
 
 
 def token_logps(policy, rows, args, temperature):
@@ -493,12 +527,12 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    queries = keys = 0
-    for (t, s), same in groupby(shapes):  # pieces of one shape at once
-        n = len(list(same))
-        part = [query[queries:][: n * t], key[keys:][: n * s], value[keys:][: n * s]]
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    keys = [n * s for n, _, s in runs]
+    parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
+    for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
-        queries, keys, bias = queries + n * t, keys + n * s, causal_lower_right(t, s)
+        bias = causal_lower_right(t, s)
         some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
         out.append(some.transpose(1, 2).flatten(0, 1))
     return torch.cat(out).to(dtype)
@@ -1044,7 +1078,9 @@ def load_policy(args, mesh, device):
         wrap = partial(Slices, group=sequence_group(args.sp_size, device), attention=attention)
     load = load_quantized if args.qlora else load_model
     adapt = add_adaptive_adapters if args.lora_kind == "adalora" else add_adapters
-    return load(args, mesh, device, wrap, adapt=adapt, share=args.packing)
+    policy = load(args, mesh, device, wrap, adapt=adapt, share=args.packing)
+    policy.entropy = False  # no loss needs it
+    return policy
 
 
 def load_quantized(args, mesh, device, wrap, adapt, share):

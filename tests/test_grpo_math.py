@@ -4,7 +4,6 @@ import dataclasses
 import math
 import sys
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,9 +66,7 @@ def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype,
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     logp_lv = (logits / temperature).log_softmax(-1)
     plain = logp_lv[torch.arange(5), target], -(logp_lv.exp() * logp_lv).sum(-1)
-    policy = SimpleNamespace(scale=1, softcap=softcap, never=[], hidden=lambda where, _: inputs[0][where])
-    policy.lm = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=inputs[1]))
-    chunked = tuple(grpo.TokenLogps.forward(policy, torch.arange(5), target, temperature))
+    chunked = grpo.LogProbs.apply(*inputs, target, temperature, softcap, (), True)
     near = dict(rtol=1e-4, atol=1e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
     torch.testing.assert_close(chunked, plain, **near)
     ours, theirs = (torch.autograd.grad((x * a + y * b).sum(), inputs) for x, y in (chunked, plain))
@@ -78,27 +75,34 @@ def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype,
 
 def test_a_frozen_output_layer_gets_no_gradient():
     hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)  # LoRA
-    logp, _ = grpo.target_logps(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0, None, [2])
+    logp, _ = grpo.LogProbs.apply(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0, None, [2], True)
     logp.sum().backward()
     assert weight.grad is None and hidden.grad.abs().sum() > 0
 
 
-def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
-    """The largest memory that forward and backward take does not grow with the number of chunks."""
+def test_entropy_is_left_out_where_nobody_uses_it():
+    """Of validation and old log-probs, which have no backward, and of SFT: the rest stays as it is."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(n, 4, requires_grad=True) for n in (5, 7)]
+    target = torch.tensor([0, 6, 2, 2, 5])
+    apply = lambda entropy: grpo.LogProbs.apply(*inputs, target, 0.7, None, (), entropy)
+    (logp, entropy), (same, none) = apply(True), apply(False)
+    assert (entropy > 0).all() and (none == 0).all() and torch.equal(logp, same)
+    ours, theirs = (torch.autograd.grad(x.sum(), inputs) for x in (same, logp))
+    torch.testing.assert_close(ours, theirs)
+    inputs[0] = inputs[0].detach()  # as a model's output is under no_grad
+    assert torch.equal(apply(True)[0], logp) and (apply(True)[1] == 0).all()
+
+
+def test_logits_take_two_buffers_of_a_chunk(monkeypatch):
+    """No pass, forward or backward, makes a tensor as large as a chunk of logits except those two."""
     monkeypatch.setattr(grpo, "LOGIT_CHUNK", 64)
-
-    def peak(positions):
-        hidden, weight = torch.randn(positions, 8, requires_grad=True), torch.randn(999, 8)
-        policy = SimpleNamespace(scale=1, softcap=None, never=[], hidden=lambda where, _: hidden[where])
-        policy.lm = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight))
-        target = torch.zeros(positions, dtype=torch.long)
-        with torch.profiler.profile(profile_memory=True) as profile:
-            logp, entropy = grpo.TokenLogps.forward(policy, torch.arange(positions), target, 1.0)
-            (logp + entropy).sum().backward()
-        made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        return max(accumulate(n for n in made if abs(n) >= 64 * 999 * 4))
-
-    assert peak(1280) <= peak(128)
+    hidden, weight = torch.randn(640, 8, requires_grad=True), torch.randn(999, 8)
+    target = torch.zeros(640, dtype=torch.long)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        grpo.LogProbs.apply(hidden, weight, target, 1.0, None, (), True)[0].sum().backward()
+    made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert sum(n for n in made if n >= 64 * 999 * 4) == 2 * 64 * 999 * 4
 
 
 def test_a_tree_by_hand():
