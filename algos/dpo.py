@@ -416,7 +416,7 @@ class LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature, softcap, never, with_entropy):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp, entropy = torch.zeros(2, len(target), device=target.device)
+        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for chunk in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[chunk])]
