@@ -1140,7 +1140,7 @@ def score_rows(rows, manager, tokenizer):
     """Score this rank's rows -> the rows of all ranks, on each of them, by prompt and sample."""
     scored = manager.score_responses(rows, tokenizer)
     by_rank = [scored]
-    if dist.get_world_size() > 1:  # alone, the copy in gloo's thread would halve the speed of OpenMP for good
+    if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
         by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, scored)
     return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample")))

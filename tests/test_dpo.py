@@ -290,11 +290,11 @@ def test_two_ranks_and_padded_rows_change_nothing(straight, tiny, data, tmp_path
 
 
 def test_adapters_begin_as_the_reference(straight, tiny, data, tmp_path):
-    run(SCRIPT, *flags(tiny, data, tmp_path, "--lora_rank", 4, "--lr", 2e-2))
+    run(SCRIPT, *flags(tiny, data, tmp_path, "--lora_rank", 4, "--lr", 1e-1))
     by_step, first = metrics(tmp_path), references(straight)
     assert by_step[1]["rewards/margins"] == by_step[0]["val/rewards/margins"] == 0.0
     assert all(np.allclose(x, first[name], atol=1e-4) for name, x in references(tmp_path).items())
-    assert by_step[STEPS]["val/loss"] < by_step[0]["val/loss"] - 0.005
+    assert by_step[STEPS]["val/loss"] < by_step[0]["val/loss"] - 0.02
     check_last_validation(tmp_path, AutoModelForCausalLM.from_pretrained(hf(tmp_path)), tiny, data)
 
 
