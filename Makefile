@@ -46,7 +46,7 @@ demo-images: .venv/installed
 gpu-check: .venv/installed
 	$(BIN)/python benchmarks/gpu_check.py
 
-# by hand, on a quiet machine: the figures of benchmarks/README.md
+# by hand, on a quiet machine: the figures of docs/results/speed.md
 bench: .venv/installed-extra .venv/installed-bench
 	$(BIN)/python data_prep/tiny_model.py --local_save_dir models/tiny
 	$(BIN)/python data_prep/smollm2.py --local_save_dir models/smollm2

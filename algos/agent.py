@@ -19,7 +19,6 @@ import faulthandler
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -37,7 +36,7 @@ from typing import Literal
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 # Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
 # names the axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -150,14 +149,15 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
-from data_prep.cache import load_prompts
-from data_prep.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
+from common.metrics import stats, step_metrics, timed, validation_metrics
+from common.run import Logger, dump_rollouts, fail, in_one_line, leave, open_run, ranks_on, refuse
+from data_prep.lib.cache import load_prompts
+from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
+from envs.messages import observation, shorten
 from envs.pool import EnvPool
 from rewards import check_sources
-from rewards.combined import load_rewards
-from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
+from rewards.manager import RewardManager, demote_failures
+from rewards.manager.combined import load_rewards
 
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -500,45 +500,7 @@ POLICY_LOSSES = dict(clip=clip_loss, gspo=gspo_loss, cispo=cispo_loss, sapo=sapo
 
 # endregion
 # region turns
-def observation(tokenizer, messages, tools, last):
-    """Ids of an environment's messages, as the chat template has them after a turn whose last id is `last`.
-
-    The template writes them after a mark in place of the turn, and after them the prompt of the next turn:
-    sampled text is not rendered, so no template can change it.
-    """
-    mark = "[what it said]"
-    chat = [dict(role="user", content="x"), dict(role="assistant", content=mark)]
-    options = dict(tools=tools, tokenize=False, add_generation_prompt=True)
-    text = tokenizer.apply_chat_template([*chat, *messages], **options).partition(mark)[2]
-    for message in messages:
-        words = re.findall("[A-Za-z0-9]+", message["content"])
-        if words and max(words, key=len) not in text:
-            problem = f"the chat template leaves out what the role {message['role']!r} says"
-            raise jinja2.TemplateError(problem)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids[ids[:1] == [last] :]  # after a turn without EOS the template's is kept
-
-
-def shorten(tokenizer, messages, limit, cut):
-    """The messages, cut at their "start" or "end" to `limit` tokens each, and how many of them were longer.
-
-    A special token in their text becomes a space: no tool ends its message and speaks as somebody else.
-    """
-    special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    border, short, longer = re.compile("|".join(map(re.escape, special))), [], 0
-    for message in messages:
-        chars = 100 * limit  # no token has more than 100 characters: a megabyte is cut before it is tokenised
-        text = message["content"][:chars] if cut == "end" else message["content"][-chars:]
-        text = border.sub(" ", text)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) > limit:
-            text = tokenizer.decode(ids[:limit] if cut == "end" else ids[-limit:])
-            longer += 1
-        short.append(message | dict(content=text))
-    return short, longer
-
-
-def converse(engine, rows, pool, tokenizer, args, cut="end", **sampling):
+def converse(engine, rows, pool, tokenizer, args, **sampling):
     """Let the sampler and each row's environment (pool None: none) talk in turns, until all have ended.
 
     No row waits for another: its environment works while the sampler writes for others.
@@ -573,7 +535,7 @@ def converse(engine, rows, pool, tokenizer, args, cut="end", **sampling):
         for answer in answers:
             i = answer["key"]
             waiting.remove(i)
-            if add_answer(rows[i], answer, pool.tools, tokenizer, args, cut):
+            if add_answer(rows[i], answer, pool.tools, tokenizer, args):
                 ask(core, i, rows[i], args, sampling)
     if pool:
         pool.clear()
@@ -605,7 +567,7 @@ def add_turn(row, output, tokenizer):
     return text
 
 
-def add_answer(row, answer, tools, tokenizer, args, cut):
+def add_answer(row, answer, tools, tokenizer, args):
     """Add what its environment answered to a row -> whether the model has another turn."""
     if answer["failure"]:
         row |= dict(failure=answer["failure"], finish_reason=answer["failure"].partition(":")[0])
@@ -613,7 +575,7 @@ def add_answer(row, answer, tools, tokenizer, args, cut):
     row["env_reward"] = answer["reward"]
     if not answer["messages"]:
         return False
-    messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length, cut)
+    messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length)
     ids = observation(tokenizer, messages, tools, row["response_ids"][-1])
     full = len(row["response_ids"]) + len(ids) >= args.max_response_length  # no room for a token
     if full or row["turns"] == args.max_turns:
@@ -814,7 +776,7 @@ def one_row(prompts, responses):
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
         seen=torch.cat([*seen.values()]),
-        shapes=shapes,
+        shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
         borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
     return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
@@ -831,7 +793,7 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = [max(sizes) for sizes in zip(*shapes)]
+        longest = shapes.max(0).tolist()
         options = dict(softmax_scale=scaling, causal=True)
         out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
     else:
@@ -846,7 +808,7 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
     for (n, t, s), part in zip(runs, parts):
@@ -1393,11 +1355,10 @@ def store_logps(policy, mini_batches, name, args):
 
 def collate(rows, device):
     """A batch of rows: adv_t of each row -> adv_nt, padded, and so for all that is per token."""
-    names = {name for row in rows for name in row if name.endswith("_t")}
-    batch = {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
-    if rows:
-        return batch
-    return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
+    if not rows:
+        return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
+    names = [name for name in rows[0] if name.endswith("_t")]
+    return {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
 
 
 # endregion

@@ -36,7 +36,7 @@ from typing import Literal
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 # Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
 # names the axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -95,9 +95,9 @@ class Args:
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
+    lam: float = 1.0  # share of the prompts that the student answers; extra_info.answer answers the others
     # full: the sum over the vocabulary; sampled: its policy gradient on the sampled tokens
     kl: Literal["full", "sampled"] = "full"
-    lam: float = 1.0  # share of the prompts that the student answers; extra_info.answer answers the others
     # average of token losses; the last is Dr. GRPO's
     loss_agg: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -142,13 +142,13 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from common.metrics import step_metrics, timed
-from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
-from data_prep.cache import load_prompts
-from data_prep.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
+from common.metrics import step_metrics, timed, validation_metrics
+from common.run import Logger, dump_rollouts, fail, in_one_line, leave, open_run, ranks_on, refuse
+from data_prep.lib.cache import load_prompts
+from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
 from rewards import check_sources
-from rewards.combined import load_rewards
-from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
+from rewards.manager import RewardManager, demote_failures
+from rewards.manager.combined import load_rewards
 
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -556,7 +556,7 @@ def one_row(prompts, responses):
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
         seen=torch.cat([*seen.values()]),
-        shapes=shapes,
+        shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
         borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
     return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
@@ -573,7 +573,7 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = [max(sizes) for sizes in zip(*shapes)]
+        longest = shapes.max(0).tolist()
         options = dict(softmax_scale=scaling, causal=True)
         out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
     else:
@@ -588,7 +588,7 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
     for (n, t, s), part in zip(runs, parts):
@@ -1135,11 +1135,10 @@ def store_logps(policy, mini_batches, name, args):
 
 def collate(rows, device):
     """A batch of rows: adv_t of each row -> adv_nt, padded, and so for all that is per token."""
-    names = {name for row in rows for name in row if name.endswith("_t")}
-    batch = {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
-    if rows:
-        return batch
-    return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
+    if not rows:
+        return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
+    names = [name for name in rows[0] if name.endswith("_t")]
+    return {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
 
 
 # endregion

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 # Shapes: n pairs, N = 2 n responses (chosen, rejected, chosen ...), T response tokens, V vocabulary. A suffix
 # names the axes (logp_nt, reward_n2). T is aligned with the response: column t belongs to response token t.
@@ -118,12 +118,12 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
+from common.files import replacing
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
-from data_prep.atomic import replacing
-from data_prep.cache import BOOLS, IDS, prepare
-from data_prep.images import auto_class, load_processor, never_sampled, show_images, takes_images
-from data_prep.turns import turns
+from data_prep.lib.cache import BOOLS, IDS, prepare
+from data_prep.lib.images import auto_class, load_processor, never_sampled, show_images, takes_images
+from data_prep.lib.turns import turns
 
 RESPONSES = "chosen", "rejected"  # of a pair
 
@@ -573,7 +573,7 @@ def one_row(prompts, responses):
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
         seen=torch.cat([*seen.values()]),
-        shapes=shapes,
+        shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
         borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
     return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
@@ -590,7 +590,7 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = [max(sizes) for sizes in zip(*shapes)]
+        longest = shapes.max(0).tolist()
         options = dict(softmax_scale=scaling, causal=True)
         out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
     else:
@@ -605,7 +605,7 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
     for (n, t, s), part in zip(runs, parts):

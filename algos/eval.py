@@ -18,7 +18,7 @@ from string import ascii_uppercase
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 
 @dataclass
@@ -55,11 +55,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data_prep.atomic import replacing
-from data_prep.schema import load_rows
+from common.files import replacing
+from data_prep.lib.schema import load_rows
 from rewards import check_sources
-from rewards.combined import load_rewards
 from rewards.manager import RewardManager
+from rewards.manager.combined import load_rewards
 
 SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward is given, beside the response
 ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval

@@ -19,7 +19,7 @@ from typing import Literal
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 
 @dataclass
@@ -44,8 +44,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from data_prep.atomic import replacing
-from data_prep.images import auto_class, load_processor
+from common.files import replacing
+from data_prep.lib.images import auto_class, load_processor
 
 
 def read_weights(directory):

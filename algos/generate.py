@@ -12,7 +12,6 @@ Docs: docs/generate.md
 
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -20,10 +19,9 @@ import warnings
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 
 @dataclass
@@ -32,7 +30,7 @@ class Args:
     data: str  # parquet file of prompts
     output: str  # parquet file to write; it must not exist
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string, the user's message
-    seed: int = 1  # seed, with row and sample number, of every response
+    seed: int = 1  # seed for sampling
     n_samples: int = 1  # responses to each prompt
     batch_size: int = 128  # rows of a shard, which one sampler answers in one go
     max_prompt_length: int = 512  # limit of the prompt in tokens; a longer one gets empty responses
@@ -45,9 +43,7 @@ class Args:
     env: str | None = None  # FILE.py:NAME of an environment or of tools, as in agent.py; None: one turn
     max_turns: int = 8  # with env: turns of the model in a response
     max_observation_length: int = 256  # with env: limit in tokens of a message of the environment
-    observation_cut: Literal["start", "end"] = "end"  # with env: where a longer one loses tokens
     env_timeout_s: float = 30.0  # with env: seconds that an environment has to answer a turn
-    env_workers: int = 8  # with env: environments of a rank that are at work at a time
 
 
 if __name__ == "__main__":
@@ -62,76 +58,78 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from data_prep.atomic import replacing
-from data_prep.images import Unfit, encode_prompt, load_processor, never_sampled, request, takes_images
-from data_prep.schema import load_rows
+from common.files import replacing
+from common.run import fail, refuse
+from data_prep.lib.images import Unfit, encode_prompt, load_processor, never_sampled, request, takes_images
+from data_prep.lib.schema import load_rows
+from envs.messages import observation, shorten
 from envs.pool import EnvPool
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons")
+ENV_WORKERS = 8  # with --env, environments of a rank that work at the same time
 EPISODE = ("turns", "messages", "env_reward", "failure")  # with --env a further column, as JSON
 
 
 def check_args(args, world):
     """Stop on arguments that cannot work -> the model's Hugging Face directory or hub name."""
-    for name in ("n_samples", "batch_size", "max_prompt_length", "max_response_length", "tp_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
-    if not (args.seed >= 0 and args.temperature >= 0 and 0 < args.top_p <= 1 and args.top_k >= -1):
-        given = " ".join(
-            f"--{name} {getattr(args, name)}" for name in ("seed", "temperature", "top_p", "top_k")
-        )
-        raise ValueError(f"{given}: it must be seed >= 0, temperature >= 0, 0 < top_p <= 1, top_k >= -1")
-    if world % args.tp_size:
-        raise ValueError(f"the number of ranks, {world}, is not a multiple of --tp_size {args.tp_size}")
-    if os.path.lexists(args.output):
-        raise ValueError(f"--output {args.output} is there already: choose another, or remove it")
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails now, not after hours of sampling
     root, inside = Path(args.model), ("", "hf", "checkpoints/latest/hf")  # of a model, a checkpoint, a run
     found = [root / name for name in inside if any((root / name).glob("*.safetensors"))]
-    if root.is_dir() and not found:
-        raise ValueError(f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/")
+    sizes = "n_samples", "batch_size", "max_prompt_length", "max_response_length", "tp_size"
+    problems = {f"--{name} {getattr(args, name)}: use at least 1": getattr(args, name) < 1 for name in sizes}
+    problems |= {
+        f"--seed {args.seed}: use at least 0": args.seed < 0,
+        f"--temperature {args.temperature}: use at least 0": not args.temperature >= 0,
+        f"--top_p {args.top_p}: use a number above 0, at most 1": not 0 < args.top_p <= 1,
+        f"--top_k {args.top_k}: use -1 (off) or a number of tokens": args.top_k < -1,
+        f"{world} ranks: use a multiple of --tp_size {args.tp_size}": world % max(args.tp_size, 1),
+        f"--output {args.output} exists: choose another, or remove it": os.path.lexists(args.output),
+        f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/": (
+            root.is_dir() and not found
+        ),
+    }
+    refuse(problems)
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails now, not after hours of sampling
     return str(found[0].resolve()) if found else args.model  # resolved: `latest` moves on while a run trains
 
 
 def columns_of(args):
-    """What is added to a row: lists, one entry a sample."""
+    """Columns that are added to the rows: lists, one entry a sample."""
     return (*COLUMNS, "episodes") if args.env else COLUMNS
 
 
 def load_prompts(args, tokenizer, tools):
-    """Ids and images of the prompts within --max_prompt_length, by number of the row, and the whole table."""
+    """Ids and images of the prompts within --max_prompt_length, by row number, and the whole table."""
     rows, table = load_rows(args.data, [args.prompt_key, "images"]), pq.read_table(args.data)
-    if clash := [name for name in columns_of(args) if name in table.column_names]:
-        raise ValueError(f"{args.data}: it has a column {clash[0]!r} already; use the file without")
-    chats = [row[args.prompt_key] for row in rows]
-    chats = [p if isinstance(p, list) else [dict(role="user", content=str(p))] for p in chats]
-    if takes_images(AutoConfig.from_pretrained(args.model)):
-        prompts = [*with_images(args, rows, chats, tokenizer)]
-    elif blind := [i for i, row in enumerate(rows) if row["images"]]:
-        raise ValueError(f"{args.data}: row {blind[0]} has images, which {args.model} does not take")
-    else:
-        how = dict(add_generation_prompt=True, tools=tools, return_dict=False)
-        prompts = [dict(prompt_ids=ids) for ids in tokenizer.apply_chat_template(chats, **how)]
-    return {i: x for i, x in enumerate(prompts) if len(x["prompt_ids"]) <= args.max_prompt_length}, table
-
-
-def with_images(args, rows, chats, processor):
-    """Ids and images of each row for a model that takes them."""
-    if args.env:
-        raise ValueError(f"--env {args.env}: {args.model} takes images, which turns do not")
-    for i, (row, chat) in enumerate(zip(rows, chats, strict=True)):
-        try:
-            ids = encode_prompt(dict(row, prompt=chat), processor)
-        except Unfit as error:
-            raise ValueError(f"{args.data}: row {i}: {error}") from None
-        yield dict(ids, images=row["images"])
+    sees = takes_images(AutoConfig.from_pretrained(args.model))
+    blind = [i for i, row in enumerate(rows) if row["images"] and not sees]
+    taken = [name for name in columns_of(args) if name in table.column_names]
+    refuse(
+        {
+            f"{args.data}: it has columns {' '.join(taken)} already: use the file without": taken,
+            f"{args.data}: row {blind and blind[0]} has images, which {args.model} does not take": blind,
+            f"--env {args.env}: {args.model} takes images, which turns do not": sees and args.env,
+        }
+    )
+    prompts = {}
+    for i, row in enumerate(rows):
+        chat = row[args.prompt_key]
+        chat = chat if isinstance(chat, list) else [dict(role="user", content=str(chat))]
+        if sees:
+            try:
+                prompt = encode_prompt(dict(row, prompt=chat), tokenizer) | dict(images=row["images"])
+            except Unfit as error:
+                fail(f"{args.data}: row {i}: {error}")
+        else:
+            options = dict(add_generation_prompt=True, tools=tools, return_dict=False)
+            prompt = dict(prompt_ids=tokenizer.apply_chat_template(chat, **options))
+        if len(prompt["prompt_ids"]) <= args.max_prompt_length:
+            prompts[i] = prompt
+    return prompts, table
 
 
 def plan_shards(args, prompts, rows):
     """{file of a shard: its rows}, and what decides on the responses, as JSON: every shard carries it."""
-    made_by = asdict(args) | dict(
-        data="", output="", gpu_memory_utilization="", env_workers=""
-    )  # these do not
+    made_by = asdict(args) | dict(data="", output="", gpu_memory_utilization="")  # these do not
     text = json.dumps(prompts, default=lambda image: sha256(image).hexdigest())
     made_by["digest of the prompts"] = sha256(text.encode()).hexdigest()[:16]
     folder, starts = Path(f"{args.output}.shards"), range(0, rows, args.batch_size)
@@ -184,45 +182,7 @@ def build_engine(args):
 
 
 # region turns
-def observation(tokenizer, messages, tools, last):
-    """Ids of an environment's messages, as the chat template has them after a turn whose last id is `last`.
-
-    The template writes them after a mark in place of the turn, and after them the prompt of the next turn:
-    sampled text is not rendered, so no template can change it.
-    """
-    mark = "[what it said]"
-    chat = [dict(role="user", content="x"), dict(role="assistant", content=mark)]
-    options = dict(tools=tools, tokenize=False, add_generation_prompt=True)
-    text = tokenizer.apply_chat_template([*chat, *messages], **options).partition(mark)[2]
-    for message in messages:
-        words = re.findall("[A-Za-z0-9]+", message["content"])
-        if words and max(words, key=len) not in text:
-            problem = f"the chat template leaves out what the role {message['role']!r} says"
-            raise jinja2.TemplateError(problem)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids[ids[:1] == [last] :]  # after a turn without EOS the template's is kept
-
-
-def shorten(tokenizer, messages, limit, cut):
-    """The messages, cut at their "start" or "end" to `limit` tokens each, and how many of them were longer.
-
-    A special token in their text becomes a space: no tool ends its message and speaks as somebody else.
-    """
-    special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    border, short, longer = re.compile("|".join(map(re.escape, special))), [], 0
-    for message in messages:
-        chars = 100 * limit  # no token has more than 100 characters: a megabyte is cut before it is tokenised
-        text = message["content"][:chars] if cut == "end" else message["content"][-chars:]
-        text = border.sub(" ", text)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) > limit:
-            text = tokenizer.decode(ids[:limit] if cut == "end" else ids[-limit:])
-            longer += 1
-        short.append(message | dict(content=text))
-    return short, longer
-
-
-def converse(engine, rows, pool, tokenizer, args, cut="end", **sampling):
+def converse(engine, rows, pool, tokenizer, args, **sampling):
     """Let the sampler and each row's environment (pool None: none) talk in turns, until all have ended.
 
     No row waits for another: its environment works while the sampler writes for others.
@@ -257,7 +217,7 @@ def converse(engine, rows, pool, tokenizer, args, cut="end", **sampling):
         for answer in answers:
             i = answer["key"]
             waiting.remove(i)
-            if add_answer(rows[i], answer, pool.tools, tokenizer, args, cut):
+            if add_answer(rows[i], answer, pool.tools, tokenizer, args):
                 ask(core, i, rows[i], args, sampling)
     if pool:
         pool.clear()
@@ -289,7 +249,7 @@ def add_turn(row, output, tokenizer):
     return text
 
 
-def add_answer(row, answer, tools, tokenizer, args, cut):
+def add_answer(row, answer, tools, tokenizer, args):
     """Add what its environment answered to a row -> whether the model has another turn."""
     if answer["failure"]:
         row |= dict(failure=answer["failure"], finish_reason=answer["failure"].partition(":")[0])
@@ -297,7 +257,7 @@ def add_answer(row, answer, tools, tokenizer, args, cut):
     row["env_reward"] = answer["reward"]
     if not answer["messages"]:
         return False
-    messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length, cut)
+    messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length)
     ids = observation(tokenizer, messages, tools, row["response_ids"][-1])
     full = len(row["response_ids"]) + len(ids) >= args.max_response_length  # no room for a token
     if full or row["turns"] == args.max_turns:
@@ -323,7 +283,7 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     talks = [dict(prompts[row], extra_info=about[row]) for row, _ in jobs]
     talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
-    converse(engine, talks, pool, tokenizer, args, args.observation_cut, **sampling)
+    converse(engine, talks, pool, tokenizer, args, **sampling)
     too_long = "", 0, "prompt_too_long", "{}"
     answers = {row: [] if row in prompts else [too_long] * args.n_samples for row in rows}
     for (row, _), talk in zip(jobs, talks, strict=True):
@@ -340,7 +300,7 @@ def main(args):
     try:
         args.model = check_args(args, world)
         tokenizer = load_processor(args.model)
-        pool = EnvPool(args.env, args.env_workers, args.env_timeout_s) if args.env else None
+        pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s) if args.env else None
         if pool and pool.tools:
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
         prompts, table = load_prompts(args, tokenizer, pool and pool.tools)

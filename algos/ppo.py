@@ -37,7 +37,7 @@ from typing import Literal
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 # Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
 # names the axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -94,9 +94,7 @@ class Args:
     ppo_epochs: int = 1  # passes over the responses of a step
     lr: float = 1e-6  # peak learning rate of the actor
     critic_lr: float = 1e-5  # peak learning rate of the critic
-    critic_warmup: int = (
-        0  # first steps, in which the critic learns returns with lambda 1 and the actor rests
-    )
+    critic_warmup: int = 0  # first steps, in which the critic learns with lambda 1 and the actor rests
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
     warmup_steps: int = 0  # steps of linear warm-up; the actor's begins after critic_warmup
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
@@ -158,13 +156,13 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
-from data_prep.cache import load_prompts
-from data_prep.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
+from common.metrics import stats, step_metrics, timed, validation_metrics
+from common.run import Logger, dump_rollouts, fail, in_one_line, leave, open_run, ranks_on, refuse
+from data_prep.lib.cache import load_prompts
+from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
 from rewards import check_sources
-from rewards.combined import load_rewards
-from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
+from rewards.manager import RewardManager, demote_failures
+from rewards.manager.combined import load_rewards
 
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -669,7 +667,7 @@ def one_row(prompts, responses):
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
         seen=torch.cat([*seen.values()]),
-        shapes=shapes,
+        shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
         borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
     return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
@@ -686,7 +684,7 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = [max(sizes) for sizes in zip(*shapes)]
+        longest = shapes.max(0).tolist()
         options = dict(softmax_scale=scaling, causal=True)
         out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
     else:
@@ -701,7 +699,7 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
     for (n, t, s), part in zip(runs, parts):
@@ -1248,11 +1246,10 @@ def store_logps(policy, mini_batches, name, args):
 
 def collate(rows, device):
     """A batch of rows: adv_t of each row -> adv_nt, padded, and so for all that is per token."""
-    names = {name for row in rows for name in row if name.endswith("_t")}
-    batch = {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
-    if rows:
-        return batch
-    return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
+    if not rows:
+        return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
+    names = [name for name in rows[0] if name.endswith("_t")]
+    return {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
 
 
 # endregion

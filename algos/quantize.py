@@ -19,7 +19,7 @@ from typing import Literal
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 
 @dataclass
@@ -62,9 +62,9 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data_prep.atomic import replacing
-from data_prep.schema import load_rows, open_parquet
-from data_prep.turns import turns
+from common.files import replacing
+from data_prep.lib.schema import load_rows, open_parquet
+from data_prep.lib.turns import turns
 
 BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 # Shapes: N pairs, L conversations, T tokens, H hidden size. A suffix names the axes (chosen_n).
 # A row is a dict of one pair: token ids of both conversations, and its margin.
@@ -115,9 +115,9 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
-from data_prep.cache import IDS, prepare
-from data_prep.images import auto_class, load_processor, takes_images
-from data_prep.schema import open_parquet
+from data_prep.lib.cache import IDS, prepare
+from data_prep.lib.images import auto_class, load_processor, takes_images
+from data_prep.lib.schema import open_parquet
 
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -370,7 +370,7 @@ def one_row(prompts, responses):
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
         seen=torch.cat([*seen.values()]),
-        shapes=shapes,
+        shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
         borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
     return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
@@ -387,7 +387,7 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = [max(sizes) for sizes in zip(*shapes)]
+        longest = shapes.max(0).tolist()
         options = dict(softmax_scale=scaling, causal=True)
         out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
     else:
@@ -402,7 +402,7 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
     for (n, t, s), part in zip(runs, parts):

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_prep.arguments import parse
+from common.arguments import parse
 
 # Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is aligned with the
 # response: column t belongs to response token t.
@@ -117,8 +117,8 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
-from data_prep.cache import BOOL, BOOLS, IDS, IMAGES, prepare
-from data_prep.images import (
+from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, prepare
+from data_prep.lib.images import (
     auto_class,
     encode_prompt,
     load_processor,
@@ -126,7 +126,7 @@ from data_prep.images import (
     show_images,
     takes_images,
 )
-from data_prep.turns import turns
+from data_prep.lib.turns import turns
 from envs import load_env
 
 
@@ -495,7 +495,7 @@ def one_row(prompts, responses):
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
         seen=torch.cat([*seen.values()]),
-        shapes=shapes,
+        shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
         borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
     return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
@@ -512,7 +512,7 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = [max(sizes) for sizes in zip(*shapes)]
+        longest = shapes.max(0).tolist()
         options = dict(softmax_scale=scaling, causal=True)
         out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
     else:
@@ -527,7 +527,7 @@ def attend(query, key, value, shapes, scaling):
     dtype, out = query.dtype, []
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]  # pieces of one shape at once
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
     for (n, t, s), part in zip(runs, parts):
@@ -855,7 +855,7 @@ def sequence_group(sp_size, device):
 
 def ulysses(module, query, key, value, mask, group, **pieces):
     """Trade a slice of all heads for the whole row of some heads, attend, and trade back (2309.14509)."""
-    size, tokens = group.size(), sum(queries for queries, _ in pieces["shapes"])
+    size, tokens = group.size(), int(pieces["shapes"][:, 0].sum())
     row = []
     for x in (query, key, value):  # [1, H, T / size, D]
         x = x[0].repeat_interleave(size // math.gcd(size, x.shape[1]), 0)  # each rank needs a key/value head
@@ -894,7 +894,7 @@ def seen_spans(seen, shapes, tokens):
     for a and b, 0 2 2 for e, 0 2 3 for c and d.
     """
     pieces, sizes, start, first = [], [], 0, 0
-    for queries, keys in shapes:
+    for queries, keys in shapes.tolist():
         root = seen[first].item()
         pieces.append((root, root + keys - queries, start))
         sizes.append(queries)

@@ -1,4 +1,4 @@
-# All benchmarks of README.md, one after the other: sh all.sh PYTHON, in this directory (`make bench`).
+# The benchmarks of docs/results/speed.md, one after the other: sh all.sh PYTHON, in this directory (`make bench`).
 set -eux
 tiny="--model ../models/tiny --temperature .02 --prompts 8 --group_size 8 --prompt_length 16 --response_length 32"
 $1 throughput.py $tiny --steps 5 --output results/throughput_grpo_tiny.json
@@ -10,6 +10,3 @@ $1 peer.py $tiny --trl_batch 32 --max_length 128 --steps 4 --output results/peer
 $1 peer.py --model ../models/smollm2 --steps 1 --output results/peer_grpo_smollm2.json
 $1 peer.py --model ../models/smollm2 --ranks 2 --steps 1 --output results/peer_grpo_smollm2_2ranks.json
 $1 peer.py --model ../models/smollm2 --algo sft --prompts 16 --steps 1 --output results/peer_sft_smollm2.json
-$1 memory.py --output results/memory.json
-$1 scaling.py --model ../models/tiny --output results/scaling.json
-$1 sequence_parallel.py --model ../models/tiny --output results/sequence_parallel.json

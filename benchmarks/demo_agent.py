@@ -7,6 +7,7 @@ runs/demo-agent: a run directory a stage and seed, agent.png, summary.json; what
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
@@ -15,10 +16,12 @@ import matplotlib
 import numpy as np
 import pyarrow.parquet as pq
 import tyro
-from demo import ROOT, run
 from rich.console import Console
 from rich.table import Table
-from seeds import curve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.demo import ROOT, run
+from benchmarks.lib.workload import curve
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

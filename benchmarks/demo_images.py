@@ -7,6 +7,7 @@ seed, images.png, summary.json; what is done is not run again.
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
@@ -14,11 +15,13 @@ from subprocess import DEVNULL
 import matplotlib
 import numpy as np
 import tyro
-from demo import ROOT, run
-from demo_agent import stage
 from rich.console import Console
 from rich.table import Table
-from seeds import curve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.demo import ROOT, run
+from benchmarks.demo_agent import stage
+from benchmarks.lib.workload import curve
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

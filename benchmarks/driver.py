@@ -16,18 +16,21 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from os import getloadavg
 from pathlib import Path
 
 import tyro
-import workload
 from rich.console import Console
 from rich.table import Table
-from workload import ROOT, launch, make_model, save, write_parquet
 
-WORKER = Path(__file__).resolve().with_name("driver_worker.py")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.lib import workload
+from benchmarks.lib.workload import ROOT, launch, make_model, save, write_parquet
+
+WORKER = Path(__file__).resolve().with_name("lib") / "driver_worker.py"
 TINY = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=16)
 TINY |= dict(num_attention_heads=1, num_key_value_heads=1)
 

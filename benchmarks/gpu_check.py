@@ -25,7 +25,9 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data_prep.arguments import parse
+from benchmarks.gpu_memory import SIZES, TIED
+from benchmarks.lib.workload import durations, launch, machine, make_rows, read_metrics, save
+from common.arguments import parse
 
 
 @dataclass(kw_only=True)
@@ -40,11 +42,9 @@ if __name__ == "__main__":
     flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
 
 import torch
-from gpu_memory import SIZES, TIED
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging
-from workload import durations, launch, machine, make_rows, read_metrics, save
 
 from data_prep import tiny_model
 
@@ -250,10 +250,10 @@ def launch_all(model, work, cuda, ranks, trl):
     # a rate at which a sampler that misses an update is off by more than rounding
     grpo = *common, *lengths, "--group_size", group, "--keep_checkpoints", 0, "--lr", 1e-4
     grpo += "--train_batch_size", prompts, "--ppo_mini_batch_size", prompts
-    grpo += "--reward_fn", f"{ROOT / 'benchmarks/alternating.py'}:parity"
+    grpo += "--reward_fn", f"{ROOT / 'benchmarks/lib/alternating.py'}:parity"
     flags = lambda name, *more: ("--output_dir", work / name, *grpo, *more)
 
-    worker = "benchmarks/gpu_check_worker.py", model, rows, work, prompt_length, response_length
+    worker = "benchmarks/lib/gpu_check_worker.py", model, rows, work, prompt_length, response_length
     launches.run("worker", lambda: load("worker.json"), *worker)
     script = "algos/grpo.py"
     launches.run("grpo", lambda: read("grpo"), script, *flags("grpo", "--total_steps", STEPS))
@@ -281,7 +281,7 @@ def launch_all(model, work, cuda, ranks, trl):
             return (tokens[-1] - tokens[0]) / sum(durations(stamps)[0])
 
         watch = out / "metrics.jsonl", stamps
-        launches.run("trl", speed, "benchmarks/peer_trl.py", *words, watch=watch)
+        launches.run("trl", speed, "benchmarks/lib/peer_trl.py", *words, watch=watch)
     return launches
 
 

@@ -19,6 +19,7 @@ import importlib.util
 import itertools
 import shutil
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from os import getloadavg
@@ -30,7 +31,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForSequenceClassification
-from workload import ROOT, durations, launch, make_model, make_rows, read_metrics, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.lib.workload import ROOT, durations, launch, make_model, make_rows, read_metrics, save
 
 
 @dataclass
@@ -84,7 +87,7 @@ def ours(args, work):
         flags |= dict(max_prompt_length=room, max_response_length=args.response_length)
         flags |= dict(group_size=args.group_size)
     if args.algo == "agent":
-        flags |= dict(env=f"{ROOT}/benchmarks/talk_env.py:Calls", max_turns=args.turns)
+        flags |= dict(env=f"{ROOT}/benchmarks/lib/talk_env.py:Calls", max_turns=args.turns)
     words = [x for k, v in flags.items() for x in (f"--{k}", v)]
     return f"algos/{args.algo}.py", [*words, "--no-gradient_checkpointing"]
 
@@ -101,7 +104,7 @@ def trl(args, work, ranks, *extra):
     flags |= dict(per_device_batch=batch, accumulation=max(1, rows // batch // ranks))
     flags |= dict(group_size=args.group_size, response_length=args.response_length)
     flags |= dict(temperature=args.temperature, turns=args.turns)
-    return "benchmarks/peer_trl.py", [*(x for k, v in flags.items() for x in (f"--{k}", v)), *extra]
+    return "benchmarks/lib/peer_trl.py", [*(x for k, v in flags.items() for x in (f"--{k}", v)), *extra]
 
 
 def measure(command, work, ranks):

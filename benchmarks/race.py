@@ -16,6 +16,7 @@ its end; of the mean curves, and of each seed. What is in --output_dir already i
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,10 +26,12 @@ from typing import Literal
 import matplotlib
 import numpy as np
 import tyro
-from demo import FLAGS, ROOT, TITLES, run
 from rich.console import Console
 from rich.table import Table
-from workload import CORES, launch, read_metrics, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.demo import FLAGS, ROOT, TITLES, run
+from benchmarks.lib.workload import CORES, launch, read_metrics, save
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -84,7 +87,7 @@ def command(args, name, ranks, lr, seed, steps, save_freq, out):
         script, words = "algos/grpo.py", FLAGS[args.size]["grpo"].split()
         flags |= dict(train_batch_size=args.prompts, ppo_mini_batch_size=args.prompts, keep_checkpoints=0)
     else:
-        script, words = "benchmarks/peer_trl.py", FLAGS[args.size]["trl"].split()
+        script, words = "benchmarks/lib/peer_trl.py", FLAGS[args.size]["trl"].split()
         flags |= dict(per_device_batch=(batch := min(batch, args.prompts * group // ranks)))
         flags |= dict(accumulation=args.prompts * group // ranks // batch)
         words += ["--vllm"] if name == "TRL, vLLM" else []

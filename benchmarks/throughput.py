@@ -11,6 +11,7 @@ its raw parts; `cpu_overhead` the same in CPU seconds, which other processes on 
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from os import getloadavg
@@ -19,7 +20,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 from rich.table import Table
-from workload import durations, launch, make_model, make_rows, medians, read_metrics, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.lib.workload import durations, launch, make_model, make_rows, medians, read_metrics, save
 
 # the raw part that does the work of a timing_s/* key; parts without one (sync, reward, adv) are all overhead
 LIMITS = dict(gen="generate", old_log_prob="forward", ref="forward", values="forward")
@@ -34,8 +37,6 @@ class Args:
     """Name of a script in algos/."""
     config: dict[str, int] = field(default_factory=dict)
     """Sizes that replace those of the model's config.json, such as `hidden_size 512`: random weights."""
-    train_only: bool = False
-    """Measure training only, with random responses: for machines without vLLM."""
     prompts: int = 8
     """Prompts of a step, or rows for sft."""
     group_size: int = 4
@@ -69,7 +70,7 @@ def trainer_flags(args, model, rows, out):
     flags |= dict(max_tokens_per_microbatch=args.max_tokens_per_microbatch)
     if args.algo != "sft":
         flags |= dict(ppo_mini_batch_size=args.prompts, temperature=args.temperature)
-        flags |= dict(reward_fn=f"{Path(__file__).parent / 'alternating.py'}:score")
+        flags |= dict(reward_fn=f"{Path(__file__).parent / 'lib/alternating.py'}:score")
         flags |= dict(max_prompt_length=2 * args.prompt_length, max_response_length=args.response_length)
         flags |= {} if args.algo == "ppo" else dict(group_size=args.group_size)
     return [x for k, v in flags.items() for x in (f"--{k}", v)] + [
@@ -81,13 +82,11 @@ def trainer_flags(args, model, rows, out):
 def measure(args, work):
     """One round -> seconds of each part of the step, medians over its steps, and the raw limits."""
     shutil.rmtree(work / "run", ignore_errors=True)
-    path = [Path(__file__).parent / "no_vllm"] if args.train_only else []
     before, stamps = getloadavg()[0], []
     memory = launch(
         f"algos/{args.algo}.py",
         *trainer_flags(args, work / "model", work / "rows.parquet", work / "run"),
         ranks=args.ranks,
-        path=path,
         watch=(work / "run/metrics.jsonl", stamps),
     )
     steps = read_metrics(work / "run", args.warmup)
@@ -101,20 +100,17 @@ def measure(args, work):
         steps_s.append(step | dict(other=other))
     step = medians(steps_s)
     launch(
-        "benchmarks/raw.py",
+        "benchmarks/lib/raw.py",
         *("--model", work / "model", "--train_files", work / "rows.parquet", "--output", work / "raw.json"),
         *("--group_size", 0 if args.algo == "sft" else run.get("group_size", 1)),
         *("--response_length", args.response_length, "--temperature", args.temperature),
         *("--attn_implementation", run["attn_implementation"], "--compute_dtype", run["compute_dtype"]),
         *("--max_tokens_per_microbatch", args.max_tokens_per_microbatch),
-        *(["--train_only"] if args.train_only else []),
         ranks=args.ranks,
     )
     raw = json.loads((work / "raw.json").read_text())
     cpu = statistics.median(durations(stamps[args.warmup - 1 :])[1])
     parts = {name: seconds for name, seconds in step.items() if name not in ("step", "save_checkpoint")}
-    if args.train_only:
-        step["step"] -= parts.pop("gen", 0) + parts.pop("sync", 0)  # SFT has neither
     passes = {name: run.get("ppo_epochs", 1) if name.startswith("update") else 1 for name in parts}
     limits, cpu_limits = (
         {name: raw[LIMITS[name] + unit] * passes[name] for name in parts if name in LIMITS}
@@ -125,7 +121,7 @@ def measure(args, work):
         limits_s=limits,
         step_s=step["step"],
         overhead=step["step"] / sum(limits.values()),
-        cpu_overhead=None if args.train_only else cpu / sum(cpu_limits.values()),
+        cpu_overhead=cpu / sum(cpu_limits.values()),
         mfu=raw["train_flops"] * passes["update_actor"] / parts["update_actor"] / raw["matmul_flops_per_s"],
         raw_mfu=raw["train_flops"] / raw["train_s"] / raw["matmul_flops_per_s"],
         matmul_gflops=raw["matmul_flops_per_s"] / 1e9,
@@ -146,9 +142,7 @@ def show(args, rounds):
         table.add_row(name, f"{seconds:.3f}", f"{seconds / total:.1%}", *against)
     Console().print(table)
     for name in ("overhead", "cpu_overhead", "mfu", "raw_mfu", "matmul_gflops", "peak_memory_gb"):
-        values = [r[name] for r in rounds if r[name]]
-        if not values:  # the CPU seconds of random responses are not known apart
-            continue
+        values = [r[name] for r in rounds]
         print(f"{name} {statistics.median(values):.3g}  ({min(values):.3g} to {max(values):.3g})")
 
 

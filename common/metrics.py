@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
-from rewards.manager import failure_metrics
-
 
 @contextmanager
 def timed(timing, name):
@@ -83,6 +81,43 @@ def step_metrics(rows, load, policy, timing, args, sampled=None):
         if name in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
             tokens = sum(responses) if name == "gen" else total
             metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
+    return metrics
+
+
+def failure_metrics(results):
+    """Failed rewards: reward/timeouts, reward/crashes (a process died) and reward/errors (all others)."""
+    kinds = [result["failure"].partition(":")[0] for result in results if "failure" in result]
+    timeouts, crashes = kinds.count("TimeoutError"), kinds.count("WorkerError")
+    return {
+        "reward/timeouts": timeouts,
+        "reward/crashes": crashes,
+        "reward/errors": len(kinds) - timeouts - crashes,
+    }
+
+
+def validation_metrics(rows):
+    """val-core/{source}/{acc|reward}/{mean@N,best@N,maj@N}: means over prompts with N responses each.
+
+    rows: dicts with data_source, index (of the prompt) and reward (a result of the reward manager).
+    The value is `acc` where the scorer returns it, else the score; maj, the value of the most frequent
+    `pred`, needs a `pred`. A response whose reward failed counts 0.
+    """
+    metrics = {}
+    for source in sorted({row["data_source"] for row in rows}):
+        groups = {}
+        for row in rows:
+            if row["data_source"] == source:
+                groups.setdefault(row["index"], []).append(row["reward"])
+        results = [result for group in groups.values() for result in group]
+        kind, key = ("acc", "acc") if any("acc" in result for result in results) else ("reward", "score")
+        values = [[float(result.get(key, 0)) for result in group] for group in groups.values()]
+        prefix, n = f"val-core/{source}/{kind}", len(values[0])
+        metrics[f"{prefix}/mean@{n}"] = sum(sum(v) / len(v) for v in values) / len(values)
+        metrics[f"{prefix}/best@{n}"] = sum(max(v) for v in values) / len(values)
+        if any("pred" in result for result in results):
+            votes = [[str(result.get("pred")) for result in group] for group in groups.values()]
+            winner = [v[vote.index(max(vote, key=vote.count))] for v, vote in zip(values, votes, strict=True)]
+            metrics[f"{prefix}/maj@{n}"] = sum(winner) / len(values)
     return metrics
 
 

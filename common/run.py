@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data_prep.atomic import replacing
+from common.files import replacing
 
 MUST_AGREE = set(  # for a run to resume: its data, its model and its objective
     "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
@@ -131,6 +131,14 @@ class Logger:
         done = "done" if self.bar.n == self.bar.total else "stopped; the same command resumes it"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {self.out}/checkpoints/latest/hf")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
+
+
+def dump_rollouts(rows, path):
+    """Write scored rows of a trainer to a file, one JSON line each."""
+    keep = ("index", "sample", "finish_reason", "response_ids")
+    lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line, default=lambda ids: ids.tolist()) + "\n" for line in lines))
 
 
 def leave():

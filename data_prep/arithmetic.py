@@ -23,7 +23,7 @@ from typing import Literal
 
 import tyro
 
-from data_prep.schema import write_parquet
+from data_prep.lib.schema import write_parquet
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 python data_prep/inspect.py data/gsm8k/train.parquet data/gsm8k/test.parquet --tokenizer models/tiny
 
-Ends with code 1 if a row is not as `data_prep/schema.py` defines it, or has a data source without a reward.
+Ends with code 1 if a row is not as `data_prep/lib/schema.py` says, or has a data source without a reward.
 """
 
 import os
@@ -21,8 +21,8 @@ import tyro
 from rich.console import Console
 from rich.pretty import Pretty
 
-from data_prep.prepare import prompt_key, repeated_prompts, run
-from data_prep.schema import KINDS, check_row
+from data_prep.lib.prepare import prompt_key, repeated_prompts, run
+from data_prep.lib.schema import KINDS, check_row
 from rewards import check_sources
 
 BINS, WIDTH = 10, 50  # of the histogram, in rows and characters

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from data_prep import prepare
-from data_prep.schema import write_parquet
+from data_prep.lib import prepare
+from data_prep.lib.schema import write_parquet
 
 SUBJECTS = """
     the sea, a rainy day, bread, old maps, a lost cat, the moon, bicycles, a small garden, winter, honey

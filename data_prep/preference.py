@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from data_prep import prepare
+from data_prep.lib import prepare
 
 ROLES = {"Human": "user", "Assistant": "assistant"}
 

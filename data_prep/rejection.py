@@ -22,8 +22,8 @@ from typing import Literal
 
 import tyro
 
-from data_prep.prepare import run
-from data_prep.schema import load_rows, open_parquet, write_parquet
+from data_prep.lib.prepare import run
+from data_prep.lib.schema import load_rows, open_parquet, write_parquet
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import Literal
 import tyro
 from PIL import Image, ImageDraw
 
-from data_prep.schema import write_parquet
+from data_prep.lib.schema import write_parquet
 
 COLORS, KINDS = ("red", "green", "blue", "yellow", "purple", "black"), ("circle", "square", "triangle")
 SIDE, CELLS = 32, 3  # pixels of a picture, and places for small shapes along one side of it

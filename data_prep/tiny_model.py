@@ -13,7 +13,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-from data_prep.arguments import parse
+from common.arguments import parse
 
 
 @dataclass
@@ -48,7 +48,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from data_prep.atomic import replacing
+from common.files import replacing
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128)  # of vLLM's CPU attention
 SPECIAL = ("<|pad|>", "<|eos|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")

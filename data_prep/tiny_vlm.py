@@ -13,7 +13,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-from data_prep.arguments import parse
+from common.arguments import parse
 
 
 @dataclass
@@ -40,7 +40,7 @@ from transformers import GenerationConfig, Idefics3Config, Idefics3ForConditiona
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.utils import logging
 
-from data_prep.atomic import replacing
+from common.files import replacing
 from data_prep.tiny_model import CHAT_TEMPLATE, make_tokenizer
 
 PATCH, SCALE = 4, 2  # pixels of a patch, and patches of a token, along one side

@@ -14,7 +14,7 @@ import threading
 import cloudpickle
 
 from envs import load_env, one_line
-from rewards.worker import Worker, WorkerError
+from rewards.manager.worker import Worker, WorkerError
 
 
 class EnvPool:

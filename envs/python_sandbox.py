@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool: python(code) runs a program in the sandbox of rewards/sandbox.py.
+"""A Python interpreter as a tool: python(code) runs a program in the sandbox of rewards/sandbox/__init__.py.
 
 The model calls it in its own format of calls and reads what the program printed, and the last line of an
 error.  Each call is a new program; it has the standard library, no files and no network.

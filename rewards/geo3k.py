@@ -3,8 +3,8 @@ r"""Geometry3K: 0.9 for a right answer in the last \boxed{}, wherever it stands,
 The format: the response begins with `<think>`, and a \boxed{...} follows a `</think>`.
 """
 
-from rewards.equivalence import judge
-from rewards.latex import last_boxed
+from rewards.mathematics.equivalence import judge
+from rewards.mathematics.latex import last_boxed
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

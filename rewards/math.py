@@ -1,11 +1,11 @@
 r"""MATH: 1 if the last \boxed{} of the response equals the ground truth, else 0.
 
-Thoughts (all up to the last `</think>`) give no answer.  `rewards.equivalence` has the rules of equality.
+Thoughts (all up to the last `</think>`) give no answer.  The rules of equality: mathematics/equivalence.py.
 """
 
 from rewards import math_verify
-from rewards.equivalence import judge
-from rewards.latex import last_boxed
+from rewards.mathematics.equivalence import judge
+from rewards.mathematics.latex import last_boxed
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -8,8 +8,8 @@ r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the groun
 
 import re
 
-from rewards.equivalence import judge
-from rewards.latex import last_boxed
+from rewards.mathematics.equivalence import judge
+from rewards.mathematics.latex import last_boxed
 
 WINDOW = 1000
 MARKER = re.compile(r"answer\**\s?[:：]", re.IGNORECASE)

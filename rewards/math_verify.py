@@ -8,8 +8,8 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
 import re
 
 from rewards import gsm8k
-from rewards.equivalence import judge
-from rewards.latex import last_boxed
+from rewards.mathematics.equivalence import judge
+from rewards.mathematics.latex import last_boxed
 
 WINDOW = 1000
 MARKER = re.compile(r"answer(?:\s+is|\**\s?[:：])[*:\s]{0,9}([^\n]+)", re.IGNORECASE)

@@ -33,14 +33,14 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from rewards.prime_code_child import decode, encode
 from rewards.sandbox import run_judge, run_tests
+from rewards.sandbox.calls import decode, encode
 
 TIMEOUT_S = 4
 TOTAL_S = 20  # below the time that the prime manager gives a response
 OUTPUT_BYTES = 1 << 16  # that a program may print beyond four times the longest expected output
 TOLERANCE = dict(rel_tol=1e-5, abs_tol=1e-8)
-CHILD = Path(__file__).with_name("prime_code_child.py").read_text()
+CHILD = Path(__file__).with_name("sandbox").joinpath("calls.py").read_text()
 FENCE = re.compile(r"[ \t]*```+[ \t]*([\w+-]*)\s*")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -117,7 +117,7 @@ def check_texts(program, tests):
 
 
 def check_calls(same, program, tests):
-    """tests: (request of prime_code_child.py, expected value); same(value, expected) decides."""
+    """tests: (request of sandbox/calls.py, expected value); same(value, expected) decides."""
     tests = [(json.dumps(request), expected) for request, expected in tests]
     for result, (_, expected) in run(served(program), tests, imports=("json", "typing")):
         try:

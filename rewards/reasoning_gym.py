@@ -10,7 +10,7 @@ import io
 from functools import cache
 from importlib.util import find_spec
 
-from rewards.worker import call_in_worker
+from rewards.manager.worker import call_in_worker
 
 TIMEOUT_S = 20.0  # the first call of a task also loads its data
 REFUSED = {

@@ -82,7 +82,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
 
 
-def talk(tokenizer, said, told, tools=TOOLS, seed=0, cut="end", **limits):
+def talk(tokenizer, said, told, tools=TOOLS, seed=0, **limits):
     """Rows that say `said[i]` and are told `told[i]` -> the rows, engine and pool after the conversation."""
     limits = dict(max_response_length=10_000, max_turns=8, max_observation_length=99) | limits
     prompt_ids = tokenizer.apply_chat_template(
@@ -90,7 +90,7 @@ def talk(tokenizer, said, told, tools=TOOLS, seed=0, cut="end", **limits):
     )
     rows = [dict(prompt_ids=prompt_ids, extra_info={}, entropy=(1, 2, i, 0)) for i in range(len(said))]
     engine, pool = Engine(said, tokenizer, seed), Pool(told, tools, seed)
-    agent.converse(engine, rows, pool, tokenizer, SimpleNamespace(**limits), cut)
+    agent.converse(engine, rows, pool, tokenizer, SimpleNamespace(**limits))
     assert all(row["prompt_ids"] is prompt_ids for row in rows) and pool.cleared == 1
     for row in rows:
         assert len(row["response_ids"]) == len(row["rollout_logp_t"]) == len(row["mask_t"])
@@ -204,22 +204,21 @@ def test_the_response_is_limited():
         )
 
 
-@pytest.mark.parametrize(("cut", "left"), [("end", "abcd efg"), ("start", "ij klmno")])
-def test_observations_are_limited_in_tokens(cut, left):
-    """Cut once, on the side that was asked for, and it is the cut one that the next prompt has."""
+def test_observations_are_limited_in_tokens():
+    """Cut once, at the end, and it is the cut one that the next prompt has."""
     tokenizer = make_tokenizer("qwen2.5")
     said, told = [["ask", "x"]], [[tool("abcd efghij klmno"), None]]
-    [[row], engine, _] = talk(tokenizer, said, told, max_observation_length=8, cut=cut)
+    [[row], engine, _] = talk(tokenizer, said, told, max_observation_length=8)
     text = tokenizer.decode(engine.prompts[0][1])
-    assert text.endswith(f"<tool_response>\n{left}\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-    assert row["cut_observations"] == 1 and row["messages"][1]["content"] == left
+    assert text.endswith("<tool_response>\nabcd efg\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert row["cut_observations"] == 1 and row["messages"][1]["content"] == "abcd efg"
     [[row], engine, _] = talk(tokenizer, said, told, max_observation_length=17)
     assert row["cut_observations"] == 0 and "abcd efghij klmno" in tokenizer.decode(engine.prompts[0][1])
     words = tokenizer.add_tokens(["word"]) and tool("word" * 8)  # 8 tokens, 32 characters
-    [[row], *_] = talk(tokenizer, said, [[words, None]], max_observation_length=8, cut=cut)
+    [[row], *_] = talk(tokenizer, said, [[words, None]], max_observation_length=8)
     assert row["cut_observations"] == 0
     long = "word" * 8 + "-" * 1_000_000 + "word" * 8
-    [[row], *_] = talk(tokenizer, said, [[tool(long), None]], max_observation_length=8, cut=cut)
+    [[row], *_] = talk(tokenizer, said, [[tool(long), None]], max_observation_length=8)
     assert row["messages"][1]["content"] == "word" * 8
 
 

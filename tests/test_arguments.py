@@ -1,5 +1,6 @@
 """Command lines and trackers: what the user meets first."""
 
+import re
 import subprocess
 import sys
 import time
@@ -10,8 +11,8 @@ import torch
 import tyro
 from conftest import ROOT
 
+from common.arguments import parse
 from common.run import open_run, open_tracker, ranks_on
-from data_prep.arguments import parse
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
 SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
@@ -40,15 +41,17 @@ def test_help_and_wrong_flags_are_answered_before_libraries_are_loaded(script):
 
 
 @pytest.mark.parametrize("script", [f"{x}.py" for x in "sft rm dpo grpo dapo ppo agent distill".split()])
-def test_help_has_groups(script):
+def test_help_says_something_of_each_flag(script):
+    """In the order of Args, each with its comment: a heading in the class is part of none."""
     out, _ = answer(script, "--help")
-    groups = "options run data model rollout optimizer algorithm rewards".split()
-    if script in ("sft.py", "rm.py", "dpo.py"):
-        groups = "options run data model optimizer".split() + ["algorithm"] * (script != "sft.py")
-    if script == "agent.py":
-        groups.insert(groups.index("rollout"), "environment")
-    assert [line.split()[1] for line in out.splitlines() if "options ──" in line] == groups
-    assert "RL" not in out or script != "sft.py"
+    source = (
+        (ROOT / "algos" / script).read_text().partition("class Args")[2].partition("def __post_init__")[0]
+    )
+    names = re.findall(r"^    (\w+): ", source, re.MULTILINE)
+    found = [flag.split(maxsplit=1) for flag in re.split(r"^│ --", out, flags=re.MULTILINE)[1:]]
+    assert [name.strip(",") for name, _ in found] == names
+    assert all(re.search(r"[a-z]{3}.*\((default|required)", text, re.DOTALL) for _, text in found)
+    assert "----" not in out
 
 
 @dataclass(kw_only=True)

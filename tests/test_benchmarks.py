@@ -8,45 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, run
-from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.append(str(ROOT / "benchmarks"))
-import agent_rollout
-import driver_worker
-import memory
-import off_policy
-import off_policy_worker
-import peer
-import race
+from benchmarks import peer, race
+from benchmarks.experiments import off_policy, off_policy_worker
+from benchmarks.lib import driver_worker
 
 
-def test_throughput_without_vllm(tiny, tmp_path):
-    """Among others that the stand-in for vLLM has what the trainers ask of it: the run checks its sync."""
-    sizes = "--prompts 2 --group_size 2 --prompt_length 16 --response_length 8 --rounds 1 --steps 1".split()
+def test_throughput(tiny, tmp_path):
+    """A step has its parts, and the raw forward and backward as the limit of its update."""
+    sizes = "--algo sft --prompts 2 --prompt_length 16 --response_length 8 --rounds 1 --steps 1".split()
     script, out = ROOT / "benchmarks/throughput.py", tmp_path / "x.json"
-    run(script, "--model", tiny, "--train_only", *sizes, "--output", out)
+    run(script, "--model", tiny, *sizes, "--output", out)
     [result] = json.loads(out.read_text())["rounds"]
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0
-    assert set(result["parts_s"]) == {"reward", "adv", "update_actor", "other"}
-
-
-def test_waves_and_no_waves(tiny, tmp_path):
-    """Both sides write the same number of tokens, in as many turns."""
-    sizes = "--trajectories 3 --turns 2 --delay_s .01 --prompt_length 16 --turn_length 4 --rounds 1".split()
-    out = tmp_path / "x.json"
-    run(ROOT / "benchmarks/agent_rollout.py", "--model", tiny, *sizes, "--output", out)
-    [sides] = json.loads(out.read_text())["rounds"]
-    ours, waves = sides["asynchronous"], sides["waves"]
-    assert ours["turns"] == waves["turns"] == 2 and ours["tokens"] == waves["tokens"] > 0
-    assert all(0 < side["idle"] < 1 for side in sides.values())
-
-
-def test_a_wave_waits_for_all():
-    """Answers come together, and only when the sampler has nothing to do."""
-    ready = [["a"], ["b", "c"], []]
-    pool = SimpleNamespace(step=None, tools=None, clear=None, answers=lambda wait: ready.pop(0))
-    waves = agent_rollout.Waves(pool)
-    assert waves.answers(wait=False) == [] and waves.answers(wait=True) == ["a", "b", "c"]
 
 
 def test_driver_on_two_ranks(tiny, tmp_path):
@@ -79,18 +53,6 @@ def test_driver_sampler():
     assert all(b == (a + 1) % 9 for part in ids for a, b in pairwise(part)) and len({x[0] for x in ids}) > 3
     lengths = [len(done.outputs[0].token_ids) for done in at_once]
     assert 5 < sum(lengths) / 30 < 15 and max(lengths) <= 40
-
-
-def test_memory():
-    """Both of its contestants compute the same."""
-    lm = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=9, num_attention_heads=2, hidden_size=8, intermediate_size=8, num_hidden_layers=1
-        )
-    )
-    ids, where = torch.randint(9, (2, 4)), torch.arange(8)
-    ours, whole = (f(lm, ids, where, ids.flatten()) for f in (memory.chunked, memory.whole))
-    torch.testing.assert_close(ours, whole[:, 0])
 
 
 def test_rounded():
@@ -208,7 +170,7 @@ def test_steps_of_a_race(tmp_path, monkeypatch):
     args = race.Args(output_dir=tmp_path, longer=3)
     for name in (race.OURS, "TRL"):
         race.race(args, name, 1, 1e-5, 1, 10, 5)
-    assert started == {"algos/grpo.py": 30, "benchmarks/peer_trl.py": 10}
+    assert started == {"algos/grpo.py": 30, "benchmarks/lib/peer_trl.py": 10}
 
 
 def test_table_of_peers(tmp_path, monkeypatch, capsys):

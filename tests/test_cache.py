@@ -18,10 +18,10 @@ from test_sft import MESSAGES, conversation_tokenizer, make_args
 from tokenizers.processors import TemplateProcessing
 
 from algos import sft
-from data_prep import cache
 from data_prep.arithmetic import make_row
-from data_prep.cache import load_prompts
-from data_prep.schema import write_parquet
+from data_prep.lib import cache
+from data_prep.lib.cache import load_prompts
+from data_prep.lib.schema import write_parquet
 from data_prep.tiny_model import make_tokenizer
 
 COLUMNS = ["data_source", "prompt", "reward_model", "extra_info"]
@@ -151,7 +151,8 @@ def test_datasets_reads_the_cache(file, home):
 def test_no_hub_and_no_word(file, tmp_path):
     """Of a small set nothing is said, and nobody is asked."""
     program = "import socket, sys; socket.socket.connect = lambda *x: sys.exit(f'asked {x}');"
-    program += "from data_prep.cache import load_prompts; from data_prep.tiny_model import make_tokenizer;"
+    program += "from data_prep.lib.cache import load_prompts;"
+    program += "from data_prep.tiny_model import make_tokenizer;"
     program += f"print(len(load_prompts([{str(file)!r}], make_tokenizer(), 99)[0]))"
     env = dict(os.environ, HF_DATASETS_CACHE=str(tmp_path / "elsewhere"))
     command = [sys.executable, "-c", program]

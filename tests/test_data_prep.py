@@ -13,9 +13,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
-from data_prep.atomic import replacing
-from data_prep.schema import ROW_GROUP, load_rows, write_parquet
+from common.files import replacing
+from data_prep import arithmetic, gsm8k, inspect, smollm2, tiny_model
+from data_prep.lib import prepare
+from data_prep.lib.schema import ROW_GROUP, load_rows, write_parquet
 from rewards import compute_score
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ if not find_spec("reasoning_gym"):  # one that is there and does not import is a
 from reasoning_gym.factory import DATASETS
 
 from data_prep import reasoning_gym
-from data_prep.schema import load_rows
+from data_prep.lib.schema import load_rows
 from rewards import check_sources, compute_score
 from rewards.reasoning_gym import REFUSED, check_task
 

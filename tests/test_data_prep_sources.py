@@ -23,12 +23,11 @@ from data_prep import (
     mbpp_humaneval,
     numina,
     preference,
-    prepare,
     quixbugs,
     sft_chat,
-    source,
 )
-from data_prep.schema import load_rows
+from data_prep.lib import prepare, source
+from data_prep.lib.schema import load_rows
 from rewards import check_sources, compute_score
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,13 +6,13 @@ import shlex
 import sys
 from dataclasses import fields
 from functools import cache
+from itertools import chain
 
 import pytest
 import tyro
 from conftest import ROOT, documented
 
-sys.path.append(str(ROOT / "benchmarks"))
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
+PAGES = [ROOT / "README.md", *sorted(ROOT.rglob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
 CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 FOREIGN = set(  # of torchrun, Slurm, pip and other programs
     "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
@@ -51,7 +51,7 @@ def commands(page):
             scripts = [
                 i
                 for i, word in enumerate(words)
-                if re.fullmatch(r"(algos|data_prep|benchmarks)/\w+\.py", word)
+                if re.fullmatch(r"(algos|data_prep|benchmarks|benchmarks/experiments)/\w+\.py", word)
             ]
             if scripts:
                 yield words[scripts[0]], words[scripts[0] + 1 :]
@@ -69,8 +69,10 @@ def test_commands(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_flags(page):
-    folders = ["algos", "data_prep"] + ["benchmarks"] * ("benchmarks/" in page.read_text())
-    scripts = [f"{d}/{p.name}" for d in folders for p in (ROOT / d).glob("*.py") if p.stem != "peer_trl"]
+    folders = ["algos", "data_prep"]
+    if "benchmarks" in page.read_text():
+        folders += ["benchmarks", "benchmarks/experiments"]
+    scripts = [f"{d}/{p.name}" for d in folders for p in (ROOT / d).glob("*.py")]
     known = set().union(*(flags_of(s) for s in scripts if "class Args" in (ROOT / s).read_text()))
     said = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
     assert not said - known - FOREIGN
@@ -83,10 +85,8 @@ def test_metrics(page):
 
 
 def test_documented_metrics_are_computed():
-    code = "".join(
-        path.read_text()
-        for path in [*ROOT.glob("algos/*.py"), ROOT / "common/metrics.py", ROOT / "rewards/manager.py"]
-    )
+    files = chain.from_iterable(map(ROOT.glob, ("algos/*.py", "common/*.py", "rewards/manager/*.py")))
+    code = "".join(path.read_text() for path in files)
     names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     for name in re.findall(r"`([^`]+)`", " ".join(names)):
         stem, _, last = re.sub(r"\{.*", "", name).rpartition("/")

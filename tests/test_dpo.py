@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from algos import dpo
 from data_prep.arithmetic import make_row
-from data_prep.schema import load_rows, write_parquet
+from data_prep.lib.schema import load_rows, write_parquet
 from data_prep.tiny_model import make_tokenizer
 
 SCRIPT, STEPS, NAMES = ROOT / "algos/dpo.py", 8, ("prompt", "chosen", "rejected")

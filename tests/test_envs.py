@@ -19,8 +19,8 @@ from conftest import ROOT
 from envs import load_env
 from envs.pool import EnvPool
 from envs.tools import ToolEnv, parse_calls
-from rewards.combined import load_rewards
 from rewards.manager import RewardManager
+from rewards.manager.combined import load_rewards
 
 HOSTILE = '''
 import os, random, signal, subprocess, threading
@@ -409,7 +409,7 @@ def test_a_killed_owner_leaves_no_process(file):
     assert out.returncode == -signal.SIGKILL, out.stderr
     files = [Path(f"/proc/{pid}/cmdline") for pid in out.stdout.decode().split()]
     assert len(files) == 3
-    wait_for(lambda: not any(f.exists() and b"rewards.worker" in f.read_bytes() for f in files))
+    wait_for(lambda: not any(f.exists() and b"rewards.manager.worker" in f.read_bytes() for f in files))
 
 
 ROWS = [

@@ -128,16 +128,16 @@ def refused(monkeypatch):
         (dict(data=__file__), "not a parquet file"),
         (dict(model="/"), "--model /: no *.safetensors"),
         (dict(prompt_key="question"), "no column 'question'"),
-        (dict(n_samples=0), "--n_samples is 0"),
-        (dict(batch_size=-1), "--batch_size is -1"),
-        (dict(max_response_length=0), "--max_response_length is 0"),
+        (dict(n_samples=0), "--n_samples 0: use at least 1"),
+        (dict(batch_size=-1), "--batch_size -1"),
+        (dict(max_response_length=0), "--max_response_length 0"),
         (dict(seed=-1), "--seed -1"),
         (dict(temperature=-0.5), "--temperature -0.5"),
         (dict(temperature="nan"), "--temperature nan"),
         (dict(top_p=0), "--top_p 0"),
         (dict(top_p=1.5), "--top_p 1.5"),
         (dict(top_k=-2), "--top_k -2"),
-        (dict(tp_size=2), "not a multiple of --tp_size 2"),
+        (dict(tp_size=2), "use a multiple of --tp_size 2"),
     ],
 )
 def test_bad_input_gives_one_line(tiny, data, tmp_path, refused, changed, message):
@@ -147,8 +147,10 @@ def test_bad_input_gives_one_line(tiny, data, tmp_path, refused, changed, messag
 
 def test_an_output_is_not_overwritten(alone, tiny, data, tmp_path, refused):
     before = alone.read_bytes()
-    assert "is there already" in refused(*flags(tiny, data, alone))
-    assert "column 'responses' already" in refused(*flags(tiny, alone, tmp_path / "again.parquet"))
+    assert "exists: choose another" in refused(*flags(tiny, data, alone))
+    assert "columns responses response_tokens finish_reasons already" in refused(
+        *flags(tiny, alone, tmp_path / "again.parquet")
+    )
     assert alone.read_bytes() == before
 
 

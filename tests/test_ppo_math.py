@@ -11,8 +11,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from algos import ppo
-from rewards.combined import load_rewards
-from rewards.manager import demote_failures, failure_metrics, score_row
+from common.metrics import failure_metrics
+from rewards.manager import demote_failures, score_row
+from rewards.manager.combined import load_rewards
 
 ROW = "data_source", "solution_str", "ground_truth"
 

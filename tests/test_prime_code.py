@@ -7,7 +7,7 @@ import pytest
 
 from rewards import prime_code
 from rewards.prime_code import compute_score, find_program, same_json, same_text
-from rewards.prime_code_child import decode, encode
+from rewards.sandbox.calls import decode, encode
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "prime_code.jsonl").open()]
 FENCE = "```"

@@ -13,7 +13,7 @@ from algos import eval as evaluation
 from algos import rm, sft
 from data_prep import rejection
 from data_prep.arithmetic import make_row
-from data_prep.schema import load_rows
+from data_prep.lib.schema import load_rows
 from data_prep.tiny_model import make_tokenizer
 
 STOP = "stop"

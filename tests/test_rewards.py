@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.metrics import failure_metrics, validation_metrics
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
-from rewards.combined import CombinedReward, load_rewards
-from rewards.manager import RewardManager, demote_failures, failure_metrics, validation_metrics
+from rewards.manager import RewardManager, demote_failures
+from rewards.manager.combined import CombinedReward, load_rewards
 from rewards.sandbox import SandboxError
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
@@ -351,9 +352,10 @@ def test_manager_prints_the_first_samples_as_they_are(capsys):
     rows = [make_row(text, prompt_str="2+3=") for text in texts]
     RewardManager(num_examine=3).score(rows)
     out = capsys.readouterr().out
-    assert "[bold]5[/bold] [/nope]" in out and "2+3=" in out and "arithmetic, sample 3" in out
+    assert "[bold]5[/bold] [/nope]" in out and "2+3=" in out and out.count("arithmetic: ") == 3
     assert "\\x1b[31m" in out and "\x1b" not in out and "\\ud800" in out
-    assert "characters ..." in out and out.count("x") < 2000 and "unseen" not in out
+    assert "[...]" in out and out.count("x") < 500 and "unseen" not in out
+    assert len(out.splitlines()) == 6
     RewardManager().score(rows)
     assert capsys.readouterr().out == ""
 
@@ -364,7 +366,7 @@ def test_manager_prints_other_samples_each_time(capsys):
     for seen in ("ab", "ca", "bc"):
         manager.score(rows)
         out = capsys.readouterr().out
-        assert [text for text in re.findall(r"response\s+│ (\w)", out)] == [*seen, *seen]
+        assert [text for text in re.findall(r"^  (\w) -> ", out, re.MULTILINE)] == [*seen, *seen]
 
 
 def hostile_reward(data_source, solution_str, ground_truth, extra_info=None):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AttentionInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import rm
-from data_prep.schema import load_rows, write_parquet
+from data_prep.lib.schema import load_rows, write_parquet
 from data_prep.tiny_model import make_tokenizer
 from tests import families
 

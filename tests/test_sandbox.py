@@ -30,7 +30,7 @@ def processes(pid):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if path.read_bytes().endswith(f"sandbox_child.py\0{pid}\0".encode()):
+            if path.read_bytes().endswith(f"sandbox/child.py\0{pid}\0".encode()):
                 found.append(int(path.parent.name))
         except OSError:  # it ended, or belongs to somebody else
             continue
@@ -269,8 +269,8 @@ OUT_OF_REACH = [
     "open(f'/proc/{CALLER}/environ').read()",
     "open('/proc/self/environ').read()",
     "os.listdir(f'/proc/{CALLER}/fd')",
-    "open(REPOSITORY + '/rewards/sandbox_child.py').read()",
-    "open(REPOSITORY + '/rewards/sandbox_child.py', 'a')",
+    "open(REPOSITORY + '/rewards/sandbox/child.py').read()",
+    "open(REPOSITORY + '/rewards/sandbox/child.py', 'a')",
     "os.mkdir(REPOSITORY + '/rewards/__pycache__/x')",
     "open(os.__file__, 'a')",
     "open(os.path.dirname(os.__file__) + '/__pycache__/new.pyc', 'w')",
@@ -317,7 +317,7 @@ def test_secret():
                 yield frame.f_globals, frame.f_locals
                 frame = frame.f_back
         text = str([os.environ, *frames(), *map(repr, gc.get_objects())])
-        print("sandbox_child" in text, {!r}[::-1] in text)
+        print("sandbox/child.py" in text, {!r}[::-1] in text)
     """
     assert run(source.format(SECRET[::-1])).stdout == "True False\n"
 
@@ -452,7 +452,7 @@ if os.getuid():
 else:
     AS_NOBODY = """
         import os, sys
-        from rewards import sandbox_walls as walls
+        from rewards.sandbox import walls
 
         python, repository, packages, tmp, tier = sys.argv[1:]
         walls.call("unshare", 0x20000)  # CLONE_NEWNS

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3
 
 from algos import sft
 from data_prep.arithmetic import make_row
-from data_prep.schema import write_parquet
+from data_prep.lib.schema import write_parquet
 from data_prep.tiny_model import make_tokenizer
 
 SCRIPT, STEPS = ROOT / "algos/sft.py", 8

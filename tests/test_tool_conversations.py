@@ -6,12 +6,12 @@ import pytest
 from test_sft import make_args
 
 from algos import sft
-from algos.agent import observation
 from data_prep import tiny_model
 from data_prep.arithmetic import make_row
-from data_prep.cache import load_prompts
-from data_prep.schema import write_parquet
-from data_prep.turns import forward
+from data_prep.lib.cache import load_prompts
+from data_prep.lib.schema import write_parquet
+from data_prep.lib.turns import forward
+from envs.messages import observation
 
 TOOLS = [dict(type="function", function=dict(name="calculate", parameters=dict(type="object")))]
 SHOW = "{%- for tool in tools -%}{{- '\n' ~ tool | tojson -}}{%- endfor -%}"

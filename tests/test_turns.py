@@ -7,7 +7,8 @@ import pytest
 from test_sft import CONVERSATION, conversation_tokenizer
 
 from algos import sft
-from data_prep import tiny_model, turns
+from data_prep import tiny_model
+from data_prep.lib import turns
 
 START, LOOP, BODY, STOP, TAIL = (
     "{%- for m in messages -%}",

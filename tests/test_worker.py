@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rewards import load_reward_fn
-from rewards.worker import Worker, WorkerError, call_in_worker
+from rewards.manager.worker import Worker, WorkerError, call_in_worker
 
 
 def add(a, b):
@@ -108,7 +108,7 @@ def test_a_worker_does_not_outlive_its_thread_or_its_caller():
     thread.join()
     script = """
         import os, signal
-        from rewards.worker import call_in_worker
+        from rewards.manager.worker import call_in_worker
         print(call_in_worker("os:getpid", timeout_s=5), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -126,6 +126,6 @@ def test_a_worker_does_not_outlive_its_thread_or_its_caller():
 def _alive(p):
     """Whether p is still a worker's number: what has ended has no command line, others have another."""
     try:
-        return b"rewards.worker" in Path(f"/proc/{p}/cmdline").read_bytes()
+        return b"rewards.manager.worker" in Path(f"/proc/{p}/cmdline").read_bytes()
     except OSError:
         return False

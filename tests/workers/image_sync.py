@@ -8,7 +8,7 @@ from image_gradients import picture
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
-from data_prep.images import encode_prompt, load_processor, never_sampled
+from data_prep.lib.images import encode_prompt, load_processor, never_sampled
 
 
 def make_prompts(model, counts):

@@ -1,0 +1,169 @@
+"""The parts of gpu_check.py inside a process: MODEL ROWS DIRECTORY PROMPT_LENGTH RESPONSE_LENGTH.
+
+Alone it samples rows, and writes them and worker.json. Under torchrun it writes to ranks.json the gradient
+norms of these rows with one and with two copies of the sharded model.
+"""
+
+import dataclasses
+import json
+import sys
+from contextlib import contextmanager
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from algos import grpo
+from data_prep.lib.cache import load_prompts
+
+PROMPTS, GROUP = 4, 4
+FLASH = "flash_attention_2"
+
+
+def used():
+    """GiB of the GPU that are taken, by whatever."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def step(policy, optimizer, rows, args):
+    """An update with advantages 1 and -1 -> the gradient norm."""
+    rows = [dict(row) for row in rows]
+    for i, row in enumerate(rows):
+        row["adv_t"] = np.full(row["length"], 1.0 - 2 * (i % 2), np.float32)
+        row["mask_t"] = np.ones(row["length"], bool)
+    mini_batches, _, _ = grpo.deal(rows, policy.shares, args)
+    return grpo.update_actor(policy, optimizer, mini_batches, args)["actor/grad_norm"]
+
+
+def norm(policy, rows, args):
+    """The gradient norm, without an update."""
+    return step(policy, torch.optim.SGD(policy.parameters(), lr=0.0), rows, args)
+
+
+def layouts(config, args):
+    """name -> the kernel of attention, and whether texts are in one row."""
+    found = {"padded": ("sdpa", False)}
+    if not grpo.special_layers(config):
+        found["one row"] = "sdpa", True
+    if args.attn_implementation == FLASH:
+        found |= {f"{name} flash": (FLASH, share) for name, (_, share) in [*found.items()]}
+    return found
+
+
+@torch.no_grad()
+def logps(policy, rows, args):
+    return grpo.token_logps(policy, rows, args, 1.0)[0].cpu()
+
+
+@contextmanager
+def without_borders():
+    """Texts in one row as one text: a mistake."""
+    one_row = grpo.one_row
+
+    def wrong(prompts, responses):
+        inputs, where = one_row(prompts, responses)
+        n = inputs["input_ids"].shape[1]
+        whole = dict(seen=torch.arange(n), shapes=[(n, n)], borders=torch.tensor([[0, n]] * 2).int())
+        return inputs | whole, where
+
+    grpo.one_row = wrong
+    yield
+    grpo.one_row = one_row
+
+
+def alone(args, train_files, work):
+    device, mesh = grpo.setup_distributed(1)
+    torch.zeros(1, device=device)
+    empty, result = used(), dict(gaps={}, norms={})
+    engine = grpo.build_engine(args, device)
+    engine.wake_up()
+    result["awake"] = used() - empty
+    engine.sleep(level=2)
+    result |= dict(asleep=used() - empty, total=torch.cuda.mem_get_info()[1] / 2**30 if used() else 0.0)
+
+    sdpa = dataclasses.replace(args, attn_implementation="sdpa")
+    policy = grpo.load_model(sdpa, mesh, device, grpo.TokenLogps, share=False)
+    tokenizer = grpo.load_processor(args.model)
+    prompts = load_prompts([train_files], tokenizer, args.max_prompt_length)[0][:PROMPTS]
+    sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
+    with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:
+        rows = sample(prompts, 1, GROUP)
+    keep = (
+        "prompt_ids",
+        "response_ids",
+        "rollout_logp_t",
+        "prompt_length",
+        "length",
+        "rank",
+        "group",
+        "sample",
+    )
+    kept = [{name: row[name] for name in keep} for row in rows]
+    (work / "rows.json").write_text(json.dumps(kept, default=grpo.np.ndarray.tolist))
+
+    logp_nt, models = {"sampler": grpo.pad([row["rollout_logp_t"] for row in rows])}, {}
+    mask_nt = grpo.response_mask([len(row["response_ids"]) for row in rows])
+    gap = lambda a_nt, b_nt: (a_nt - b_nt).abs()[mask_nt].mean().item()
+    for name, (kernel, share) in layouts(policy.lm.config, args).items():
+        flags = dataclasses.replace(args, attn_implementation=kernel)
+        models[name] = grpo.load_model(flags, mesh, device, grpo.TokenLogps, share=share)
+        logp_nt[name], result["norms"][name] = (
+            logps(models[name], rows, flags),
+            norm(models[name], rows, flags),
+        )
+    for a, b in combinations(reversed(logp_nt), 2):
+        result["gaps"][f"{a} : {b}"] = gap(logp_nt[a], logp_nt[b])
+    with without_borders():
+        result["borders"] = gap(logps(models.get("one row", policy), rows, args), logp_nt["padded"])
+
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    before = step(policy, optimizer, rows, sdpa)
+    owned = [x for state in optimizer.state.values() for x in state.values() if x.dim()] + [
+        *policy.parameters()
+    ]
+    result["owned"] = sum(x.to_local().nbytes for x in owned) / 2**30
+    here = used()
+    grpo.move("cpu", [policy], optimizer)
+    result["freed"] = (here - used()) / result["owned"]
+    grpo.move(device, [policy], optimizer)
+    result["offloaded"] = step(policy, optimizer, rows, sdpa), before
+    optimizer.param_groups[0]["lr"] = 1e-3
+    step(policy, optimizer, rows, sdpa)
+    result["stale"] = gap(logps(policy, rows, args), logp_nt["sampler"])
+    (work / "worker.json").write_text(json.dumps(result))
+    grpo.leave()
+
+
+def together(args, work):
+    device, _ = grpo.setup_distributed(1)
+    flash, rows = args.attn_implementation == FLASH, json.loads((work / "rows.json").read_text())
+    result = dict(layout="one row flash" if flash else "one row")
+    for copies in (1, 2):
+        shape = copies, dist.get_world_size() // copies
+        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        policy = grpo.load_model(args, mesh if copies > 1 else mesh["shard"], device, grpo.TokenLogps)
+        result[str(copies)] = norm(policy, rows, args)
+    if dist.get_rank() == 0:
+        (work / "ranks.json").write_text(json.dumps(result))
+    grpo.leave()
+
+
+def main(model, train_files, work, prompt_length, response_length):
+    lengths = dict(max_prompt_length=2 * int(prompt_length), max_response_length=int(response_length))
+    sizes = dict(group_size=GROUP, train_batch_size=PROMPTS, ppo_mini_batch_size=PROMPTS)
+    args = grpo.Args(model=model, train_files=(), output_dir="", **lengths, **sizes)
+    args = grpo.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
+    run = together if grpo.os.environ.get("RANK") else partial(alone, train_files=train_files)
+    run(args, work=Path(work))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,212 @@
+"""TRL's GRPOTrainer, SFTTrainer, RewardTrainer or DPOTrainer on the rows of a benchmark; peer.py starts it.
+
+    pip install --no-deps -r requirements-bench.txt
+
+TRL's defaults, but for what makes the work the same as ours: float32 on a CPU, no gradient checkpointing.
+OUTPUT_DIR/metrics.jsonl gets a line after every step. With --lr it learns, for seeds.py and race.py: GRPO's
+rewards are the rules of `rewards`, and the model is saved to OUTPUT_DIR/hf.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow.parquet as pq
+import torch
+import tyro
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.trainer import grpo_trainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.lib.talk_env import CALL
+from envs.calculator import calculate
+
+
+@dataclass
+class Args:
+    model: str
+    """Hugging Face directory of the model."""
+    train_files: str
+    """Parquet file of one step's rows."""
+    output_dir: Path
+    """Directory for metrics.jsonl."""
+    algo: Literal["grpo", "agent", "sft", "rm", "dpo"]
+    """Which trainer."""
+    total_steps: int
+    """Optimizer steps."""
+    per_device_batch: int
+    """Rows of a forward pass."""
+    accumulation: int
+    """Forward passes of an optimizer step."""
+    group_size: int = 4
+    """Responses to each prompt."""
+    response_length: int = 64
+    """Longest response, in tokens."""
+    turns: int = 1
+    """Turns of an agent, which calls the tool after each but the last."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    vllm: bool = False
+    """Sample with vLLM in the same process."""
+    packing: bool = False
+    """Pack SFT rows into sequences of max_length."""
+    max_length: int = 512
+    """Longest sequence, in tokens."""
+    lr: float | None = None
+    """Peak learning rate; None: no learning, only its time."""
+    lr_schedule: Literal["linear", "constant_with_warmup"] = "linear"
+    """What the learning rate does after the warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    beta: float = 0.0
+    """Weight of GRPO's KL loss."""
+    bf16: bool = False
+    """Forward and backward in bfloat16 on a CPU too."""
+    save_freq: int = 0
+    """Steps between checkpoints of the weights, OUTPUT_DIR/checkpoint-N; 0: none."""
+    seed: int = 42
+    """Seed."""
+
+
+class Stamp(TrainerCallback):
+    """A line in metrics.jsonl after every step, with what TRL has logged and its seconds so far."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_begin(self, *_, **__):
+        self.begin = time.perf_counter()
+
+    def on_log(self, args, state, control, logs, **_):
+        self.end = time.perf_counter()
+        if state.is_world_process_zero and state.global_step and "train_runtime" not in logs:
+            with self.path.open("a") as file:
+                line = dict(logs, step=state.global_step, seconds=self.end - self.begin)
+                file.write(json.dumps(line) + "\n")
+
+    def on_save(self, *_, **__):
+        self.begin += time.perf_counter() - self.end  # a checkpoint is not training
+
+
+def alternating(completions, **_):
+    """Advantages that are not zero, whatever the model says."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def calling(tokenizer, parse):
+    """TRL's parser of turns, but every turn is the same call of the calculator."""
+    call = tokenizer.encode(CALL + tokenizer.eos_token, add_special_tokens=False)
+    return lambda tokenizer, ids, **more: parse(tokenizer, call, **more)
+
+
+def rules(completions, source, truth, extra, **_):
+    """The score that our trainers see."""
+    from rewards import compute_score
+
+    samples = zip(source, (c[0]["content"] for c in completions), truth, extra, strict=True)
+    results = [compute_score(*sample) for sample in samples]
+    return [float(r["score"] if isinstance(r, dict) else r) for r in results]
+
+
+def main():
+    args = tyro.cli(Args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    rows = pq.read_table(args.train_files).to_pylist()
+    cuda = torch.cuda.is_available()
+    common = dict(
+        output_dir=args.output_dir,
+        max_steps=args.total_steps,
+        per_device_train_batch_size=args.per_device_batch,
+        gradient_accumulation_steps=args.accumulation,
+        gradient_checkpointing=False,
+        bf16=cuda or args.bf16,
+        use_cpu=not cuda,
+        logging_steps=1,
+        save_strategy="steps" if args.save_freq else "no",
+        save_steps=args.save_freq or 500,
+        save_only_model=True,
+        report_to="none",
+        disable_tqdm=True,
+        model_init_kwargs=dict(dtype="float32"),
+    )
+    if args.lr:
+        common |= dict(learning_rate=args.lr, lr_scheduler_type=args.lr_schedule)
+        common |= dict(warmup_steps=args.warmup_steps, seed=args.seed)
+    stamp = Stamp(args.output_dir / "metrics.jsonl")
+    if args.algo == "sft":
+        columns = [
+            dict(prompt=r["prompt"], completion=[dict(role="assistant", content=r["extra_info"]["answer"])])
+            for r in rows
+        ]
+        config = SFTConfig(**common, packing=args.packing, max_length=args.max_length)
+        trainer = SFTTrainer(args.model, config, train_dataset=Dataset.from_list(columns), callbacks=[stamp])
+    elif args.algo in ("rm", "dpo"):
+        rows = Dataset.from_list([{name: r[name] for name in ("prompt", "chosen", "rejected")} for r in rows])
+        common |= dict(max_length=args.max_length)
+        if args.algo == "rm":
+            make, config = RewardTrainer, RewardConfig(**common)
+        else:
+            make, config = DPOTrainer, DPOConfig(**common, precompute_ref_log_probs=True)
+        trainer = make(args.model, args=config, train_dataset=rows, callbacks=[stamp])
+    else:
+        if args.vllm and not cuda:
+            os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
+            from vllm.model_executor.layers import utils
+
+            # or it packs the weights and drops them, and TRL's sync fails
+            plain = lambda layer, **_: setattr(layer, "cpu_linear", torch.nn.functional.linear)
+            utils.dispatch_cpu_unquantized_gemm = plain
+        agent = args.algo == "agent"
+        if agent:
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+            grpo_trainer.parse_response = calling(tokenizer, grpo_trainer.parse_response)
+        config = GRPOConfig(
+            **common,
+            max_tool_calling_iterations=args.turns - 1 if agent else None,
+            num_generations=args.group_size,
+            max_completion_length=args.response_length,
+            temperature=args.temperature,
+            beta=args.beta,
+            use_vllm=args.vllm,
+            vllm_max_model_length=args.max_length,
+        )
+        trainer = GRPOTrainer(
+            args.model,
+            reward_funcs=rules if args.lr else alternating,
+            tools=[calculate] if agent else None,
+            args=config,
+            train_dataset=Dataset.from_list(
+                [
+                    dict(
+                        prompt=r["prompt"],
+                        source=r["data_source"],
+                        truth=r["reward_model"]["ground_truth"],
+                        extra=r["extra_info"],
+                    )
+                    for r in rows
+                ]
+            ),
+            callbacks=[stamp],
+        )
+    trainer.train()
+    if args.lr:
+        trainer.save_model(str(args.output_dir / "hf"))
+
+
+if __name__ == "__main__":
+    main()

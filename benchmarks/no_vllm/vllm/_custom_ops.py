@@ -1,3 +1,0 @@
-"""The trainers set a switch here."""
-
-_supports_onednn = False

@@ -1,5 +1,0 @@
-"""See __init__.py."""
-
-from types import SimpleNamespace
-
-RequestOutputKind = SimpleNamespace(FINAL_ONLY=None)

@@ -1,5 +1,0 @@
-"""The trainers name its shared memory."""
-
-
-class ExecutorWithExternalLauncher:
-    _distributed_args = None

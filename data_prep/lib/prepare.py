@@ -1,0 +1,133 @@
+"""What the scripts of this directory share: their flags, and the way of the rows from a source to parquet."""
+
+import itertools
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from data_prep.lib.schema import check_row, write_parquet
+from data_prep.lib.source import read_hub, read_local
+
+BROKEN = (ValueError, TypeError, LookupError, AttributeError)  # what a mapping raises on an unexpected record
+
+
+class LeftOut(Exception):
+    """A row that does not belong to the data set; such rows are counted by their reason."""
+
+
+@dataclass
+class Args:
+    local_save_dir: str
+    """Directory for the parquet files."""
+    local_dataset_path: str | None = None
+    """Directory with a copy of the data set, a file or a folder for each split; None: the hub."""
+    splits: tuple[str, ...] = ()
+    """Splits to read, each for SPLIT.parquet, OUT=SPLIT for OUT.parquet; none: those that are published."""
+    max_samples: int | None = None
+    """Rows of each split to keep, drawn with the seed; None: all."""
+    seed: int = 0
+    """Seed of that draw."""
+
+
+def run(main, args_class):
+    """Run a script; a ValueError becomes one line."""
+    try:
+        main(tyro.cli(args_class))
+    except ValueError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+
+
+def prepare(args, splits, hub, make_row):
+    """Read the splits, write them and report.  All sources are found before the first file is written.
+
+    splits: the default of --splits.  hub(split): the arguments of `datasets.load_dataset`.
+    """
+    if args.max_samples is not None and args.max_samples < 1:
+        raise ValueError(f"--max_samples is {args.max_samples}; it must be at least 1")
+    sources = {}
+    for name in args.splits or splits:
+        out, _, split = name.rpartition("=")
+        local = args.local_dataset_path
+        sources[out or split] = read_hub(hub(split)) if local is None else read_local(local, split)
+    write_splits(args.local_save_dir, sources, make_row, args.max_samples, args.seed)
+
+
+def write_splits(directory, sources, make_row, max_samples=None, seed=0):
+    """Write OUT.parquet for each {OUT: iterator of (place, record)}, and say what became of the rows.
+
+    make_row(record, split, index) returns a row of the schema or raises LeftOut; a row on which it fails is
+    named and left out.
+    """
+    prompts = {}
+    for out, records in sources.items():
+        path, left_out = Path(directory) / f"{out}.parquet", Counter()
+        rows = usable_rows(records, make_row, out, left_out)
+        rows = rows if max_samples is None else draw(rows, max_samples, seed)
+        rows = remember(rows, prompts.setdefault(path.name, []))
+        count = write_parquet(rows, path)
+        print(f"{path}: {count} rows" + "".join(f"; {n} left out: {why}" for why, n in left_out.items()))
+    for line in repeated_prompts(prompts):
+        print(line)
+
+
+def usable_rows(records, make_row, split, left_out):
+    """Yield the rows; count the others in `left_out`, and name the broken ones."""
+    for index, (place, record) in enumerate(records):
+        try:
+            if isinstance(record, ValueError):
+                raise record
+            row = make_row(record, split, index)
+            check_row(row, split)
+        except LeftOut as reason:
+            left_out[str(reason)] += 1
+        except BROKEN as error:
+            left_out["broken (named above)"] += 1
+            print(f"{place} is broken: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            yield row
+
+
+def draw(rows, n, seed):
+    """n of the rows in their order, all choices equally likely (reservoir sampling)."""
+    rng, kept = random.Random(seed), []
+    for i, row in enumerate(rows):
+        place = i if i < n else rng.randrange(i + 1)
+        if place < n:
+            kept[place : place + 1] = [(i, row)]
+    return [row for _, row in sorted(kept, key=lambda pair: pair[0])]
+
+
+def remember(rows, keys):
+    """Yield the rows, appending their `prompt_key` to `keys`."""
+    for row in rows:
+        keys.append(prompt_key(row))
+        yield row
+
+
+def prompt_key(row):
+    """A number, the same for prompts that differ in white space alone; of a dialogue: up to the reply."""
+    messages = row.get("prompt") or itertools.takewhile(lambda m: m["role"] != "assistant", row["messages"])
+    text = " ".join(" ".join(message["content"] for message in messages).split())
+    return hash((text, *(image.get("bytes") or image.get("path") for image in row.get("images") or ())))
+
+
+def repeated_prompts(prompts):
+    """Yield a line for two files with prompts in common, or one in which prompts stand twice.
+
+    prompts: {name of a file: [prompt_key of each row]}.
+    """
+    seen, found = {}, {}
+    for name, keys in prompts.items():
+        for row, key in enumerate(keys):
+            if key in seen:
+                found.setdefault((name, seen[key]), []).append(row)
+            else:
+                seen[key] = name
+    for (name, other), rows in found.items():
+        some = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
+        where = "an earlier row" if name == other else other
+        yield f"{name}: {len(rows)} rows have the prompt of {where}: {some}"

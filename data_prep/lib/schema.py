@@ -1,0 +1,148 @@
+"""The rows of all data sets: their definition, a validator, a reader and a writer.
+
+data_source: str                      which reward scores the row (rewards.SOURCES)
+prompt: list of {role, content}       chat messages; role is one of ROLES
+ability: str                          kind of task, for people
+reward_model: {style, ground_truth}   style "rule..." or "model"; a rule needs the ground truth
+extra_info: dict                      split, index (of the row in its source), question, answer, ...
+                                      answer: a response with full marks, empty where the source has none
+
+Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`: lists of {role, content}.
+Any row may have `images`: a list of {bytes, path}, of which one is null, for each <image> in its prompt.
+"""
+
+import itertools
+from contextlib import ExitStack
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.files import replacing
+
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGES = ("prompt", "messages", "chosen", "rejected")
+FIELDS = {
+    "data_source": str,
+    "ability": str,
+    "reward_model": dict,
+    "extra_info": dict,
+    **dict.fromkeys(MESSAGES, list),
+}
+OPTIONAL = ("images",)  # where it is missing or null, a row has none
+KINDS = {  # columns of a file
+    "RL": ("data_source", "prompt", "ability", "reward_model", "extra_info"),
+    "SFT": ("messages",),
+    "preferences": ("prompt", "chosen", "rejected"),
+}
+ROW_GROUP = 500  # rows that are written at a time: the tests of a programming problem can be megabytes
+
+
+def load_rows(paths, columns):
+    """Read parquet files (a path or a list) into a list of dicts with the keys `columns`, in file order.
+
+    A dotted column such as "extra_info.answer" is read from inside a struct and keeps its dotted name.
+    Columns that the schema defines are validated; others must be there and not null.  Raises ValueError, in
+    one line with file, row and field, for a file that is missing, empty or not parquet, and for a bad row.
+    """
+    rows = []
+    for path in [paths] if isinstance(paths, str) or hasattr(paths, "__fspath__") else paths:
+        file, names = open_parquet(path, columns)
+        rows += checked(file.read(columns=names), columns, path)
+    return rows
+
+
+def open_parquet(path, columns):
+    """-> a pq.ParquetFile, and the names of its columns that `columns` are in. Raises as `load_rows`."""
+    try:
+        file = pq.ParquetFile(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; write it with a script of data_prep/") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
+    wanted, names = list(dict.fromkeys(column.split(".")[0] for column in columns)), file.schema_arrow.names
+    wanted = [name for name in wanted if name in names or name not in OPTIONAL]
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"{path}: no column {name!r}; it has {', '.join(names)}")
+    if not file.metadata.num_rows:
+        raise ValueError(f"{path}: no rows; write it again with at least one")
+    return file, wanted
+
+
+def checked(table, columns, path, first=0):
+    """Yield the rows of a table, row `first` and the next ones of a file, as `load_rows` gives them."""
+    for i, record in enumerate(table.to_pylist(), first):
+        check_row(record, f"{path}: row {i}")
+        yield {column: _get(record, column, f"{path}: row {i}") for column in columns}
+
+
+def write_parquet(rows, path):
+    """Write an iterable of dicts to `path`, all or nothing -> how many; the same rows give the same bytes.
+
+    Raises ValueError, in one line with file, row and field, for a row that `load_rows` would refuse.
+    """
+    rows, count, first, writer = iter(rows), 0, None, None
+    with replacing(path) as new, ExitStack() as stack:
+        while batch := list(itertools.islice(rows, ROW_GROUP)):
+            for i, row in enumerate(batch, start=count):
+                check_row(row, f"{path}: row {i}")
+                first = first or _names(row)
+                if _names(row) != first:  # pyarrow would fill in nulls, or drop what row 0 does not have
+                    raise ValueError(
+                        f"{path}: row {i}: columns {_names(row)} differ from those of row 0, {first}"
+                    )
+            try:
+                table = pa.Table.from_pylist(batch, writer and writer.schema)
+            except pa.ArrowException as error:
+                raise ValueError(f"{path}: rows {count} to {i}: a column of two types: {error}") from None
+            writer = writer or stack.enter_context(pq.ParquetWriter(new, table.schema))
+            writer.write_table(table)
+            count += len(batch)
+        if not count:
+            raise ValueError(f"{path}: no rows to write")
+    return count
+
+
+def check_row(row, where):
+    """Raise ValueError if one of the schema's fields that are in `row` is not as defined above."""
+    for name, kind in FIELDS.items():
+        if name in row and not isinstance(row[name], kind):
+            raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
+    for name in MESSAGES:
+        if name in row and not row[name]:
+            raise ValueError(f"{where}: {name!r} is empty; it needs at least one {{role, content}} message")
+        for i, message in enumerate(row.get(name, ())):
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                raise ValueError(f"{where}: '{name}[{i}]' must be {{role, content}} with a string content")
+            if message.get("role") not in ROLES:
+                role, roles = message.get("role"), ", ".join(ROLES)
+                raise ValueError(f"{where}: '{name}[{i}].role' is {role!r}; use {roles}")
+    for i, image in enumerate(row.get("images") or ()):
+        if not isinstance(image, dict) or not (image.get("bytes") or image.get("path")):
+            raise ValueError(f"{where}: 'images[{i}]' must be {{bytes, path}}, with one of them")
+    if "reward_model" in row:
+        style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
+        # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
+        if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
+            raise ValueError(f"{where}: 'reward_model.style' is {style!r}; use 'rule' or 'model'")
+        if style != "model" and truth is None:
+            raise ValueError(f"{where}: 'reward_model.ground_truth' is missing; a rule compares with it")
+
+
+def _get(row, column, where):
+    """The value of a possibly dotted column; ValueError if it is not there or null."""
+    value = row
+    for key in column.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if value is None and column in OPTIONAL:
+        return []
+    if value is None:
+        raise ValueError(f"{where}: {column!r} is missing or null; fill it in or drop the row")
+    return value
+
+
+def _names(row):
+    """Names of the columns and of the fields in them."""
+    return sorted(row) + sorted(
+        f"{key}.{name}" for key in row if isinstance(row[key], dict) for name in row[key]
+    )

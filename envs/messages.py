@@ -1,0 +1,42 @@
+"""Messages of an environment as the token ids that a model reads."""
+
+import re
+
+import jinja2
+
+
+def observation(tokenizer, messages, tools, last):
+    """Ids of an environment's messages, as the chat template has them after a turn whose last id is `last`.
+
+    The template writes them after a mark in place of the turn, and after them the prompt of the next turn:
+    sampled text is not rendered, so no template can change it.
+    """
+    mark = "[what it said]"
+    chat = [dict(role="user", content="x"), dict(role="assistant", content=mark)]
+    options = dict(tools=tools, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template([*chat, *messages], **options).partition(mark)[2]
+    for message in messages:
+        words = re.findall("[A-Za-z0-9]+", message["content"])
+        if words and max(words, key=len) not in text:
+            problem = f"the chat template leaves out what the role {message['role']!r} says"
+            raise jinja2.TemplateError(problem)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[ids[:1] == [last] :]  # after a turn without EOS the template's is kept
+
+
+def shorten(tokenizer, messages, limit):
+    """The messages, cut to `limit` tokens each, and how many of them were longer.
+
+    A special token in their text becomes a space: no tool ends its message and speaks as somebody else.
+    """
+    special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    border, short, longer = re.compile("|".join(map(re.escape, special))), [], 0
+    for message in messages:
+        # no token has more than 100 characters: a megabyte is cut before it is tokenised
+        text = border.sub(" ", message["content"][: 100 * limit])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) > limit:
+            text = tokenizer.decode(ids[:limit])
+            longer += 1
+        short.append(message | dict(content=text))
+    return short, longer

@@ -1,0 +1,65 @@
+r"""Whether two answers of a mathematics problem are equal; shared by the scorers of mathematics.
+
+Equal spellings (`latex.py`) and plain numbers are decided here.  The rest goes to `symbolic.py`, in a process
+that is killed after TIMEOUT_S.  Rules:
+- A unit counts only where both answers have one; 6% is 6 or 0.06.
+- Words are compared as words, without regard to case.
+- What is no formula, or is too long, equals only its own spelling.
+"""
+
+import re
+from fractions import Fraction
+
+from rewards.manager.worker import WorkerError, call_in_worker
+from rewards.mathematics.latex import MAX_CHARS, normalize
+
+TIMEOUT_S = 5.0
+NO_TRUTH = ("", "nan", "none", "null", "[invalid]")  # ground truths that no answer equals
+DECIMAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
+FRACTION = re.compile(r"(-?)(\d*)\\frac\{(\d+)\}\{(0*[1-9]\d*)\}")
+REPEATING = re.compile(r"(-?\d+\.(\d*))\\overline\{(\d+)\}")
+WORDS = re.compile(r"[A-Za-z][A-Za-z ]+")
+# CAREFUL: no quotes, and no dot but in a decimal. So what passes can name no attribute and hold no string,
+# even if some library evaluated it.
+FORMULA = re.compile(r"(?:[A-Za-z0-9\\{}()\[\]^_+\-*/=<>|,!&: ]|(?<=\d)\.(?=\d))+")
+
+
+def judge(answer, truth):
+    """Result of a scorer, {score: 1.0 | 0.0, acc, pred}, for an answer (None: there is none)."""
+    correct = answer is not None and equal(answer, str(truth))
+    return {"score": float(correct), "acc": correct, "pred": normalize(answer or "")[0][:MAX_CHARS]}
+
+
+def equal(answer, truth):
+    """Whether the answer equals the ground truth.  Never raises; what cannot be decided is not equal."""
+    (a, a_unit), (b, b_unit) = normalize(answer), normalize(truth)
+    if not a or b.lower() in NO_TRUTH or (a_unit and b_unit and a_unit != b_unit):
+        return False
+    x, y = number(a), number(b)
+    if x is not None and y is not None:
+        percent = Fraction({("%", ""): "100", ("", "%"): "1/100"}.get((a_unit, b_unit), 1))
+        return x in (y, y * percent)
+    if a == b or (WORDS.fullmatch(a) and a.lower() == b.lower()):
+        return True
+    if max(len(a), len(b)) > MAX_CHARS or not (FORMULA.fullmatch(a) and FORMULA.fullmatch(b)):
+        return False
+    try:
+        return call_in_worker("rewards.mathematics.symbolic:equal", a, b, timeout_s=TIMEOUT_S)
+    except (TimeoutError, WorkerError):  # a tower of powers; out of memory
+        return False
+
+
+def number(text):
+    """Exact value of a normalized decimal, repeating decimal, fraction or mixed number, or None."""
+    if len(text) > MAX_CHARS:
+        return None
+    if DECIMAL.fullmatch(text):
+        return Fraction(text)
+    if match := REPEATING.fullmatch(text):
+        sign = -1 if text[0] == "-" else 1
+        period = Fraction(int(match[3]), 10 ** len(match[3]) - 1) / 10 ** len(match[2])
+        return Fraction(match[1] + "0") + sign * period
+    if match := FRACTION.fullmatch(text):
+        value = int(match[2] or 0) + Fraction(int(match[3]), int(match[4]))
+        return -value if match[1] else value
+    return None

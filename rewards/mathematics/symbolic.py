@@ -1,0 +1,236 @@
+r"""Compares two normalized formulas by what they mean; imported only in a process of `manager/worker.py`.
+
+- Lists and sets count in any order, pairs and intervals in theirs with their brackets; \pm is two entries.
+- Where only one formula is an equation, its right side counts: x = 5 is 5, while 7 = 5 is not.
+- Expressions are equal if their values are: exactly for rational numbers, to DIGITS digits for others, with
+  variables at several points where both are real.  A sum, an integral or a limit is a task and no answer.
+- Relations are equal if their two sides differ by proportional amounts.  The rest is left to math-verify.
+No text is evaluated: latex2sympy2 parses with a grammar (sympify, parse_expr, math_verify.parse call eval()).
+"""
+
+import logging
+import random
+import re
+from functools import lru_cache, reduce
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
+from math_verify import verify
+
+from rewards.mathematics.equivalence import number
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time-out; our caller has
+
+DIGITS, MAX_DIGITS = 50, 10**5
+VALUES = sympy.Expr | sympy.MatrixBase
+RELATIONS = sympy.core.relational.Relational | sympy.And
+TASKS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
+TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.")
+OPENERS, CLOSERS = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
+RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![A-Za-z])")
+# What an equation may give the value of: x, \theta, x_{1}, f(x), total, (x,y)
+NAME = re.compile(r"\\?[A-Za-z]+(?:_\{\w+\})?(?:\([a-z](?:,[a-z])*\))?|\([a-z](?:,[a-z])+\)")
+VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|omega|lambda|mu)(?![A-Za-z])")
+WORD = re.compile(r"(?<![\\A-Za-z])(?!pmatrix\})[A-Za-z]{4,}")
+SENTENCE = re.compile(r"\d.*(?<![\\A-Za-z])[a-z]{2}|(?<![\\A-Za-z])[a-z]{2}.*\d")  # 59 no
+NO_VALUE = re.compile(r"\d \d|\d_|\\approx")  # 1 9 is not 1*9, and 12_{8} is no 12
+DECIMAL = re.compile(r"(\d+)\.(\d+)")
+PURE_FRACTION = re.compile(r"\\frac\{\d+\}\{\d+\}")
+IMAGINARY = sympy.Symbol("i")
+
+
+def equal(answer, truth):
+    """Whether two formulas are equal; False where no decision is possible."""
+    if answer == truth:
+        return True
+    x, y = number(answer), number(truth)
+    if x is not None and y is not None:
+        return x == y
+    entries, others = _entries(answer), _entries(truth)
+    if len(entries) > 1 or len(others) > 1:
+        return _match(entries, others)
+    if (entries, others) != ([answer], [truth]):
+        return equal(entries[0], others[0])
+    sides, others = _split(answer, "=", "\\in"), _split(truth, "=", "\\in")
+    if len(sides) > 1 and len(others) == 1:
+        values = [side for side in sides if side and not _is_symbolic(side)] or sides[-1:]
+        return all(equal(value, truth) for value in values)
+    if len(sides) == 1 and len(others) > 1:
+        return bool(NAME.fullmatch(others[0])) and equal(answer, others[-1])
+    if len(sides) == len(others) == 2 and sides[0] == others[0]:
+        return equal(sides[1], others[1])
+    if not RELATION.search(answer + truth):
+        entries, others = _split(answer, "\\cup"), _split(truth, "\\cup")
+        if len(entries) > 1 and len(others) > 1:
+            return _match(entries, others)
+        entries, others = _coordinates(answer), _coordinates(truth)
+        if len(entries) > 1 and len(others) > 1:
+            brackets = answer[0] + answer[-1] == truth[0] + truth[-1]
+            return brackets and len(entries) == len(others) and all(map(equal, entries, others))
+    return _same_meaning(answer, truth)
+
+
+def _split(text, *separators):
+    """Parts of the text between the separators that stand in no brackets."""
+    parts, depth = [""], 0
+    for token in TOKEN.findall(text):
+        depth += (token in OPENERS) - (token in CLOSERS)
+        if depth == 0 and token in separators:
+            parts.append("")
+        else:
+            parts[-1] += token
+    return parts
+
+
+def _entries(text):
+    r"""Entries of a list or of a set in \{ \}, each \pm taken both ways; one entry if it is neither."""
+    if text.startswith("\\{") and text.endswith("\\}") and len(_split(text[2:-2], "\\}")) == 1:
+        text = text[2:-2]
+    entries = []
+    for entry in _split(text, ","):
+        both = [entry.replace("\\pm", sign).lstrip("+") for sign in "+-"]
+        entries += both if "\\pm" in entry else [entry]
+    return entries
+
+
+def _coordinates(text):
+    """Entries of a pair, a longer tuple or an interval; one entry if the text is none."""
+    is_tuple = text[:1] in ("(", "[") and text[-1:] in (")", "]")
+    return _split(text[1:-1], ",") if is_tuple else [text]
+
+
+def _match(entries, others, same=equal):
+    """Whether the entries are the same in some order."""
+    others = list(others)
+    for entry in entries:
+        found = next((other for other in others if same(entry, other)), None)
+        if found is None:
+            return False
+        others.remove(found)
+    return not others
+
+
+def _is_symbolic(side):
+    """Whether the side of an equation only names what is computed: x, m+n, f(2), total; but no 59 then x."""
+    return bool(VARIABLE.search(side)) and not SENTENCE.search(side)
+
+
+class _Parser(_Latex2Sympy):
+    r"""CAREFUL: the library reads any integers side by side, 2(3) or \frac42\frac12, as a mixed number."""
+
+    def convert_postfix_list(self, arr, i=0):
+        texts, factors = [item.getText() for item in arr], [self.convert_postfix(item) for item in arr]
+        for k in reversed(range(1, len(arr))):
+            if texts[k - 1].isdecimal() and PURE_FRACTION.fullmatch(texts[k]):
+                factors[k - 1] += factors.pop(k)
+        return reduce(self._times, factors)
+
+    def _times(self, x, y):
+        is_matrix = getattr(x, "is_Matrix", False) or getattr(y, "is_Matrix", False)
+        return self.mat_mul_flat(x, y) if is_matrix else self.mul_flat(x, y)
+
+    def parse_number(self, text):
+        return sympy.Integer(text)  # the library's sympy.Number(text) would end in eval()
+
+    def convert_binom(self, binom):
+        return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
+
+
+@lru_cache(maxsize=256)  # the same ground truth comes with every response of a group
+def _parse(text):
+    """The sympy object of a formula.  Raises many exceptions for what is none."""
+    if WORD.search(text) or NO_VALUE.search(text):
+        raise ValueError(f"{text} is text")
+    # Decimals become fractions, so that all is exact: rounding makes 0.0000001 equal to 0.
+    text = DECIMAL.sub(lambda m: rf"{{\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}}}", text)
+    formula = _Parser(is_real=None, config=ConversionConfig(lowercase_symbols=False)).parse(text)
+    if formula.has(*TASKS) or _digits(formula) > MAX_DIGITS:
+        raise ValueError(f"{text} is not computed")
+    return formula
+
+
+def _same_meaning(answer, truth):
+    try:
+        x, y = _parse(answer), _parse(truth)
+        if isinstance(x, VALUES) and isinstance(y, VALUES):
+            return _same_value(x, y)
+        if isinstance(x, RELATIONS) and isinstance(y, RELATIONS):
+            return _match(_relations(x), _relations(y), _same_relation)
+        return verify(y, x, allow_set_relation_comp=True, timeout_seconds=None)
+    except Exception:  # what the grammar raises, and sympy almost anything, for what makes no sense
+        return False
+
+
+def _digits(x):
+    """About the number of digits of the largest number in the value: 9^{9^9} is refused, not computed."""
+    if getattr(x, "is_Rational", False):
+        return len(str(x))
+    digits = [_digits(part) for part in (x if isinstance(x, sympy.MatrixBase) else x.args)] or [2]
+    if isinstance(x, sympy.Pow | sympy.exp):
+        few = 10 if x.exp.free_symbols else 10 ** min(digits[-1], 9)  # variables take small values
+        factor = abs(x.exp) if x.exp.is_Rational else few
+        return (digits[0] if len(digits) > 1 else 1) * factor + digits[-1]
+    if isinstance(x, sympy.factorial | sympy.binomial | sympy.gamma):
+        return 10 ** min(max(digits), 9) * max(digits)
+    return sum(digits)
+
+
+def _relations(x):
+    """The parts of a chain 1 < x < 2."""
+    return x.args if isinstance(x, sympy.And) else [x]
+
+
+def _same_relation(x, y):
+    """Whether the differences of the two sides are proportional, for inequalities with a positive factor."""
+    if x.rel_op.replace(">", "<") != y.rel_op.replace(">", "<") or x.free_symbols != y.free_symbols:
+        return False
+    x_gap, y_gap = (z.gts - z.lts if hasattr(z, "gts") else z.lhs - z.rhs for z in (x, y))
+    point = _points(x.free_symbols)[0]
+    x_there, y_there = x_gap.xreplace(point), y_gap.xreplace(point)
+    if hasattr(x, "gts") and not sympy.N(x_there * y_there).is_positive:
+        return False
+    return y_there != 0 and _same_value(x_gap * y_there, y_gap * x_there)
+
+
+def _same_value(x, y):
+    x, y = x.doit(), y.doit()
+    if isinstance(x, sympy.MatrixBase) or isinstance(y, sympy.MatrixBase):
+        return getattr(x, "shape", None) == getattr(y, "shape", None) and all(map(_same_value, x, y))
+    symbols = (x.free_symbols | y.free_symbols) - {IMAGINARY}
+    verdicts = []
+    for point in _points(symbols):
+        verdicts.append(_same_number(x.xreplace(point), y.xreplace(point)))
+        if verdicts[-1] is False:
+            return False
+    return verdicts.count(True) >= (3 if symbols else 1)
+
+
+def _points(symbols):
+    """Values for the variables: four times positive, four times of any sign; without variables one point."""
+    rng = random.Random(0)
+    signs = [(1,)] * 4 + [(1, -1)] * 4 if symbols else [()]
+    return [
+        {
+            symbol: sympy.Rational(rng.choice(sign) * rng.randint(1, 99), 37)
+            for symbol in sorted(symbols, key=str)
+        }
+        | {IMAGINARY: sympy.I}
+        for sign in signs
+    ]
+
+
+def _same_number(x, y):
+    """True or False, or None where a value is undefined or only one is real."""
+    x, y = sympy.real_root(x.doit()), sympy.real_root(y.doit())  # the cube root of -8 is -2
+    if x.has(sympy.nan, sympy.zoo) or y.has(sympy.nan, sympy.zoo):
+        return None
+    if x == y:
+        return True
+    if (x - y).is_Rational:
+        return False
+    gap, size_x, size_y = (sympy.N(value, 20, maxn=3 * DIGITS) for value in (x - y, x, y))
+    if not gap.is_number:
+        return None
+    if gap.is_finite and abs(gap) <= sympy.Float(10) ** -DIGITS * (abs(size_y) or 1):
+        return True
+    return False if size_x.is_real == size_y.is_real else None

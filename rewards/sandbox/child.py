@@ -1,0 +1,153 @@
+"""Runs inside the sandbox: puts up the walls, then runs the program once for each test.  See __init__.py.
+
+The supervisor, started by exec, enters new namespaces and then only watches the clock.  Its child, the
+driver, is the first process there; it never runs code of the program, but forks a process for each test,
+which gives up everything and becomes the program.  When one of them dies, the kernel ends its child.
+Few imports: they are most of the time that a sandbox costs.
+"""
+
+import _sitebuiltins
+import builtins
+import marshal
+import os
+import resource
+import select
+import sys
+import time
+import types
+
+sys.path.append(os.path.dirname(__file__))  # it is started without any path of this repository
+import walls
+
+sys.path.pop()
+
+STDERR_BYTES = 1 << 16  # what is beyond is read and dropped
+THREADS = 64
+OPEN_FILES = 256
+HOME_BYTES = 64 << 20
+
+
+def main():
+    """Returns the program's text, in the process that is to run it."""
+    walls.die_with(os.pidfd_open(int(sys.argv[1])))
+    with open(0, "rb", closefd=False) as file:
+        request = marshal.load(file)
+    try:
+        walls.prefer_for_oom_kill()
+        if request["tier"] == "namespaces":
+            walls.enter_namespaces()
+        supervisor = os.pidfd_open(os.getpid())
+        driver = os.fork()
+        if driver:
+            supervise(driver, request["lifetime_s"])
+        walls.die_with(supervisor)
+        for name in request["imports"]:
+            __import__(name)
+        if request["tier"] == "namespaces":
+            walls.make_root()
+        drive(request)
+    except OSError as error:
+        os.write(1, frame("setup", 1, b"", str(error).encode()))
+        os._exit(1)
+    return request["source"]
+
+
+def supervise(driver, lifetime_s):
+    os.closerange(2, OPEN_FILES)
+    poll = select.poll()
+    poll.register(os.pidfd_open(driver), select.POLLIN)
+    poll.poll(lifetime_s * 1000)
+    os._exit(0)
+
+
+def drive(request):
+    """Run the tests and write a frame for each.  Returns in the process of a program only."""
+    driver = os.pidfd_open(os.getpid())
+    for stdin in request["stdins"]:
+        if request["tier"] == "namespaces":
+            walls.fresh_home(HOME_BYTES + len(stdin))
+            stdin_fd = os.open(
+                f"{walls.HOME}/.stdin", os.O_CREAT | os.O_RDWR, 0o644
+            )  # /dev/stdin leads there
+        else:
+            stdin_fd = os.memfd_create("stdin")
+        os.write(stdin_fd, stdin)
+        os.lseek(stdin_fd, 0, os.SEEK_SET)
+        stdout, stdout_fd = os.pipe()
+        stderr, stderr_fd = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            become_program(request, [stdin_fd, stdout_fd, stderr_fd, driver])
+            return
+        for fd in (stdin_fd, stdout_fd, stderr_fd, *request["streams"]):
+            os.close(fd)
+        reason, out, err = watch(pid, stdout, stderr, request["timeout_s"], request["output_bytes"])
+        if reason == "timeout":
+            request["timeout_s"] /= 2
+        os.kill(pid, 9)  # a zombie, if it ended
+        os.write(1, frame(reason, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), out, err))
+    os._exit(0)
+
+
+def watch(pid, stdout, stderr, timeout_s, output_bytes):
+    """Read both pipes until the program has ended, or is to be killed -> (reason, stdout, stderr)."""
+    deadline = time.monotonic() + timeout_s
+    data = {stdout: bytearray(), stderr: bytearray()}
+    waiting = {stdout, stderr, os.pidfd_open(pid)}
+    poll = select.poll()
+    for fd in waiting:
+        poll.register(fd, select.POLLIN)
+    reason = "ended"
+    while waiting and reason == "ended":
+        ready = poll.poll(max(deadline - time.monotonic(), 0) * 1000)
+        if not ready:
+            reason = "timeout"
+        for fd, _ in ready:
+            chunk = os.read(fd, 1 << 16) if fd in data else b""
+            if not chunk:
+                poll.unregister(fd)
+                waiting.remove(fd)
+                os.close(fd)
+            elif fd == stdout or len(data[stderr]) < STDERR_BYTES:
+                data[fd] += chunk
+        if len(data[stdout]) > output_bytes:
+            reason = "output"
+    for fd in waiting:
+        os.close(fd)
+    return reason, bytes(data[stdout][:output_bytes]), bytes(data[stderr])
+
+
+def frame(reason, returncode, stdout, stderr):
+    """What the caller reads: 64 bytes of header, then both outputs."""
+    header = f"{reason} {returncode} {len(stdout)} {len(stderr)}"
+    return header.encode().ljust(64) + stdout + stderr
+
+
+def become_program(request, fds):
+    """Give up all that the program must not have."""
+    fds[: len(request["streams"])] = request["streams"]
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+    os.closerange(4, OPEN_FILES)
+    in_namespaces = request["tier"] == "namespaces"
+    limits = {
+        "AS": request["memory_mb"] << 20,
+        "CPU": int(request["timeout_s"]) + 2,  # threads may burn more than the clock shows
+        "FSIZE": HOME_BYTES if in_namespaces else 0,
+        "NOFILE": OPEN_FILES,
+        **dict.fromkeys(["CORE", "MEMLOCK", "MSGQUEUE"], 0),
+    }
+    if in_namespaces:  # CAREFUL: elsewhere all processes of the user count
+        limits["NPROC"] = THREADS
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    os.chdir(walls.HOME if in_namespaces else "/")
+    walls.give_up_privileges(parent=3, with_landlock=request["tier"] == "landlock")
+    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # Python runs with -S
+
+
+if __name__ == "__main__":
+    source = main()
+    program = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = ["program.py"]
+    exec(compile(source, "program.py", "exec"), program.__dict__)
