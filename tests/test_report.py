@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from conftest import ROOT, documented, run
 
-from algos.report import CHECKS, CURVES, LIMIT, build, read_run, spread, thin
+from algos.report import CHECKS, LIMIT, Args, Run, spread, thin, write
 
 SAMPLE = ROOT / "tests/fixtures/report"  # ten steps of the demo, and two of its dumped steps
 ONE = dict(train_batch_size=32, ppo_mini_batch_size=32, ppo_epochs=1)  # one optimizer step a rollout
@@ -21,6 +21,7 @@ FP32, BF16 = dict(compute_dtype="float32"), dict(compute_dtype="bfloat16")
 GAP = "training/rollout_probs_diff_mean"
 RETURNS = {"critic/returns/min": -1e-8, "critic/returns/max": 1e-8}  # A + V, where A = -V
 SCORES = {"critic/score/min": 0, "critic/score/max": 1}
+EQUAL = {f"critic/score/{what}": 0.5 for what in ("min", "mean", "max")}  # a score that never changes
 RIGHT = SCORES | {"critic/score/mean": 0.97}
 VAL = "val-core/a/acc/mean@1"
 KL, REWARD_KL, VARIANCE = "actor/kl_loss", "actor/reward_kl_penalty", "critic/vf_explained_var"
@@ -125,6 +126,7 @@ CASES = [
         WRONG,
         60,
     ),
+    ("entropy-explosion", EQUAL | {"actor/entropy": line(0.5, 1.2)}, {}, OK, 60),
     ("gradient-spikes", {"actor/grad_norm": [1, 2, 1, 9, 1, 2, 1]}, {}, OK, 4),
     ("gradient-spikes", {"actor/grad_norm": [1, 2, 1, 11, 1, 2, 1]}, {}, WARNING, 4),
     ("gradient-spikes", {"train/grad_norm": [1, 2, 1, 101, 1, 2, 1]}, {}, WRONG, 4),
@@ -163,6 +165,7 @@ CASES = [
     ("dynamic-sampling-filter", RIGHT | {"dapo/dropped_all_right": 0.3}, {}, OK, 10),
     ("dynamic-sampling-filter", RIGHT | {"dapo/dropped_all_right": 0}, {}, WRONG, 10),
     ("dynamic-sampling-filter", RIGHT, {}, NO, None),
+    ("dynamic-sampling-filter", {"critic/score/mean": 1, "dapo/dropped_all_right": 0}, {}, NO, None),
     ("learning-rate", {"actor/lr": [0.2, 0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2]}, {}, OK, None),
     ("learning-rate", {"train/lr": [1] * 6 + [0.75, 0.5, 0.25, 0.1]}, {}, OK, None),
     ("learning-rate", {"actor/lr": [0.5, 1, 1, 1, 1, 0.5, 0.5, 0.5]}, {}, WRONG, 6),
@@ -173,34 +176,44 @@ CASES = [
     ("validation-loss", {"val/loss": [3, 2, 2.3]}, {}, WARNING, 2),
     ("validation-loss", {"val/loss": [3, 2, 3.1]}, {}, WRONG, 2),
     ("validation-loss", {"val/loss": [3]}, {}, NO, None),
+    ("validation-loss", {"val/loss": [1, 0, 0]}, {}, NO, None),
 ]
 
 
 @pytest.mark.parametrize(("check", "metrics", "args", "word", "step"), CASES)
-def test_checks(check, metrics, args, word, step):
-    verdict = CHECKS[check](rows(metrics), args)
+def test_checks(tmp_path, check, metrics, args, word, step):
+    verdict = Run(make_run(tmp_path / "run", rows(metrics), args), "run").verdicts[check]
     assert (verdict.word, verdict.step) == (word, step), verdict
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_check_has_all_its_verdicts_tested_and_does_without_data(check):
+def test_a_check_has_all_its_verdicts_tested(check):
     words = {case[3] for case in CASES if case[0] == check}
     assert words >= {OK, WRONG} or words >= {OK, WARNING}
-    for table in ([], rows({}, 1), rows({GAP: math.nan, KL: math.inf, "critic/score/mean": math.nan}, 30)):
-        assert CHECKS[check](table, {}).word in ((NO, OK) if check != "not-finite" else (NO, OK, WRONG))
+
+
+NAN = {GAP: math.nan, KL: math.inf, "critic/score/mean": math.nan, "actor/lr": math.nan}
+
+
+@pytest.mark.parametrize("table", [[], rows({}, 1), rows(NAN, 30)])
+def test_checks_do_without_data(tmp_path, table):
+    verdicts = Run(make_run(tmp_path / "run", table), "run").verdicts
+    assert verdicts.keys() == CHECKS.keys()
+    assert verdicts.pop("not-finite").word == (WRONG if len(table) == 30 else OK if table else NO)
+    assert {verdict.word for verdict in verdicts.values()} == {NO}
 
 
 def test_a_sound_run_raises_nothing():
-    run = read_run(SAMPLE, "sample")
-    assert {check(run.rows, run.args).word for check in CHECKS.values()} == {OK, NO}
+    assert {verdict.word for verdict in Run(SAMPLE, "sample").verdicts.values()} == {OK, NO}
 
 
 def test_checks_and_docs_agree():
     """Each check is in docs/report.md in the words of its docstring, and no other; all curves are metrics."""
     said = dict(re.findall(r"^\| `([a-z-]+)` \| (.*?) \|", (ROOT / "docs/report.md").read_text(), re.M))
     assert said == {name: check.__doc__ for name, check in CHECKS.items()}
-    patterns = " ".join(CURVES.values()).split()
-    assert not [name for name in patterns if not documented(name)]
+    page = (ROOT / "algos/report.html").read_text()
+    patterns = " ".join(re.findall(r'curves\("[^"]*", "([^"]*)"\)', page)).split()
+    assert len(patterns) >= 50 and not [name for name in patterns if not documented(name)]
 
 
 # ---- curves
@@ -209,11 +222,13 @@ def test_thin_keeps_extremes():
 
     values = np.zeros((2, 1000))
     values[1, 777] = 5
-    x, mean, low, high = thin(values, np.arange(1000), 10)
-    assert len(x) == 10 and x == sorted(x) and sum(mean) == pytest.approx(5 / 2 / 100)
-    assert max(high) == 5 and high.index(5) == 7 and set(low) == {0}
-    x, mean, low, high = thin(np.array([[1.0, 2], [3, math.nan]]), np.array([4, 8]), 10)
-    assert x == [4, 8] and mean == [2, None] and low == [1, None] and high == [3, None]
+    line = thin(values, range(1000), 10)
+    assert len(line["x"]) == 10 and line["x"] == sorted(line["x"])
+    assert sum(line["y"]) == pytest.approx(5 / 2 / 100)
+    assert max(line["high"]) == 5 and line["high"].index(5) == 7 and set(line["low"]) == {0}
+    line = thin([[1.0, 2], [3, math.nan]], [4, 8], 10)
+    assert line == dict(x=[4, 8], y=[2, None], low=[1, None], high=[3, None])
+    assert thin([[1, math.inf]], [4, 8], 10) == dict(x=[4, 8], y=[1, None])  # one run has no band
 
 
 def test_spread_begins_everywhere():
@@ -255,13 +270,15 @@ def parse(path):
     )
     assert any("default-src 'none'" in a.get("content", "") for _, a in page.tags)
     page.data = json.loads(page.scripts["data"])
+    page.charts = {a["data-metric"]: json.loads(a["data-lines"]) for _, a in page.tags if "data-lines" in a}
+    page.times = [json.loads(a["data-parts"]) for _, a in page.tags if "data-parts" in a]
     page.verdicts = {a["data-check"]: a["data-verdict"] for _, a in page.tags if "data-check" in a}
     return page
 
 
 def report(tmp_path, *runs):
     path = tmp_path / "report.html"
-    path.write_bytes(build([str(x) for x in runs])[0])
+    write(Args(runs=[str(x) for x in runs], output=str(path)), reload_s=0)
     return parse(path)
 
 
@@ -281,15 +298,14 @@ def test_command(tmp_path):
     assert "report: 0 wrong, 0 warning, " in done.stdout
     page = parse(out)
     assert page.verdicts.keys() == CHECKS.keys() and set(page.verdicts.values()) == {OK, NO}
-    names = [chart["name"] for chart in page.data["charts"]]
-    assert "critic/score/mean" in names and VAL.replace("/a/", "/arithmetic/") in names
-    assert "actor/kl_loss" not in names and "actor/kl_loss" in page.text  # 0 in all steps: named
-    [(score)] = [chart["lines"] for chart in page.data["charts"] if chart["name"] == "critic/score/mean"]
-    assert score[0]["x"] == [*range(1, 11)] and "low" not in score[0]
+    assert "critic/score/mean" in page.charts and VAL.replace("/a/", "/arithmetic/") in page.charts
+    assert "actor/kl_loss" not in page.charts and "actor/kl_loss" in page.text  # 0 in all steps: named
+    [score] = page.charts["critic/score/mean"]
+    assert score["x"] == [*range(1, 11)] and "low" not in score
     assert len(page.data["rollouts"]) == 6 and "24 responses of 2 of 2 dumped steps" in page.text
     group = page.data["rollouts"][0]
     assert group["step"] == 1 and group["prompt"].endswith("=") and len(group["rows"]) == 4
-    assert group["rows"][0].keys() == {"text", "finish", "score", "more"}
+    assert group["rows"][0].keys() == {"text", "finish", "score", "advantages", "more"}
 
 
 def test_only_light_modules_are_loaded():
@@ -304,11 +320,10 @@ def test_seeds_are_a_band_and_other_arguments_another_curve(tmp_path):
         table = rows({"critic/score/mean": [scale * x for x in (1, 2, 3, 4)[: 4 - i % 2]]})
         make_run(tmp_path / f"run_{i}", table, dict(seed=seed, lr=lr, output_dir=f"run_{i}", model="m"))
     page = report(tmp_path, *(tmp_path / f"run_{i}" for i in range(3)))
-    assert page.data["groups"] == ["run (seeds 1, 2)", "run_2"]
-    [chart] = [chart for chart in page.data["charts"] if chart["name"] == "critic/score/mean"]
-    band, tail, other = chart["lines"]
-    assert band == dict(group=0, x=[1, 2, 3], y=[2, 4, 6], low=[1, 2, 3], high=[3, 6, 9])
-    assert tail == dict(group=0, x=[4], y=[4]) and other == dict(group=1, x=[1, 2, 3, 4], y=[5, 10, 15, 20])
+    assert page.data["series"] == ["run (seeds 1, 2)", "run_2"]
+    band, tail, other = page.charts["critic/score/mean"]
+    assert band == dict(series=0, x=[1, 2, 3], y=[2, 4, 6], low=[1, 2, 3], high=[3, 6, 9])
+    assert tail == dict(series=0, x=[4], y=[4]) and other == dict(series=1, x=[1, 2, 3, 4], y=[5, 10, 15, 20])
     head, _, folded = page.text.partition("equal in all")
     assert "--lr" in head and "--model" not in head and "--model" in folded
 
@@ -322,7 +337,7 @@ def test_time_is_not_counted_twice(tmp_path):
         "testing": [None, 1, None],
     }
     table = rows({f"timing_s/{name}": value for name, value in times.items()})
-    [time] = report(tmp_path, make_run(tmp_path / "run", table)).data["times"]
+    [time] = report(tmp_path, make_run(tmp_path / "run", table)).times
     assert dict(time["parts"]) == {
         "gen 36%": [4, 4, 4],
         "testing 3%": [0, 1, 0],
@@ -337,13 +352,8 @@ def test_killed_and_resumed_and_half_written(tmp_path):
     first, second = rows({"train/loss": [5, 4, 3, 2, 1]}), rows({"train/loss": [0, 0, 30, 20]})[2:]
     text = "".join(json.dumps(row) + "\n" for row in [*first, *second]) + '[]\n{"train/loss": 7, "traini'
     path = make_run(tmp_path / "run", text=text)
-    run = read_run(path, "run")
-    assert [(row["training/global_step"], row["train/loss"]) for row in run.rows] == [
-        (1, 5),
-        (2, 4),
-        (3, 30),
-        (4, 20),
-    ]
+    run = Run(path, "run")
+    assert [*zip(*run.curve("train/loss"))] == [(1, 5), (2, 4), (3, 30), (4, 20)]
     assert run.broken == 1 and run.args == {}
     assert "lines that could not be read: 1" in report(tmp_path, path).text
 
@@ -354,8 +364,8 @@ def test_ten_thousand_steps(tmp_path):
     table[7777]["actor/grad_norm"] = 1e4
     paths = [make_run(tmp_path / f"run_{i}", table, dict(seed=i, lr=i // 2)) for i in range(2)]
     page = report(tmp_path, *paths)
-    [chart] = [chart for chart in page.data["charts"] if chart["name"] == "actor/grad_norm"]
-    assert len(chart["lines"][0]["x"]) == 400 and max(chart["lines"][0]["high"]) == 1e4
+    norm = page.charts["actor/grad_norm"][0]
+    assert len(norm["x"]) == 400 and max(norm["high"]) == 1e4
     assert page.verdicts["gradient-spikes"] == WRONG and "step 7778" in page.text
 
 
@@ -408,9 +418,9 @@ def test_rollouts_are_bounded_and_whole_groups(tmp_path):
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        (["nowhere"], "nowhere is no directory"),
+        (["nowhere"], "nowhere has no metrics.jsonl"),
         (["empty"], "empty has no metrics.jsonl"),
-        (["file"], "file is no directory"),
+        (["file"], "file has no metrics.jsonl"),
         ([], "no run given"),
         (["good", "--output", "empty"], "empty is a directory"),
     ],
@@ -443,7 +453,7 @@ def test_follow_sees_new_steps_and_stops_reloading(tmp_path):
         with (path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"train/loss": 1.0, "training/global_step": 3}) + "\n")
         assert written() and written()
-        assert parse(out).data["charts"][0]["lines"][0]["x"] == [1, 2, 3]
+        assert parse(out).charts["train/loss"][0]["x"] == [1, 2, 3]
     finally:
         process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0 and parse(out).data["reload_s"] == 0
@@ -471,10 +481,10 @@ def test_browser_draws_every_chart_and_lists_rollouts(tmp_path):
     done = subprocess.run(command, capture_output=True, timeout=180)
     dom = Page(done.stdout.decode(errors="replace"))
     root = dict(dom.tags)["html"]
-    assert "data-errors" not in root and int(root["data-charts"]) == len(page.data["charts"]) + 1
+    assert "data-errors" not in root and int(root["data-charts"]) == len(page.charts) + len(page.times)
     drawn = [
         a for tag, a in dom.tags if tag == "path" and "js-line" in (a.get("class") or "") and len(a["d"]) > 20
     ]
-    assert len(drawn) >= len(page.data["charts"])
+    assert len(drawn) >= len(page.charts)
     assert "⟨0000⟩" in dom.text and "⟨202e⟩" in dom.text and "</script><script>document" in dom.text
     assert [a.get("class") for tag, a in dom.tags if tag == "svg"].count("bars") == 1
