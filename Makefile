@@ -1,17 +1,17 @@
-PYTHON ?= python3.11
 BIN := .venv/bin
 
 .PHONY: test quick demo demo-smollm2 demo-agent demo-images gpu-check bench lint fix-copies
 
-# the CPU environment; on GPUs make .venv by hand from requirements.txt and touch .venv/installed
-.venv/installed: requirements-cpu.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --no-deps -r requirements-cpu.txt
-	touch $@
+# pip changes .venv one call at a time
+.NOTPARALLEL:
 
-.venv/installed-%: requirements-%.txt .venv/installed
-	$(BIN)/pip install --no-deps -r $<
-	touch $@
+# the CPU environment, with Python 3.11 to 3.13: make test PYTHON=python3.12
+# on GPUs make .venv by hand: python3.11 -m venv .venv && .venv/bin/pip install -r requirements.txt && touch .venv/installed
+.venv/installed: requirements-cpu.txt
+	sh install.sh
+
+.venv/installed-%: requirements-%.txt | .venv/installed
+	sh install.sh $<
 
 # many short-lived processes on few cores: threads that wait must not spin
 test quick gpu-check: export OMP_WAIT_POLICY := PASSIVE

@@ -2,7 +2,8 @@
 
 data -> random model -> sft.py, on conversations of which a third ask the calculator -> from there agent.py
 with the calculator and, to compare, grpo.py without -> held-out products, before and after. Writes
-runs/demo-agent: a run directory a stage and seed, agent.png, summary.json; what is done is not run again.
+runs/demo-agent: a run directory a stage and seed, logs/, agent.png, summary.json. A finished stage is not run
+again.
 """
 
 import json
@@ -10,7 +11,6 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL
 
 import matplotlib
 import numpy as np
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.demo import ROOT, run
+from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import curve
 
 matplotlib.use("agg")
@@ -46,13 +46,6 @@ class Args:
     """Processes of the trainers, one thread each."""
 
 
-def stage(what, seconds, out, script, *flags, **options):
-    """Run a script, unless what it writes, `out`, is there."""
-    if not out.exists():
-        print(f"\n{what}: {seconds}")
-        run(what, {}, script, *flags, **options)
-
-
 def plot(runs, path):
     """Mean and range over the seeds of greedy validation accuracy, and of the share that calls the tool."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -74,34 +67,41 @@ def plot(runs, path):
 def main():
     args = tyro.cli(Args)
     out, runs, tests = args.output_dir, {name: [] for name in STAGES}, {}
+    stages = Stages(out, 2 + 7 * len(args.seeds))
     data = "--local_save_dir", out / "data", "--operation", "multiply", "--tool_share", 0.33
-    stage("Products of two numbers below 100", "a second", out / "data", "data_prep/arithmetic.py", *data)
+    stages.run("data", "data", "data_prep/arithmetic.py", *data)
     for seed in args.seeds:
         model, sft = out / f"model_{seed}", out / f"sft_{seed}"
         flags = "--local_save_dir", model, "--tool_role", "--seed", seed
-        stage("A model with random weights", "5 to 10 seconds", model, "data_prep/tiny_model.py", *flags)
+        stages.run(model.name, "model", "data_prep/tiny_model.py", *flags)
         common = "--seed", seed, "--save_freq", 0
         flags = "--model", model, "--output_dir", sft, "--train_files", out / "data/sft.parquet", *common
         flags += (*SFT.split(),)
-        done = sft / "checkpoints/latest"
-        what = "Supervised fine-tuning: a third of the conversations ask the calculator, <<37*85>>"
-        stage(what, "60 to 100 seconds", done, "algos/sft.py", *flags, ranks=args.ranks)
+        stages.run(sft.name, "SFT: a third use the tool", "algos/sft.py", *flags, ranks=args.ranks)
         tests["before", seed] = sft, ENV
         for name, (script, env) in STAGES.items():
             runs[name].append(rl := out / f"{script}_{seed}")
-            flags = "--model", done / "hf", "--output_dir", rl, *env, *LIMITS.split(), *RL.split(), *common
+            flags = (
+                "--model",
+                sft / "checkpoints/latest/hf",
+                "--output_dir",
+                rl,
+                *env,
+                *LIMITS.split(),
+                *RL.split(),
+                *common,
+            )
             flags += "--train_files", out / "data/train.parquet", "--val_files", out / "data/val.parquet"
-            what = f"GRPO {name}"
-            end = rl / "checkpoints/latest"
-            stage(what, "30 to 60 seconds", end, f"algos/{script}.py", *flags, ranks=args.ranks)
+            title = f"GRPO {name}".replace("the calculator", "calculator")
+            stages.run(rl.name, title, f"algos/{script}.py", *flags, ranks=args.ranks)
             tests[name, seed] = rl, env
     for (name, _), (model, env) in tests.items():
         answers = model / "test.parquet"
         flags = "--model", model, "--data", out / "data/test.parquet", "--output", answers, *env
-        what = f"Held-out products, answered by the model: {name}"
-        stage(what, "10 to 20 seconds", answers, "algos/generate.py", *flags, *LIMITS.split())
+        title = f"answers {name}".replace("the calculator", "calculator")
+        stages.run(f"answers_{model.name}", title, "algos/generate.py", *flags, *LIMITS.split())
     answers = [model / "test.parquet" for model, _ in tests.values()]
-    run("eval", {}, "algos/eval.py", "--data", *answers, "--output", out / "eval", stdout=DEVNULL)
+    stages.run("eval", "score", "algos/eval.py", "--data", *answers, "--output", out / "eval")
     plot(runs, out / "agent.png")
 
     # ---- report

@@ -10,7 +10,6 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL
 
 import matplotlib
 import numpy as np
@@ -19,8 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.demo import ROOT, run
-from benchmarks.demo_agent import stage
+from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import curve
 
 matplotlib.use("agg")
@@ -63,27 +61,33 @@ def plot(outs, path):
 def main():
     args = tyro.cli(Args)
     out, tests = args.output_dir, {}
+    stages = Stages(out, 2 + 5 * len(args.seeds))
     data = "data_prep/shapes.py", "--local_save_dir", out / "data"
-    stage("Pictures of a coloured shape", "2 seconds", out / "data", *data)
+    stages.run("data", "data", *data)
     files = "--train_files", out / "data/train.parquet", "--val_files", out / "data/val.parquet"
     for seed in args.seeds:
         model, sft, rl = (out / f"{name}_{seed}" for name in ("model", "sft", "grpo"))
         flags = "--local_save_dir", model, "--seed", seed
-        stage("A model with random weights", "5 to 10 seconds", model, "data_prep/tiny_vlm.py", *flags)
+        stages.run(model.name, "model", "data_prep/tiny_vlm.py", *flags)
         common = *files, "--seed", seed, "--save_freq", 0
         flags = "--model", model, "--output_dir", sft, *SFT.split(), *common
-        what, done = "Supervised fine-tuning on guesses: what an answer looks like", "checkpoints/latest"
-        stage(what, "30 to 60 seconds", sft / done, "algos/sft.py", *flags, ranks=args.ranks)
-        flags = "--model", sft / done / "hf", "--output_dir", rl, *LIMITS.split(), *RL.split(), *common
-        what = "GRPO: the model tries several answers to a picture and learns from the right ones"
-        stage(what, "two minutes", rl / done, "algos/grpo.py", *flags, ranks=args.ranks)
+        stages.run(sft.name, "SFT: form of an answer", "algos/sft.py", *flags, ranks=args.ranks)
+        flags = (
+            "--model",
+            sft / "checkpoints/latest/hf",
+            "--output_dir",
+            rl,
+            *LIMITS.split(),
+            *RL.split(),
+            *common,
+        )
+        stages.run(rl.name, "GRPO: try and select", "algos/grpo.py", *flags, ranks=args.ranks)
         tests |= {f"before, seed {seed}": sft, f"after, seed {seed}": rl}
     answers = [model / "test.parquet" for model in tests.values()]
     for (name, model), path in zip(tests.items(), answers, strict=True):
         flags = "--model", model, "--data", out / "data/test.parquet", "--output", path, *LIMITS.split()
-        what = f"Held-out pictures, answered by the model: {name}"
-        stage(what, "10 to 20 seconds", path, "algos/generate.py", *flags)
-    run("eval", {}, "algos/eval.py", "--data", *answers, "--output", out / "eval", stdout=DEVNULL)
+        stages.run(f"answers_{model.name}", f"answers {name}", "algos/generate.py", *flags)
+    stages.run("eval", "score", "algos/eval.py", "--data", *answers, "--output", out / "eval")
     plot([out / f"grpo_{seed}" for seed in args.seeds], out / "images.png")
 
     results = json.loads((out / "eval/results.json").read_text()).values()

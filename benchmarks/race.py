@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.demo import FLAGS, ROOT, TITLES, run
+from benchmarks.demo import FLAGS, TITLES
+from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import CORES, launch, read_metrics, save
 
 matplotlib.use("agg")

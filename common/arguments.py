@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import tyro
 
+# before torch is loaded: its notes on NUMA nodes and Triton, which nobody can act on
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_LOGS", "-torch._library")
+
 
 def parse(args_class, words=None):
     """The command line (or `words`) -> the values of the fields of `args_class`, a dict.

@@ -12,6 +12,7 @@ from conftest import ROOT, run
 from benchmarks import peer, race
 from benchmarks.experiments import off_policy, off_policy_worker
 from benchmarks.lib import driver_worker
+from benchmarks.lib.stages import Stages
 
 
 def test_throughput(tiny, tmp_path):
@@ -21,6 +22,57 @@ def test_throughput(tiny, tmp_path):
     run(script, "--model", tiny, *sizes, "--output", out)
     [result] = json.loads(out.read_text())["rounds"]
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0
+
+
+def test_stages(tmp_path, capfd):
+    """A stage is a line, what it prints is in a file, and a stage that is done is not run again."""
+    data = "data_prep/arithmetic.py", "--local_save_dir", tmp_path / "data", "--train_size", 20
+    Stages(tmp_path, 1).run("data", "the data", *data)
+    out, err = capfd.readouterr()
+    assert out == "" and "[1/1] the data" in err and "1/1" in err
+    assert "train.parquet: 20 rows" in (tmp_path / "logs/data.log").read_text()
+    assert list(json.loads((tmp_path / "stages.json").read_text())) == ["data"]
+    written = (tmp_path / "data/train.parquet").stat().st_mtime_ns
+    again = Stages(tmp_path, 2)
+    again.run("data", "the data", *data)
+    assert capfd.readouterr().out.split() == ["[1/2]", "the", "data", "done", "before"]
+    assert (tmp_path / "data/train.parquet").stat().st_mtime_ns == written
+    with pytest.raises(SystemExit, match=r"error: more failed; all that it printed is in .*more\.log"):
+        again.run("more", "more", *data, "--digits", 99)
+    assert "--digits is 99" in capfd.readouterr().out
+
+
+STOPPED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from benchmarks.lib.stages import Stages
+out, script = Path(sys.argv[1]), sys.argv[2]
+def stop():
+    while not (out / "run/metrics.jsonl").exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=stop, daemon=True).start()
+Stages(out, 1).run("train", "train", script, "--output_dir", out / "run", "--total_steps", 3)
+"""
+TRAINER = """
+import signal, sys, time
+from pathlib import Path
+out, stop = Path(sys.argv[2]), []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+out.mkdir()
+(out / "metrics.jsonl").write_text('{"training/global_step": 1}\\n')
+while not stop:
+    time.sleep(0.05)
+(out / "saved").touch()
+"""
+
+
+def test_a_stage_saves_at_control_c(tmp_path):
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    done = run("-c", STOPPED, tmp_path, tmp_path / "trainer.py", ROOT, check=False)
+    assert "stopped and saved; the same command goes on from here" in done.stderr
+    assert (tmp_path / "run/saved").exists() and not (tmp_path / "stages.json").exists()
 
 
 def test_driver_on_two_ranks(tiny, tmp_path):

@@ -190,6 +190,30 @@ def test_chains(tmp_path):
     assert done.stderr == "arithmetic.py: --terms is 1; it must be at least 2\n"
 
 
+def test_last_digits(tmp_path):
+    args = ["--operation", "last_digit", "--terms", 9, "--worked_share", 0.35, "--train_size", 600]
+    assert run_script("arithmetic.py", *args, "--local_save_dir", ".", cwd=tmp_path).returncode == 0
+    splits = [load_rows(tmp_path / f"{x}.parquet", COLUMNS) for x in ("train", "val", "test")]
+    assert len({row["prompt"][0]["content"] for row in sum(splits, [])}) == 600 + 256 + 512
+    for row in sum(splits, []):
+        question, answer = row["prompt"][0]["content"], row["extra_info"]["answer"]
+        digits = [int(question[0])]
+        for step in re.findall(r"\+1|-1|\*2", question[1:]):
+            digits.append(digits[-1] * 2 % 10 if step == "*2" else (digits[-1] + int(step)) % 10)
+        assert len(question) == 17 and answer == ">" + " ".join(map(str, digits)) and len(digits) == 9
+        assert row["reward_model"]["ground_truth"] == str(digits[-1])
+    sft = load_rows(tmp_path / "sft.parquet", COLUMNS)
+    assert [row["prompt"] for row in sft] == [row["prompt"] for row in splits[0]]
+    for i, (row, worked) in enumerate(zip(sft, splits[0], strict=True)):
+        answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+        assert answer == (worked["extra_info"]["answer"] if i < 210 else f"={truth}")
+        assert compute_score("arithmetic", answer, truth)["score"] == 1
+    done = run_script("arithmetic.py", "--worked_share", "0.5", "--tool_share", "0.5", cwd=tmp_path)
+    assert "--tool_share and --worked_share both write sft.parquet; choose one\n" in done.stderr
+    done = run_script("arithmetic.py", "--operation", "last_digit", "--terms", 3, cwd=tmp_path)
+    assert "--train_size 6000: only 0 such questions" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_arithmetic_sizes(tmp_path):
     result = run_script("arithmetic.py", "--train_size", 7000, cwd=tmp_path)
     assert result.returncode == 1 and "--train_size 7000: only 6" in result.stderr

@@ -85,7 +85,9 @@ def test_metrics(page):
 
 
 def test_documented_metrics_are_computed():
-    files = chain.from_iterable(map(ROOT.glob, ("algos/*.py", "common/*.py", "rewards/manager/*.py")))
+    files = chain.from_iterable(
+        map(ROOT.glob, ("algos/*.py", "algos/*.html", "common/*.py", "rewards/manager/*.py"))
+    )
     code = "".join(path.read_text() for path in files)
     names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     for name in re.findall(r"`([^`]+)`", " ".join(names)):

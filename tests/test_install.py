@@ -1,9 +1,11 @@
-"""The requirements files name what is imported; what is not installed stops nothing else and says so."""
+"""install.sh, and the requirements files: what is not installed stops nothing else and says so."""
 
 import ast
 import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
@@ -38,6 +40,26 @@ for sys.argv in [[script, "--help"] for script in sys.argv[1:]]:
         assert not end.code, end.code
     else:
         raise AssertionError(sys.argv)
+"""
+
+# A Python for install.sh that installs nothing. {minor}: its version; .venv/cpu: it has torch for CPUs.
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+    --version) echo Python 3.{minor} ;;
+    *version_info*) exec {executable} -c "import sys; sys.version_info = (3, {minor}); $2" ;;
+    "-m venv --clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"import torch"*) test -e .venv/cpu || {{ echo "ImportError: no libcudnn.so.9" >&2; exit 1; }} ;;
+    *"version("*) case "$2" in *"('$HAS')"*) ;; *) exit 1 ;; esac ;;
+    *CC*) echo cc ;;
+    *get_path*) echo .venv ;;
+    *"-m pip "*" install "*)
+        echo "${{*#*install }}" >>calls
+        case "$*" in
+            *"$FAILS"*) echo "no network, says pip"; exit 1 ;;
+            *torch==*pytorch.org* | *pytorch.org*torch==*) touch .venv/cpu ;;
+            *" torch=="*) test "$CUDA" || touch .venv/cpu ;;
+        esac ;;
+esac
 """
 
 
@@ -78,6 +100,111 @@ def test_requirements():
                 ):
                     missing.setdefault(name, path.name)
     assert missing.keys() <= {"flash_attn", "liger_kernel", "vllm"}  # for GPUs, and by hand
+
+
+@pytest.fixture
+def install(tmp_path):
+    """install(*files, **environment) runs install.sh in a folder of its own -> (stdout, stderr, pip's calls).
+
+    install.python(name, minor) adds a Python to the PATH, which has no compiler.
+    """
+    work, programs = tmp_path / "work", tmp_path / "bin"
+    work.mkdir(), programs.mkdir()
+    for path in (ROOT / "install.sh", *ROOT.glob("requirements*.txt")):
+        shutil.copy(path, work)
+    for name in ("sh", "cp", "dirname", "grep", "mkdir", "tail", "touch"):
+        (programs / name).symlink_to(shutil.which(name))
+
+    def program(name, text):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    def run(*files, **environment):
+        (work / "calls").write_text("")
+        env = {"PATH": str(programs), "FAILS": "nothing", "HAS": "nothing"} | environment
+        command = [shutil.which("sh"), work / "install.sh", *files]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+        assert (done.returncode == 0) == (not done.stderr), done.stderr
+        return done.stdout, done.stderr, (work / "calls").read_text().splitlines()
+
+    run.work, run.program = work, program
+    run.python = lambda name, minor: program(name, FAKE_PYTHON.format(minor=minor, executable=sys.executable))
+    return run
+
+
+def test_install_takes_a_python_that_suits(install):
+    for name, minor in (("python3.11", 10), ("python3", 14), ("mine", 9)):
+        install.python(name, minor)
+    for choice, tried in (({}, "python3.11 python3.12 python3.13 python3"), ({"PYTHON": "mine"}, "mine")):
+        out, error, calls = install(**choice)
+        assert error.startswith(f"error: no Python 3.11 to 3.13 with venv among {tried}: install one")
+        assert (out, calls, error.count("\n")) == ("", [], 1) and not (install.work / ".venv").exists()
+    install.python("python3.13", 13)
+    install.python("mine", 12)
+    assert install()[0].startswith("making .venv with Python 3.13; pip's log is .venv/install.log\n")
+    shutil.rmtree(install.work / ".venv")
+    assert install(PYTHON="mine")[0].startswith("making .venv with Python 3.12;")
+    install.python("../work/.venv/bin/python", 10)
+    assert install()[1] == "error: the Python of .venv is not 3.11 to 3.13: delete .venv\n"
+
+
+def test_install_asks_for_torch_first(install):
+    install.python("python3.11", 11)
+    torch = f"torch=={pinned('requirements-cpu.txt')['torch']}"
+    # neither has torch for CPUs: one line, and nothing else is installed
+    out, error, calls = install(FAILS="pytorch.org", CUDA="1")
+    assert error.startswith(f"error: {torch} does not import (ImportError: no libcudnn.so.9): let pip")
+    assert "https://download.pytorch.org/whl/cpu" in error and "PIP_EXTRA_INDEX_URL" in error
+    assert error.count("\n") == 1 and len(calls) == 3 and "requirements" not in out
+    assert not (install.work / ".venv/installed").exists()
+    # the default index
+    out, _, calls = install(FAILS="pytorch.org")
+    assert out == f"installing {torch}\ninstalling requirements-cpu.txt\n"
+    assert "--retries 0" in calls[1] and calls[2] == f"--force-reinstall --no-deps {torch}"
+    assert calls[3] == "--no-deps -r requirements-cpu.txt" and (install.work / ".venv/installed").exists()
+    # PyTorch's own index
+    shutil.rmtree(install.work / ".venv")
+    calls = install(CUDA="1")[2]
+    assert len(calls) == 3 and calls[1].endswith(f"--index-url https://download.pytorch.org/whl/cpu {torch}")
+
+
+def test_install_completes_what_is_there(install):
+    install.python("python3.11", 11)
+    error = install(FAILS="requirements-cpu.txt")[1]
+    assert error.endswith("\nerror: pip cannot install requirements-cpu.txt; its log is .venv/install.log\n")
+    assert "no network, says pip" in error
+    assert install("requirements-extra.txt")[2] == [
+        "--no-deps -r requirements-cpu.txt",
+        "--no-deps -r requirements-extra.txt",
+    ]
+    assert install("requirements-extra.txt") == ("", "", [])
+    for name in ("requirements-cpu.txt", "requirements-extra.txt"):  # changed, as by git pull
+        os.utime(install.work / name)
+        assert install("requirements-extra.txt")[::2] == (f"installing {name}\n", [f"--no-deps -r {name}"])
+    os.utime(install.work / "requirements-cpu.txt")
+    assert install(HAS="vllm")[1:] == (
+        "error: .venv is for GPUs: install requirements.txt by hand and touch .venv/installed\n",
+        [],
+    )
+
+
+def test_install_without_a_compiler(install):
+    install.python("python3.11", 11)
+    install()
+    file, mark = "requirements-reasoning-gym.txt", install.work / ".venv/installed-reasoning-gym"
+    left_out = "leaving out pycosat (no C compiler or no Python.h): reasoning-gym's zebra_puzzles needs it\n"
+    for _ in range(2):
+        out, _, calls = install(file)
+        assert out == f"{left_out}installing {file}\n" and calls == ["--no-deps -r .venv/without-pycosat.txt"]
+        assert not mark.exists()
+    kept = (install.work / ".venv/without-pycosat.txt").read_text()
+    assert set((ROOT / file).read_text().splitlines()) - set(kept.splitlines()) == {
+        f"pycosat=={pinned(file)['pycosat']}"
+    }
+    with pytest.raises(ImportError, match="pycosat is not installed, it needs a C compiler"):
+        runpy.run_path(install.work / ".venv/pycosat.py")["itersolve"]([(1,)])
+    install.program("cc", "#!/bin/sh\n")
+    assert install(file)[::2] == (f"installing {file}\n", [f"--no-deps -r {file}"]) and mark.exists()
 
 
 def test_reasoning_gym_missing(monkeypatch, tmp_path):

@@ -1,9 +1,9 @@
-"""The demo's model after GRPO teaches its model before: distill.py, GRPO and SFT on the teacher's samples.
+"""The sums' model after GRPO teaches its model before: distill.py, GRPO and SFT on the teacher's samples.
 
-    make demo; python benchmarks/experiments/distill.py
+    python benchmarks/experiments/sums.py; python benchmarks/experiments/distill.py
 
 Each has 60 optimizer steps on 512 responses: of the student to 32 prompts; for SFT of the teacher, 6 to each
-training prompt. Rates are those of the demo's GRPO. Writes runs/distill: results.json, distill.png, a run
+training prompt. Rates are those of its GRPO. Writes runs/distill: results.json, distill.png, a run
 directory each; what is there already is not run again.
 """
 
@@ -20,23 +20,24 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo import FLAGS, ROOT, run
 from benchmarks.experiments.seeds import held_out
+from benchmarks.experiments.sums import FLAGS
+from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, read_metrics, save
 from data_prep.lib.schema import write_parquet
 
 METHODS = "distill full", "distill sampled", "GRPO", "SFT"
-RL = f"{FLAGS['tiny']['grpo']} --total_steps 60 --save_freq 0"
+RL = f"{FLAGS['grpo']} --total_steps 60 --save_freq 0"
 SFT = "--max_length 32 --train_batch_size 512 --lr 3e-4 --lr_schedule linear --warmup_steps 5"
 SFT += " --weight_decay 0 --no-gradient_checkpointing --total_steps 60 --save_freq 0"
-SAMPLES = FLAGS["tiny"]["generate"].split() + "--n_samples 6 --temperature 1".split()
+SAMPLES = FLAGS["generate"].split() + "--n_samples 6 --temperature 1".split()
 
 
 @dataclass
 class Args:
-    demo: Path = ROOT / "runs/demo"
-    """Directory of `make demo`: its data, and its model after GRPO, the teacher."""
-    student: Path = ROOT / "runs/demo/sft/checkpoints/latest/hf"
+    demo: Path = ROOT / "runs/sums"
+    """Directory of sums.py: its data, and its model after GRPO, the teacher."""
+    student: Path = ROOT / "runs/sums/sft/checkpoints/latest/hf"
     """The student: a Hugging Face directory."""
     output_dir: Path = ROOT / "runs/distill"
     """Directory of the runs."""

@@ -1,6 +1,6 @@
 """How much does GRPO learn with adapters of each rank, and with all weights? And SFT with LoRA, with AdaLoRA?
 
-    make demo                                  # the demo's task: data, and the SFT model to start from
+    python benchmarks/experiments/sums.py  # its task: data, and the SFT model to start from
     python benchmarks/experiments/lora.py                  # twelve runs, twenty minutes on one core
     python benchmarks/experiments/lora.py --algo sft --lora_ranks 1 4
 
@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo import FLAGS, ROOT, run
+from benchmarks.experiments.sums import FLAGS
+from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import read_metrics, save
 
 SFT = (
@@ -30,8 +31,8 @@ SFT = (
 
 @dataclass
 class Args:
-    demo: Path = ROOT / "runs/demo"
-    """Directory of `make demo`."""
+    demo: Path = ROOT / "runs/sums"
+    """Directory of sums.py."""
     output_dir: Path = ROOT / "runs/lora"
     """Directory of the runs."""
     algo: Literal["grpo", "sft"] = "grpo"
@@ -41,7 +42,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds; the first model is one and the same."""
     lr: float | None = None
-    """Learning rate of the adapters; None: the best on another seed. All weights learn at the demo's."""
+    """Learning rate of the adapters; None: the best on another seed. All weights learn at its."""
     split: str = "test"
     """Rows that are scored: test, or val to choose a learning rate by."""
 
@@ -57,7 +58,7 @@ def tuned(args, kind, lora_rank, seed):
         adapters = "--lora_kind", kind, "--lora_rank", lora_rank, "--lr", lr
         run("SFT", {}, "algos/sft.py", *model, *files, *adapters, *SFT.split())
         files = "--model", out, "--data", held_out, "--output", out / "answers.parquet"
-        run("generate", {}, "algos/generate.py", *files, *FLAGS["tiny"]["generate"].split())
+        run("generate", {}, "algos/generate.py", *files, *FLAGS["generate"].split())
         run("eval", {}, "algos/eval.py", "--data", out / "answers.parquet", "--output", out / "eval")
     [scores] = json.loads((out / "eval/results.json").read_text()).values()
     return read_metrics(out, 0)[-1]["val/loss"], scores["all"]["mean@1"]
@@ -66,7 +67,7 @@ def tuned(args, kind, lora_rank, seed):
 def accuracy(args, lora_rank, seed):
     """GRPO, if it is not done yet -> the share of right greedy answers."""
     lr = args.lr or 3e-3
-    flags = f"{FLAGS['tiny']['grpo']} --total_steps 60"
+    flags = f"{FLAGS['grpo']} --total_steps 60"
     if lora_rank:
         flags = flags.replace("--lr 3e-4", f"--lr {lr} --lora_rank {lora_rank}")
     out = args.output_dir / f"{args.split}_rank_{lora_rank}_lr_{lr if lora_rank else 3e-4}_{seed}"

@@ -1,6 +1,6 @@
-"""How old, and how coarse, may the sampler's weights be? grpo.py on the demo's task.
+"""How old, and how coarse, may the sampler's weights be? grpo.py on its task.
 
-    make demo                           # data and the SFT model
+    python benchmarks/experiments/sums.py  # data and the SFT model
     python benchmarks/experiments/off_policy.py     # an hour and a half on one core
 
 Two losses x three corrections x three lags x with and without int8 in the sampler, a seed after the other.
@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo import FLAGS, ROOT, run
+from benchmarks.experiments.sums import FLAGS
+from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import read_metrics, save
 
 matplotlib.use("agg")
@@ -45,8 +46,8 @@ SEEN = {  # means over the steps; what is not logged without a correction
 
 @dataclass
 class Args:
-    demo: Path = ROOT / "runs/demo"
-    """Directory of `make demo`, for its data and its SFT model."""
+    demo: Path = ROOT / "runs/sums"
+    """Directory of sums.py, for its data and its SFT model."""
     output_dir: Path = ROOT / "runs/off_policy"
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -77,7 +78,7 @@ def train(args, loss, correction, lag, noise, seed):
             seed,
             *files,
         )
-        flags += (*FLAGS["tiny"]["grpo"].split(), *SIZES.split(), "--policy_loss", loss, "--save_freq", 0)
+        flags += (*FLAGS["grpo"].split(), *SIZES.split(), "--policy_loss", loss, "--save_freq", 0)
         flags += (*CORRECTIONS[correction].split(),)
         run(out.name, {}, "benchmarks/experiments/off_policy_worker.py", "grpo", lag, noise or "none", *flags)
         (out / "done").touch()

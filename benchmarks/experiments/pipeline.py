@@ -1,4 +1,4 @@
-"""The stages of post-training one after the other, on the demo's sums: each takes what the last one made.
+"""The stages of post-training one after the other, on its sums: each takes what the last one made.
 
     python benchmarks/experiments/pipeline.py     # a quarter of an hour on two cores
 
@@ -19,13 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo import FLAGS, ROOT, run
+from benchmarks.experiments.sums import FLAGS
+from benchmarks.lib.stages import ROOT, run
 
 STEP = "--save_freq 0 --lr_schedule constant --no-gradient_checkpointing"
 SFT = f"{STEP} --max_length 32 --train_batch_size 64 --warmup_steps 20 --test_freq 0"
 PAIRS = f"{STEP} --max_length 32 --train_batch_size 64 --warmup_steps 5 --test_freq 0"
-RL = f"{FLAGS['tiny']['grpo']} --total_steps 60 --save_freq 0"
-LIMITS, SAMPLES = FLAGS["tiny"]["generate"], "--n_samples 8 --temperature 1"
+RL = f"{FLAGS['grpo']} --total_steps 60 --save_freq 0"
+LIMITS, SAMPLES = FLAGS["generate"], "--n_samples 8 --temperature 1"
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What a budget of sampled tokens buys: RFT, RFT in rounds, DPO and GRPO from one SFT model, several seeds.
 
-    make demo                            # data and model
+    python benchmarks/experiments/sums.py  # data and model
     python benchmarks/experiments/preferences.py     # three quarters of an hour on two cores
 
 A seed is that of the whole flow. RFT and DPO learn from the first of the SFT model's samples, in rounds each
@@ -22,7 +22,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo import FLAGS, ROOT, run
+from benchmarks.experiments.sums import FLAGS
+from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import read_metrics, save
 from data_prep.lib.schema import load_rows
 
@@ -37,16 +38,16 @@ STEP += " --no-gradient_checkpointing --train_batch_size 64"
 SFT = STEP.replace("_steps 5", "_steps 20") + " --total_steps 300 --lr 1e-3"
 RFT, DPO = f"{STEP} --total_steps 150 --lr 3e-4", f"{STEP} --total_steps 100 --lr 1e-4"
 ONCE = {"RFT": RFT, "DPO with NLL": f"{DPO} --nll_coef 1", "DPO": DPO}
-GRPO = f"{FLAGS['tiny']['grpo']} --save_freq 0 --total_steps {BUDGETS[-1] // A_STEP}"
+GRPO = f"{FLAGS['grpo']} --save_freq 0 --total_steps {BUDGETS[-1] // A_STEP}"
 GRPO = GRPO.replace("linear", "constant").replace("--test_freq 10", "--test_freq 4")
 RIGHT = "val-core/arithmetic/acc/mean@1"
-GENERATE = f"{FLAGS['tiny']['generate']} --n_samples {N_SAMPLES} --temperature 1"
+GENERATE = f"{FLAGS['generate']} --n_samples {N_SAMPLES} --temperature 1"
 
 
 @dataclass
 class Args:
-    demo: Path = ROOT / "runs/demo"
-    """Directory of `make demo`, for its data and its random model."""
+    demo: Path = ROOT / "runs/sums"
+    """Directory of sums.py, for its data and its random model."""
     output_dir: Path = ROOT / "runs/preferences"
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3)

@@ -2,9 +2,9 @@
 
     python benchmarks/experiments/quantize.py --model models/smollm2 --calibration data/gsm8k/train.parquet \
         --held_out data/gsm8k/test.parquet
-    python benchmarks/experiments/quantize.py --model runs/demo/grpo/checkpoints/latest/hf \
-        --calibration runs/demo/data/train.parquet --held_out runs/demo/data/val.parquet \
-        --questions runs/demo/data/test.parquet
+    python benchmarks/experiments/quantize.py --model runs/sums/grpo/checkpoints/latest/hf \
+        --calibration runs/sums/data/train.parquet --held_out runs/sums/data/val.parquet \
+        --questions runs/sums/data/test.parquet
 
 Megabytes, loss of the held-out answers, tokens that vLLM samples in a CPU second, for 16 rows at a time and
 for one; with --questions the share of right greedy answers, by generate.py and eval.py. What is there in

@@ -1,6 +1,6 @@
 """From random weights to a model that adds, by each algorithm, with several seeds: how much does which learn?
 
-    make demo                      # data and model
+    python benchmarks/experiments/sums.py  # data and model
     python benchmarks/experiments/seeds.py     # an hour or two on two cores
 
 A seed is that of the whole flow: its SFT model is the start of every algorithm. TRL's GRPOTrainer, where it
@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo import FLAGS, ROOT, run
+from benchmarks.experiments.sums import FLAGS
+from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, save
 
 matplotlib.use("agg")
@@ -31,8 +32,8 @@ import matplotlib.pyplot as plt
 
 @dataclass
 class Args:
-    demo: Path = ROOT / "runs/demo"
-    """Directory of `make demo`, for its data and its random model."""
+    demo: Path = ROOT / "runs/sums"
+    """Directory of sums.py, for its data and its random model."""
     output_dir: Path = ROOT / "runs/seeds"
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
@@ -46,9 +47,9 @@ def train(args, name, seed, model):
     out = args.output_dir / f"{name.replace(' ', '_')}_{seed}"
     data = args.demo / "data"
     rows = data / ("sft.parquet" if name == "SFT" else "train.parquet")
-    flags = (FLAGS["tiny"]["sft"] if name == "SFT" else f"{FLAGS['tiny']['grpo']} --total_steps 150").split()
+    flags = (FLAGS["sft"] if name == "SFT" else f"{FLAGS['grpo']} --total_steps 150").split()
     if name == "TRL GRPO":
-        script, flags = "benchmarks/lib/peer_trl.py", FLAGS["tiny"]["trl"].split()
+        script, flags = "benchmarks/lib/peer_trl.py", FLAGS["trl"].split()
         flags += ["--total_steps", 150, "--lr", 3e-4]
         flags += ["--per_device_batch", 512 // args.ranks, "--accumulation", 1]
     else:
@@ -76,7 +77,7 @@ def held_out(args, runs):
                 {},
                 "algos/generate.py",
                 *flags,
-                *FLAGS["tiny"]["generate"].split(),
+                *FLAGS["generate"].split(),
                 ranks=args.ranks,
             )
     flags = "--data", *files, "--output", args.output_dir / "eval"

@@ -1,6 +1,6 @@
 """VAPO's parts, one by one and together, on chains of sums: what does each add to PPO?
 
-    make demo                                  # the random model
+    python benchmarks/experiments/sums.py  # the random model
     python benchmarks/experiments/vapo.py      # three quarters of an hour on one core
 
 Every run begins from one SFT model. Writes runs/vapo: results.json, vapo.png, a run directory each; what is
@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.demo import ROOT, run
 from benchmarks.experiments.seeds import plt
+from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, save
 
 SFT = (
@@ -48,8 +48,8 @@ KEYS = {
 
 @dataclass
 class Args:
-    model: Path = ROOT / "runs/demo/model"
-    """The random model of `make demo`."""
+    model: Path = ROOT / "runs/sums/model"
+    """The random model of sums.py."""
     output_dir: Path = ROOT / "runs/vapo"
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3)
