@@ -101,12 +101,12 @@ def load_prompts(args, tokenizer, tools):
     """Ids and images of the prompts within --max_prompt_length, by row number, and the whole table."""
     rows, table = load_rows(args.data, [args.prompt_key, "images"]), pq.read_table(args.data)
     sees = takes_images(AutoConfig.from_pretrained(args.model))
-    blind = [i for i, row in enumerate(rows) if row["images"] and not sees]
+    blind = next((i for i, row in enumerate(rows) if row["images"] and not sees), None)
     taken = [name for name in columns_of(args) if name in table.column_names]
     refuse(
         {
             f"{args.data}: it has columns {' '.join(taken)} already: use the file without": taken,
-            f"{args.data}: row {blind and blind[0]} has images, which {args.model} does not take": blind,
+            f"{args.data}: row {blind} has images, which {args.model} does not take": blind is not None,
             f"--env {args.env}: {args.model} takes images, which turns do not": sees and args.env,
         }
     )

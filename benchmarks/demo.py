@@ -3,8 +3,8 @@
 `make demo-smollm2` is the same flow with a real model, which needs no SFT: it learns to follow instructions.
 
 data -> random model -> sft.py -> grpo.py, with held-out questions before and after -> report.py
-Writes runs/demo: a run directory a stage, logs/, reward.png, report.html, summary.json. A demo that was
-stopped goes on; one that is finished is moved aside first.
+Writes runs/demo: a run directory a stage, logs/, reward.png, report.html, summary.json. A stopped
+demo is resumed; a finished one is moved aside first.
 """
 
 import json
@@ -38,7 +38,7 @@ FLAGS = {
         grpo="--max_prompt_length 24 --max_response_length 24 --train_batch_size 32 --ppo_mini_batch_size 32"
         " --group_size 16 --lr 3e-4 --warmup_steps 5 --weight_decay 0 --test_freq 2"
         " --no-gradient_checkpointing",
-        # for seeds.py and race.py: TRL's flags for the same work
+        # for race.py: TRL's flags for the same work
         trl="--algo grpo --group_size 16 --response_length 24 --warmup_steps 5",
         generate="--max_prompt_length 24 --max_response_length 24",
     ),

@@ -71,7 +71,7 @@ while not stop:
 def test_a_stage_saves_at_control_c(tmp_path):
     (tmp_path / "trainer.py").write_text(TRAINER)
     done = run("-c", STOPPED, tmp_path, tmp_path / "trainer.py", ROOT, check=False)
-    assert "stopped and saved; the same command goes on from here" in done.stderr
+    assert "stopped; the same command resumes the demo here" in done.stderr
     assert (tmp_path / "run/saved").exists() and not (tmp_path / "stages.json").exists()
 
 

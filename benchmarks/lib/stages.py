@@ -1,6 +1,6 @@
 """What the demos share: stages, each a script that runs as a user would run it, in one line of the terminal.
 
-What a script prints goes to OUT/logs. Ctrl-C saves and stops; the same command then goes on with that stage.
+What a script prints goes to OUT/logs. Ctrl-C stops; the same command then resumes that stage.
 """
 
 import json
@@ -20,14 +20,14 @@ BAR = "{desc:<29}{bar:8}{n_fmt:>4}/{total_fmt} {elapsed}<{remaining}{postfix}"  
 
 
 def command(script, *flags, ranks=0):
-    """The words of a command line; ranks 0: plain python."""
+    """The words of a command line; one rank needs no torchrun, which would kill it 30 s after Ctrl-C."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, *(torchrun if ranks else []), str(ROOT / script), *map(str, flags)]
+    return [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / script), *map(str, flags)]
 
 
 def run(name, seconds, script, *flags, ranks=0, threads=ONE_THREAD, **options):
     """Run a script with its output in the terminal, and add to seconds[name] how long it took."""
-    print("$", "torchrun" if ranks else "python", script, *flags, flush=True)
+    print("$", "torchrun" if ranks > 1 else "python", script, *flags, flush=True)
     begin, words = time.perf_counter(), command(script, *flags, ranks=ranks)
     if subprocess.run(words, env=os.environ | threads, **options).returncode:
         raise SystemExit(f"error: the stage {name} failed")
@@ -69,7 +69,7 @@ class Stages:
                 process.send_signal(signal.SIGTERM)
                 process.wait()
                 bar.close()
-                raise SystemExit("\nstopped and saved; the same command goes on from here") from None
+                raise SystemExit("\nstopped; the same command resumes the demo here") from None
             if process.returncode:
                 bar.close()
                 print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-20:]))

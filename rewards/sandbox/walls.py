@@ -1,6 +1,6 @@
 """What keeps a program in: namespaces and a root directory of its own, Landlock, seccomp, no privileges.
 
-Talks to the kernel through ctypes, so that nothing must be installed.  Used by child.py, in the
+Talks to the kernel through ctypes, so nothing must be installed.  Used by child.py, in the
 sandbox.  The names of constants are the kernel's.
 """
 
