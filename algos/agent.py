@@ -95,7 +95,7 @@ class Args:
     ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
     ppo_epochs: int = 1  # passes over the responses of a step
     lr: float = 1e-6  # peak learning rate
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 after the last step
     warmup_steps: int = 0  # steps of linear warm-up
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
@@ -112,7 +112,7 @@ class Args:
     ) = None
     use_kl_loss: bool = False  # add the KL divergence from the initial model to the loss
     kl_loss_coef: float = 0.001  # weight of the KL loss
-    kl_kind: Literal["k1", "k1+", "abs", "k2", "k3", "k3+"] = "k3"  # KL estimator; +: gradient of k2
+    kl_kind: Literal["k1+", "abs", "k2", "k3", "k3+"] = "k3"  # KL estimator; +: gradient of k2
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
@@ -149,14 +149,14 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from common.metrics import stats, step_metrics, timed, validation_metrics
-from common.run import Logger, dump_rollouts, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.metrics import stats, step_metrics, timed
+from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
 from envs.messages import observation, shorten
 from envs.pool import EnvPool
 from rewards import check_sources
-from rewards.manager import RewardManager, demote_failures
+from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
 
 
@@ -183,6 +183,8 @@ def advantages(args, score_n, group_n, length_n):
     if args.adv_estimator == "rloo":  # score minus the mean of the others (2402.14740)
         return centred_n * args.group_size / max(args.group_size - 1, 1)  # eq: grpo.rloo
     if args.adv_estimator == "maxrl":  # (score - mean) / mean (2602.02710)
+        if (score_n < 0).any():
+            fail(f"--adv_estimator maxrl is for scores from 0 to 1, and one is {score_n.min():g}: use rloo")
         mean_n = score_n - centred_n
         return (centred_n / mean_n).where(mean_n > 0, 0.0)  # eq: grpo.maxrl
     # REINFORCE++ with baseline (2501.03262): zero mean and unit variance over all tokens of the batch
@@ -330,10 +332,6 @@ def main(args):
     # ---- arguments and data: checked before anything slow
     args = with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
     check_args(args)
-    if args.use_kl_loss and args.kl_kind == "k1":
-        fail("--kl_kind k1 has an expected gradient of 0 as a loss: use k1+, k2 or k3+")
-    if args.max_turns < 1 or args.max_observation_length < 1:
-        fail("--max_turns and --max_observation_length must be at least 1")
     resume_from = open_run(args)
     try:
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s)
@@ -1070,8 +1068,9 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            state |= dict(step=step, models=digests(args))
             # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
             link.replace(root / "latest")
@@ -1091,7 +1090,7 @@ def write_hf(directory, lm, weights):
     lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     if lm.can_generate():
-        lm.generation_config.save_pretrained(directory)
+        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
     save_torch_state_dict(weights, directory)
     for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
         file.chmod((directory / "config.json").stat().st_mode)
@@ -1105,9 +1104,7 @@ def check_args(args, sp_size=1):
     budget, prompts, size = args.max_tokens_per_microbatch, args.train_batch_size, args.ppo_mini_batch_size
     flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
     level, bounds = args.rollout_rs, args.rollout_rs_threshold
-    fit = not bounds
-    if level:
-        fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
+    fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
     cut_off, copies = args.top_p < 1 and (args.rollout_is or args.rollout_rs), args.hsdp_replicas
     problems = {
         f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
@@ -1116,11 +1113,10 @@ def check_args(args, sp_size=1):
         f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
         f"--max_tokens_per_microbatch {budget} is less than a row, {row} tokens": budget * sp_size < row,
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        f"--temperature {args.temperature}: training needs samples, above 0": args.temperature <= 0,
+        f"--temperature {args.temperature}: vLLM samples at 0.01 or above": args.temperature < 0.01,
         f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        f"--rollout_rs {level} --rollout_rs_threshold {bounds}: they belong together; one bound must be at"
-        " least 1, two must be 0 <= lower <= upper": not fit,
-        f"--rollout_is_threshold {args.rollout_is_threshold} must be above 0": args.rollout_is_threshold <= 0,
+        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH": level and not fit,
+        "--offload needs a GPU": args.offload and not torch.cuda.is_available(),
     }
     refuse(problems)
 
@@ -1131,8 +1127,6 @@ def load_data(args, tools=None, images=False):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args, images)
         tokenizer = load_processor(args.model, args.tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)

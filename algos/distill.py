@@ -90,7 +90,7 @@ class Args:
     train_batch_size: int = 64  # prompts of a step, over all ranks
     ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
     lr: float = 1e-6  # peak learning rate
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 after the last step
     warmup_steps: int = 0  # steps of linear warm-up
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
@@ -142,12 +142,12 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from common.metrics import step_metrics, timed, validation_metrics
-from common.run import Logger, dump_rollouts, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.metrics import step_metrics, timed
+from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
 from rewards import check_sources
-from rewards.manager import RewardManager, demote_failures
+from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
 
 
@@ -850,8 +850,9 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            state |= dict(step=step, models=digests(args))
             # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
             link.replace(root / "latest")
@@ -871,7 +872,7 @@ def write_hf(directory, lm, weights):
     lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     if lm.can_generate():
-        lm.generation_config.save_pretrained(directory)
+        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
     save_torch_state_dict(weights, directory)
     for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
         file.chmod((directory / "config.json").stat().st_mode)
@@ -885,9 +886,7 @@ def check_args(args, sp_size=1):
     budget, prompts, size = args.max_tokens_per_microbatch, args.train_batch_size, args.ppo_mini_batch_size
     flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
     level, bounds = args.rollout_rs, args.rollout_rs_threshold
-    fit = not bounds
-    if level:
-        fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
+    fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
     cut_off, copies = args.top_p < 1 and (args.rollout_is or args.rollout_rs), args.hsdp_replicas
     problems = {
         f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
@@ -896,11 +895,10 @@ def check_args(args, sp_size=1):
         f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
         f"--max_tokens_per_microbatch {budget} is less than a row, {row} tokens": budget * sp_size < row,
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        f"--temperature {args.temperature}: training needs samples, above 0": args.temperature <= 0,
+        f"--temperature {args.temperature}: vLLM samples at 0.01 or above": args.temperature < 0.01,
         f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        f"--rollout_rs {level} --rollout_rs_threshold {bounds}: they belong together; one bound must be at"
-        " least 1, two must be 0 <= lower <= upper": not fit,
-        f"--rollout_is_threshold {args.rollout_is_threshold} must be above 0": args.rollout_is_threshold <= 0,
+        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH": level and not fit,
+        "--offload needs a GPU": args.offload and not torch.cuda.is_available(),
     }
     refuse(problems)
 
@@ -911,8 +909,6 @@ def load_data(args, tools=None, images=False):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args, images)
         tokenizer = load_processor(args.model, args.tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
@@ -1261,8 +1257,6 @@ def check_teacher(args, tokenizer, rows):
     size = AutoConfig.from_pretrained(args.model).vocab_size
     if args.kl == "full" and size != config.vocab_size:
         fail(f"--kl full: {size} logits of --model, {config.vocab_size} of --teacher: use --kl sampled")
-    if not 0 <= args.lam <= 1:
-        fail(f"--lam {args.lam} is a share: from 0 to 1")
     if args.lam < 1 and (args.kl == "sampled" or args.group_size > 1):
         fail(f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1")
     missing = [row["index"] for row in rows if args.lam < 1 and not row["extra_info"].get("answer")]

@@ -79,7 +79,7 @@ class Args:
     # ---- optimizer
     train_batch_size: int = 64  # pairs of a step, over all ranks
     lr: float = 1e-6  # peak learning rate
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 at the last step
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 after the last step
     warmup_steps: int = 10  # steps of linear warm-up
     decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
@@ -118,9 +118,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from common.files import replacing
+from common.files import replacing, weights_digest
 from common.metrics import speed_metrics, timed
-from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOLS, IDS, prepare
 from data_prep.lib.images import auto_class, load_processor, never_sampled, show_images, takes_images
 from data_prep.lib.turns import turns
@@ -290,7 +290,7 @@ def reference_logps(policy, rows, order, args):
     """
     if args.loss == "simpo" or not rows:
         return np.zeros((len(rows), 2), np.float32)
-    digest, found = hashlib.sha256(args.model.encode()), [None]
+    digest, found = hashlib.sha256(weights_digest(args.model).encode()), [None]
     for name in ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_trained", "rejected_trained"):
         column = rows.column(name)
         for part in (pc.list_flatten(column), pc.list_value_length(column)):
@@ -867,8 +867,9 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            state |= dict(step=step, models=digests(args))
             # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
             link.replace(root / "latest")
@@ -888,7 +889,7 @@ def write_hf(directory, lm, weights):
     lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     if lm.can_generate():
-        lm.generation_config.save_pretrained(directory)
+        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
     save_torch_state_dict(weights, directory)
     for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
         file.chmod((directory / "config.json").stat().st_mode)
@@ -983,9 +984,7 @@ def check_args(args):
         "--qlora needs --lora_rank": args.qlora and not args.lora_rank,
         "--qlora needs bitsandbytes: pip install bitsandbytes": args.qlora and not find_spec("bitsandbytes"),
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        f"--beta {args.beta} must be above 0": args.beta <= 0,
         f"--label_smoothing {smooth} must be at least 0 and below 0.5": not 0 <= smooth < 0.5,
-        f"--loss ipo has no --label_smoothing {smooth}: pass 0": smooth and args.loss == "ipo",
     }
     refuse(problems)
 
@@ -1004,8 +1003,6 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, args.tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
         train_rows, dropped = load_pairs(args.train_files, args, tokenizer)
         val_rows, val_dropped = load_pairs(args.val_files, args, tokenizer)
     except (ValueError, OSError, ImportError) as error:

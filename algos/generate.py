@@ -58,7 +58,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from common.files import replacing
+from common.files import replacing, weights_digest
 from common.run import fail, refuse
 from data_prep.lib.images import Unfit, encode_prompt, load_processor, never_sampled, request, takes_images
 from data_prep.lib.schema import load_rows
@@ -74,12 +74,7 @@ def check_args(args, world):
     """Stop on arguments that cannot work -> the model's Hugging Face directory or hub name."""
     root, inside = Path(args.model), ("", "hf", "checkpoints/latest/hf")  # of a model, a checkpoint, a run
     found = [root / name for name in inside if any((root / name).glob("*.safetensors"))]
-    sizes = "n_samples", "batch_size", "max_prompt_length", "max_response_length", "tp_size"
-    problems = {f"--{name} {getattr(args, name)}: use at least 1": getattr(args, name) < 1 for name in sizes}
-    problems |= {
-        f"--seed {args.seed}: use at least 0": args.seed < 0,
-        f"--temperature {args.temperature}: use at least 0": not args.temperature >= 0,
-        f"--top_p {args.top_p}: use a number above 0, at most 1": not 0 < args.top_p <= 1,
+    problems = {
         f"--top_k {args.top_k}: use -1 (off) or a number of tokens": args.top_k < -1,
         f"{world} ranks: use a multiple of --tp_size {args.tp_size}": world % max(args.tp_size, 1),
         f"--output {args.output} exists: choose another, or remove it": os.path.lexists(args.output),
@@ -131,6 +126,7 @@ def plan_shards(args, prompts, rows):
     """{file of a shard: its rows}, and what decides on the responses, as JSON: every shard carries it."""
     made_by = asdict(args) | dict(data="", output="", gpu_memory_utilization="")  # these do not
     text = json.dumps(prompts, default=lambda image: sha256(image).hexdigest())
+    made_by["digest of the model"] = weights_digest(args.model)
     made_by["digest of the prompts"] = sha256(text.encode()).hexdigest()[:16]
     folder, starts = Path(f"{args.output}.shards"), range(0, rows, args.batch_size)
     for path in sorted(folder.glob("*.parquet"))[:1]:

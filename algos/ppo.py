@@ -95,7 +95,7 @@ class Args:
     lr: float = 1e-6  # peak learning rate of the actor
     critic_lr: float = 1e-5  # peak learning rate of the critic
     critic_warmup: int = 0  # first steps, in which the critic learns with lambda 1 and the actor rests
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 after the last step
     warmup_steps: int = 0  # steps of linear warm-up; the actor's begins after critic_warmup
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
@@ -111,7 +111,6 @@ class Args:
     clip_ratio_c: float = 3.0  # dual clip: bound of the ratio where the advantage is negative
     use_kl_in_reward: bool = False  # subtract the KL from the initial model from token rewards
     kl_coef: float = 0.001  # weight of the KL in the reward; with kl_target, its first value
-    kl_penalty: Literal["k1", "abs", "k2", "k3"] = "k1"  # estimator of the KL in the reward
     kl_target: float | None = None  # KL per token that the weight is adapted to; None: the weight is fixed
     kl_horizon: float = 10000.0  # responses over which the adaptive weight reacts
     entropy_coeff: float = 0.0  # weight of the entropy bonus
@@ -156,12 +155,12 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
-from common.metrics import stats, step_metrics, timed, validation_metrics
-from common.run import Logger, dump_rollouts, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.metrics import stats, step_metrics, timed
+from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
 from rewards import check_sources
-from rewards.manager import RewardManager, demote_failures
+from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
 
 
@@ -222,15 +221,6 @@ class AdaptiveKL:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             # CAREFUL: without the bound a step of over five times the horizon could make the weight negative
             self.value *= 1 + error * min(n, self.horizon) / self.horizon  # eq: ppo.adaptive_kl
-
-
-def kl_penalty(logp_nt, ref_logp_nt, kind):
-    """Estimators of KL(policy || reference) a sampled token (Schulman 2020); k3 is clamped as in verl."""
-    d_nt = logp_nt - ref_logp_nt
-    if kind == "k3":
-        d_nt = d_nt.clamp(-20, 20)
-        return ((-d_nt).exp() + d_nt - 1).clamp(-10, 10)  # eq: grpo.kl
-    return {"k1": d_nt, "abs": d_nt.abs(), "k2": d_nt**2 / 2}[kind]
 
 
 def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
@@ -303,7 +293,7 @@ def advantages(rows, kl_coef, args):
     score_n = torch.tensor([row["reward"]["score"] for row in rows])
     kl_nt = torch.zeros(mask_nt.shape)
     if args.use_kl_in_reward:
-        kl_nt = kl_penalty(batch["old_logp_nt"], batch["ref_logp_nt"], args.kl_penalty)
+        kl_nt = batch["old_logp_nt"] - batch["ref_logp_nt"]  # k1 (Schulman 2020)
     reward_nt = token_rewards(score_n, kl_nt, mask_nt, kl_coef)
     lam = args.lam if args.lam_alpha is None else adaptive_lam(mask_nt, args.lam_alpha)
     critic_lam = args.lam if args.critic_lam is None else args.critic_lam
@@ -356,6 +346,8 @@ def main(args):
     tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(rules)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+    if args.critic_warmup >= total_steps:
+        fail(f"--critic_warmup {args.critic_warmup}: the actor rests in all {total_steps} steps")
 
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas)
@@ -961,8 +953,9 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            state |= dict(step=step, models=digests(args))
             # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
             link.replace(root / "latest")
@@ -982,7 +975,7 @@ def write_hf(directory, lm, weights):
     lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     if lm.can_generate():
-        lm.generation_config.save_pretrained(directory)
+        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
     save_torch_state_dict(weights, directory)
     for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
         file.chmod((directory / "config.json").stat().st_mode)
@@ -996,9 +989,7 @@ def check_args(args, sp_size=1):
     budget, prompts, size = args.max_tokens_per_microbatch, args.train_batch_size, args.ppo_mini_batch_size
     flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
     level, bounds = args.rollout_rs, args.rollout_rs_threshold
-    fit = not bounds
-    if level:
-        fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
+    fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
     cut_off, copies = args.top_p < 1 and (args.rollout_is or args.rollout_rs), args.hsdp_replicas
     problems = {
         f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
@@ -1007,11 +998,10 @@ def check_args(args, sp_size=1):
         f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
         f"--max_tokens_per_microbatch {budget} is less than a row, {row} tokens": budget * sp_size < row,
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        f"--temperature {args.temperature}: training needs samples, above 0": args.temperature <= 0,
+        f"--temperature {args.temperature}: vLLM samples at 0.01 or above": args.temperature < 0.01,
         f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        f"--rollout_rs {level} --rollout_rs_threshold {bounds}: they belong together; one bound must be at"
-        " least 1, two must be 0 <= lower <= upper": not fit,
-        f"--rollout_is_threshold {args.rollout_is_threshold} must be above 0": args.rollout_is_threshold <= 0,
+        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH": level and not fit,
+        "--offload needs a GPU": args.offload and not torch.cuda.is_available(),
     }
     refuse(problems)
 
@@ -1022,8 +1012,6 @@ def load_data(args, tools=None, images=False):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args, images)
         tokenizer = load_processor(args.model, args.tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
@@ -1320,16 +1308,12 @@ class TokenValues(TokenLogps):
 def check_models(args):
     """Stop on what critic, reward models and KL cannot be -> the tokenizers of the reward models."""
     rules, models, weights = len(args.reward_fn), len(args.reward_model), len(args.reward_weights)
-    target, alpha, lam, length = args.kl_target, args.lam_alpha, args.critic_lam, args.max_response_length
+    alpha, length = args.lam_alpha, args.max_response_length
     given = f"{weights} --reward_weights for {rules} --reward_fn and {models} --reward_model"
     not_each, no_rule = models and weights not in (0, rules + models), args.val_files and not rules
     short = 1 / alpha if alpha else 0  # lambda is 0 for so few tokens
     problems = {
-        f"--kl_target {target} must be above 0": target is not None and not target > 0,
-        f"--kl_horizon {args.kl_horizon} must be above 0": not args.kl_horizon > 0,
-        f"--lam_alpha {alpha} must be above 0": alpha is not None and not alpha > 0,
         f"--lam_alpha {alpha}: lambda is 0 up to {short:g} tokens, a response has {length}": short >= length,
-        f"--critic_lam {lam} must be from 0 to 1": not 0 <= (lam or 0) <= 1,
         f"{given}: give one for each": not_each,
         "--val_files without --reward_fn: validation scores by rules, not by reward models": no_rule,
     }

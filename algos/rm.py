@@ -74,7 +74,7 @@ class Args:
     # ---- optimizer
     train_batch_size: int = 64  # pairs of a step, over all ranks
     lr: float = 1e-5  # peak learning rate
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 at the last step
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 after the last step
     warmup_steps: int = 10  # steps of linear warm-up
     decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
@@ -114,7 +114,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
 from common.metrics import speed_metrics, timed
-from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import IDS, prepare
 from data_prep.lib.images import auto_class, load_processor, takes_images
 from data_prep.lib.schema import open_parquet
@@ -664,8 +664,9 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            state |= dict(step=step, models=digests(args))
             # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
             link.replace(root / "latest")
@@ -685,7 +686,7 @@ def write_hf(directory, lm, weights):
     lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     if lm.can_generate():
-        lm.generation_config.save_pretrained(directory)
+        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
     save_torch_state_dict(weights, directory)
     for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
         file.chmod((directory / "config.json").stat().st_mode)
@@ -744,12 +745,11 @@ def check_scores(policy, rows, args):
 def check_args(args):
     """Stop on combinations of flags that cannot work, before anything is loaded."""
     world, copies = int(os.environ.get("WORLD_SIZE", 1)), args.hsdp_replicas
-    budget, longest = args.max_tokens_per_microbatch, args.max_length
-    short = f"--max_tokens_per_microbatch {budget} is less than a pair, twice --max_length {longest}"
+    budget, pair = args.max_tokens_per_microbatch, 2 * args.max_length
     flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
     problems = {
         f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
-        short: budget < 2 * longest,
+        f"--max_tokens_per_microbatch {budget} is less than {pair}, twice --max_length": budget < pair,
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
     }
     refuse(problems)

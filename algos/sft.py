@@ -82,7 +82,7 @@ class Args:
     # ---- optimizer
     train_batch_size: int = 64  # rows of a step, over all ranks
     lr: float = 1e-5  # peak learning rate
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 at the last step
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 after the last step
     warmup_steps: int = 10  # steps of linear warm-up
     decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
@@ -116,7 +116,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
 from common.metrics import speed_metrics, timed
-from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, prepare
 from data_prep.lib.images import (
     auto_class,
@@ -789,8 +789,9 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            state |= dict(step=step, models=digests(args))
             # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state | dict(step=step), default=str))
+            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
             link.replace(root / "latest")
@@ -810,7 +811,7 @@ def write_hf(directory, lm, weights):
     lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     if lm.can_generate():
-        lm.generation_config.save_pretrained(directory)
+        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
     save_torch_state_dict(weights, directory)
     for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
         file.chmod((directory / "config.json").stat().st_mode)
@@ -1200,8 +1201,6 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, args.tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no EOS token")
         tools = load_env(args.env).tools if args.env else None
         train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer, tools)
         val_rows, _, *val_counts = load_examples(args.val_files, args, tokenizer, tools)

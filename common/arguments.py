@@ -1,8 +1,9 @@
 """Command lines: the fields of an `Args` dataclass are the flags, and the comments beside them the help."""
 
+import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import tyro
 
@@ -10,11 +11,38 @@ import tyro
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_LOGS", "-torch._library")
 
+RANGES = {  # smallest (1e-9: above 0) and largest value: flags, of a tuple each value
+    (1, math.inf): "total_epochs total_steps train_batch_size ppo_mini_batch_size ppo_epochs group_size"
+    " val_group_size n_samples batch_size max_prompt_length max_response_length max_length max_turns"
+    " max_observation_length max_tokens_per_microbatch max_gen_batches hsdp_replicas tp_size sp_size k"
+    " reward_workers calibration_rows",
+    (0, math.inf): "seed save_freq test_freq keep_checkpoints lora_rank lr critic_lr warmup_steps"
+    " decay_steps critic_warmup weight_decay overlong_buffer temperature val_temperature clip_ratio_low"
+    " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma",
+    (1e-9, math.inf): "lora_alpha grad_clip env_timeout_s reward_timeout_s rollout_is_threshold"
+    " cliprange_value kl_target kl_horizon lam_alpha beta",
+    (1 + 1e-9, math.inf): "clip_ratio_c",
+    (1e-9, 1): "top_p gpu_memory_utilization",
+    (0, 1): "gamma lam critic_lam",
+}
+IDLE = {  # a flag and its value: flags without effect beside it
+    ("lora_rank", 0): "lora_alpha lora_target_modules",
+    ("use_kl_loss", False): "kl_loss_coef kl_kind",
+    ("use_kl_in_reward", False): "kl_coef kl_target kl_horizon",
+    ("rollout_is", None): "rollout_is_threshold",
+    ("rollout_rs", None): "rollout_rs_threshold",
+    ("loss", "sigmoid"): "simpo_gamma",
+    ("loss", "ipo"): "simpo_gamma label_smoothing",
+    ("lr_schedule", "constant"): "decay_steps",
+    ("val_files", ()): "val_temperature val_group_size",
+    ("reward_manager", "naive"): "reward_timeout_s",
+}
+
 
 def parse(args_class, words=None):
     """The command line (or `words`) -> the values of the fields of `args_class`, a dict.
 
-    --help begins with the first paragraph of the script. Under torchrun rank 0 prints.
+    --help begins with the first paragraph of the script. One line says what value or flag cannot be used.
     """
 
     @dataclass(kw_only=True)
@@ -29,4 +57,22 @@ def parse(args_class, words=None):
         use_underscores=True,
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
+    if problem := unusable(vars(flags), {field.name: field.default for field in fields(args_class)}):
+        raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {problem}")
     return vars(flags)
+
+
+def unusable(values, defaults):
+    """What is wrong with {flag: value}."""
+    for (low, high), names in RANGES.items():
+        words = f"{'at least' if low in (0, 1) else 'above'} {int(low)}"
+        words += f" and at most {high}" * (high < math.inf)
+        for name in names.split():
+            value = values.get(name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not low <= number <= high:  # NaN too
+                    return f"--{name} {number} must be {words}"
+    for (other, value), names in IDLE.items():
+        for name in names.split():
+            if values.get(name) != defaults.get(name) and values.get(other) == value:
+                return f"--{name} {values[name]} has no effect with --{other} {value}"

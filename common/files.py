@@ -1,9 +1,14 @@
-"""Files and directories that appear whole or not at all."""
+"""Files and directories that appear whole or not at all, and the identity of a model's weights."""
 
 import contextlib
+import functools
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
+
+from huggingface_hub import hf_hub_download
 
 
 @contextlib.contextmanager
@@ -25,3 +30,26 @@ def replacing(path):
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
+
+
+def json_line(value):
+    """A line of JSON, with null for NaN and infinity, which JSON does not have."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None)) + "\n"
+
+
+@functools.cache
+def weights_digest(model):
+    """Digest of the weights in a directory: names, sizes and samples of files. Of a hub name: its commit."""
+    directory = Path(model)
+    if not directory.is_dir():
+        with contextlib.suppress(OSError, ValueError):  # whoever loads the model says what is wrong
+            return Path(hf_hub_download(model, "config.json")).parent.name
+    digest = hashlib.sha256()
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for i in range(64):
+                file.seek(size * i // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:16]

@@ -2,9 +2,11 @@
 
 import atexit
 import json
+import math
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +16,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.files import replacing
+from common.files import json_line, replacing, weights_digest
 
+MODELS = "model", "critic_model", "reward_model", "teacher"  # flags that name weights
 MUST_AGREE = set(  # for a run to resume: its data, its model and its objective
-    "model tokenizer env critic_model reward_model lora_rank lora_alpha lora_target_modules train_files"
-    " seed prompt_key response_key messages_key chosen_key rejected_key bad_pairs max_length truncation"
-    " max_prompt_length max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn"
-    " loss policy_loss center_rewards_coef teacher kl lora_kind".split()
+    "tokenizer env lora_rank lora_alpha lora_target_modules lora_kind train_files seed prompt_key"
+    " response_key messages_key chosen_key rejected_key bad_pairs max_length truncation max_prompt_length"
+    " max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn loss policy_loss"
+    " center_rewards_coef kl".split()
 )
 
 
@@ -41,6 +44,9 @@ def refuse(problems):
 def open_run(args):
     """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
     out, latest = Path(args.output_dir), Path(args.output_dir, "checkpoints/latest")
+    for flag in MODELS:  # not by symbolic links, which may move, as `latest` of another run does
+        if os.path.isdir(path := str(getattr(args, flag, None))):
+            setattr(args, flag, os.path.realpath(path))
     if args.tracker != "none" and not find_spec(args.tracker):
         fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
     if (out / "args.json").exists():
@@ -51,13 +57,25 @@ def open_run(args):
         other = [k for k in saved if k in MUST_AGREE and k in args_now and saved[k] != args_now[k]]
         if changes := "; ".join(f"--{k} {saved[k]} there, {args_now[k]} now" for k in other):
             fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
-    if latest.exists():  # also with --resume PATH: the same command again resumes its own run
-        return latest.resolve()
-    if args.resume in ("auto", "never"):
+    checkpoint = latest if latest.exists() else Path(args.resume)  # the same command resumes its own run
+    if checkpoint != latest and args.resume in ("auto", "never"):
         return None
-    if not (Path(args.resume) / "trainer_state.json").is_file():
+    if checkpoint != latest and not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    return Path(args.resume).resolve()
+    saved = {}
+    with suppress(OSError, ValueError):  # a damaged checkpoint is refused when it is loaded
+        saved = json.loads((checkpoint / "trainer_state.json").read_text()).get("models", {})
+    for flag, digest in digests(args).items():
+        if saved.get(flag, digest) != digest:
+            problem = f"--{flag} {getattr(args, flag)} has other weights than when {checkpoint} was written"
+            fail(f"{problem}: put those back, or start a new run in another --output_dir")
+    return checkpoint.resolve()
+
+
+def digests(args):
+    """{flag: digest} of the models that a run starts from; a checkpoint keeps them."""
+    names = {flag: getattr(args, flag, None) or () for flag in MODELS}
+    return {f: [*map(weights_digest, [n] if isinstance(n, str) else n)] for f, n in names.items()}
 
 
 def in_one_line(error):
@@ -118,9 +136,10 @@ class Logger:
     def log(self, metrics, step, **shown):
         """One dict a step; shown: metrics at the progress bar, under shorter names."""
         metrics = {name: float(value) for name, value in metrics.items()}
+        metrics["training/nonfinite"] = sum(not math.isfinite(value) for value in metrics.values())
         if self.rank0:
             with self.metrics.open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
+                file.write(json_line(metrics))
             self.bar.set_postfix({k: f"{metrics[name]:.4g}" for k, name in shown.items()}, refresh=False)
             self.bar.update(step - self.bar.n)
             self.track(metrics, step)
@@ -133,20 +152,9 @@ class Logger:
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
 
 
-def dump_rollouts(rows, path):
-    """Write scored rows of a trainer to a file, one JSON line each."""
-    keep = ("index", "sample", "finish_reason", "response_ids")
-    lines = [row["sampled"] | row["reward"] | {name: row[name] for name in keep} for row in rows]
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(line, default=lambda ids: ids.tolist()) + "\n" for line in lines))
-
-
 def leave():
-    """End the process with those of the other ranks: the last call of a script.
-
-    Python's own end is left out: a thread of gloo that still has a tensor would abort in it, and
-    destroy_process_group does not wait for such threads (pytorch PR 179291).
-    """
+    """End the process with those of the other ranks: the last call of a script."""
+    # Python's own end would abort if a thread of gloo still has a tensor (pytorch PR 179291)
     dist.barrier()
     atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
     sys.stdout.flush()
@@ -155,11 +163,11 @@ def leave():
 
 def ranks_on(device):
     """How many ranks on what, for a run's first line; on a CPU also which cores they leave idle."""
-    ranks = dist.get_world_size()
+    ranks, threads = dist.get_world_size(), torch.get_num_threads()
     here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
-    words, threads = f"{ranks} rank{'s' * (ranks > 1)} on {device.type}", torch.get_num_threads()
     cores = psutil.cpu_count(logical=False) or here * threads  # unknown on some machines
-    if device.type == "cuda" or here * threads >= cores:
+    words, idle = f"{ranks} rank{'s' * (ranks > 1)} on {device.type}", cores - here * threads
+    if device.type == "cuda" or idle <= 0:
         return words
-    idle = f"{cores - here * threads} of {cores} cores idle"
-    return f"{words}, {idle}: OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores} would take them"
+    remedy = f"OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores} would take them"
+    return f"{words}, {idle} of {cores} cores idle: {remedy}"

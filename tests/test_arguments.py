@@ -1,5 +1,7 @@
 """Command lines and trackers: what the user meets first."""
 
+import ast
+import math
 import re
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import torch
 import tyro
 from conftest import ROOT
 
-from common.arguments import parse
+from common.arguments import IDLE, RANGES, parse, unusable
 from common.run import open_run, open_tracker, ranks_on
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
@@ -25,6 +27,57 @@ def answer(script, *words):
     code = f"import sys; sys.argv = {[str(ROOT / 'algos' / script), *words]}; exec({RUN!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return done.stdout, done.stderr
+
+
+def flags_of(script):
+    """{flag: annotation} of a script's Args."""
+    tree = ast.parse((ROOT / "algos" / script).read_text())
+    args = next(node for node in tree.body if getattr(node, "name", "") == "Args")
+    fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
+    return {field.target.id: ast.unparse(field.annotation) for field in fields}
+
+
+def test_every_number_has_a_range():
+    """Except those that may have any value, or whose check is in the script."""
+    numbers, flags = set(), set()
+    for script in SCRIPTS:
+        found = flags_of(script)
+        flags |= set(found)
+        numbers |= {
+            name for name, kind in found.items() if re.search("int|float", re.sub("Literal.*", "", kind))
+        }
+    ranges = {name for names in RANGES.values() for name in names.split()}
+    free = {"entropy_coeff", "reward_weights", "rollout_rs_threshold", "label_smoothing", "top_k", "follow"}
+    assert ranges | free == numbers
+    idle = {name for (other, _), names in IDLE.items() for name in (other, *names.split())}
+    assert idle <= flags
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    (
+        (dict(train_batch_size=0), "--train_batch_size 0 must be at least 1"),
+        (dict(total_steps=-3), "--total_steps -3 must be at least 1"),
+        (dict(seed=-1), "--seed -1 must be at least 0"),
+        (dict(keep_checkpoints=-1), "--keep_checkpoints -1 must be at least 0"),
+        (dict(top_p=0.0), "--top_p 0.0 must be above 0 and at most 1"),
+        (dict(top_p=1.5), "--top_p 1.5 must be above 0 and at most 1"),
+        (dict(lr=math.nan), "--lr nan must be at least 0"),
+        (dict(clip_ratio_c=1.0), "--clip_ratio_c 1.0 must be above 1"),
+        (dict(k=(1, 0)), "--k 0 must be at least 1"),
+        (
+            dict(kl_coef=0.2, use_kl_in_reward=False),
+            "--kl_coef 0.2 has no effect with --use_kl_in_reward False",
+        ),
+        (
+            dict(decay_steps=4, lr_schedule="constant"),
+            "--decay_steps 4 has no effect with --lr_schedule constant",
+        ),
+        (dict(total_steps=None, grad_clip=math.inf, kl_coef=0.2, use_kl_in_reward=True), None),
+    ),
+)
+def test_values_out_of_range_and_flags_without_effect(values, line):
+    assert unusable(values, dict(kl_coef=0.001, decay_steps=0)) == line
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

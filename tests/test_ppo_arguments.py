@@ -82,7 +82,7 @@ def test_a_reward_model_may_be_the_only_reward(refused, tmp_path):
 def test_lambdas(refused):
     flags = "--lam_alpha", 0.05, "--max_response_length", 20
     assert "--lam_alpha 0.05: lambda is 0 up to 20 tokens" in refused(*flags)
-    assert "--critic_lam 1.5 must be from 0 to 1" in refused("--critic_lam", 1.5)
+    assert "--critic_lam 1.5 must be at least 0 and at most 1" in refused("--critic_lam", 1.5)
 
 
 @pytest.mark.parametrize("name", ("kl_target", "kl_horizon", "lam_alpha"))

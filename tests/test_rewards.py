@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.metrics import failure_metrics, validation_metrics
+from common.metrics import failure_metrics
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
-from rewards.manager import RewardManager, demote_failures
+from rewards.manager import RewardManager, demote_failures, validation_metrics
 from rewards.manager.combined import CombinedReward, load_rewards
 from rewards.sandbox import SandboxError
 

@@ -162,7 +162,7 @@ def test_columns(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(max_tokens_per_microbatch=63, max_length=32), "63 is less than a pair, twice --max_length 32"),
+        (dict(max_tokens_per_microbatch=63, max_length=32), "63 is less than 64, twice --max_length"),
         (dict(attn_implementation="flash_attention_2", compute_dtype="float32"), "needs --compute_dtype bf"),
     ],
 )

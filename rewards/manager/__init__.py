@@ -1,4 +1,4 @@
-"""Scores a batch of responses, in this process or in a pool, and shows some of them."""
+"""Scores a batch of responses, in this process or in a pool; shows, writes and sums up the results."""
 
 import itertools
 import json
@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from common.files import json_line
 from rewards import compute_score
 from rewards.manager.worker import Worker
 
@@ -181,3 +182,39 @@ def _one_line(value):
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def validation_metrics(rows):
+    """val-core/{source}/{acc|reward}/{mean@N,best@N,maj@N}: means over prompts with N responses each.
+
+    rows: dicts with data_source, index (of the prompt) and reward (a result of the reward manager).
+    The value is `acc` where the scorer returns it, else the score; maj, the value of the most frequent
+    `pred`, needs a `pred`. A response whose reward failed counts 0.
+    """
+    metrics = {}
+    for source in sorted({row["data_source"] for row in rows}):
+        groups = {}
+        for row in rows:
+            if row["data_source"] == source:
+                groups.setdefault(row["index"], []).append(row["reward"])
+        results = [result for group in groups.values() for result in group]
+        kind, key = ("acc", "acc") if any("acc" in result for result in results) else ("reward", "score")
+        values = [[float(result.get(key, 0)) for result in group] for group in groups.values()]
+        prefix, n = f"val-core/{source}/{kind}", len(values[0])
+        metrics[f"{prefix}/mean@{n}"] = sum(sum(v) / len(v) for v in values) / len(values)
+        metrics[f"{prefix}/best@{n}"] = sum(max(v) for v in values) / len(values)
+        if any("pred" in result for result in results):
+            votes = [[str(result.get("pred")) for result in group] for group in groups.values()]
+            winner = [v[vote.index(max(vote, key=vote.count))] for v, vote in zip(values, votes, strict=True)]
+            metrics[f"{prefix}/maj@{n}"] = sum(winner) / len(values)
+    return metrics
+
+
+def dump_rollouts(rows, path):
+    """Write scored rows of a trainer to a file, one JSON line each."""
+    lines = []
+    for row in rows:
+        where = {name: row[name] for name in ("index", "sample", "finish_reason")}
+        lines.append(row["sampled"] | row["reward"] | where | dict(response_ids=row["response_ids"].tolist()))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(map(json_line, lines)))
