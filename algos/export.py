@@ -10,6 +10,7 @@ Docs: docs/distributed.md
 
 import json
 import os
+import shutil
 import sys
 import warnings
 from dataclasses import dataclass
@@ -41,11 +42,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from safetensors.torch import load_file, save_file
 
 from common.files import replacing
-from data_prep.lib.images import auto_class, load_processor
 
 
 def read_weights(directory):
@@ -81,14 +80,29 @@ def save_adapters(weights, run, directory):
 
 
 def save_model(hf, dtype, directory):
-    """Write the model in hf/ again, in this dtype."""
-    config = AutoConfig.from_pretrained(hf)
-    scores = "SequenceClassification" in config.architectures[0]
-    auto = AutoModelForSequenceClassification if scores else auto_class(config)
-    lm = auto.from_pretrained(hf, dtype=dtype or "auto")
-    lm.save_pretrained(directory)
-    load_processor(str(hf)).save_pretrained(directory)
-    return sum(parameter.numel() for parameter in lm.parameters())
+    """Write the model in hf/ again, in this dtype -> its number of weights."""
+    shutil.copytree(hf, directory)
+    count = size = 0
+    for path in directory.glob("*.safetensors"):
+        weights = load_file(path)
+        if dtype:
+            for name, weight in weights.items():
+                if weight.is_floating_point():
+                    weights[name] = weight.to(getattr(torch, dtype))
+            save_file(weights, path, dict(format="pt"))
+        count += sum(weight.numel() for weight in weights.values())
+        size += sum(weight.nbytes for weight in weights.values())
+    if dtype:
+        config = json.loads((hf / "config.json").read_text())
+        for part in (config, *config.values()):  # a model of images and text has a config for each half
+            if isinstance(part, dict) and "dtype" in part:
+                part["dtype"] = dtype
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if (index := directory / "model.safetensors.index.json").exists():
+        shards = json.loads(index.read_text())
+        shards["metadata"]["total_size"] = size
+        index.write_text(json.dumps(shards, indent=2) + "\n")
+    return count
 
 
 def main(args):
@@ -110,6 +124,8 @@ def main(args):
                 count = sum(weight.numel() for weight in weights.values())
             else:
                 count = save_model(checkpoint / "hf", args.save_dtype, new)
+            for path in new.glob("*.safetensors"):  # safetensors sets mode 0600
+                path.chmod(next(new.glob("*config.json")).stat().st_mode)
     except dcp.CheckpointException as error:
         causes = "; ".join(" ".join(str(cause).split()) for cause, _ in error.failures.values())
         sys.exit(f"error: {checkpoint} is damaged: {causes}")

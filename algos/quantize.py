@@ -60,7 +60,8 @@ from compressed_tensors.utils import match_named_modules
 from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
 
 from common.files import replacing
 from data_prep.lib.schema import load_rows, open_parquet
@@ -122,14 +123,12 @@ def gptq(weight, hessian, args):
         for i in range(start, stop):
             if i % group == 0:
                 scales.append(scale_of(weight[:, i : i + group], args).to(dtype).float())
-            rounded = (weight[:, i] / scales[-1]).round().clamp(low, high) * scales[
-                -1
-            ]  # eq: quantize.nearest
+            scale = scales[-1]
+            rounded = (weight[:, i] / scale).round().clamp(low, high) * scale  # eq: quantize.nearest
             error[:, i - start] = (weight[:, i] - rounded) / inverse[i, i]
             weight[:, i] = rounded
-            weight[:, i + 1 : stop] -= (
-                error[:, i - start, None] * inverse[i, i + 1 : stop]
-            )  # eq: quantize.gptq
+            lost = error[:, i - start, None]
+            weight[:, i + 1 : stop] -= lost * inverse[i, i + 1 : stop]  # eq: quantize.gptq
         weight[:, stop:] -= error @ inverse[start:stop, stop:]
     return weight.to(dtype), torch.stack(scales, 1).to(dtype)
 
@@ -185,11 +184,26 @@ def add_product(total, _, inputs):
     total.addmm_(x.t(), x)
 
 
+def read_back(output):
+    """The model of a directory that was just written; ValueError if weights are missing in it or too many."""
+    logging.set_verbosity_error()  # of transformers, which would print a table of them
+    lm, report = AutoModelForCausalLM.from_pretrained(output, dtype="auto", output_loading_info=True)
+    wrong = sorted({str(name) for names in report.values() for name in names})
+    if wrong:
+        raise ValueError(f"what was written cannot be loaded again: {len(wrong)} weights, such as {wrong[0]}")
+    return lm
+
+
 def quantize(lm, tokenizer, args, output):
     """Round the weights of a model and write it to `output` -> what it cost, in words."""
     preset = {"w8a8": "W8A8", "w4a16": "W4A16", "fp8": "FP8_DYNAMIC"}[args.scheme]
     scheme = preset_name_to_scheme(preset, ["Linear"])
     linears = dict(match_named_modules(lm, ["Linear"], args.ignore))
+    fused = [name for name, weight in lm.named_parameters() if "experts" in name and weight.dim() == 3]
+    if fused:
+        raise ValueError(f"{fused[0]} holds several experts in one weight, which is not supported")
+    if lm.config.tie_word_embeddings and "lm_head" in linears:
+        raise ValueError("lm_head shares its weight with the embedding: leave it out by --ignore lm_head")
     if scheme.weights.group_size:
         fits = [n for n in (128, 64, 32) if not any(m.in_features % n for m in linears.values())]
         if not fits:
@@ -210,11 +224,15 @@ def quantize(lm, tokenizer, args, output):
     )
     for name, linear in linears.items():
         linear.weight_scale.data.copy_(scales[name])
-    after = mean_loss(lm, held_out)  # computes as the rounded model will
     compressor = ModelCompressor.from_pretrained_model(lm)
     compressor.compress_model(lm)
-    lm.save_pretrained(output)
+    sampling, lm.generation_config = lm.generation_config, GenerationConfig()
+    lm.save_pretrained(output)  # which refuses some generation configs that it has read
+    sampling.to_json_file(output / "generation_config.json")
     compressor.update_config(output)
+    for path in output.glob("*.safetensors"):  # safetensors sets mode 0600
+        path.chmod((output / "config.json").stat().st_mode)
+    after = mean_loss(read_back(output), held_out)
     after["MB"] = sum(path.stat().st_size for path in output.glob("*.safetensors")) / 1e6
     told = ", ".join(f"{name} {x:.4g} -> {after[name]:.4g}" for name, x in before.items())
     return f"{len(linears)} linear layers in {args.scheme}; {told}"

@@ -39,17 +39,18 @@ def json_line(value):
 
 @functools.cache
 def weights_digest(model):
-    """Digest of the weights in a directory: names, sizes and samples of files. Of a hub name: its commit."""
+    """Digest of safetensors in a directory: headers and the start of each weight; a hub name's commit."""
     directory = Path(model)
     if not directory.is_dir():
         with contextlib.suppress(OSError, ValueError):  # whoever loads the model says what is wrong
             return Path(hf_hub_download(model, "config.json")).parent.name
     digest = hashlib.sha256()
-    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
+    for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
-            for i in range(64):
-                file.seek(size * i // 64)
-                digest.update(file.read(4096))
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            digest.update(header)
+            for name, weight in json.loads(header).items():
+                if name != "__metadata__":
+                    file.seek(8 + len(header) + weight["data_offsets"][0])
+                    digest.update(file.read(1024))
     return digest.hexdigest()[:16]

@@ -75,8 +75,7 @@ def failure_metrics(results):
 def speed_metrics(lengths, policy, timing, args, trained=None):
     """Time and memory of a step; trained: tokens computed, if texts of these lengths share prompts."""
     tokens, ranks, config = sum(lengths), dist.get_world_size(), policy.lm.config.get_text_config()
-    sampler = torch.cuda.is_available() and sys.modules.get("vllm.device_allocator.cumem")
-    # torch counts the sampler's memory too, asleep or not
+    sampler = torch.cuda.is_available() and sys.modules.get("vllm.device_allocator.cumem")  # torch counts it
     pool = sampler.CuMemAllocator.get_instance().get_current_usage() if sampler else 0
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()} | {
         "perf/total_num_tokens": tokens,

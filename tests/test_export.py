@@ -9,9 +9,11 @@ import pytest
 import torch
 from conftest import ROOT, metrics, run
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 EXPORT = ROOT / "algos/export.py"
+# without do_sample transformers reads this and would not write it
+SAMPLING = dict(eos_token_id=[1, 2], pad_token_id=0, temperature=0.9, top_p=0.6)
 
 
 def train(model, arithmetic, out, *flags, ranks):
@@ -26,7 +28,7 @@ def full(tiny, arithmetic, tmp_path_factory):
     """A checkpoint of two ranks, with weights in hf/, of a model whose responses end with two tokens."""
     model = tmp_path_factory.mktemp("model") / "two_ends"
     shutil.copytree(tiny, model)
-    GenerationConfig(eos_token_id=[1, 2]).save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps(SAMPLING))
     return train(model, arithmetic, tmp_path_factory.mktemp("full"), ranks=2)
 
 
@@ -46,7 +48,10 @@ def test_a_model(full, tmp_path):
     run(EXPORT, full.parents[1], tmp_path / "out")
     assert equal(tmp_path / "out", full / "hf")
     assert (tmp_path / "out/config.json").read_text() == (full / "hf/config.json").read_text()
-    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2]
+    for path in (full / "hf", tmp_path / "out"):
+        assert SAMPLING.items() <= json.loads((path / "generation_config.json").read_text()).items()
+        modes = {file.stat().st_mode for file in path.iterdir()}
+        assert len(modes) == 1  # others can read the weights, if they can read the configuration
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     run(EXPORT, full, tmp_path / "half", "--save_dtype", "bfloat16")
     half, whole = (

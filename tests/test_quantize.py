@@ -9,7 +9,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import ROOT, run
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from algos import quantize
 
@@ -111,6 +111,8 @@ def model(tiny, tmp_path_factory):
             linear.weight.data *= 4
     AutoTokenizer.from_pretrained(tiny).save_pretrained(out)
     lm.save_pretrained(out)
+    # without do_sample transformers reads this and would not write it
+    (out / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.9}')
     return out
 
 
@@ -137,6 +139,8 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, caps
         mb, loss = capsys.readouterr().out.rstrip().split("; ")[1].split(", ")
         (before, after), (large, small) = ([float(x) for x in y.split()[1::2]] for y in (loss, mb))
         assert abs(before - after) < bound and small < large
+        assert '"temperature": 0.9' in (tmp_path / scheme / "generation_config.json").read_text()
+        assert len({file.stat().st_mode for file in (tmp_path / scheme).iterdir()}) == 1
     paths = tmp_path / "w8a8", tmp_path / "w4a16"
     done = run("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{LOADED}", *paths)
     theirs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("logps")]
@@ -154,13 +158,25 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, caps
             torch.testing.assert_close(logp, ours, atol=(0.1 if exact else 1) * bounds[path.name], rtol=0)
 
 
+def test_a_directory_that_cannot_be_loaded_again(model, tmp_path):
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    del lm.model.layers[0].mlp.up_proj
+    lm.generation_config = GenerationConfig()
+    lm.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be loaded again: 1 weights, such as .*mlp.up_proj.weight"):
+        quantize.read_back(tmp_path)
+
+
 def test_errors_are_one_line(model, arithmetic, tmp_path):
     sizes = dict(vocab_size=9, num_attention_heads=2, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
     odd, out, train = tmp_path / "odd", tmp_path / "out", str(arithmetic / "train.parquet")
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(odd)
     AutoTokenizer.from_pretrained(model).save_pretrained(odd)
+    families.write("mixtral", tmp_path / "experts")
     for source, path, more, part in [
         (model, odd, {}, "there already"),
+        (tmp_path / "experts", out, {}, "mlp.experts.gate_up_proj holds several experts in one weight"),
+        (model, out, dict(ignore=()), "lm_head shares its weight with the embedding"),
         (odd, out, dict(scheme="w4a16"), "8 inputs, no multiple of 128, 64 or 32"),
         (model, out, dict(calibration=train, max_length=4), "row 0 has"),
         (model, out, dict(calibration=train, scheme="fp8"), "--calibration"),

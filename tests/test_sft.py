@@ -350,10 +350,28 @@ def test_what_may_change_when_a_run_goes_on(straight, tiny, arithmetic):
     newest = f"step_{STEPS:06d}"
     assert open_run(lr=1.0, max_tokens_per_microbatch=99, test_freq=1, packing=False).name == newest
     for changes in (dict(train_batch_size=16), dict(model="another"), dict(resume="never")):
-        with pytest.raises(SystemExit, match=r"there, |already holds"):
+        with pytest.raises(SystemExit, match=r"there, |already holds|has other weights"):
             open_run(**changes)
     path = straight / "checkpoints/step_000004"
     assert open_run(output_dir=str(straight / "fresh"), resume=str(path)) == path
+
+
+def test_a_run_stays_with_its_base_model(straight, tiny, arithmetic, tmp_path):
+    """By content: the same weights may be elsewhere, and a link may not lead to other ones."""
+    args = sft.Args(**sft.parse(sft.Args, list(map(str, flags(tiny, arithmetic, straight)))))
+    moved, link = tmp_path / "moved", tmp_path / "latest"
+    shutil.copytree(tiny, moved)
+    link.symlink_to(moved)
+    args.model = str(link)
+    assert sft.open_run(args).name == f"step_{STEPS:06d}" and args.model == str(moved)
+    lm = AutoModelForCausalLM.from_pretrained(tiny)
+    lm.model.norm.weight.data += 1e-3
+    lm.save_pretrained(tmp_path / "trained")
+    link.unlink()
+    link.symlink_to(tmp_path / "trained")
+    args.model = str(link)
+    with pytest.raises(SystemExit, match=r"--model .*trained has other weights than when .*latest was"):
+        sft.open_run(args)
 
 
 def test_it_goes_on_with_cut_files_and_from_its_own_checkpoint(straight, tiny, arithmetic, tmp_path):

@@ -32,13 +32,23 @@ def takes_images(config):
 @cache
 def load_processor(model, tokenizer=None):
     """The tokenizer of a model, or the processor of one that takes images: both encode, decode and save."""
-    if not takes_images(AutoConfig.from_pretrained(model)):
-        return AutoTokenizer.from_pretrained(tokenizer or model)
-    processor = AutoProcessor.from_pretrained(tokenizer or model)
-    if not hasattr(processor, "image_processor"):
-        raise ValueError(f"{tokenizer or model}: it has no image processor (preprocessor_config.json)")
-    processor.eos_token_id = processor.tokenizer.eos_token_id
-    return processor
+    config, name = AutoConfig.from_pretrained(model), tokenizer or model
+    if takes_images(config):
+        loaded = AutoProcessor.from_pretrained(name)
+        if not hasattr(loaded, "image_processor"):
+            raise ValueError(f"{name}: it has no image processor (preprocessor_config.json)")
+        loaded.eos_token_id = loaded.tokenizer.eos_token_id
+    else:
+        loaded = AutoTokenizer.from_pretrained(name)
+    if loaded.eos_token_id is None:
+        raise ValueError(f"{name}: the tokenizer has no EOS token")
+    loaded.known_ids = config.get_text_config().vocab_size  # a tokenizer may have more
+    if loaded.eos_token_id >= loaded.known_ids:
+        problem = (
+            f"its EOS token has id {loaded.eos_token_id}, --model {model} knows {loaded.known_ids} tokens"
+        )
+        raise ValueError(f"{name}: {problem}: take the model's own tokenizer, or resize its embedding")
+    return loaded
 
 
 def auto_class(config):
