@@ -11,7 +11,7 @@ CPU:        python algos/agent.py --model runs/sft/checkpoints/latest/hf --env e
                 --train_files data/train.parquet --output_dir runs/agent
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/agent.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
-Docs: docs/agent.md
+Docs: docs/algorithms/agent.md
 """
 
 import ctypes

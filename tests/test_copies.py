@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
+DOCS = ALGOS.parent / "docs"
+PAGES = {"eval": "guides/evaluate.md", "quantize": "guides/export-quantize.md"}  # not in docs/algorithms/
 SYSTEM = ["layouts", "ranks", "model", "checkpoints"]
 SAMPLING = ["data", "sampler", "rows", "sampler against trainer"]
 MANIFEST = {
@@ -109,12 +111,12 @@ def test_the_algorithm_comes_first_and_is_short(name):
 
 def test_equations_are_tagged_in_code_and_docs():
     for name in ("sft", "rm", "dpo", "grpo", "dapo", "ppo", "agent", "distill", "eval", "quantize"):
-        page = (ALGOS.parent / f"docs/{name}.md").read_text()
+        page = (DOCS / PAGES.get(name, f"algorithms/{name}.md")).read_text()
         tags = set(re.findall(r"# eq: ((?!lora|sequence)[\w.]+)", (ALGOS / f"{name}.py").read_text()))
         assert tags and tags == set(re.findall(rf"`(?:# eq: )?((?:{name}|grpo)\.(?!py)\w+)`", page)), name
     tags = re.findall(r"# eq: (sequence\.\w+)", (ALGOS / "sft.py").read_text())
-    assert tags == re.findall(r"# eq: (sequence\.\w+)", (ALGOS.parent / "docs/sequence.md").read_text())
-    page, *scripts = (ALGOS.parent / "docs/lora.md").read_text(), ALGOS / "grpo.py", ALGOS / "sft.py"
+    assert tags == re.findall(r"# eq: (sequence\.\w+)", (DOCS / "guides/long-rows.md").read_text())
+    page, *scripts = (DOCS / "guides/lora.md").read_text(), ALGOS / "grpo.py", ALGOS / "sft.py"
     tags = [tag for path in scripts for tag in re.findall(r"# eq: (lora\.\w+)", path.read_text())]
     assert len({*tags}) == 5 and sorted({*tags}) == sorted(re.findall(r"# eq: (lora\.\w+)", page))
 

@@ -12,7 +12,12 @@ import pytest
 import tyro
 from conftest import ROOT, documented
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.rglob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "benchmarks/README.md",
+]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 FOREIGN = set(  # of torchrun, Slurm, pip and other programs
     "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
@@ -57,7 +62,7 @@ def commands(page):
                 yield words[scripts[0]], words[scripts[0] + 1 :]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands(page):
     for script, words in commands(page):
         assert (ROOT / script).is_file(), script
@@ -67,7 +72,7 @@ def test_commands(page):
             tyro.cli(script_args(script), args=words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_flags(page):
     folders = ["algos", "data_prep"]
     if "benchmarks" in page.read_text():
@@ -78,7 +83,7 @@ def test_flags(page):
     assert not said - known - FOREIGN
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_metrics(page):
     said = [name for name in re.findall(r"`([^`\n]+)`", page.read_text()) if METRIC.fullmatch(name)]
     assert not [name for name in said if not documented(name)]
@@ -89,13 +94,13 @@ def test_documented_metrics_are_computed():
         map(ROOT.glob, ("algos/*.py", "algos/*.html", "common/*.py", "rewards/manager/*.py"))
     )
     code = "".join(path.read_text() for path in files)
-    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
     for name in re.findall(r"`([^`]+)`", " ".join(names)):
         stem, _, last = re.sub(r"\{.*", "", name).rpartition("/")
         assert f"{stem}/{last}".rstrip("/") in code or last in code, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links(page):
     text = CODE.sub("", page.read_text())
     for target in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
@@ -109,7 +114,7 @@ def test_links(page):
             )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_tests_that_are_named_exist(page):
     for file, name in re.findall(r"(test_\w+\.py)::(test_\w+)", page.read_text()):
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
