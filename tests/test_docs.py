@@ -1,8 +1,10 @@
 """What README and docs/ say of flags, commands, metrics and files is so."""
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
@@ -11,6 +13,9 @@ from itertools import chain
 import pytest
 import tyro
 from conftest import ROOT, documented
+
+from benchmarks import gpu_memory
+from data_prep.lib.schema import KINDS, load_rows
 
 PAGES = [
     *sorted(ROOT.glob("*.md")),
@@ -72,6 +77,35 @@ def test_commands(page):
             tyro.cli(script_args(script), args=words)
 
 
+def test_the_chinese_readme_has_the_same_commands():
+    """And the same code, scripts and figures; only comments and prose are translated."""
+
+    def parts(name):
+        text = (ROOT / name).read_text()
+        blocks = [re.sub(r" +# .*", "", block) for block in CODE.findall(text)]
+        cells = re.findall(r"\| (`[^`]+`|[\d.]+|yes) (?=\|)", text)
+        return blocks, cells, re.findall(r"\]\(((?!README)[^)]+)\)", text)
+
+    assert parts("README.md") == parts("README.zh-CN.md")
+
+
+def test_the_table_of_what_fits_is_computed():
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| [\d.]+B ", line)]
+    assert rows and set(rows) <= set(gpu_memory.table().splitlines())
+
+
+def test_the_reward_of_the_readme(tmp_path):
+    """The block about own data and rewards runs, and writes rows that the schema accepts."""
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "capitals.py").write_text(code)
+    command, env = [sys.executable, "capitals.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    count, *scores = done.stdout.splitlines()
+    assert count == "5 rows" and [float("'acc': 1.0" in line) for line in scores] == [1, 0, 0, 0, 0]
+    assert len(load_rows(tmp_path / "data/capitals.parquet", KINDS["RL"])) == 5
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_flags(page):
     folders = ["algos", "data_prep"]
@@ -80,7 +114,8 @@ def test_flags(page):
     scripts = [f"{d}/{p.name}" for d in folders for p in (ROOT / d).glob("*.py")]
     known = set().union(*(flags_of(s) for s in scripts if "class Args" in (ROOT / s).read_text()))
     said = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
-    assert not said - known - FOREIGN
+    plain = lambda names: {name.replace("-", "_") for name in names}  # tyro takes both
+    assert not plain(said) - plain(known | FOREIGN)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
