@@ -51,6 +51,17 @@ def test_scripts_have_their_regions():
         assert list(regions(ALGOS / name)) == wanted, name
 
 
+def test_the_map_of_regions():
+    """CONTRIBUTING.md says which scripts have which region."""
+    page = (ALGOS.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `([\w -]+)` \| [^|]+ \| ([^|]+\.py`|all) \|$", page, re.M)
+    for region, scripts in rows:
+        named = set(re.findall(r"\w+\.py", scripts))
+        found = {name for name, regions in MANIFEST.items() if region in regions}
+        assert found == (set(LIMITS) - named if scripts.startswith("all") else named), region
+    assert {region for region, _ in rows} == {x for regions in MANIFEST.values() for x in regions}
+
+
 def test_regions_and_functions_are_equal():
     seen = {}
     for name in MANIFEST:

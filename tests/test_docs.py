@@ -1,5 +1,6 @@
 """What README and docs/ say of flags, commands, metrics and files is so."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -65,6 +66,9 @@ def commands(page):
             ]
             if scripts:
                 yield words[scripts[0]], words[scripts[0] + 1 :]
+    for line in re.findall(r"`((?:algos|data_prep)/\w+\.py [^`\n]*--\w+_dir [^`\n]*)`", page.read_text()):
+        script, *words = shlex.split(line)
+        yield script, words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -104,6 +108,17 @@ def test_the_reward_of_the_readme(tmp_path):
     count, *scores = done.stdout.splitlines()
     assert count == "5 rows" and [float("'acc': 1.0" in line) for line in scores] == [1, 0, 0, 0, 0]
     assert len(load_rows(tmp_path / "data/capitals.parquet", KINDS["RL"])) == 5
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "algos").glob("*.py")), ids=lambda path: path.name)
+def test_commands_in_headers(script):
+    """The docstring of a script has commands that parse, and names a page that exists."""
+    header = ast.get_docstring(ast.parse(script.read_text()))
+    lines = re.findall(r"python (algos/\w+\.py) (.*(?:\n {12,}--.*)*)", header)
+    assert lines
+    for name, words in lines:
+        tyro.cli(script_args(name), args=shlex.split(words.replace("\\\n", " ")))
+    assert (ROOT / re.search(r"^Docs: (\S+)", header, re.MULTILINE)[1]).is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
