@@ -81,6 +81,20 @@ def test_commands(page):
             tyro.cli(script_args(script), args=words)
 
 
+def test_read_the_code_names_what_is_there():
+    """Pages about algorithms name functions of their script."""
+    scripts = {"vapo": "algos/ppo.py", "rft": "data_prep/rejection.py"}
+    for page in (ROOT / "docs/algorithms").glob("*.md"):
+        if page.name == "README.md":
+            continue
+        code = (ROOT / scripts.get(page.stem, f"algos/{page.stem}.py")).read_text()
+        code += (ROOT / "envs/messages.py").read_text() * (page.stem == "agent")
+        section = page.read_text().split("## Read the code")[1].split("\n## ")[0]
+        names = re.findall(r"`([A-Za-z_]\w+)`", "".join(re.findall(r"^\|.*", section, re.MULTILINE)))
+        assert names or page.stem in ("rft", "vapo"), page.name
+        assert not [name for name in names if not re.search(rf"\b{name}\b", code)], page.name
+
+
 def test_the_chinese_readme_has_the_same_commands():
     """And the same code, scripts and figures; only comments and prose are translated."""
 
