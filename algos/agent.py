@@ -1,7 +1,7 @@
 """GRPO over several turns: a response calls tools or talks to an environment, and is rewarded at its end.
 
-Maximise E[min(r A, clip(r, 1-eps, 1+eps) A)] - beta KL(p || ref), as grpo.py, over the tokens that the model
-wrote. The model reads what the environment wrote, which has no loss. `converse` is the conversation itself.
+Maximise E[min(r A, clip(r, 1-eps, 1+eps) A)], with `--use_kl_loss` also - beta KL(p || ref), as grpo.py, over
+the tokens that the model wrote. What the environment wrote has no loss. `converse` is the conversation.
 
 1. Each trajectory is a request of its own: while its environment works, the sampler writes others.
 2. Token in, token out: sampled tokens are never tokenised again.
@@ -11,7 +11,7 @@ CPU:        python algos/agent.py --model runs/sft/checkpoints/latest/hf --env e
                 --train_files data/train.parquet --output_dir runs/agent
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/agent.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
-Docs: docs/agent.md
+Docs: docs/algorithms/agent.md
 """
 
 import ctypes

@@ -6,10 +6,10 @@ Differences from the paper with the default flags:
 2. Truncated importance sampling (`--rollout_is`) corrects the sampler's rounding and the age of such groups.
 3. Dual clip bounds the loss where the advantage is negative (1912.09729, eq. 5).
 
-CPU:        python algos/dapo.py --model runs/tiny/hf --train_files data/train.parquet --output_dir runs/dapo
+CPU:        python algos/dapo.py --model models/tiny --train_files data/train.parquet --output_dir runs/dapo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/dapo.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
-Docs: docs/dapo.md
+Docs: docs/algorithms/dapo.md
 """
 
 import ctypes

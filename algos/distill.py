@@ -11,7 +11,7 @@ CPU:        python algos/distill.py --model runs/sft/checkpoints/latest/hf --out
                 --teacher runs/grpo/checkpoints/latest/hf --train_files data/train.parquet
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/distill.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
-Docs: docs/distill.md
+Docs: docs/algorithms/distill.md
 """
 
 import ctypes

@@ -7,10 +7,10 @@ Differences from the paper with the default flags:
 IPO (2310.12036) and SimPO (2405.14734, no reference): --loss. An NLL term (2404.19733): --nll_coef.
 LoRA (2106.09685): --lora_rank. QLoRA (2305.14314): --qlora.
 
-CPU:        python algos/dpo.py --model runs/sft/hf --train_files data/train.parquet --output_dir runs/dpo
+CPU:        python algos/dpo.py --model models/tiny --train_files data/train.parquet --output_dir runs/dpo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/dpo.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 algos/dpo.py
-Docs: docs/dpo.md
+Docs: docs/algorithms/dpo.md
 """
 
 import ctypes

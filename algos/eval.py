@@ -4,7 +4,7 @@ pass@k is unbiased (arXiv 2107.03374, eq. 1), maj@k exact; standard errors, and 
 paired differences to the first file, are by bootstrap over the prompts.
 
 Command:    python algos/eval.py --data before.parquet after.parquet --output runs/eval
-Docs: docs/eval.md
+Docs: docs/guides/evaluate.md
 """
 
 import json

@@ -5,7 +5,7 @@ load as it is. One process, no GPU; the checkpoint may come from any number of r
 
 Commands:   python algos/export.py runs/grpo models/mine --save_dtype bfloat16
             python algos/export.py runs/sft models/adapters --adapters
-Docs: docs/distributed.md
+Docs: docs/guides/export-quantize.md
 """
 
 import json

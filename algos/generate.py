@@ -7,7 +7,7 @@
 CPU:        python algos/generate.py --model runs/grpo --data data/test.parquet --output test_out.parquet
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/generate.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
-Docs: docs/generate.md
+Docs: docs/guides/evaluate.md
 """
 
 import json

@@ -7,10 +7,10 @@ Differences from the paper with the default flags:
 3. Truncated importance sampling corrects the sampler's rounding (`--rollout_is`, Yao et al. 2025).
 4. Dual clip bounds the loss where the advantage is negative (1912.09729, eq. 5).
 
-CPU:        python algos/grpo.py --model runs/tiny/hf --train_files data/train.parquet --output_dir runs/grpo
+CPU:        python algos/grpo.py --model models/tiny --train_files data/train.parquet --output_dir runs/grpo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/grpo.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
-Docs: docs/grpo.md
+Docs: docs/algorithms/grpo.md
 """
 
 import ctypes

@@ -7,12 +7,12 @@ Differences from the papers with the default flags:
 3. Both losses are means over all tokens of the optimizer step, not means over responses.
 4. Truncated importance sampling corrects the sampler's rounding (`--rollout_is`, Yao et al. 2025).
 5. Dual clip bounds the loss where the advantage is negative (1912.09729, eq. 5).
-What VAPO (2504.05118) adds for long responses is behind flags: docs/vapo.md.
+What VAPO (2504.05118) adds for long responses is behind flags: docs/algorithms/vapo.md.
 
-CPU:        python algos/ppo.py --model runs/tiny/hf --train_files data/train.parquet --output_dir runs/ppo
+CPU:        python algos/ppo.py --model models/tiny --train_files data/train.parquet --output_dir runs/ppo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/ppo.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
-Docs: docs/ppo.md
+Docs: docs/algorithms/ppo.md
 """
 
 import ctypes

@@ -6,7 +6,7 @@ process, no GPU. transformers loads w8a8 and w4a16 too; fp8 is for GPUs.
 
 Command:    python algos/quantize.py runs/grpo/checkpoints/latest/hf models/mine_w8a8
             python algos/quantize.py models/mine models/mine_w4 --scheme w4a16 --calibration data/sft.parquet
-Docs: docs/quantize.md
+Docs: docs/guides/export-quantize.md
 """
 
 import os

@@ -1,12 +1,12 @@
-"""A run, or several side by side, as one HTML file that opens offline: what is wrong by the checks of
-docs/debugging.md, curves with bands over seeds, where the time goes, how the arguments differ, and rollouts.
+"""One HTML file for a run, or for several side by side. It opens without a network and shows the checks of
+docs/guides/report.md, curves with bands over seeds, where the time goes, differences of arguments, rollouts.
 
 Runs whose arguments differ only in `seed` and `output_dir` are one series: the mean of its runs, and a band
 from the lowest to the highest. The script only reads files of a run, which may still be training.
 
 Command:    python algos/report.py runs/grpo_1 runs/grpo_2 --output report.html
             python algos/report.py runs/grpo --output report.html --follow 30
-Docs: docs/report.md
+Docs: docs/guides/report.md
 """
 
 import base64
@@ -92,7 +92,7 @@ def share(bad, n, warning, wrong, text):
 
 # ---- A run and its checks ------------------------------------------------------------------------------
 class Run:
-    """The files of a run. A method check_* is a check; docs/report.md and the page have its docstring."""
+    """The files of a run. A method check_* is a check; guides/report.md and the page have its docstring."""
 
     def __init__(self, path, name):
         if not (path / "metrics.jsonl").is_file():

@@ -7,10 +7,10 @@ Differences from the paper with the default flags:
 3. The head starts at 0: the first loss is log 2, and no score depends on a random draw.
 hf/ is a sequence classifier with one label: what `ppo.py --reward_model` loads. LoRA: --lora_rank.
 
-CPU:        python algos/rm.py --model runs/sft/hf --train_files data/pairs.parquet --output_dir runs/rm
+CPU:        python algos/rm.py --model models/tiny --train_files data/pairs.parquet --output_dir runs/rm
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/rm.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 algos/rm.py
-Docs: docs/rm.md
+Docs: docs/algorithms/rm.md
 """
 
 import ctypes

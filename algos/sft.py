@@ -10,7 +10,7 @@ Long rows over several ranks (Ulysses, 2309.14509; ring attention, 2310.01889): 
 CPU:        python algos/sft.py --model models/tiny --train_files data/train.parquet --output_dir runs/sft
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/sft.py ...
 Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 algos/sft.py
-Docs: docs/sft.md
+Docs: docs/algorithms/sft.md
 """
 
 import ctypes

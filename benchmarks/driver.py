@@ -4,7 +4,7 @@
     python benchmarks/driver.py --model models/smollm2 --sizes --prompts 1000000 --dialogues 200000
     python benchmarks/driver.py --model models/smollm2 --root OTHER_CHECKOUT
 
-The real script runs with slices of docs/*.md in place of the sampler's responses and log-probs of 0
+The real script runs with slices of docs/**/*.md in place of the sampler's responses and log-probs of 0
 (driver_worker.py), and the time of these two is in no figure. The second step counts. Its parts are the
 script's own timing_s/*, and `a to b` is what lies between two of them. `on the device` is arithmetic on
 tensors of the model's device, the loss above all: a GPU would do it, and the rest stays with the host.

@@ -6,7 +6,7 @@
 Launches the scripts as a user would. A launch that fails fails its lines, and the next one begins. On a CPU
 the same program runs with a tiny model, two processes stand for two GPUs, and what needs a GPU is left out by
 name. Writes OUTPUT_DIR/gpu_check.json, and the table as gpu_check.md beside it: paste it into an issue.
-Docs: docs/gpu.md
+Docs: docs/guides/memory.md
 """
 
 import json

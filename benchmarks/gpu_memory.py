@@ -1,4 +1,4 @@
-"""GiB that GRPO takes of a GPU, by size of the model and number of GPUs: the table of docs/gpu.md.
+"""GiB that GRPO takes of a GPU, by size of the model and number of GPUs: the table of docs/guides/memory.md.
 
 python benchmarks/gpu_memory.py
 """

@@ -43,8 +43,8 @@ def metrics(out):
 
 
 def documented(name):
-    """Whether docs/metrics.md has a metric; {...} and * there stand for anything."""
-    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    """Whether docs/reference/metrics.md has a metric; {...} and * there stand for anything."""
+    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
     patterns = [re.sub(r"\{.*?\}", "*", x) for x in re.findall(r"`([^`]+)`", " ".join(names))]
     name = re.sub(r"\{.*?\}", "*", name)
     return any(fnmatch(name, pattern) or fnmatch(pattern, name) for pattern in patterns)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
+DOCS = ALGOS.parent / "docs"
+PAGES = {"eval": "guides/evaluate.md", "quantize": "guides/export-quantize.md"}  # not in docs/algorithms/
 SYSTEM = ["layouts", "ranks", "model", "checkpoints"]
 SAMPLING = ["data", "sampler", "rows", "sampler against trainer"]
 MANIFEST = {
@@ -47,6 +49,17 @@ def regions(path):
 def test_scripts_have_their_regions():
     for name, wanted in MANIFEST.items():
         assert list(regions(ALGOS / name)) == wanted, name
+
+
+def test_the_map_of_regions():
+    """CONTRIBUTING.md says which scripts have which region."""
+    page = (ALGOS.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `([\w -]+)` \| [^|]+ \| ([^|]+\.py`|all) \|$", page, re.M)
+    for region, scripts in rows:
+        named = set(re.findall(r"\w+\.py", scripts))
+        found = {name for name, regions in MANIFEST.items() if region in regions}
+        assert found == (set(LIMITS) - named if scripts.startswith("all") else named), region
+    assert {region for region, _ in rows} == {x for regions in MANIFEST.values() for x in regions}
 
 
 def test_regions_and_functions_are_equal():
@@ -109,12 +122,12 @@ def test_the_algorithm_comes_first_and_is_short(name):
 
 def test_equations_are_tagged_in_code_and_docs():
     for name in ("sft", "rm", "dpo", "grpo", "dapo", "ppo", "agent", "distill", "eval", "quantize"):
-        page = (ALGOS.parent / f"docs/{name}.md").read_text()
+        page = (DOCS / PAGES.get(name, f"algorithms/{name}.md")).read_text()
         tags = set(re.findall(r"# eq: ((?!lora|sequence)[\w.]+)", (ALGOS / f"{name}.py").read_text()))
         assert tags and tags == set(re.findall(rf"`(?:# eq: )?((?:{name}|grpo)\.(?!py)\w+)`", page)), name
     tags = re.findall(r"# eq: (sequence\.\w+)", (ALGOS / "sft.py").read_text())
-    assert tags == re.findall(r"# eq: (sequence\.\w+)", (ALGOS.parent / "docs/sequence.md").read_text())
-    page, *scripts = (ALGOS.parent / "docs/lora.md").read_text(), ALGOS / "grpo.py", ALGOS / "sft.py"
+    assert tags == re.findall(r"# eq: (sequence\.\w+)", (DOCS / "guides/long-rows.md").read_text())
+    page, *scripts = (DOCS / "guides/lora.md").read_text(), ALGOS / "grpo.py", ALGOS / "sft.py"
     tags = [tag for path in scripts for tag in re.findall(r"# eq: (lora\.\w+)", path.read_text())]
     assert len({*tags}) == 5 and sorted({*tags}) == sorted(re.findall(r"# eq: (lora\.\w+)", page))
 

@@ -1,8 +1,11 @@
 """What README and docs/ say of flags, commands, metrics and files is so."""
 
+import ast
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
@@ -12,12 +15,20 @@ import pytest
 import tyro
 from conftest import ROOT, documented
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.rglob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
+from benchmarks import gpu_memory
+from data_prep.lib.schema import KINDS, load_rows
+
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "benchmarks/README.md",
+]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 FOREIGN = set(  # of torchrun, Slurm, pip and other programs
     "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
     " --standalone --no-deps --no-build-isolation --pid --nodes --ntasks-per-node --gpus-per-node --signal"
-    " --security-opt".split()
+    " --security-opt --num_processes".split()
 )
 METRIC = re.compile(
     r"(actor|critic|rewards?|rollout_corr|logps|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
@@ -55,9 +66,12 @@ def commands(page):
             ]
             if scripts:
                 yield words[scripts[0]], words[scripts[0] + 1 :]
+    for line in re.findall(r"`((?:algos|data_prep)/\w+\.py [^`\n]*--\w+_dir [^`\n]*)`", page.read_text()):
+        script, *words = shlex.split(line)
+        yield script, words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands(page):
     for script, words in commands(page):
         assert (ROOT / script).is_file(), script
@@ -67,7 +81,61 @@ def test_commands(page):
             tyro.cli(script_args(script), args=words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_read_the_code_names_what_is_there():
+    """Pages about algorithms name functions of their script."""
+    scripts = {"vapo": "algos/ppo.py", "rft": "data_prep/rejection.py"}
+    for page in (ROOT / "docs/algorithms").glob("*.md"):
+        if page.name == "README.md":
+            continue
+        code = (ROOT / scripts.get(page.stem, f"algos/{page.stem}.py")).read_text()
+        code += (ROOT / "envs/messages.py").read_text() * (page.stem == "agent")
+        section = page.read_text().split("## Read the code")[1].split("\n## ")[0]
+        names = re.findall(r"`([A-Za-z_]\w+)`", "".join(re.findall(r"^\|.*", section, re.MULTILINE)))
+        assert names or page.stem in ("rft", "vapo"), page.name
+        assert not [name for name in names if not re.search(rf"\b{name}\b", code)], page.name
+
+
+def test_the_chinese_readme_has_the_same_commands():
+    """And the same code, scripts and figures; only comments and prose are translated."""
+
+    def parts(name):
+        text = (ROOT / name).read_text()
+        blocks = [re.sub(r" +# .*", "", block) for block in CODE.findall(text)]
+        cells = re.findall(r"\| (`[^`]+`|[\d.]+|yes) (?=\|)", text)
+        return blocks, cells, re.findall(r"\]\(((?!README)[^)]+)\)", text)
+
+    assert parts("README.md") == parts("README.zh-CN.md")
+
+
+def test_the_table_of_what_fits_is_computed():
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| [\d.]+B ", line)]
+    assert rows and set(rows) <= set(gpu_memory.table().splitlines())
+
+
+def test_the_reward_of_the_readme(tmp_path):
+    """The block about own data and rewards runs, and writes rows that the schema accepts."""
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "capitals.py").write_text(code)
+    command, env = [sys.executable, "capitals.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    count, *scores = done.stdout.splitlines()
+    assert count == "5 rows" and [float("'acc': 1.0" in line) for line in scores] == [1, 0, 0, 0, 0]
+    assert len(load_rows(tmp_path / "data/capitals.parquet", KINDS["RL"])) == 5
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "algos").glob("*.py")), ids=lambda path: path.name)
+def test_commands_in_headers(script):
+    """The docstring of a script has commands that parse, and names a page that exists."""
+    header = ast.get_docstring(ast.parse(script.read_text()))
+    lines = re.findall(r"python (algos/\w+\.py) (.*(?:\n {12,}--.*)*)", header)
+    assert lines
+    for name, words in lines:
+        tyro.cli(script_args(name), args=shlex.split(words.replace("\\\n", " ")))
+    assert (ROOT / re.search(r"^Docs: (\S+)", header, re.MULTILINE)[1]).is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_flags(page):
     folders = ["algos", "data_prep"]
     if "benchmarks" in page.read_text():
@@ -75,10 +143,11 @@ def test_flags(page):
     scripts = [f"{d}/{p.name}" for d in folders for p in (ROOT / d).glob("*.py")]
     known = set().union(*(flags_of(s) for s in scripts if "class Args" in (ROOT / s).read_text()))
     said = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
-    assert not said - known - FOREIGN
+    plain = lambda names: {name.replace("-", "_") for name in names}  # tyro takes both
+    assert not plain(said) - plain(known | FOREIGN)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_metrics(page):
     said = [name for name in re.findall(r"`([^`\n]+)`", page.read_text()) if METRIC.fullmatch(name)]
     assert not [name for name in said if not documented(name)]
@@ -89,13 +158,13 @@ def test_documented_metrics_are_computed():
         map(ROOT.glob, ("algos/*.py", "algos/*.html", "common/*.py", "rewards/manager/*.py"))
     )
     code = "".join(path.read_text() for path in files)
-    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
     for name in re.findall(r"`([^`]+)`", " ".join(names)):
         stem, _, last = re.sub(r"\{.*", "", name).rpartition("/")
         assert f"{stem}/{last}".rstrip("/") in code or last in code, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links(page):
     text = CODE.sub("", page.read_text())
     for target in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
@@ -109,7 +178,7 @@ def test_links(page):
             )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_tests_that_are_named_exist(page):
     for file, name in re.findall(r"(test_\w+\.py)::(test_\w+)", page.read_text()):
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name

@@ -558,7 +558,7 @@ def test_reward_of_the_environment():
 
 
 def test_examples_of_the_docs(tmp_path):
-    page = (ROOT / "docs/environments.md").read_text()
+    page = (ROOT / "docs/guides/environments.md").read_text()
     (tmp_path / "mine.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     game = load_env(f"{tmp_path}/mine.py:Countdown")({"left": 2})
     assert game.step("go") == [{"role": "user", "content": "1 left"}] and game.reward() == 0

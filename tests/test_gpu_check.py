@@ -104,5 +104,5 @@ def test_a_launch_that_fails_fails_its_lines_and_no_others():
 
 
 def test_memory_table_is_the_printed_one():
-    assert gpu_memory.table() in (ROOT / "docs/gpu.md").read_text()
+    assert gpu_memory.table() in (ROOT / "docs/guides/memory.md").read_text()
     assert [round(x, 1) for x in gpu_memory.memory("7B", 8)] == [10.6, 28.3, 14.2]

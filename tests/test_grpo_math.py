@@ -363,8 +363,8 @@ def test_kl_estimates():
 
 
 def test_gradients_of_the_kl():
-    """Of estimators' expectations over a vocabulary of four, beside the exact KL's: as in docs/grpo.md."""
-    page, p = (ROOT / "docs/grpo.md").read_text(), f64(0.42, 0.28, 0.19, 0.11)
+    """Expectations of the KL estimators over a vocabulary of four: the table of docs/algorithms/grpo.md."""
+    page, p = (ROOT / "docs/algorithms/grpo.md").read_text(), f64(0.42, 0.28, 0.19, 0.11)
     references = [f64(0.4, 0.3, 0.2, 0.1), f64(0.05, 0.15, 0.3, 0.5)]  # near and far
 
     def gradient(loss_of, q):

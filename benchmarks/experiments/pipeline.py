@@ -4,7 +4,7 @@
 
 SFT -> its samples, scored -> RFT; DPO; reward model -> PPO, whose judge is that model alone. SFT -> GRPO ->
 its right samples teach a smaller model -> DPO on its own pairs. Writes runs/pipeline: a directory a stage,
-eval/, summary.json; what is done is not run again. The commands one by one: docs/pipeline.md
+eval/, summary.json; what is done is not run again. The commands one by one: docs/guides/pipeline.md
 """
 
 import json

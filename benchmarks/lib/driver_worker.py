@@ -129,7 +129,7 @@ def watch_steps(algo, clock, parts):
         # as where there is a GPU: what is freed goes back, so that a part's peak is its own
         ctypes.CDLL("libc.so.6").mallopt(-4, 65536)  # M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(-1, 1 << 26)  # M_TRIM_THRESHOLD
-        pages = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
+        pages = [path.read_text() for path in sorted(ROOT.glob("docs/**/*.md"))]
         text = algo.load_processor(args.model).encode("".join(pages), add_special_tokens=False)
         return Engine(clock, text, torch.distributed.barrier)
 

@@ -1,0 +1,62 @@
+"""docs/reference/errors.md has every message with which a script stops: `python tests/test_errors.py` lists
+those that it lacks, and those that are no longer in the code."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/reference/errors.md"
+
+
+def skeleton(node, names):
+    """A message with ... in place of what is filled in; None if nothing is fixed.
+
+    names: strings that the function has put together before, by name.
+    """
+    if isinstance(node, ast.Constant):
+        return node.value
+    if not isinstance(node, ast.JoinedStr):
+        return None
+    texts = []
+    for part in node.values:
+        name = ast.unparse(part.value) if isinstance(part, ast.FormattedValue) else None
+        texts.append(part.value if name is None else skeleton(names.get(name), {}) or "...")
+    text = re.sub(r"(\.\.\.)+", "...", "".join(texts))
+    return text if re.search(r"\w{3}", text) else None
+
+
+def messages():
+    """What `fail` gets, and the keys of what `refuse` gets, in all scripts."""
+    found = set()
+    for path in [*sorted((ROOT / "algos").glob("*.py")), ROOT / "common/run.py"]:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            nodes = [*ast.walk(function)]
+            sets = [x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign)]
+            names = {ast.unparse(x.targets[0]): x.value for x in sets if isinstance(x, ast.Assign)}
+            calls = [x for x in nodes if isinstance(x, ast.Call)]
+            found |= {skeleton(x.args[0], names) for x in calls if ast.unparse(x.func) == "fail"}
+            if any(ast.unparse(x.func) == "refuse" for x in calls):
+                dicts = [x.value for x in sets] + [x.args[0] for x in calls if x.args]
+                keys = [key for x in dicts if isinstance(x, ast.Dict) for key in x.keys]
+                found |= {skeleton(key, names) for key in keys}
+    return {" ".join(message.split()) for message in found - {None}}
+
+
+def documented():
+    rows = re.findall(r"^\| `` ?(.*?) ?`` \|", PAGE.read_text(), re.MULTILINE)
+    return set(rows)
+
+
+def test_every_message_is_in_the_page():
+    assert messages() - documented() == set()
+    assert documented() - messages() == set()
+
+
+if __name__ == "__main__":
+    for message in sorted(messages() - documented()):
+        print("lacking:", message)
+    for message in sorted(documented() - messages()):
+        print("gone:", message)
