@@ -1323,6 +1323,10 @@ def check_models(args):
         known, needed = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in names]
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
+        other = args.critic_model and other_tokens(args.critic_model, args.tokenizer or args.model)
+        if other:
+            problem = f"{len(other)} tokens have other numbers, such as {other[0]!r}"
+            fail(f"--critic_model {args.critic_model} has another vocabulary: {problem}")
         tokenizers = [AutoTokenizer.from_pretrained(name) for name in args.reward_model]
         for name, tokenizer in zip(args.reward_model, tokenizers):
             labels = AutoConfig.from_pretrained(name).num_labels
@@ -1334,6 +1338,16 @@ def check_models(args):
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
     return tokenizers
+
+
+def other_tokens(critic, policy):
+    """Tokens with another number in the critic; none if it has no tokenizer, as critic/ of a checkpoint."""
+    ours = AutoTokenizer.from_pretrained(policy).get_vocab()
+    try:
+        theirs = AutoTokenizer.from_pretrained(critic).get_vocab()
+    except (ValueError, OSError):
+        return []
+    return sorted(token for token, number in ours.items() if theirs.get(token, number) != number)
 
 
 def load_critic(args, mesh, device):

@@ -128,7 +128,7 @@ def refused(monkeypatch):
         (dict(data=__file__), "not a parquet file"),
         (dict(model="/"), "--model /: no *.safetensors"),
         (dict(prompt_key="question"), "no column 'question'"),
-        (dict(n_samples=0), "--n_samples 0: use at least 1"),
+        (dict(n_samples=0), "--n_samples 0 must be at least 1"),
         (dict(batch_size=-1), "--batch_size -1"),
         (dict(max_response_length=0), "--max_response_length 0"),
         (dict(seed=-1), "--seed -1"),

@@ -200,7 +200,9 @@ def test_rloo_reinforce_plus_plus_baseline_and_maxrl():
     args.adv_estimator = "maxrl"  # means 1/3 and 4/3
     expected = [2, -1, -1, -0.25, 1.25, -1]
     assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
-    assert grpo.advantages(args, -score_n, group_n, length_n).tolist() == [0] * 6
+    assert grpo.advantages(args, 0 * score_n, group_n, length_n).tolist() == [0] * 6
+    with pytest.raises(SystemExit, match="maxrl is for scores from 0 to 1, and one is -1"):
+        grpo.advantages(args, torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 0, 0]), torch.ones(3))
     args.adv_estimator = "reinforce_plus_plus_baseline"
     tokens = grpo.advantages(args, score_n, group_n, length_n).repeat_interleave(length_n)
     assert tokens.mean().item() == pytest.approx(0, abs=1e-9)

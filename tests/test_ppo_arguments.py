@@ -1,5 +1,7 @@
 """Bad input to what PPO has over GRPO: one clear line and a non-zero exit, before any model is loaded."""
 
+import shutil
+
 import pytest
 from transformers import Gemma3Config
 from workers.ppo_reward_model import write_reward_model
@@ -88,3 +90,18 @@ def test_lambdas(refused):
 @pytest.mark.parametrize("name", ("kl_target", "kl_horizon", "lam_alpha"))
 def test_above_0(refused, name):
     assert f"--{name} 0.0 must be above 0" in refused(f"--{name}", 0)
+
+
+def test_critic_with_other_tokens(refused, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "critic")
+    path = tmp_path / "critic/tokenizer.json"
+    text = path.read_text()
+    assert '"a":' in text and '"b":' in text
+    path.write_text(text.replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":'))
+    line = refused("--critic_model", tmp_path / "critic")
+    assert "has another vocabulary: 2 tokens have other numbers, such as 'a'" in line
+
+
+def test_warm_up_as_long_as_the_run(refused):
+    line = refused("--critic_warmup", 3, "--total_steps", 3)
+    assert "--critic_warmup 3: the actor rests in all 3 steps" in line
