@@ -63,6 +63,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.files import replacing
+from data_prep.lib.chats import answer
 from data_prep.lib.schema import load_rows, open_parquet
 from data_prep.lib.turns import says_nothing, turns
 
@@ -76,9 +77,9 @@ def read_texts(path, tokenizer, args, limit=None):
     for number, row in enumerate(load_rows(path, keys)):
         if len(texts) == limit:
             break
-        messages, *answer = (row[key] for key in keys)
-        messages = messages + [dict(role="assistant", content=text) for text in answer]
-        silent = says_nothing(answer[0] if answer else messages)
+        messages, *replies = (row[key] for key in keys)
+        silent = says_nothing(replies[0] if replies else messages)
+        messages = messages + [dict(role="assistant", content=answer(reply)) for reply in replies]
         text, found = ("", []) if silent else turns(messages, tokenizer)
         if not text:
             empty += 1

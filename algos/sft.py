@@ -118,6 +118,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, prepare
+from data_prep.lib.chats import answer
 from data_prep.lib.images import (
     auto_class,
     encode_prompt,
@@ -154,7 +155,7 @@ def encode(prompt, response, tokenizer, tools=None, images=()):
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
+    response_ids = tokenizer.encode(answer(response), add_special_tokens=False) + [tokenizer.eos_token_id]
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 

@@ -181,16 +181,15 @@ def test_other_forms_of_calls():
 
 BAD = [
     ("hello", "'messages' must be a list of messages, not 'hello'"),
-    ([7], "'messages[0]' must be {role, content}, not 7"),
-    (["{"], "'messages[0]' is not JSON: '{'"),
+    ([7], "'messages[0]' must be {role, content} or its JSON text, not 7"),
+    (["{"], "'messages[0]' must be {role, content} or its JSON text, not '{'"),
     ([user(None)], "'messages[0]' must be {role, content} with a string content"),
     ([user([dict(type="image")])], "'messages[0]' must be {role, content} with a string content"),
-    ([calls("f", "{x")], "'messages[0].tool_calls[0]: arguments' is not JSON: '{x'"),
-    ([calls("f", "[1]")], "'messages[0].tool_calls[0]': arguments must be an object or its JSON text, not"),
-    ([calls("f", dict(x=b"1"))], "'messages[0].tool_calls[0]': arguments: Object of type bytes is not JSON "
-     "serializable; write them as JSON text"),
-    ([calls(None, {})], "'messages[0].tool_calls[0]' must be {function: {name, arguments}}, not {'id"),
-    ([says("") | dict(tool_calls="7")], "'messages[0].tool_calls' must be a list, not 7"),
+    ([calls("f", "{x")], "'messages[0].tool_calls[0]: arguments' must be an object or its JSON text, not '{"),
+    ([calls("f", "[1]")], "'messages[0].tool_calls[0]: arguments' must be an object or its JSON text, not '"),
+    ([calls("f", dict(x=b""))], "'messages[0].tool_calls[0]: arguments': Object of type bytes is not "),
+    ([calls(None, {})], "'messages[0].tool_calls[0]' must be {function: {name, arguments}} with the name of"),
+    ([says("") | dict(tool_calls="7")], "'messages[0].tool_calls' must be a list or its JSON text, not '7'"),
 ]  # fmt: skip
 
 
@@ -285,6 +284,34 @@ def test_pairs_with_an_empty_turn_are_no_pairs(tmp_path):
     rows = [good, good | dict(chosen=talk), good | dict(rejected=[says(" ")])]
     rows, dropped = dpo.load_pairs([written(tmp_path / "x.parquet", rows)], args, tokenizer)
     assert len(rows) == 1 and dropped == 2
+
+
+def test_an_answer_may_be_one_message(tmp_path):
+    """As TRL has prompt and completion; a longer one is refused."""
+    tokenizer, make = tokenizer_with(), partial(sft.Args, model="", train_files=(), output_dir="")
+    texts = []
+    for name, answer in (("string", "3"), ("message", [says("3")])):
+        path = written(tmp_path / f"{name}.parquet", [dict(prompt=[user()], completion=answer)])
+        texts.append([*sft.load_examples([path], make(response_key="completion"), tokenizer)[0]])
+        args = quantize.Args("", "", response_key="completion")
+        texts[-1] += [ids.tolist() for ids, _ in quantize.read_texts(path, tokenizer, args)]
+    assert texts[0] == texts[1]
+    for bad in ([says("3"), user(), says("4")], [calls("f", dict(x=1))], 3):
+        path = written(tmp_path / "bad.parquet", [dict(prompt=[user()], completion=bad)])
+        with pytest.raises(ValueError, match=r"row 0: prompt, completion: .*an answer must be a string or "):
+            sft.load_examples([path], make(response_key="completion"), tokenizer)
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path):
+    path, text = tmp_path / "x.parquet", pa.string()
+    kind = pa.list_(pa.struct([("role", text), ("x", pa.map_(text, text))]))
+    messages = pa.array([[dict(role="user", x=[("a", "b")])]], kind)
+    pq.write_table(pa.table(dict(messages=messages)), path)
+    args = sft.Args(model="", train_files=(), output_dir="", messages_key="messages")
+    with pytest.raises(
+        ValueError, match=r"x.parquet: Arrow type map.*\. Write structs, lists, or JSON text\."
+    ):
+        sft.load_examples([str(path)], args, tokenizer_with())
 
 
 def test_strings_are_messages_in_every_script(tmp_path):

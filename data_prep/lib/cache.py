@@ -174,7 +174,10 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
         return pa.table([*old.columns, *made.columns], [*kept, *fields.names])
 
     # without the metadata of datasets, which would make other values of what pyarrow reads
-    types = Features.from_arrow_schema(pa.schema([file.schema_arrow.field(name) for name in names]))
+    try:
+        types = Features.from_arrow_schema(pa.schema([file.schema_arrow.field(name) for name in names]))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error} Write structs, lists, or JSON text.") from None
     quiet = file.metadata.num_rows < QUIET_ROWS or int(os.environ.get("RANK", 0)) or not sys.stderr.isatty()
     (datasets.disable_progress_bars if quiet else datasets.enable_progress_bars)()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

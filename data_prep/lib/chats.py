@@ -83,13 +83,9 @@ def read_messages(value, name):
 
 
 def _message(value, where):
-    message = _parsed(value, where)
-    if not isinstance(message, dict):
-        raise ValueError(f"'{where}' must be {{role, content}}, not {value!r:.60}")
+    message = _parsed(value, where, dict, "{role, content}")
     message = {key: x for key, x in message.items() if x is not None}
-    calls = _parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls")
-    if not isinstance(calls, list):
-        raise ValueError(f"'{where}.tool_calls' must be a list, not {calls!r:.60}")
+    calls = _parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
     if calls:  # CAREFUL: with an empty list some templates write a turn of calls
         message["tool_calls"] = [_call(x, f"{where}.tool_calls[{i}]") for i, x in enumerate(calls)]
         message.setdefault("content", "")  # as vLLM does: a template may write a null as "None"
@@ -102,27 +98,39 @@ def _message(value, where):
 
 
 def _call(value, where):
-    call = _parsed(value, where)
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"'{where}' must be {{function: {{name, arguments}}}}, not {value!r:.60}")
-    arguments = _parsed(function.get("arguments") or {}, f"{where}: arguments")
+    form = "{function: {name, arguments}}"
+    call = _parsed(value, where, dict, form)
+    function = _parsed(call.get("function", call), where, dict, form)
+    if not isinstance(function.get("name"), str):
+        raise ValueError(f"'{where}' must be {form} with the name of a tool, not {value!r:.60}")
+    arguments = _parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
     try:
         json.dumps(arguments)
     except TypeError as error:
-        raise ValueError(f"'{where}': arguments: {error}; write them as JSON text") from None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"'{where}': arguments must be an object or its JSON text, not {arguments!r:.60}")
+        raise ValueError(f"'{where}: arguments': {error}; write them as JSON text") from None
     function = function | dict(arguments=arguments)
     return call | dict(function=function) if "function" in call else function
 
 
-def _parsed(value, where):
+def _parsed(value, where, kind, form):
     """A value, or that of which it is the JSON text."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        raise ValueError(f"'{where}' is not JSON: {value!r:.60}") from None
+        found = None
+    if not isinstance(found, kind):
+        raise ValueError(f"'{where}' must be {form} or its JSON text, not {value!r:.60}")
+    return found
+
+
+def answer(value):
+    """The text of an answer: a string, or one message of the assistant."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) != 1 or value[0].keys() - {"role", "content"}:
+        problem = f"an answer must be a string or one message {{role, content}}, not {value!r:.60}"
+        raise ValueError(f"{problem}; conversations: --messages_key")
+    return value[0]["content"]
 
 
 def storable(messages):

@@ -97,11 +97,10 @@ def write_parquet(rows, path):
                 lists = [name for name in MESSAGES if isinstance(row.get(name), list)]
                 batch[i - count] = row | {name: storable(chats[name]) for name in lists}
             try:
-                table = pa.Table.from_pylist(batch)
-                both = schema or table.schema, table.schema
-                schema = pa.unify_schemas(both, promote_options="permissive")
                 parts.append(f"{folder}/{count}")
-                pq.write_table(table, parts[-1])
+                pq.write_table(pa.Table.from_pylist(batch), parts[-1])
+                now = pq.read_schema(parts[-1])
+                schema = pa.unify_schemas([schema or now, now], promote_options="permissive")
             except pa.ArrowException as error:
                 raise ValueError(f"{path}: rows {count} to {i}: a column of two types: {error}") from None
             count += len(batch)
@@ -109,7 +108,12 @@ def write_parquet(rows, path):
             raise ValueError(f"{path}: no rows to write")
         with pq.ParquetWriter(new, schema) as writer:  # it has the fields that only later rows have
             for part in parts:
-                writer.write_table(pq.read_table(part).cast(schema))
+                table = pq.read_table(part)
+                if (
+                    table.schema != schema
+                ):  # CAREFUL: `cast` makes broken structs where a field is null in all
+                    table = pa.Table.from_pylist(table.to_pylist(), schema)
+                writer.write_table(table)
     return count
 
 

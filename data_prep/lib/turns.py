@@ -36,7 +36,7 @@ def says_nothing(reply):
     if isinstance(reply, str):
         return not reply.strip()
     if not isinstance(reply, list):
-        raise ValueError(f"an answer is a string or messages, not {reply!r:.60}")
+        raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
     spoken = [message for message in reply if message["role"] == "assistant"]
     return any(not turn["content"].strip() and not turn.get("tool_calls") for turn in spoken)
 
@@ -44,7 +44,7 @@ def says_nothing(reply):
 def check_calls(messages, text):
     """ValueError if a chat template left a tool that messages call out of the text that it made of them."""
     for message in messages:
-        for call in message.get("tool_calls", ()):
+        for call in message.get("tool_calls") or ():
             name = call.get("function", call)["name"]
             if name not in text:
                 problem = f"the chat template leaves out tool calls, such as one of {name!r}"
