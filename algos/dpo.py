@@ -123,7 +123,7 @@ from common.metrics import speed_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOLS, IDS, prepare
 from data_prep.lib.images import auto_class, load_processor, never_sampled, show_images, takes_images
-from data_prep.lib.turns import turns
+from data_prep.lib.turns import says_nothing, turns
 
 RESPONSES = "chosen", "rejected"  # of a pair
 
@@ -171,8 +171,8 @@ def encode_pair(prompt, chosen, rejected, tokenizer, max_length):
     for name, reply in zip(RESPONSES, (chosen, rejected)):
         if isinstance(reply, str):
             reply = [dict(role="assistant", content=reply)]
-        if not "".join(message["content"] for message in reply).strip():
-            raise ValueError(f"{name!r} is empty")
+        if says_nothing(reply):
+            raise ValueError(f"{name!r} is empty, or has an empty turn")
         ids, trained = encode_messages(prompt + reply, tokenizer)
         if len(ids) > max_length:
             raise ValueError(
@@ -1015,7 +1015,6 @@ def load_data(args):
 
 def encode_messages(messages, tokenizer, tools=None):
     """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
-    messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up with null
     text, found = turns(messages, tokenizer, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, starts = np.array(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]])

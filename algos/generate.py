@@ -60,7 +60,7 @@ from transformers import AutoConfig
 
 from common.files import replacing, weights_digest
 from common.run import fail, refuse
-from data_prep.lib.images import Unfit, encode_prompt, load_processor, never_sampled, request, takes_images
+from data_prep.lib.images import encode_prompt, load_processor, never_sampled, request, takes_images
 from data_prep.lib.schema import load_rows
 from envs.messages import observation, shorten
 from envs.pool import EnvPool
@@ -109,16 +109,12 @@ def load_prompts(args, tokenizer, tools):
     for i, row in enumerate(rows):
         chat = row[args.prompt_key]
         chat = chat if isinstance(chat, list) else [dict(role="user", content=str(chat))]
-        if sees:
-            try:
-                prompt = encode_prompt(dict(row, prompt=chat), tokenizer) | dict(images=row["images"])
-            except Unfit as error:
-                fail(f"{args.data}: row {i}: {error}")
-        else:
-            options = dict(add_generation_prompt=True, tools=tools, return_dict=False)
-            prompt = dict(prompt_ids=tokenizer.apply_chat_template(chat, **options))
-        if len(prompt["prompt_ids"]) <= args.max_prompt_length:
-            prompts[i] = prompt
+        try:
+            prompt = encode_prompt(dict(row, prompt=chat), tokenizer, tools)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            fail(f"{args.data}: row {i}: {args.prompt_key}: {' '.join(str(error).split())}")
+        if 0 < len(prompt["prompt_ids"]) <= args.max_prompt_length:
+            prompts[i] = prompt | (dict(images=row["images"]) if sees else {})
     return prompts, table
 
 

@@ -987,7 +987,7 @@ def load_data(args, tools=None, images=False):
         fail(" ".join(str(error).split()))
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
-    dropped = f"{train_dropped + val_dropped} dropped: over {args.max_prompt_length} tokens"
+    dropped = f"{train_dropped + val_dropped} dropped: empty or over {args.max_prompt_length} tokens"
     summary = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
     return tokenizer, manager, val_manager, train_rows, val_rows, summary
 

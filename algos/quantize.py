@@ -64,27 +64,38 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from common.files import replacing
+from data_prep.lib.chats import answer
 from data_prep.lib.schema import load_rows, open_parquet
-from data_prep.lib.turns import turns
+from data_prep.lib.turns import says_nothing, turns
 
 BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
 
 
 def read_texts(path, tokenizer, args, limit=None):
-    """Rows of a parquet -> ids [1, L] of each, and where its assistant speaks."""
-    names, texts = open_parquet(path, [])[0].schema_arrow.names, []
+    """Rows of a parquet that have an answer -> ids [1, L] of each, and where its assistant speaks."""
+    names, texts, empty = open_parquet(path, [])[0].schema_arrow.names, [], 0
     keys = ["messages"] if "messages" in names else ["prompt", *filter(None, [args.response_key])]
-    for number, row in enumerate(load_rows(path, keys)[:limit]):
-        messages, *answer = (row[key] for key in keys)
-        messages = messages + [dict(role="assistant", content=text) for text in answer]
-        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up
-        text, found = turns(messages, tokenizer)
+    for number, row in enumerate(load_rows(path, keys)):
+        if len(texts) == limit:
+            break
+        messages, *replies = (row[key] for key in keys)
+        silent = says_nothing(replies[0] if replies else messages)
+        messages = messages + [dict(role="assistant", content=answer(reply)) for reply in replies]
+        text, found = ("", []) if silent else turns(messages, tokenizer)
+        if not text:
+            empty += 1
+            continue
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
         ids, starts = encoded["input_ids"], encoded["offset_mapping"][0, :, 0]
         if (length := ids.shape[1]) > args.max_length:
             raise ValueError(f"{path}: row {number} has {length} tokens, over --max_length {args.max_length}")
         spoken = [(begin <= starts) & (starts < end) for _, begin, end in found]
         texts.append((ids, sum(spoken, torch.zeros(len(starts))) > 0))
+    if not texts:
+        remedy = "--response_key None takes prompts alone"
+        raise ValueError(f"{path}: no row has an answer in {keys[-1]!r}; {remedy}")
+    if empty:
+        print(f"{path}: {empty} rows without an answer are left out", file=sys.stderr)
     return texts
 
 

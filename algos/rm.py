@@ -118,6 +118,7 @@ from common.run import Logger, digests, fail, in_one_line, leave, open_run, rank
 from data_prep.lib.cache import IDS, prepare
 from data_prep.lib.images import auto_class, load_processor, takes_images
 from data_prep.lib.schema import open_parquet
+from data_prep.lib.turns import check_calls
 
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -154,9 +155,9 @@ def conversation_ids(prompt, reply, tokenizer, pad_id):
     """
     prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
     reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
-    messages = [{k: v for k, v in m.items() if v is not None} for m in [*prompt, *reply]]  # parquet's null
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    alone = tokenizer.apply_chat_template(messages[: len(prompt)], tokenize=False)
+    text = tokenizer.apply_chat_template([*prompt, *reply], tokenize=False)
+    check_calls([*prompt, *reply], text)
+    alone = tokenizer.apply_chat_template(prompt, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     while ids and ids[-1] == pad_id:
         ids.pop()
@@ -169,8 +170,7 @@ def pair(prompt, chosen, rejected, margin, tokenizer, pad_id, max_length):
     rejected, same_rejected = conversation_ids(prompt, rejected, tokenizer, pad_id)
     longest = max(len(chosen), len(rejected))
     problems = {
-        "the chat template writes the prompt differently before a reply": not same_chosen
-        or not same_rejected,
+        "the chat template writes the prompt differently before a reply": not (same_chosen and same_rejected),
         "the chosen and the rejected conversation are the same tokens": chosen == rejected,
         "a conversation has no token but padding": not chosen or not rejected,
         f"the margin {margin} is not a number": not math.isfinite(margin),
@@ -804,8 +804,7 @@ def read_pairs(paths, args, tokenizer, pad_id):
     def example(record, i):
         where, margin = f"{', '.join(paths)}: row {i}", record.get("margin", 0.0)
         try:
-            texts = [record[column] for column in columns[:3]]
-            return pair(*texts, margin, tokenizer, pad_id, args.max_length)
+            return pair(*(record[x] for x in columns[:3]), margin, tokenizer, pad_id, args.max_length)
         except NoPair as problem:
             if args.bad_pairs == "error":
                 raise ValueError(f"{where}: {problem}; or drop such pairs by --bad_pairs drop") from None

@@ -118,6 +118,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 from common.metrics import speed_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, prepare
+from data_prep.lib.chats import answer
 from data_prep.lib.images import (
     auto_class,
     encode_prompt,
@@ -126,7 +127,7 @@ from data_prep.lib.images import (
     show_images,
     takes_images,
 )
-from data_prep.lib.turns import turns
+from data_prep.lib.turns import says_nothing, turns
 from envs import load_env
 
 
@@ -152,20 +153,15 @@ def scheduled_rate(args, step, total_steps):
 def encode(prompt, response, tokenizer, tools=None, images=()):
     """-> ids of a prompt (messages, or a string: the user's) and a response with EOS; which are trained."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if hasattr(tokenizer, "image_processor"):
-        prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
-        tokenizer = tokenizer.tokenizer
-    else:
-        options = dict(tools=tools, add_generation_prompt=True, return_dict=False)
-        prompt_ids = tokenizer.apply_chat_template(messages, **options)
-    response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
+    prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    response_ids = tokenizer.encode(answer(response), add_special_tokens=False) + [tokenizer.eos_token_id]
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
 def encode_messages(messages, tokenizer, tools=None):
     """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
-    messages = [{k: v for k, v in m.items() if v is not None} for m in messages]  # parquet fills up with null
     text, found = turns(messages, tokenizer, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, starts = np.array(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]])
@@ -1209,8 +1205,8 @@ def load_data(args):
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training rows")
     truncated, dropped = map(sum, zip(counts, val_counts))
-    summary = f"{len(train_rows)} training and {len(val_rows)} validation rows"
-    return tokenizer, train_rows, val_rows, ends, f"{summary} ({truncated} truncated, {dropped} dropped)"
+    summary = f"{len(train_rows)} training and {len(val_rows)} validation rows ({truncated} truncated"
+    return tokenizer, train_rows, val_rows, ends, f"{summary}, {dropped} dropped: no answer)"
 
 
 def load_examples(paths, args, tokenizer, tools=None):
@@ -1222,6 +1218,8 @@ def load_examples(paths, args, tokenizer, tools=None):
     def example(record, i):
         where = f"{', '.join(paths)}: row {i}"
         try:
+            if says_nothing(record[columns[-1]]):
+                return None
             shown = {} if args.messages_key else dict(images=record["images"])
             ids, trained = read(*(record[column] for column in columns), tokenizer, tools, **shown)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
@@ -1240,7 +1238,8 @@ def load_examples(paths, args, tokenizer, tools=None):
     about, code = (args.max_length, args.truncation, tools), (load_examples, read, split)
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
     if paths and not rows:
-        raise ValueError(f"{', '.join(paths)}: --max_length {args.max_length} leaves no row a trained token")
+        problem = f"no row has an answer with a token within --max_length {args.max_length}"
+        raise ValueError(f"{', '.join(paths)}: {problem} (columns {', '.join(columns)})")
     ends = {*pc.list_flatten(rows.column("ends")).unique().to_pylist()}
     return rows, ends, pc.sum(rows.column("truncated"), min_count=0).as_py(), dropped
 

@@ -2,7 +2,8 @@
 
 python data_prep/inspect.py data/gsm8k/train.parquet data/gsm8k/test.parquet --tokenizer models/tiny
 
-Ends with code 1 if a row is not as `data_prep/lib/schema.py` says, or has a data source without a reward.
+Ends with code 1 if a row is not as `data_prep/lib/schema.py` says. A data source without a reward of this
+repository is named: it takes a reward of your own.
 """
 
 import os
@@ -18,9 +19,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.pretty import Pretty
 
+from data_prep.lib.chats import plain_rows
 from data_prep.lib.prepare import prompt_key, repeated_prompts, run
 from data_prep.lib.schema import KINDS, check_row
 from rewards import check_sources
@@ -40,7 +43,7 @@ class Args:
 def read(path):
     """Kind and rows of a file; ValueError if there are none."""
     try:
-        rows = pq.read_table(path).to_pylist()
+        rows = plain_rows(pq.read_table(path))
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
     if not rows:
@@ -52,27 +55,39 @@ def read(path):
     return kind, rows
 
 
-def faults(path, rows):
-    """What the validator says of the rows, one line each; a source is checked at its first row."""
-    lines, sources = [], set()
+def check(path, rows):
+    """The rows as trainers read them, and what the validator says of the others, one line each."""
+    good, lines = [], []
     for i, row in enumerate(rows):
         try:
-            check_row(row, "fault")
-            if "reward_model" in row and row["data_source"] not in sources:
-                sources.add(row["data_source"])
-                check_sources([row["data_source"]])
+            good.append(check_row(row, f"{path}: row {i}"))
         except ValueError as error:
-            lines.append(f"{path}: row {i}: {str(error).removeprefix('fault: ')}")
-    return lines
+            lines.append(str(error))
+    return good, lines
 
 
-def prompt_lengths(rows, tokenizer):
+def unrewarded(path, sources):
+    """Yield a line for each data source that no reward of this repository scores here."""
+    for source in sources:
+        try:
+            check_sources([source])
+        except ValueError as error:
+            yield f"{path}: {error}"
+
+
+def prompt_lengths(path, rows, tokenizer):
     """Length of each prompt, or dialogue, in tokens (no tokenizer: in characters)."""
     chats = [row.get("prompt") or row["messages"] for row in rows]
     if tokenizer is None:
         return [sum(len(message["content"]) for message in chat) for chat in chats]
-    ids = tokenizer.apply_chat_template(chats, add_generation_prompt="prompt" in rows[0], return_dict=False)
-    return list(map(len, ids))
+    prompted, lengths = "prompt" in rows[0], []
+    for i, chat in enumerate(chats):
+        try:
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=prompted, return_dict=False)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"{path}: row {i} does not fit the tokenizer's chat template: {error}") from None
+        lengths.append(len(ids))
+    return lengths
 
 
 def print_histogram(lengths, unit):
@@ -96,13 +111,16 @@ def main(args):
         sources = Counter(str(row.get("data_source")) for row in rows).most_common()
         print(f"{path}: {kind}, {len(rows)} rows ({', '.join(f'{name} {n}' for name, n in sources)})")
         Console().print(Pretty(rows[0], max_string=600))
-        lines = faults(path, rows)
+        if kind == "RL":
+            for line in unrewarded(path, dict.fromkeys(str(row["data_source"]) for row in rows)):
+                print(line)
+        rows, lines = check(path, rows)
         if lines:
             valid = False
             print(*lines[:SHOWN], f"{path}: {len(lines)} rows with a fault", sep="\n")
         else:
             prompts[path] = [prompt_key(row) for row in rows]
-            print_histogram(prompt_lengths(rows, tokenizer), "tokens" if tokenizer else "characters")
+            print_histogram(prompt_lengths(path, rows, tokenizer), "tokens" if tokenizer else "characters")
             print(f"{path}: valid")
     for line in repeated_prompts(prompts):
         print(line)

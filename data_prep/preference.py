@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from data_prep.lib import prepare
+from data_prep.lib.chats import read_messages
 
 ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -31,18 +32,18 @@ class Args(prepare.Args):
     """Name on the hub, and the rows' data source."""
 
 
-def read_dialogue(value):
-    """Messages of a dialogue."""
+def read_dialogue(value, name):
+    """Messages of a dialogue in column `name`."""
     if isinstance(value, str):
         _, *parts = re.split(r"\n\n(Human|Assistant):", value)
         pairs = zip(parts[::2], parts[1::2], strict=True)
         return [{"role": ROLES[name], "content": content.strip()} for name, content in pairs]
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    return read_messages(value, name)
 
 
 def make_row(record, split, index, dataset):
     """One row of the schema."""
-    chosen, rejected = read_dialogue(record["chosen"]), read_dialogue(record["rejected"])
+    chosen, rejected = (read_dialogue(record[name], name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise prepare.LeftOut("both replies are the same")
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))

@@ -24,6 +24,7 @@ import tyro
 
 from data_prep.lib.prepare import run
 from data_prep.lib.schema import load_rows, open_parquet, write_parquet
+from data_prep.lib.turns import says_nothing
 
 
 @dataclass
@@ -50,16 +51,16 @@ def judged(path, right, left_out):
             raise ValueError(f"{path}: row {i}: 'responses' and 'results' differ in length; score it again")
         found = []
         for k, (text, result) in enumerate(zip(row["responses"], map(json.loads, row["results"]))):
+            reply = [{"role": "assistant", "content": text}]
+            if "episodes" in row:  # a conversation with an environment
+                reply = json.loads(row["episodes"][k]).get("messages", reply)
             if "failure" in result:
                 left_out["their reward failed"] += 1
-            elif not text.strip():
+            elif says_nothing(reply):
                 left_out["empty"] += 1
             elif "finish_reasons" in row and row["finish_reasons"][k] != "stop":
                 left_out["cut off"] += 1  # as a row, it would teach to stop there
             else:
-                reply = [{"role": "assistant", "content": text}]
-                if "episodes" in row:  # a conversation with an environment
-                    reply = json.loads(row["episodes"][k])["messages"]
                 found.append((reply, result.get("acc", result["score"]) >= right))
         yield row["data_source"], row["prompt"], found
 

@@ -1,5 +1,7 @@
 """Dialogues for supervised fine-tuning, from any data set with a column `messages` of {role, content}.
 
+Calls of tools are kept. A dialogue with an empty turn of the assistant is left out.
+
 python data_prep/sft_chat.py --local_save_dir data/ultrachat
 python data_prep/sft_chat.py --dataset allenai/tulu-3-sft-mixture --splits train --local_save_dir data/tulu3
 """
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from data_prep.lib import prepare
+from data_prep.lib.chats import read_messages
+from data_prep.lib.turns import says_nothing
 
 
 @dataclass
@@ -26,9 +30,11 @@ class Args(prepare.Args):
 
 def make_row(record, split, index, dataset):
     """One row of the schema."""
-    messages = [{"role": message["role"], "content": message["content"]} for message in record["messages"]]
-    if not messages or messages[-1]["role"] != "assistant":
+    messages = read_messages(record["messages"], "messages")
+    if messages[-1]["role"] != "assistant":
         raise ValueError("the last message is not the assistant's")
+    if says_nothing(messages):
+        raise prepare.LeftOut("an empty turn of the assistant")
     return {"data_source": dataset, "messages": messages, "extra_info": {"split": split, "index": index}}
 
 

@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import sys
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -35,6 +37,14 @@ SOURCES = {  # data_source, which may end in *, -> module of this package
     "quixbugs": "prime_code",
     "reasoning_gym/*": "reasoning_gym",
 }
+ANSWERS = (
+    "gsm8k",
+    "exact",
+    "math",
+    "math_dapo",
+    "prime_math",
+    "geo3k",
+)  # these compare with an answer
 
 
 def _scorer(source):
@@ -73,13 +83,30 @@ def check_sources(sources):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Score one response: a float, or a dict with `score` and extra keys that are logged and dumped.
 
+    A ground truth that is a list of answers, or JSON text of a list of strings, is met by each of them.
     Raises ValueError for an unknown data_source, and for a ground truth that its scorer cannot read.
     """
     scorer = _scorer(data_source)
     if scorer is None:
         check_sources([data_source])
     module = importlib.import_module(f"{__name__}.{scorer}")
-    return module.compute_score(data_source, solution_str, ground_truth, extra_info)
+    truths = answers(ground_truth) if scorer in ANSWERS else [ground_truth]
+    results = [module.compute_score(data_source, solution_str, truth, extra_info) for truth in truths]
+    return max(results, key=lambda result: result["acc"]) if len(results) > 1 else results[0]
+
+
+def answers(ground_truth):
+    """The right answers that a ground truth names."""
+    truth = ground_truth
+    if isinstance(truth, str) and truth.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(truth)
+            if found and all(isinstance(x, str) for x in found):  # [1, 2] is an interval
+                truth = found
+    truths = truth if isinstance(truth, list) else [truth]
+    if not truths or not all(isinstance(x, str | int | float) for x in truths):
+        raise ValueError(f"the ground truth must be an answer or a list of answers, not {ground_truth!r:.60}")
+    return [*map(str, truths)]
 
 
 def load_from(spec, flag):

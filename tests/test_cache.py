@@ -172,7 +172,7 @@ def test_errors_name_file_and_row(file, tmp_path, home):
     pq.write_table(pa.Table.from_pylist(rows), bad)
     with pytest.raises(ValueError, match=r"^.*/bad.parquet: row 13: 'prompt\[0\].role' is 'human'; [^\n]*$"):
         load_prompts([file, bad], make_tokenizer(), 99)
-    with pytest.raises(ValueError, match=r"rows.parquet: no prompt within --max_prompt_length 2; raise it"):
+    with pytest.raises(ValueError, match=r"rows.parquet: no prompt of 1 to 2 tokens \(--max_prompt_length\)"):
         load_prompts([file], make_tokenizer(), 2)
     rows[13]["prompt"][0]["role"] = "tool"
     write_parquet(rows, bad)

@@ -51,7 +51,7 @@ def test_rows_survive_a_round_trip(tmp_path):
     [
         ({"data_source": None}, "'data_source' must be a str"),
         ({"data_source": 3}, "'data_source' must be a str"),
-        ({"prompt": "37+85="}, "'prompt' must be a list"),
+        ({"prompt": 7}, "'prompt' must be a list"),
         ({"prompt": []}, "'prompt' is empty"),
         ({"prompt": [{"role": "user", "content": None}]}, r"'prompt\[0\]' must be"),
         ({"prompt": [{"role": "human", "content": "x"}]}, r"'prompt\[0\].role' is 'human'; use system"),
@@ -291,8 +291,7 @@ def test_inspect_names_faults(tmp_path):
     result = run_script("inspect.py", path, cwd=tmp_path)
     assert result.returncode == 1 and result.stderr == ""
     assert f"{path}: row 1: 'prompt' is empty; it needs" in result.stdout
-    assert f"{path}: row 2: no reward for data_source 'unheard of'" in result.stdout
-    assert result.stdout.endswith(f"{path}: 2 rows with a fault\n")
+    assert result.stdout.endswith(f"{path}: 1 rows with a fault\n")
     pq.write_table(pa.table({"question": ["1+1="]}), path)
     with pytest.raises(
         ValueError, match=r"x.parquet: columns question are of no kind of the schema \(RL: data_"
@@ -300,6 +299,29 @@ def test_inspect_names_faults(tmp_path):
         inspect.main(inspect.Args((str(path),)))
     result = run_script("inspect.py", "none.parquet", cwd=tmp_path)
     assert result.returncode == 1 and result.stderr.startswith("inspect.py: none.parquet: not a parquet file")
+
+
+def test_inspect_takes_what_trainers_take(tmp_path):
+    """A data source of one's own is named, and no fault; prompts may be strings."""
+    path, own = tmp_path / "x.parquet", good_row(data_source="unheard of")
+    pq.write_table(pa.Table.from_pylist([own]), path)
+    result = run_script("inspect.py", path, cwd=tmp_path)
+    assert result.returncode == 0 and result.stdout.endswith(f"{path}: valid\n")
+    assert f"{path}: no reward for data_source 'unheard of'; known: " in result.stdout
+    assert "for your own give --reward_fn FILE.py:NAME\n" in result.stdout
+    tokenizer = tmp_path / "tokenizer"
+    tiny_model.make_tokenizer().save_pretrained(tokenizer)
+    rows = [dict(prompt="37+85=", completion="122"), dict(prompt="37+85=", chosen="122", rejected="0")]
+    for row, kind in zip(rows, ("prompts", "preferences")):
+        pq.write_table(pa.Table.from_pylist([row]), path)
+        result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
+        assert result.returncode == 0 and f"{path}: {kind}, 1 rows" in result.stdout
+        assert "prompt length in tokens: min 8, median 8" in result.stdout
+    talk = [dict(role="user", content="x"), dict(role="tool", content="x")]
+    pq.write_table(pa.Table.from_pylist([dict(messages=talk)]), path)
+    result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert f"{path}: row 0 does not fit the tokenizer's chat template: unknown role tool" in result.stderr
 
 
 # ---- models

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests/fixtures"
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
 MODULES = {"schema", "atomic", "prepare", "source", "arguments", "tracking", "cache", "turns", "images"}
-MODULES |= {"__init__"}
+MODULES |= {"__init__", "chats"}
 SCRIPTS = sorted(path for path in (ROOT / "data_prep").glob("*.py") if path.stem not in MODULES)
 FULL_MARKS = {"kk": 3.0, "kk_logic": 3.0}
 
@@ -176,7 +176,7 @@ def test_dialogues(tmp_path, capsys):
     assert (
         "train_sft.jsonl: row 1 is broken: ValueError: the last message is not the assistant's" in output.err
     )
-    assert "train_sft.jsonl: row 2 is broken: ValueError: train: 'messages[1]' must be" in output.err
+    assert "train_sft.jsonl: row 2 is broken: ValueError: 'messages[1]' must be" in output.err
     assert "test.parquet: 1 rows have the prompt of train.parquet: 0" in output.out
 
 

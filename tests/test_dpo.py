@@ -118,7 +118,7 @@ def test_turns_of_the_prompt_are_not_trained():
 
 BAD = {
     "equal": (pair("1+2=", "3", "3"), "'chosen' and 'rejected' are equal"),
-    "empty": (pair("1+2=", "3", " "), "'rejected' is empty"),
+    "empty": (pair("1+2=", "3", " "), "'rejected' is empty, or has an empty turn"),
     "long": (pair("1+2=", "3" * 40, "4"), "'chosen' has 47 tokens with its prompt, over --max_length 32"),
     "user": (
         pair("1+2=", "3", "4") | dict(rejected=MESSAGES[1:2]),

@@ -34,6 +34,37 @@ def test_gsm8k_golden(case):
     assert got["score"] == pytest.approx(case["expected"], abs=1e-6), case["why"]
 
 
+@pytest.mark.parametrize("truth", [["33", "34"], [33, 34], '["33", "34"]', ' ["34"]', "34", 34])
+def test_each_of_several_right_answers_is_right(truth):
+    said = {
+        "openai/gsm8k": "#### {}",
+        "shapes": "{}",
+        "lighteval/MATH": r"\boxed{{{}}}",
+        "math_dapo": "Answer: {}",
+        "aime2024": "Answer: {}",
+        "numina_amc_aime": r"\boxed{{{}}}",
+        "hiyouga/geometry3k": r"<think></think>\boxed{{{}}}",
+    }
+    for source, text in said.items():
+        right, wrong = (compute_score(source, text.format(x), truth) for x in (34, 7))
+        assert right["acc"] and right["score"] == 1 and not wrong["acc"] and wrong["score"] < right["score"]
+
+
+def test_ground_truths_that_are_no_answers():
+    """An error of the row, which the manager counts, and not 0 for every response."""
+    for truth in ([], {"answer": "34"}, [["34"]], None):
+        with pytest.raises(ValueError, match="ground truth must be an answer or a list of answers"):
+            compute_score("math_dapo", "Answer: 34", truth)
+        row = dict(data_source="math_dapo", solution_str="Answer: 34", ground_truth=truth)
+        [result] = RewardManager("naive", compute_score).score([row])
+        assert result["score"] == 0 and "ground truth must be" in result["failure"]
+    for interval in ("[1, 2]", "[1,2]"):
+        assert compute_score("math_dapo", "Answer: $[1,2]$", interval)["acc"]
+        assert not compute_score("math_dapo", "Answer: 1", interval)["acc"]
+    tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
+    assert compute_score("apps", "print(input())", tests)["score"] == 1  # JSON that is no list
+
+
 @pytest.mark.parametrize(
     ("text", "truth", "method", "expected"),
     [

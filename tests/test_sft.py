@@ -238,7 +238,7 @@ def test_rows_over_the_limit(rows_file):
     assert [len(row["response_ids"]) for row in rows] == [1] and (truncated, dropped) == (1, 2)
     rows, _, truncated, dropped = load(max_length=7, truncation="left")
     assert [len(row["response_ids"]) for row in rows] == [2, 3, 4] and (truncated, dropped) == (3, 0)
-    with pytest.raises(ValueError, match="leaves no row a trained token"):
+    with pytest.raises(ValueError, match="no row has an answer with a token within --max_length 6"):
         load(max_length=6, truncation="right")
 
 

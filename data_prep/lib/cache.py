@@ -26,7 +26,7 @@ from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
 from torch.utils.data import ConcatDataset
 
-from data_prep.lib import images, schema, turns
+from data_prep.lib import chats, images, schema, turns
 
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size
 QUIET_ROWS = 5000  # fewer are tokenised before a progress bar would tell anything
@@ -38,7 +38,12 @@ class Rows(ConcatDataset):
     """The rows of a Dataset for each file: their structs may differ, so that they are not one Dataset."""
 
     def __getitem__(self, i):
-        return [self[j] for j in range(len(self))[i]] if isinstance(i, slice) else super().__getitem__(i)
+        if isinstance(i, slice):
+            return [self[j] for j in range(len(self))[i]]
+        [row] = chats.plain_rows(super().__getitem__(i))
+        if "prompt" in row:
+            row["prompt"] = chats.conversation(row["prompt"], "prompt")
+        return row
 
     def column(self, name):
         """A column, in Arrow: without a Python object for each row."""
@@ -51,9 +56,9 @@ class Rows(ConcatDataset):
 def load_prompts(paths, tokenizer, max_length, tools=None):
     """Rows of a list of RL data files, with `prompt_ids` (chat template, generation prompt) and `index`.
 
-    Prompts of more than max_length tokens are dropped.  tools: JSON schemas that the chat template shows.
-    With a processor for tokenizer also `images` and `sampler_ids`, see images.py.  Returns Rows, and how many
-    were dropped.
+    Prompts without a token, or of more than max_length, are dropped.  tools: JSON schemas that the chat
+    template shows.  With a processor for tokenizer also `images` and `sampler_ids`, see images.py.  Returns
+    Rows, and how many were dropped.
     """
     names, sees = ", ".join(map(str, paths)), hasattr(tokenizer, "image_processor")
     how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
@@ -66,7 +71,10 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
             else:
                 ids = tokenizer.apply_chat_template([row["prompt"] for row in rows], **how)
                 values = [dict(prompt_ids=x) for x in ids]
-        except (jinja2.TemplateError, images.Unfit) as error:
+                for row, x in zip(rows, ids):
+                    if any("tool_calls" in message for message in row["prompt"]):
+                        turns.check_calls(row["prompt"], tokenizer.decode(x))
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
             if len(rows) > 1:  # which of them?
                 return [values for row, i in zip(rows, numbers) for values in encode([row], [i])]
             unfit = "does not fit the tokenizer's chat template"
@@ -74,14 +82,14 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
             raise ValueError(f"row {numbers[0]} {unfit}: {error}") from None
         for i, row, found in zip(numbers, rows, values):
             found |= dict(index=i, group=i, images=row["images"])
-        return [row if len(row["prompt_ids"]) <= max_length else None for row in values]
+        return [row if 0 < len(row["prompt_ids"]) <= max_length else None for row in values]
 
     columns = "data_source", "prompt", "reward_model", "extra_info"
     fields = dict(prompt_ids=IDS, index=INT, group=INT)
     fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
     rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, (max_length, tools))
     if paths and not rows:
-        raise ValueError(f"{names}: no prompt within --max_prompt_length {max_length}; raise it")
+        raise ValueError(f"{names}: no prompt of 1 to {max_length} tokens (--max_prompt_length)")
     return rows, dropped
 
 
@@ -108,14 +116,14 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
     found = [sorted((entry / str(n)).glob("*.arrow")) for n in range(len(paths))]
     parts = [concatenate_datasets([Dataset.from_file(str(x)) for x in some]) for some in found]
     none = pa.schema([*((name, pa.null()) for name in kept), *fields]).empty_table()
-    rows = Rows(parts or [Dataset(none)])
+    rows = Rows([part.with_format("arrow") for part in parts or [Dataset(none)]])
     return rows, sum(file.metadata.num_rows for _, file, _ in files) - len(rows)
 
 
 def key_of(paths, tokenizer, about, code):
     """Hash of the files, the tokenizer and its chat template, other arguments, and code."""
     about = *about, transformers.__version__, tokenizers.__version__, datasets.__version__
-    about += tuple(inspect.getsource(x) for x in (sys.modules[__name__], schema, turns, images, *code))
+    about += tuple(inspect.getsource(x) for x in (sys.modules[__name__], chats, schema, turns, images, *code))
     if "strftime_now" in str(tokenizer.chat_template):
         about += (date.today(),)  # which the template writes into the prompt
     digest = xxhash.xxh3_128(repr(about).encode())
@@ -166,7 +174,10 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
         return pa.table([*old.columns, *made.columns], [*kept, *fields.names])
 
     # without the metadata of datasets, which would make other values of what pyarrow reads
-    types = Features.from_arrow_schema(pa.schema([file.schema_arrow.field(name) for name in names]))
+    try:
+        types = Features.from_arrow_schema(pa.schema([file.schema_arrow.field(name) for name in names]))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error} Write structs, lists, or JSON text.") from None
     quiet = file.metadata.num_rows < QUIET_ROWS or int(os.environ.get("RANK", 0)) or not sys.stderr.isatty()
     (datasets.disable_progress_bars if quiet else datasets.enable_progress_bars)()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

@@ -16,6 +16,8 @@ from transformers import (
     AutoTokenizer,
 )
 
+from data_prep.lib.turns import check_calls
+
 MARK = "<image>"
 BROKEN = (OSError, SyntaxError, Image.DecompressionBombError)  # what PIL raises on a file that is no picture
 
@@ -78,7 +80,13 @@ def open_images(row):
 
 
 def encode_prompt(row, processor, tools=None):
-    """prompt_ids of a row, and sampler_ids, in which an image is one token."""
+    """prompt_ids of a row; of a processor also sampler_ids, in which an image is one token."""
+    if not hasattr(processor, "image_processor"):
+        options = dict(tools=tools, add_generation_prompt=True, return_dict=False)
+        ids = processor.apply_chat_template(row["prompt"], **options)
+        if any("tool_calls" in message for message in row["prompt"]):
+            check_calls(row["prompt"], processor.decode(ids))
+        return dict(prompt_ids=ids)
     chat, pictures, marks = [], open_images(row), 0
     for message in row["prompt"]:
         texts = message["content"].split(MARK)
@@ -88,6 +96,7 @@ def encode_prompt(row, processor, tools=None):
     if marks != len(pictures):
         raise Unfit(f"it has {len(pictures)} images, and {marks} {MARK} marks in its messages")
     text = processor.apply_chat_template(chat, add_generation_prompt=True, tools=tools, tokenize=False)
+    check_calls(row["prompt"], text)
     [ids] = processor(text=[text], images=pictures or None, add_special_tokens=False)["input_ids"]
     return dict(prompt_ids=ids, sampler_ids=processor.tokenizer.encode(text, add_special_tokens=False))
 

@@ -8,16 +8,19 @@ extra_info: dict                      split, index (of the row in its source), q
                                       answer: a response with full marks, empty where the source has none
 
 Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`: lists of {role, content}.
+A `prompt` may be a string, one message of the user; `chosen` and `rejected` too, one of the assistant.
+Messages with tool calls: chats.py.
 Any row may have `images`: a list of {bytes, path}, of which one is null, for each <image> in its prompt.
 """
 
 import itertools
-from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import replacing
+from data_prep.lib.chats import conversation, plain_rows, storable
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGES = ("prompt", "messages", "chosen", "rejected")
@@ -26,13 +29,13 @@ FIELDS = {
     "ability": str,
     "reward_model": dict,
     "extra_info": dict,
-    **dict.fromkeys(MESSAGES, list),
 }
 OPTIONAL = ("images",)  # where it is missing or null, a row has none
 KINDS = {  # columns of a file
     "RL": ("data_source", "prompt", "ability", "reward_model", "extra_info"),
     "SFT": ("messages",),
     "preferences": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt",),
 }
 ROW_GROUP = 500  # rows that are written at a time: the tests of a programming problem can be megabytes
 
@@ -71,8 +74,8 @@ def open_parquet(path, columns):
 
 def checked(table, columns, path, first=0):
     """Yield the rows of a table, row `first` and the next ones of a file, as `load_rows` gives them."""
-    for i, record in enumerate(table.to_pylist(), first):
-        check_row(record, f"{path}: row {i}")
+    for i, record in enumerate(plain_rows(table), first):
+        record = check_row(record, f"{path}: row {i}")
         yield {column: _get(record, column, f"{path}: row {i}") for column in columns}
 
 
@@ -81,39 +84,50 @@ def write_parquet(rows, path):
 
     Raises ValueError, in one line with file, row and field, for a row that `load_rows` would refuse.
     """
-    rows, count, first, writer = iter(rows), 0, None, None
-    with replacing(path) as new, ExitStack() as stack:
+    rows, count, first, schema, parts = iter(rows), 0, None, None, []
+    with replacing(path) as new, TemporaryDirectory(prefix=f"{new.name}.", dir=new.parent) as folder:
         while batch := list(itertools.islice(rows, ROW_GROUP)):
             for i, row in enumerate(batch, start=count):
-                check_row(row, f"{path}: row {i}")
+                chats = check_row(row, f"{path}: row {i}")
                 first = first or _names(row)
                 if _names(row) != first:  # pyarrow would fill in nulls, or drop what row 0 does not have
                     raise ValueError(
                         f"{path}: row {i}: columns {_names(row)} differ from those of row 0, {first}"
                     )
+                lists = [name for name in MESSAGES if isinstance(row.get(name), list)]
+                batch[i - count] = row | {name: storable(chats[name]) for name in lists}
             try:
-                table = pa.Table.from_pylist(batch, writer and writer.schema)
+                parts.append(f"{folder}/{count}")
+                pq.write_table(pa.Table.from_pylist(batch), parts[-1])
+                now = pq.read_schema(parts[-1])
+                schema = pa.unify_schemas([schema or now, now], promote_options="permissive")
             except pa.ArrowException as error:
                 raise ValueError(f"{path}: rows {count} to {i}: a column of two types: {error}") from None
-            writer = writer or stack.enter_context(pq.ParquetWriter(new, table.schema))
-            writer.write_table(table)
             count += len(batch)
         if not count:
             raise ValueError(f"{path}: no rows to write")
+        with pq.ParquetWriter(new, schema) as writer:  # it has the fields that only later rows have
+            for part in parts:
+                table = pq.read_table(part)
+                if (
+                    table.schema != schema
+                ):  # CAREFUL: `cast` makes broken structs where a field is null in all
+                    table = pa.Table.from_pylist(table.to_pylist(), schema)
+                writer.write_table(table)
     return count
 
 
 def check_row(row, where):
-    """Raise ValueError if one of the schema's fields that are in `row` is not as defined above."""
+    """The row with its messages as chat templates read them; ValueError if it is not as defined above.
+
+    The schema's fields that are in the row are checked.
+    """
     for name, kind in FIELDS.items():
         if name in row and not isinstance(row[name], kind):
             raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
-    for name in MESSAGES:
-        if name in row and not row[name]:
-            raise ValueError(f"{where}: {name!r} is empty; it needs at least one {{role, content}} message")
-        for i, message in enumerate(row.get(name, ())):
-            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-                raise ValueError(f"{where}: '{name}[{i}]' must be {{role, content}} with a string content")
+    chats = {name: _messages(row[name], name, where) for name in MESSAGES if name in row}
+    for name, messages in chats.items():
+        for i, message in enumerate(messages):
             if message.get("role") not in ROLES:
                 role, roles = message.get("role"), ", ".join(ROLES)
                 raise ValueError(f"{where}: '{name}[{i}].role' is {role!r}; use {roles}")
@@ -127,10 +141,18 @@ def check_row(row, where):
             raise ValueError(f"{where}: 'reward_model.style' is {style!r}; use 'rule' or 'model'")
         if style != "model" and truth is None:
             raise ValueError(f"{where}: 'reward_model.ground_truth' is missing; a rule compares with it")
+    return row | chats
+
+
+def _messages(value, name, where):
+    try:
+        return conversation(value, name)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _get(row, column, where):
-    """The value of a possibly dotted column; ValueError if it is not there or null."""
+    """The value of a possibly dotted column; ValueError if it is not there, null, or no messages."""
     value = row
     for key in column.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -138,6 +160,8 @@ def _get(row, column, where):
         return []
     if value is None:
         raise ValueError(f"{where}: {column!r} is missing or null; fill it in or drop the row")
+    if isinstance(value, list) and any(isinstance(x, dict) and "role" in x for x in value):
+        return value if column in MESSAGES else _messages(value, column, where)
     return value
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_prep.lib.chats import plain_rows
+
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".arrow")
 BATCH = 100  # rows that are read at a time
 
@@ -28,7 +30,7 @@ def read_hub(arguments):
             " pass --local_dataset_path DIR, a directory with a copy of the data set"
         ) from None
     place = f"{arguments.get('data_files', arguments['path'])} {arguments['split']}"
-    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    rows = itertools.chain.from_iterable(map(plain_rows, batches))
     return ((f"{place}: row {i}", row) for i, row in enumerate(rows))
 
 
@@ -64,13 +66,29 @@ def read_file(path):
 def _records(path):
     if path.suffix == ".parquet":
         for batch in pq.ParquetFile(path).iter_batches(BATCH):
-            yield from batch.to_pylist()
+            yield from plain_rows(batch)
     elif path.suffix == ".arrow":
         for batch in pa.ipc.open_stream(pa.memory_map(str(path))):
-            yield from batch.to_pylist()
+            yield from plain_rows(batch)
     else:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            yield from map(_parse, filter(str.strip, file)) if ".jsonl" in path.suffixes else json.load(file)
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            yield from _lines(file) if ".jsonl" in path.suffixes else _document(file.read())
+
+
+def _lines(lines):
+    return map(_parse, filter(str.strip, lines))
+
+
+def _document(text):
+    """Rows of a JSON document; `datasets` writes lines of JSON to files of this name, too."""
+    try:
+        rows = json.loads(text)
+    except ValueError:
+        lines = [*_lines(text.split("\n"))]
+        if not lines or not isinstance(lines[0], dict):
+            raise
+        return lines
+    return rows if isinstance(rows, list) else [rows]
 
 
 def _parse(line):
@@ -78,3 +96,5 @@ def _parse(line):
         return json.loads(line)
     except ValueError as error:
         return error
+    except RecursionError as error:
+        return ValueError(str(error))

@@ -26,8 +26,29 @@ def turns(messages, tokenizer, tools=None):
             before, upto = template(messages[:i], add_generation_prompt=True), template(messages[: i + 1])
         if not (upto.startswith(before) and text.startswith(upto)):
             raise ValueError(f"the chat template renders message {i} otherwise when others follow it")
+        check_calls(messages[i : i + 1], upto[len(before) :])
         found.append((i, len(before), len(upto)))
     return text, found
+
+
+def says_nothing(reply):
+    """Whether an answer, a string or messages, has an empty turn of the assistant: it would train silence."""
+    if isinstance(reply, str):
+        return not reply.strip()
+    if not isinstance(reply, list):
+        raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
+    spoken = [message for message in reply if message["role"] == "assistant"]
+    return any(not turn["content"].strip() and not turn.get("tool_calls") for turn in spoken)
+
+
+def check_calls(messages, text):
+    """ValueError if a chat template left a tool that messages call out of the text that it made of them."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            name = call.get("function", call)["name"]
+            if name not in text:
+                problem = f"the chat template leaves out tool calls, such as one of {name!r}"
+                raise ValueError(f"{problem}; take a model whose template shows them")
 
 
 def one_by_one(messages, tokenizer, tools, text):

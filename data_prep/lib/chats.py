@@ -1,0 +1,148 @@
+"""Conversations as chat templates read them, whatever wrote the file.
+
+A message is {role, content}, perhaps with more of FIELDS. A tool call is {function: {name, arguments}} or
+{name, arguments}; its arguments are a dict, in a file also JSON text.
+"""
+
+import json
+from functools import cache
+
+import pyarrow as pa
+
+FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+def plain_rows(table):
+    """Rows of an Arrow table, without what Arrow fills in: in messages no field is null, and JSON is read.
+
+    Arrow has one struct for all messages, and one for all arguments of tools: each has all fields of all.
+    A null that JSON has is kept, because somebody wrote it.
+    """
+    rows = table.to_pylist()
+    for field in table.schema:
+        if _has_messages(field.type):
+            for row in rows:
+                row[field.name] = _plain(row[field.name], field.type)
+    return rows
+
+
+def _fields(kind):
+    """Types inside a type of Arrow, by name; of a list: of its values."""
+    if isinstance(kind, pa.StructType):
+        return {field.name: field.type for field in kind}
+    return {None: kind.value_type} if hasattr(kind, "value_type") else {}
+
+
+def _are_messages(kind):
+    """Whether a type of Arrow is a list of structs with a role."""
+    return "role" in _fields(_fields(kind).get(None))
+
+
+@cache
+def _has_messages(kind):
+    """Whether a type of Arrow has messages or JSON in it, at any depth."""
+    if isinstance(kind, pa.JsonType) or _are_messages(kind):
+        return True
+    return any(map(_has_messages, _fields(kind).values()))
+
+
+def _plain(value, kind, in_message=False):
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    fields = _fields(kind)
+    in_message = in_message or _are_messages(kind)
+    if isinstance(kind, pa.StructType):
+        found = {name: _plain(value[name], inner, in_message) for name, inner in fields.items()}
+        return {name: x for name, x in found.items() if x is not None or not in_message}
+    if fields and isinstance(value, list):
+        return [_plain(x, fields[None], in_message) for x in value]
+    return value
+
+
+def conversation(value, name):
+    """Messages of a column, as a chat template reads them; a string is one message.
+
+    Raises ValueError, which names the field, for what are no messages.
+    """
+    if isinstance(value, str) and name != "messages":
+        role = "assistant" if name in ("chosen", "rejected") else "user"
+        return [dict(role=role, content=value)]
+    if not isinstance(value, list):
+        string = "" if name == "messages" else " or a string"
+        raise ValueError(f"{name!r} must be a list of messages{string}, not {value!r:.60}")
+    if not value:
+        raise ValueError(f"{name!r} is empty; it needs at least one {{role, content}} message")
+    return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
+
+
+def read_messages(value, name):
+    """Messages of a published column, with FIELDS alone."""
+    return [{key: x[key] for key in FIELDS if key in x} for x in conversation(value, name)]
+
+
+def _message(value, where):
+    message = _parsed(value, where, dict, "{role, content}")
+    message = {key: x for key, x in message.items() if x is not None}
+    calls = _parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
+    if calls:  # CAREFUL: with an empty list some templates write a turn of calls
+        message["tool_calls"] = [_call(x, f"{where}.tool_calls[{i}]") for i, x in enumerate(calls)]
+        message.setdefault("content", "")  # as vLLM does: a template may write a null as "None"
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(x, dict) and x.get("type") == "text" for x in content):
+        message["content"] = content = "\n".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"'{where}' must be {{role, content}} with a string content")
+    return message
+
+
+def _call(value, where):
+    form = "{function: {name, arguments}}"
+    call = _parsed(value, where, dict, form)
+    function = _parsed(call.get("function", call), where, dict, form)
+    if not isinstance(function.get("name"), str):
+        raise ValueError(f"'{where}' must be {form} with the name of a tool, not {value!r:.60}")
+    arguments = _parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
+    try:
+        json.dumps(arguments)
+    except TypeError as error:
+        raise ValueError(f"'{where}: arguments': {error}; write them as JSON text") from None
+    function = function | dict(arguments=arguments)
+    return call | dict(function=function) if "function" in call else function
+
+
+def _parsed(value, where, kind, form):
+    """A value, or that of which it is the JSON text."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, kind):
+        raise ValueError(f"'{where}' must be {form} or its JSON text, not {value!r:.60}")
+    return found
+
+
+def answer(value):
+    """The text of an answer: a string, or one message of the assistant."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) != 1 or value[0].keys() - {"role", "content"}:
+        problem = f"an answer must be a string or one message {{role, content}}, not {value!r:.60}"
+        raise ValueError(f"{problem}; conversations: --messages_key")
+    return value[0]["content"]
+
+
+def storable(messages):
+    """Messages as they are written, arguments as JSON text: a file has one struct for those of all tools."""
+    messages = [dict(message) for message in messages]
+    for message in messages:
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_storable_call(call) for call in message["tool_calls"]]
+    return messages
+
+
+def _storable_call(call):
+    function = call.get("function", call)
+    function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
+    return call | dict(function=function) if "function" in call else function

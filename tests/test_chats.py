@@ -1,0 +1,491 @@
+"""Conversations, prompts and answers of odd writers: what every script reads, and what it refuses."""
+
+import json
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import datasets
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from test_sft import CONVERSATION, conversation_tokenizer
+
+from algos import dpo, generate, quantize, rm, sft
+from data_prep import preference, sft_chat
+from data_prep.lib import source
+from data_prep.lib.cache import load_prompts
+from data_prep.lib.chats import conversation
+from data_prep.lib.schema import ROW_GROUP, load_rows, write_parquet
+
+CALLS = CONVERSATION.replace(
+    "~ m.content -}}",
+    "~ m.content -}}{%- for c in m.tool_calls or () -%}{%- set f = c.function or c -%}"
+    "{{- '[' ~ f.name ~ f.arguments | tojson ~ ']' -}}{%- endfor -%}",
+)
+
+
+def tokenizer_with(template=CALLS):
+    tokenizer = conversation_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def user(text="hi"):
+    return dict(role="user", content=text)
+
+
+def says(text):
+    return dict(role="assistant", content=text)
+
+
+def calls(name, arguments, content=None):
+    function = dict(name=name, arguments=arguments)
+    return dict(role="assistant", content=content, tool_calls=[dict(id="1", function=function)])
+
+
+def written(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def with_features(path, rows, **features):
+    """As `datasets` writes rows whose tool calls, or whole messages, are the feature Json."""
+    datasets.Dataset.from_list(rows, features=datasets.Features(**features)).to_parquet(path)
+    return str(path)
+
+
+TWO = [[user(), calls("weather", dict(city="Oslo"))], [user(), calls("sum", dict(expr="2*3"))]]
+NULL = [[user(), calls("weather", dict(city="Oslo", day=None))], TWO[1]]
+JSON, TEXT = datasets.Json(), datasets.Value("string")
+
+
+def as_text(talk):
+    """A question and calls, with their arguments as JSON text."""
+    question, answer = talk
+    functions = [call["function"] for call in answer["tool_calls"]]
+    texts = [dict(function=f | dict(arguments=json.dumps(f["arguments"]))) for f in functions]
+    return [question, answer | dict(tool_calls=texts)]
+
+
+WRITERS = {  # how two conversations with calls of two tools get into a file
+    "structs": (TWO, lambda path: written(path, [dict(messages=talk) for talk in TWO])),
+    "structs with a null": (TWO, lambda path: written(path, [dict(messages=talk) for talk in NULL])),
+    "pandas": (TWO, lambda path: pd.DataFrame(dict(messages=TWO)).to_parquet(path) or str(path)),
+    "arguments as JSON": (
+        NULL,
+        lambda path: written(path, [dict(messages=as_text(talk)) for talk in NULL]),
+    ),
+    "calls as JSON": (
+        NULL,
+        lambda path: written(
+            path,
+            [dict(messages=[q, a | dict(tool_calls=json.dumps(a["tool_calls"]))]) for q, a in NULL],
+        ),
+    ),
+    "feature Json": (
+        NULL,
+        lambda path: with_features(
+            path,
+            [dict(messages=talk) for talk in NULL],
+            messages=datasets.List(dict(role=TEXT, content=TEXT, tool_calls=datasets.List(JSON))),
+        ),
+    ),
+    "feature Json of all": (
+        NULL,
+        lambda path: with_features(
+            path, [dict(messages=talk) for talk in NULL], messages=datasets.List(JSON)
+        ),
+    ),
+    "ours": (NULL, lambda path: write_parquet([dict(messages=x) for x in NULL], path) and str(path)),
+}
+
+
+def shown(talk):
+    """What the template writes for the calls of a conversation of two turns."""
+    return "".join(
+        f"[{c['function']['name']}{json.dumps(c['function']['arguments'])}]" for c in talk[1]["tool_calls"]
+    )
+
+
+# ---- calls of tools
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_script_reads_the_calls_that_were_written(writer, tmp_path):
+    """No null that Arrow has filled in, and each that somebody wrote as JSON."""
+    talks, write = WRITERS[writer]
+    file, tokenizer = write(tmp_path / "talks.parquet"), tokenizer_with()
+    expected = [f"{shown(talk)}<|eos|>" for talk in talks]
+    # sft, from `messages`, a column of another name, and one inside a struct
+    table = pq.read_table(file)
+    renamed, inside = tmp_path / "renamed.parquet", tmp_path / "inside.parquet"
+    pq.write_table(table.rename_columns(["said"]), renamed)
+    struct = pa.StructArray.from_arrays([table["messages"].combine_chunks()], ["said"])
+    pq.write_table(pa.table(dict(extra_info=struct)), inside)
+    for path, key in ((file, "messages"), (str(renamed), "said"), (str(inside), "extra_info.said")):
+        args = sft.Args(model="", train_files=(), output_dir="", messages_key=key)
+        rows, *_, dropped = sft.load_examples([path], args, tokenizer)
+        assert [tokenizer.decode(row["response_ids"]) for row in rows] == expected and dropped == 0
+    # dpo and rm: a call or a word; quantize
+    pairs = tmp_path / "pairs.parquet"
+    chosen, no = table["messages"], [[user(), says("no")]] * 2
+    prompt = [[user("?")]] * 2
+    pq.write_table(pa.table(dict(prompt=prompt, chosen=chosen, rejected=no)), pairs)
+    args = dpo.Args(model="", train_files=(), output_dir="")
+    rows, _ = dpo.load_pairs([str(pairs)], args, tokenizer)
+    assert [tokenizer.decode(row["chosen_ids"]) for row in rows] == expected
+    args = rm.Args(model="", train_files=(), output_dir="")
+    rows, _ = rm.read_pairs([str(pairs)], args, tokenizer, None)
+    said = lambda ids: tokenizer.decode(ids).removesuffix("\n").partition("<|assistant|>")[2]
+    assert [said(row["chosen_ids"]) for row in rows] == expected
+    args = quantize.Args("", "")
+    assert [said(ids[0]) for ids, _ in quantize.read_texts(file, tokenizer, args)] == expected
+    # prompts of the trainers with a sampler, and of generate.py
+    prompts, count = tmp_path / "prompts.parquet", len(talks)
+    columns = dict(data_source=["x"] * count, reward_model=[dict(style="model", ground_truth="")] * count)
+    columns |= dict(extra_info=[dict(index=0)] * count, prompt=table["messages"])
+    pq.write_table(pa.table(columns), prompts)
+    rows, _ = load_prompts([str(prompts)], tokenizer, 999)
+    for row, talk, text in zip(rows, talks, expected, strict=True):
+        assert text in tokenizer.decode(row["prompt_ids"])
+        [call] = row["prompt"][1]["tool_calls"]  # what a reward model's template is given
+        assert call["function"] == talk[1]["tool_calls"][0]["function"] and row["prompt"][1]["content"] == ""
+    found = generate_prompts(str(prompts), tokenizer)
+    assert [row["prompt_ids"] for row in rows] == [prompt["prompt_ids"] for prompt in found.values()]
+
+
+def generate_prompts(file, tokenizer, **changes):
+    """generate.py's prompts, of a model that takes no images."""
+    args = generate.Args(model="none", data=file, output="none", **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "AutoConfig", SimpleNamespace(from_pretrained=lambda name: None))
+        patch.setattr(generate, "takes_images", lambda config: False)
+        return generate.load_prompts(args, tokenizer, None)[0]
+
+
+def test_other_forms_of_calls():
+    flat = dict(name="f", arguments='{"x": null}')
+    [message] = conversation([dict(role="assistant", tool_calls=[flat])], "messages")
+    assert message == says("") | dict(tool_calls=[dict(name="f", arguments=dict(x=None))])
+    assert conversation([says("a") | dict(tool_calls=[], name=None)], "messages") == [says("a")]
+    for nothing in (None, "", {}, "{}"):
+        [message] = conversation([calls("f", nothing)], "messages")
+        assert message["tool_calls"][0]["function"] == dict(name="f", arguments={})
+    parts = [dict(type="text", text="a"), dict(type="text", text="b", more=None)]
+    assert conversation([user(parts)], "messages") == [user("a\nb")]
+
+
+BAD = [
+    ("hello", "'messages' must be a list of messages, not 'hello'"),
+    ([7], "'messages[0]' must be {role, content} or its JSON text, not 7"),
+    (["{"], "'messages[0]' must be {role, content} or its JSON text, not '{'"),
+    ([user(None)], "'messages[0]' must be {role, content} with a string content"),
+    ([user([dict(type="image")])], "'messages[0]' must be {role, content} with a string content"),
+    ([calls("f", "{x")], "'messages[0].tool_calls[0]: arguments' must be an object or its JSON text, not '{"),
+    ([calls("f", "[1]")], "'messages[0].tool_calls[0]: arguments' must be an object or its JSON text, not '"),
+    ([calls("f", dict(x=b""))], "'messages[0].tool_calls[0]: arguments': Object of type bytes is not "),
+    ([calls(None, {})], "'messages[0].tool_calls[0]' must be {function: {name, arguments}} with the name of"),
+    ([says("") | dict(tool_calls="7")], "'messages[0].tool_calls' must be a list or its JSON text, not '7'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "problem"), BAD)
+def test_what_are_no_messages(value, problem):
+    with pytest.raises(ValueError) as error:
+        conversation(value, "messages")
+    assert str(error.value).startswith(problem) and "\n" not in str(error.value)
+
+
+def test_a_template_that_leaves_out_calls_is_refused(tmp_path):
+    """It would train an empty turn."""
+    tokenizer, match = tokenizer_with(CONVERSATION), "row 0.*leaves out tool calls, such as one of .*weather"
+    talk, no = [user(), calls("weather", dict(x=1))], [user(), says("no")]
+    row = dict(messages=talk, data_source="x", prompt=[*talk, user("?")], chosen=talk[1:], rejected=no[1:])
+    row |= dict(reward_model=dict(style="model"), extra_info=dict(answer="3"))
+    path = written(tmp_path / "rows.parquet", [row])
+    make = lambda script, **how: script.Args(model="", train_files=(), output_dir="", **how)
+    for read in (
+        lambda: sft.load_examples([path], make(sft, messages_key="messages"), tokenizer),
+        lambda: sft.load_examples([path], make(sft), tokenizer),
+        lambda: dpo.load_pairs([path], make(dpo), tokenizer),
+        lambda: rm.read_pairs([path], make(rm), tokenizer, None),
+        lambda: load_prompts([path], tokenizer, 99),
+    ):
+        with pytest.raises(ValueError, match=match):
+            read()
+    with pytest.raises(ValueError, match="template leaves out tool calls"):
+        quantize.read_texts(path, tokenizer, quantize.Args("", ""))
+    with pytest.raises(SystemExit) as end:
+        generate_prompts(path, tokenizer)
+    assert "rows.parquet: row 0: prompt: the chat template leaves out tool calls" in str(end.value.code)
+
+
+def test_calls_go_through_the_scripts_that_write_chats(tmp_path, capsys):
+    talk = [user(), calls("f", dict(x=None, y=[1, "a"])), dict(role="tool", content="3", tool_call_id="1")]
+    kept = [*talk, says("3") | dict(reasoning_content="Hm.", name="bot")]
+    silent = [[user(), says(" ")], [user(), says(""), user(), says("x")]]
+    plain = [[user(), says("x")]] * (ROW_GROUP + 7)  # a field may come first in a later group of rows
+    rows = [dict(messages=x, weight=1) for x in [*plain, kept, *silent]]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = dict(local_save_dir=str(tmp_path / "out"), local_dataset_path=str(tmp_path), splits=("train",))
+    sft_chat.main(sft_chat.Args(**args))
+    found = load_rows(tmp_path / "out/train.parquet", ["messages"])
+    expected = [kept[0], kept[1] | dict(content=""), *kept[2:]]
+    assert [row["messages"] for row in found] == [*plain, expected]
+    assert "2 left out: an empty turn of the assistant\n" in capsys.readouterr().out
+    pairs = [dict(chosen=kept, rejected=[user(), says("no")]), dict(chosen=talk[:2], rejected=talk[:2])]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    preference.main(preference.Args(**args))
+    [row] = load_rows(tmp_path / "out/train.parquet", ["prompt", "chosen", "rejected"])
+    assert row == dict(prompt=kept[:1], chosen=expected[1:], rejected=[says("no")])
+    assert "1 left out: both replies are the same" in capsys.readouterr().out
+
+
+# ---- answers and prompts that are empty; strings
+
+
+@pytest.mark.parametrize("empty", ["", " \n "])
+def test_rows_without_an_answer_are_dropped_and_counted(empty, tmp_path):
+    tokenizer, make = tokenizer_with(), partial(sft.Args, model="", train_files=(), output_dir="")
+    rows = [dict(prompt="1+2=", completion=text) for text in ("3", empty, "4")]
+    path = written(tmp_path / "rows.parquet", rows)
+    found, *_, dropped = sft.load_examples([path], make(response_key="completion"), tokenizer)
+    assert [tokenizer.decode(row["response_ids"]) for row in found] == ["3<|eos|>", "4<|eos|>"]
+    assert dropped == 1
+    args = quantize.Args("", "", response_key="completion")
+    assert len(quantize.read_texts(path, tokenizer, args)) == 2
+    assert len(quantize.read_texts(path, tokenizer, args, limit=2)) == 2
+    # a conversation with one silent turn goes, and one with a call stays
+    talks = [[user(), says(empty)], [user(), says("a"), user(), says(empty), user(), says("b")]]
+    talks += [[user(), calls("f", dict(x=1), empty)], [user(), says("a")]]
+    path = written(tmp_path / "talks.parquet", [dict(messages=talk) for talk in talks])
+    found, *_, dropped = sft.load_examples([path], make(messages_key="messages"), tokenizer)
+    assert [tokenizer.decode(row["response_ids"]) for row in found] == [
+        f'{empty}[f{{"x": 1}}]<|eos|>',
+        "a<|eos|>",
+    ]
+    assert dropped == 2
+    assert len(quantize.read_texts(path, tokenizer, quantize.Args("", ""))) == 2
+    path = written(tmp_path / "none.parquet", [dict(prompt="1+2=", completion=empty)])
+    with pytest.raises(ValueError, match=r"none.parquet: no row has an answer with a token within "):
+        sft.load_examples([path], make(response_key="completion"), tokenizer)
+    with pytest.raises(ValueError, match=r"none.parquet: no row has an answer in 'completion'; --res"):
+        quantize.read_texts(path, tokenizer, args)
+
+
+def test_pairs_with_an_empty_turn_are_no_pairs(tmp_path):
+    tokenizer, args = tokenizer_with(), dpo.Args(model="", train_files=(), output_dir="", bad_pairs="drop")
+    good = dict(prompt=[user()], chosen=[says("a")], rejected=[says("b")])
+    talk = [says("a"), user(), says(""), user(), says("b")]
+    rows = [good, good | dict(chosen=talk), good | dict(rejected=[says(" ")])]
+    rows, dropped = dpo.load_pairs([written(tmp_path / "x.parquet", rows)], args, tokenizer)
+    assert len(rows) == 1 and dropped == 2
+
+
+def test_an_answer_may_be_one_message(tmp_path):
+    """As TRL has prompt and completion; a longer one is refused."""
+    tokenizer, make = tokenizer_with(), partial(sft.Args, model="", train_files=(), output_dir="")
+    texts = []
+    for name, answer in (("string", "3"), ("message", [says("3")])):
+        path = written(tmp_path / f"{name}.parquet", [dict(prompt=[user()], completion=answer)])
+        texts.append([*sft.load_examples([path], make(response_key="completion"), tokenizer)[0]])
+        args = quantize.Args("", "", response_key="completion")
+        texts[-1] += [ids.tolist() for ids, _ in quantize.read_texts(path, tokenizer, args)]
+    assert texts[0] == texts[1]
+    for bad in ([says("3"), user(), says("4")], [calls("f", dict(x=1))], 3):
+        path = written(tmp_path / "bad.parquet", [dict(prompt=[user()], completion=bad)])
+        with pytest.raises(ValueError, match=r"row 0: prompt, completion: .*an answer must be a string or "):
+            sft.load_examples([path], make(response_key="completion"), tokenizer)
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path):
+    path, text = tmp_path / "x.parquet", pa.string()
+    kind = pa.list_(pa.struct([("role", text), ("x", pa.map_(text, text))]))
+    messages = pa.array([[dict(role="user", x=[("a", "b")])]], kind)
+    pq.write_table(pa.table(dict(messages=messages)), path)
+    args = sft.Args(model="", train_files=(), output_dir="", messages_key="messages")
+    with pytest.raises(
+        ValueError, match=r"x.parquet: Arrow type map.*\. Write structs, lists, or JSON text\."
+    ):
+        sft.load_examples([str(path)], args, tokenizer_with())
+
+
+def test_strings_are_messages_in_every_script(tmp_path):
+    tokenizer = tokenizer_with()
+    row = dict(prompt="1+2=", completion="3", chosen="3", rejected="4", data_source="arithmetic")
+    row |= dict(reward_model=dict(style="rule", ground_truth="3"), extra_info=dict(answer="3"))
+    talk = row | dict(prompt=[user("1+2=")], chosen=[says("3")], rejected=[says("4")])
+    make = lambda script, **how: script.Args(model="", train_files=(), output_dir="", **how)
+    results = []
+    for name, x in (("strings", row), ("messages", talk)):
+        path = written(tmp_path / f"{name}.parquet", [x])
+        found = [
+            [*sft.load_examples([path], make(sft, response_key="completion"), tokenizer)[0]],
+            [*dpo.load_pairs([path], make(dpo), tokenizer)[0]],
+            [*rm.read_pairs([path], make(rm), tokenizer, None)[0]],
+            [x["prompt_ids"] for x in load_prompts([path], tokenizer, 99)[0]],
+            [x["prompt"] for x in load_prompts([path], tokenizer, 99)[0]],
+            [x["prompt_ids"] for x in generate_prompts(path, tokenizer).values()],
+            [ids.tolist() for ids, _ in quantize.read_texts(path, tokenizer, quantize.Args("", ""))],
+        ]
+        results.append(found)
+    assert results[0] == results[1] and all(results[0])
+    assert tokenizer.decode(results[0][3][0]) == "<|user|>1+2=<|assistant|>"
+
+
+def test_prompts_without_a_token_are_dropped_and_counted(tmp_path):
+    tokenizer = tokenizer_with("{%- for m in messages -%}{{- m.content -}}{%- endfor -%}")
+    row = dict(data_source="arithmetic", reward_model=dict(style="rule", ground_truth="3"))
+    row |= dict(extra_info=dict(index=0))
+    path = written(tmp_path / "x.parquet", [row | dict(prompt=[user(x)]) for x in ("1+2=", "", "3")])
+    rows, dropped = load_prompts([path], tokenizer, 3)
+    assert [row["index"] for row in rows] == [2] and dropped == 2
+    assert [*generate_prompts(path, tokenizer, max_prompt_length=3)] == [2]
+    path = written(tmp_path / "x.parquet", [row | dict(prompt=[user("")])])
+    with pytest.raises(ValueError, match=r"x.parquet: no prompt of 1 to 3 tokens \(--max_prompt_length\)"):
+        load_prompts([path], tokenizer, 3)
+
+
+# ---- any values, any writer
+
+
+NAMES = st.sampled_from(["x", "y", "role", "content", "ä b"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=5,
+)
+MESSAGE = st.fixed_dictionaries(
+    dict(role=st.sampled_from(["user", "assistant", "tool"]), content=st.text(max_size=6)),
+    optional=dict(
+        name=st.none() | st.text(max_size=3),
+        reasoning_content=st.none() | st.text(max_size=3),
+        tool_calls=st.none()
+        | st.lists(
+            st.fixed_dictionaries(
+                dict(
+                    id=st.text(max_size=3),
+                    function=st.fixed_dictionaries(
+                        dict(name=st.text(max_size=3), arguments=st.dictionaries(NAMES, VALUES, max_size=3))
+                    ),
+                )
+            ),
+            max_size=2,
+        ),
+    ),
+)
+TALKS = st.lists(st.lists(MESSAGE, min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+def without_nulls(value):
+    """A value as a struct keeps it."""
+    if isinstance(value, dict):
+        return {name: without_nulls(x) for name, x in value.items() if x is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
+
+
+def in_structs(talks):
+    return pa.Table.from_pylist([dict(messages=talk) for talk in talks])
+
+
+LARGE = pa.list_(pa.struct([("role", pa.large_string()), ("content", pa.string_view())]))
+STRUCTS = {
+    "arrow": in_structs,
+    "pandas": lambda talks: pa.Table.from_pandas(pd.DataFrame(dict(messages=talks))),
+    "polars": lambda talks: pa.table(
+        dict(messages=pa.array([[{k: m[k] for k in ("role", "content")} for m in t] for t in talks], LARGE))
+    ),
+    "datasets": lambda talks: datasets.Dataset.from_list([dict(messages=x) for x in talks]).data.table,
+}
+QUIET = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@QUIET
+@given(talks=TALKS)
+def test_what_is_written_is_read_back(talks, tmp_path_factory):
+    path = tmp_path_factory.mktemp("x") / "x.parquet"
+    write_parquet([dict(messages=talk) for talk in talks], path)
+    assert [row["messages"] for row in load_rows(path, ["messages"])] == [
+        conversation(x, "messages") for x in talks
+    ]
+
+
+@QUIET
+@pytest.mark.parametrize("writer", STRUCTS)
+@given(talks=TALKS)
+def test_structs_of_any_writer(writer, talks, tmp_path_factory):
+    """They are refused by the writer where two values have two types."""
+    path = tmp_path_factory.mktemp("x") / "x.parquet"
+    try:
+        pq.write_table(STRUCTS[writer](talks), path)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return
+    if writer == "polars":
+        talks = [[{k: m[k] for k in ("role", "content")} for m in talk] for talk in talks]
+    found = [row["messages"] for row in load_rows(path, ["messages"])]
+    assert found == [conversation(without_nulls(talk), "messages") for talk in talks]
+
+
+@QUIET
+@given(value=VALUES | st.lists(VALUES | MESSAGE, max_size=3))
+@example(value=[says("") | dict(tool_calls="[" * 10**5)])
+@example(value=[says("") | dict(tool_calls=[dict(function=dict(name="f", arguments="1" * 5000))])])
+def test_anything_else_is_one_line(value):
+    try:
+        assert conversation(value, "messages")
+    except ValueError as error:
+        assert "\n" not in str(error) and "'messages" in str(error)
+
+
+RECORDS = st.lists(st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=4)
+
+
+@QUIET
+@given(
+    records=RECORDS,
+    ascii=st.booleans(),
+    bom=st.booleans(),
+    end=st.sampled_from(["\n", "\r\n", "\n\n", "\n \n"]),
+)
+@example(records=[dict(x="\u2028\x85")], ascii=False, bom=True, end="\n")
+def test_json_of_any_writer(records, ascii, bom, end, tmp_path_factory):
+    """A document or lines, in a file named .json; lines in .jsonl."""
+    folder, dump = tmp_path_factory.mktemp("x"), partial(json.dumps, ensure_ascii=ascii)
+    lines = end.join(map(dump, records)) + end
+    encoding = "utf-8-sig" if bom else "utf-8"
+    for name, text in (
+        ("a.json", dump(records)),
+        ("b.json", dump(records, indent=2)),
+        ("c.json", lines),
+        ("d.jsonl", lines),
+    ):
+        (folder / name).write_bytes(text.encode(encoding))
+        assert [record for _, record in source.read_file(folder / name)] == records, name
+
+
+def test_json_that_is_cut_off(tmp_path):
+    path = tmp_path / "x.json"
+    for text, problem in (('[{"a": 1},\n{"b"', "line 2 column 5"), ("a,b\n1,2", "line 1 column 1")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"x.json: cannot be read: .*{problem}"):
+            [*source.read_file(path)]
+    path.write_text('{"a": 1}\n{"b"')
+    (_, first), (place, second) = source.read_file(path)
+    assert first == dict(a=1) and isinstance(second, ValueError) and place.endswith("x.json: row 1")
+
+
+def test_numbers_beside_nulls(tmp_path):
+    """Rows whose later groups have a field, or a fraction, that the first group has not."""
+    rows = [dict(x=None, y=1, z=dict(a=1))] * ROW_GROUP + [dict(x="a", y=0.5, z=dict(a=1, b=dict(c=2)))]
+    path = tmp_path / "x.parquet"
+    rows[-1]["z"].pop("b")
+    write_parquet(rows, path)
+    found = load_rows(path, ["y", "z"])
+    assert found[0]["y"] == 1.0 and math.isclose(found[-1]["y"], 0.5)
+    deep = [dict(z=[dict(a=1)])] * ROW_GROUP + [dict(z=[dict(a=1, b=2)])]
+    write_parquet(deep, path)
+    assert load_rows(path, ["z"])[-1]["z"] == [dict(a=1, b=2)]
