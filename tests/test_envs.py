@@ -330,6 +330,35 @@ def test_answers_are_checked(file, pools):
     assert answers["half"]["messages"][0]["content"] == "?!"
 
 
+@pytest.mark.parametrize(
+    ("reply", "failure"),
+    [
+        (None, "error: argument of type 'NoneType'"),
+        (7, "error: argument of type 'int'"),
+        ([1, 2, 3, "stop"], "error: list indices"),
+        ("error", "error: string indices"),
+        ({}, "error: 'messages'"),
+        ({"messages": "text", "state": "", "reward": 0}, "error: step returned 'text'"),
+        (
+            {"messages": [{"role": "system", "content": "x"}], "state": "", "reward": 0},
+            "error: step returned",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": ["x"]}], "state": "", "reward": 0},
+            "error: step returned",
+        ),
+        ({"error": "stop"}, "error: stop"),
+        ({"error": {"a": ["b\nc"]}}, "error: {'a': ['b\\nc']}"),
+    ],
+)
+def test_a_process_that_is_taken_over_ends_its_trajectory_only(file, pools, monkeypatch, reply, failure):
+    """How a trajectory ended is not for it to say: the word before the colon becomes its finish_reason."""
+    monkeypatch.setattr("envs.pool.Worker.call", lambda *_, **__: reply)
+    pool = pools(f"{file}:Env", 1, 60)
+    answer = ask(pool, a="x")["a"]
+    assert answer["failure"].startswith(failure) and answer["messages"] is answer["reward"] is None
+
+
 def test_state_goes_from_process_to_process(file, pools):
     pool = pools(f"{file}:Env", 3, 60)
     keys = [f"k{i}" for i in range(6)]

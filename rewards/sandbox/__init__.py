@@ -149,7 +149,7 @@ def _receive(process, timeout_s):
     try:
         reason, returncode, *sizes = _read(process.stdout, 64, deadline).decode().split()
         stdout, stderr = (_read(process.stdout, int(n), deadline).decode("utf-8", "replace") for n in sizes)
-    except (EOFError, TimeoutError):
+    except (EOFError, TimeoutError, ValueError):  # ValueError: no such header
         return Result("", "", -9, "lost")
     if reason == "setup":
         raise SandboxError(stderr)

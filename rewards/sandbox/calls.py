@@ -34,7 +34,7 @@ def encode(value):
 
 
 def decode(data):
-    """Inverse of `encode`.  Raises ValueError, TypeError or RecursionError for what it did not make."""
+    """Inverse of `encode`; raises Arithmetic-, Recursion-, Type- or ValueError for what it did not make."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):
