@@ -41,7 +41,7 @@ TOTAL_S = 20  # below the time that the prime manager gives a response
 OUTPUT_BYTES = 1 << 16  # that a program may print beyond four times the longest expected output
 TOLERANCE = dict(rel_tol=1e-5, abs_tol=1e-8)
 CHILD = Path(__file__).with_name("sandbox").joinpath("calls.py").read_text()
-FENCE = re.compile(r"[ \t]*```+[ \t]*([\w+-]*)\s*")
+FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)\s*+")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 INTEGER = re.compile(r"[+-]?[0-9]+")
 BUILTINS = frozenset(dir(builtins))

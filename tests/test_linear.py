@@ -166,9 +166,9 @@ def test_time_grows_as_the_length(name, monkeypatch):
     monkeypatch.setattr("rewards.mathematics.equivalence.call_in_worker", lambda *_, **__: False)
     slow = []
     for word in WORDS:
-        for end in ("", "x", "\n5"):
-            short, long = (word * (n // len(word)) + end for n in (SHORT, SHORT * TIMES))
+        for second, end in (("", ""), ("", "x"), (" ", "`\n5")):
+            short, long = (word * (n // len(word)) + second * n + end for n in (SHORT, SHORT * TIMES))
             spent = seconds(READERS[name], long)
             if spent > CLOCK_S and spent > MOST * (before := seconds(READERS[name], short)):
-                slow.append((word, end, before, spent))
+                slow.append((word, second, end, before, spent))
     assert not slow
