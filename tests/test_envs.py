@@ -183,7 +183,7 @@ FORMATS = [
     ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [UNREADABLE]),
     ("<tool_call>[]</tool_call><tool_call></tool_call><tool_call>7</tool_call>", [UNREADABLE] * 3),
     ("<tool_call>" + "[" * 100_000, [UNREADABLE]),
-    ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 5000 + "}}", [UNREADABLE]),
+    ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 200_000 + "}}", [UNREADABLE]),
     ("<tool_call>" * 1000, [UNREADABLE]),
     (
         '<think><tool_call>{"name": "g"}</tool_call></think><tool_call>{"name": "f", "arguments": {"a": 1}}',
