@@ -134,7 +134,6 @@ class Args:
 if __name__ == "__main__":
     flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
 
-import jinja2
 import numpy as np
 import safetensors
 import torch
@@ -153,7 +152,7 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
-from envs.messages import observation, shorten
+from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
@@ -267,11 +266,8 @@ def trajectories(pool, tokenizer, engine, args, timing, prompts, step, group_siz
     for row in rows:
         row["entropy"] = args.seed, step, row["index"], row["sample"]
     with timed(timing, "gen"):
-        try:
-            options = dict(logprobs=0, flat_logprobs=True)
-            idle = converse(engine, rows, pool, tokenizer, args, **options, **sampling)
-        except jinja2.TemplateError as error:
-            raise SystemExit(f"error: --env {args.env}: {error}") from None
+        options = dict(logprobs=0, flat_logprobs=True)
+        idle = converse(engine, rows, pool, tokenizer, args, **options, **sampling)
     timing["env_wait"] = timing.get("env_wait", 0.0) + idle
     for row in rows:
         row["response_ids"] = np.array(row["response_ids"], np.int32)
@@ -338,7 +334,7 @@ def main(args):
         tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(args, pool.tools)
         if pool.tools:
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
-    except (ValueError, jinja2.TemplateError) as error:
+    except ValueError as error:
         fail(" ".join(str(error).split()))
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
@@ -573,8 +569,12 @@ def add_answer(row, answer, tools, tokenizer, args):
     row["env_reward"] = answer["reward"]
     if not answer["messages"]:
         return False
-    messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length)
-    ids = observation(tokenizer, messages, tools, row["response_ids"][-1])
+    try:
+        messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length)
+        ids = observation(tokenizer, messages, tools, row["response_ids"][-1])
+    except Unrenderable as error:
+        row |= dict(failure=f"error: {error}", finish_reason="error")
+        return False
     full = len(row["response_ids"]) + len(ids) >= args.max_response_length  # no room for a token
     if full or row["turns"] == args.max_turns:
         row["finish_reason"] = "turns" if row["turns"] == args.max_turns else "length"

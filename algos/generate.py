@@ -62,7 +62,7 @@ from common.files import replacing, weights_digest
 from common.run import fail, refuse
 from data_prep.lib.images import encode_prompt, load_processor, never_sampled, request, takes_images
 from data_prep.lib.schema import load_rows
-from envs.messages import observation, shorten
+from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons")
@@ -249,8 +249,12 @@ def add_answer(row, answer, tools, tokenizer, args):
     row["env_reward"] = answer["reward"]
     if not answer["messages"]:
         return False
-    messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length)
-    ids = observation(tokenizer, messages, tools, row["response_ids"][-1])
+    try:
+        messages, longer = shorten(tokenizer, answer["messages"], args.max_observation_length)
+        ids = observation(tokenizer, messages, tools, row["response_ids"][-1])
+    except Unrenderable as error:
+        row |= dict(failure=f"error: {error}", finish_reason="error")
+        return False
     full = len(row["response_ids"]) + len(ids) >= args.max_response_length  # no room for a token
     if full or row["turns"] == args.max_turns:
         row["finish_reason"] = "turns" if row["turns"] == args.max_turns else "length"

@@ -1,8 +1,7 @@
 """One HTML file for a run, or for several side by side. It opens without a network and shows the checks of
 docs/guides/report.md, curves with bands over seeds, where the time goes, differences of arguments, rollouts.
 
-Runs whose arguments differ only in `seed` and `output_dir` are one series: the mean of its runs, and a band
-from the lowest to the highest. The script only reads files of a run, which may still be training.
+Runs that differ only in `seed` and `output_dir` are one series: the mean, and a band from lowest to highest.
 
 Command:    python algos/report.py runs/grpo_1 runs/grpo_2 --output report.html
             python algos/report.py runs/grpo --output report.html --follow 30
@@ -20,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.resources import files
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,7 +100,8 @@ class Run:
         lines = (path / "metrics.jsonl").read_text(errors="replace").split("\n")
         for line in lines[:-1]:  # the last one is empty, or still being written
             try:
-                row = {k: float(v) for k, v in json.loads(line).items() if isinstance(v, int | float)}
+                row = {k: v for k, v in json.loads(line).items() if isinstance(v, int | float | None)}
+                row = {k: math.nan if v is None else float(v) for k, v in row.items()}
                 step = int(row["training/global_step"])
             except (ValueError, AttributeError, KeyError, OverflowError):
                 self.broken += 1
@@ -157,20 +156,12 @@ class Run:
 
     def solved(self):
         """Whether the score ends in the top tenth of its range; DAPO: most groups have no wrong response."""
-        with suppress(NotApplicable):
-            _, dropped = self.curve("dapo/dropped_all_right")
-            return ends(dropped)[1] > 0.5
+        if "dapo/dropped_all_right" in self.metrics:
+            return ends(self.curve("dapo/dropped_all_right")[1])[1] > 0.5
         with suppress(NotApplicable):
             _, means, low, width = self.scores()
             return ends(means)[1] >= low + 0.9 * width
         return False
-
-    def kl(self):
-        """Curve of the KL to the reference, if there is one: of the loss, else of PPO's reward."""
-        for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
-            steps, values = self.curve(name, least=0)
-            if values.any():
-                return steps, values
 
     def check_not_finite(self):
         """A metric other than a gradient norm is NaN or infinite: wrong"""
@@ -183,17 +174,15 @@ class Run:
 
     def check_sampler_gap(self):
         """`training/rollout_probs_diff_mean`: over 0.005 warning, over 0.01 wrong; float32: 1e-5, 1e-4"""
-        limits = self.by_dtype((1e-5, 1e-4), (0.005, 0.01))
-        return highest(*self.gap("mean"), *limits, "largest mean gap")
+        return highest(*self.gap("mean"), *self.by_dtype((1e-5, 1e-4), (0.005, 0.01)), "largest mean gap")
 
     def check_sampler_gap_growth(self):
         """From step 2, the last quarter of the gap over its warning and 1.5 times the first: wrong"""
         steps, gaps = self.gap("mean", least=5)
         quarter = (len(gaps) - 1) // 4
         first, last = gaps[1 : 1 + quarter].mean(), gaps[-quarter:].mean()
-        grows = last > self.by_dtype(1e-5, 0.005) and last >= 1.5 * first
-        says = f"{first:.3g} at the start, {last:.3g} at the end"
-        return Verdict("wrong" if grows else "ok", says, steps[-1])
+        word = "wrong" if last > self.by_dtype(1e-5, 0.005) and last >= 1.5 * first else "ok"
+        return Verdict(word, f"{first:.3g} at the start, {last:.3g} at the end", steps[-1])
 
     def check_sampler_gap_token(self):
         """Largest `training/rollout_probs_diff_max`: over 0.9 wrong, in bfloat16 warning"""
@@ -218,14 +207,12 @@ class Run:
         steps, ratios = self.curve("response_length/clip_ratio")
         return highest(steps[-1:], ends(ratios)[1:], 0.1, 0.5, "share of cut responses at the end:")
 
-    def check_reward_failures(self):
-        """`reward/errors`, `reward/timeouts`, `reward/crashes`: any warning, over 1 % of responses wrong"""
-        names = matching(self.metrics, "reward/errors reward/timeouts reward/crashes")
-        steps, *failures = self.curve(*names)
+    def check_failures(self):
+        """Errors, timeouts, crashes of `reward/*` and `env/*`: any warning, over 1 % of responses wrong"""
+        steps, *failures = self.curve(*matching(self.metrics, "*/errors */timeouts */crashes"))
         failures = np.sum(failures, 0)
-        wrong = 0.01 * self.args.get("train_batch_size", 0) * self.args.get("group_size", 1)
-        text = f"{failures.sum():.0f} in all, most in a step:"
-        return highest(steps, failures, 0, wrong or math.inf, text)
+        wrong = 0.01 * self.args.get("train_batch_size", 0) * self.args.get("group_size", 1) or math.inf
+        return highest(steps, failures, 0, wrong, f"{failures.sum():.0f} in all, most in a step:")
 
     def check_score_collapse(self):
         """Score lost since its best: over 0.25 warning, over 0.5 wrong, if over 0.05 of the range"""
@@ -253,11 +240,10 @@ class Run:
             steps, values = self.curve(name, least=0)
             if len(values) > 1:
                 change = values[1:][-3:].mean() - values[0]
-                changes.append((name, steps[-1], change if "/acc/" in name else change / width))
+                changes.append((change if "/acc/" in name else change / width, name, steps[-1]))
         need(changes, "fewer than two validations")
-        name, step, change = min(changes, key=itemgetter(2))
-        first, last = ends(scores)
-        rise = (last - first) / width
+        change, name, step = min(changes)
+        [rise] = np.diff(ends(scores)) / width
         word = "ok" if rise < 0.1 or change > 0 else "wrong" if change < -0.05 else "warning"
         return Verdict(word, f"score {rise:+.3g} of its range, {name} {change:+.3g}", step)
 
@@ -304,23 +290,15 @@ class Run:
         curves = [zip(*self.curve(name, least=0)) for name in names]
         values = [abs(value) for points in curves for step, value in points if step == 1]
         need(values, "no reference, no step 1, or several updates in step 1")
-        limit = self.by_dtype(1e-6, 1e-3)
-        return Verdict(grade(max(values), limit, limit), f"KL of step 1: {max(values):.3g}", 1)
-
-    def check_kl_stays_zero(self):
-        """The KL is exactly 0 after step 1 though there is a reference, and the rate is not 0: wrong"""
-        need(self.args.get("use_kl_loss") or self.args.get("use_kl_in_reward"), "no reference")
-        steps, rates = self.curve("actor/lr")
-        steps = steps[(steps > 1) & (rates != 0)]
-        need(len(steps) > 1, "fewer than three steps that train")
-        if self.kl():
-            return Verdict("ok", "it moves")
-        return Verdict("wrong", "0 in every step: the reference is the policy itself", steps[-1])
+        return highest([1], [max(values)], *self.by_dtype((1e-6, 1e-6), (1e-3, 1e-3)), "KL of step 1:")
 
     def check_kl_growth(self):
         """KL at the end over 0.5 nats a token: warning, over 1 or, on average, under -0.05: wrong"""
-        need(self.kl(), "no reference, or a KL of 0")
-        steps, values = self.kl()
+        need("actor/teacher_kl" not in self.metrics, "no reference, but a teacher")
+        curves = [self.curve(name, least=0) for name in ("actor/kl_loss", "actor/reward_kl_penalty")]
+        curves = [curve for curve in curves if curve[1].any()]
+        need(curves, "no reference, or a KL of 0")
+        steps, values = curves[0]
         if values.mean() < -0.05:
             return Verdict("wrong", f"mean {values.mean():.3g}, but a KL is not negative", steps[-1])
         return highest(steps[-1:], ends(values)[1:], 0.5, 1, "nats a token at the end:")
@@ -334,9 +312,8 @@ class Run:
 
     def check_empty_returns(self):
         """`critic/returns/*` all within 1e-6 of 0 in a step whose `critic/rewards/mean` is not 0: wrong"""
-        steps, low, high, reward = self.curve(
-            "critic/returns/min", "critic/returns/max", "critic/rewards/mean"
-        )
+        names = "critic/returns/min", "critic/returns/max", "critic/rewards/mean"
+        steps, low, high, reward = self.curve(*names)
         lost = (low > -1e-6) & (high < 1e-6) & (reward != 0)
         return share(steps[lost], len(steps), 0, 0, "have empty returns")
 
@@ -372,20 +349,49 @@ class Run:
                     return Verdict("wrong", says, steps[i + 1])
         return Verdict("ok", "no jump")
 
+    def check_stays_zero(self):
+        """Gradient norms, a reference's KL, `actor/ppo_kl` of several updates 0; PPO's actor rests: wrong"""
+        names, args = matching(self.metrics, "*/grad_norm"), self.args
+        warmup, total = args.get("critic_warmup", 0), args.get("total_steps") or math.inf
+        trains = "actor/grad_norm" in names or max(self.rows, default=0) <= warmup < total
+        if "critic/grad_norm" in names and not trains:
+            return Verdict("wrong", f"the actor rests in all steps: --critic_warmup {warmup}")
+        names += ["actor/kl_loss"] if args.get("use_kl_loss") else []
+        names += ["actor/reward_kl_penalty"] if args.get("use_kl_in_reward") else []
+        names += ["actor/ppo_kl"] if "ppo_epochs" in args and not self.one_update() else []
+        for name in names:
+            steps, values = self.curve(name, least=3)
+            if not values.any():
+                return Verdict("wrong", f"{name} is 0 in all steps", steps[-1])
+        need(names, "no such metric")
+        return Verdict("ok", "they move")
+
+    def check_pairs(self):
+        """From 20 steps on, accuracy at the end: under 0.55 warning, under 0.45 or a margin under 0 wrong"""
+        name = "train/accuracy" if "train/accuracy" in self.metrics else "rewards/accuracies"
+        steps, accuracies, margins = self.curve(name, "rewards/margins", least=20)
+        accuracy, margin = ends(accuracies)[1], ends(margins)[1]
+        word = "wrong" if margin < 0 else grade(-accuracy, -0.55, -0.45)
+        return Verdict(word, f"{name} {accuracy:.3g}, margin {margin:.3g} at the end", steps[-1])
+
+    def check_training_loss(self):
+        """`train/loss`, distillation's `actor/teacher_kl`: end over 1.1 times start warning, 1.5 wrong"""
+        steps, values = self.curve(*matching(self.metrics, "train/loss actor/teacher_kl")[:1], least=6)
+        first, last = ends(values)
+        word = grade(last / max(first, 0.05), 1.1, 1.5)
+        return Verdict(word, f"{first:.3g} at the start, {last:.3g} at the end", steps[-1])
+
     def check_validation_loss(self):
-        """SFT: the last `val/loss` over 1.1 times the lowest: warning, over 1.5 times: wrong"""
+        """The last `val/loss` over 1.1 times the lowest: warning, over 1.5 times: wrong"""
         steps, losses = self.curve("val/loss", least=2)
         i = losses.argmin()
         need(losses[i] > 0, "the lowest loss is not above 0")
-        text = f"lowest {losses[i]:.3g}; the last is times"
-        return highest(steps[i : i + 1], [losses[-1] / losses[i]], 1.1, 1.5, text)
+        word = grade(losses[-1] / losses[i], 1.1, 1.5)
+        return Verdict(word, f"lowest {losses[i]:.3g}, the last {losses[-1]:.3g}", steps[i])
 
 
-CHECKS = {
-    name.removeprefix("check_").replace("_", "-"): check
-    for name, check in vars(Run).items()
-    if name.startswith("check_")
-}
+CHECKS = {name: check for name, check in vars(Run).items() if name.startswith("check_")}
+CHECKS = {name.removeprefix("check_").replace("_", "-"): check for name, check in CHECKS.items()}
 
 
 # ---- Parts of the page ---------------------------------------------------------------------------------
@@ -425,9 +431,8 @@ def response(row):
     more = {key: cut(value) for key, value in row.items() if key not in shown.split()}
     found = dict(text=cut(row.get("solution_str", "")), finish=cut(row.get("finish_reason") or ""), more=more)
     advantages = row.get("advantages")  # of its tokens
-    found["advantages"] = numbers(advantages) if isinstance(advantages, list) else []
-    found["score"] = numbers([row.get("score")])[0]
-    return found
+    advantages = numbers(advantages) if isinstance(advantages, list) else []
+    return found | dict(advantages=advantages, score=numbers([row.get("score")])[0])
 
 
 def read_dump(path):
@@ -460,7 +465,7 @@ def read_rollouts(run, budget):
             groups.append(group)
             taken += size
             budget -= size
-    return sorted(groups, key=itemgetter("step")), (run, len(dumps), left_out)
+    return sorted(groups, key=lambda group: group["step"]), (run, len(dumps), left_out)
 
 
 def numbers(values):
@@ -470,8 +475,7 @@ def numbers(values):
 
 def thin(values_rs, steps, points):
     """[runs, steps] -> a curve of at most `points` bins of neighbouring steps, and its band if any."""
-    values_rs = np.array(values_rs, dtype=float)
-    values_rs[np.isinf(values_rs)] = np.nan
+    values_rs = np.where(np.isinf(values_rs), np.nan, values_rs)
     starts = np.linspace(0, len(steps), min(len(steps), points), endpoint=False).astype(int)
     sizes = np.diff([*starts, len(steps)])
     mean = numbers(np.add.reduceat(values_rs.mean(0), starts) / sizes)
@@ -517,14 +521,10 @@ def time_parts(runs, points):
         seconds[name.removeprefix("timing_s/")] = np.array(values)
     whole, checkpoint = seconds.pop("step"), seconds.pop("save_checkpoint", None)
     seconds["other"] = (whole - sum(seconds.values())).clip(0)
-    if checkpoint is not None:
-        seconds["save_checkpoint"] = checkpoint
+    seconds |= {} if checkpoint is None else {"save_checkpoint": checkpoint}
     total = sum(part.sum() for part in seconds.values()) or 1.0
-    parts = []
-    for name, part in seconds.items():
-        line = thin(part, steps, points)
-        parts.append([f"{name} {part.sum() / total:.0%}", line["y"]])
-    return dict(x=line["x"], parts=parts)
+    parts = [(f"{name} {x.sum() / total:.0%}", thin(x, steps, points)) for name, x in seconds.items()]
+    return dict(x=parts[0][1]["x"], parts=[[name, line["y"]] for name, line in parts])
 
 
 def embed(value):

@@ -12,7 +12,11 @@ and what is big and never changes belongs into a cache of its module.  A hang, a
 its trajectory only.
 """
 
+import warnings
+
 from rewards import load_from
+
+warnings.filterwarnings("ignore", category=SyntaxWarning)  # what a model writes is parsed as Python, too
 
 
 def load_env(spec):

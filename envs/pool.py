@@ -71,9 +71,12 @@ class EnvPool:
             key, args = call
             state, messages, reward, failure = None, None, None, None
             try:
-                state, messages, reward, failure = worker.call(
-                    "envs.pool:step_env", *args, timeout_s=self._timeout_s
-                )
+                reply = worker.call("envs.pool:step_env", *args, timeout_s=self._timeout_s)
+                # CAREFUL: looked at here again, since a process that was taken over may send anything
+                if "error" in reply:
+                    failure = f"error: {one_line(reply['error'])}"
+                else:
+                    messages, state, reward = _checked(reply["messages"]), reply["state"], reply["reward"]
             except TimeoutError:
                 failure = "timeout"
             except WorkerError:
@@ -100,7 +103,7 @@ def _loaded(spec):
 
 
 def step_env(env_class, state, extra_info, text):
-    """One step, in a process -> state, messages, reward, failure."""
+    """One step, in a process -> a dict with state, messages and reward, or with `error`, a line."""
     try:
         env = env_class(extra_info) if state is None else pickle.loads(base64.b64decode(state))
         messages = _checked(env.step(text))
@@ -109,8 +112,8 @@ def step_env(env_class, state, extra_info, text):
     except MemoryError:
         raise  # ends the process
     except Exception as error:  # an environment is anybody's code, and a failure ends its trajectory only
-        return None, None, None, f"error: {one_line(f'{type(error).__name__}: {error}')}"
-    return state, messages, reward, None
+        return {"error": one_line(f"{type(error).__name__}: {error}")}
+    return {"state": state, "messages": messages, "reward": reward}
 
 
 def _checked(messages):

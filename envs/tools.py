@@ -9,10 +9,16 @@ import ast
 import inspect
 import json
 import re
+import types
 import typing
 from contextlib import suppress
 
 from envs import one_line
+
+TAGGED = re.compile(
+    r"<function=(.*?)(?:</function>|\Z)|<tool_call>(?!\s*<function=)(.*?)(?:</tool_call>|\Z)", re.DOTALL
+)
+DECODER, BETWEEN = json.JSONDecoder(), re.compile(r"[;\s]*")
 
 
 def parse_calls(text):
@@ -22,15 +28,23 @@ def parse_calls(text):
 
 def _hermes(text):
     """Hermes, Qwen: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number of them
-    Qwen3-Coder, Qwen3.5: <tool_call><function=f><parameter=a>1</parameter></function></tool_call>"""
-    bodies = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
-    return [_xml(body) if body.lstrip().startswith("<function=") else _json(body) for body in bodies]
+    Qwen3-Coder, Qwen3.5: <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, also
+    without the outer tags, or several functions in them, as these models and vLLM's parser have it"""
+    return [_xml(call[1]) if call[2] is None else _json(call[2]) for call in TAGGED.finditer(text)]
 
 
 def _llama(text):
-    """Llama 3: {"name": "f", "parameters": {"a": 1}} as the whole text, after <|python_tag|> or not"""
-    call = _json(text.removeprefix("<|python_tag|>"))
-    return [call] if call[0] is not None or text.startswith("<|python_tag|>") else []
+    """Llama 3: {"name": "f", "parameters": {"a": 1}} as the whole text, after <|python_tag|> or not; several
+    with ; between them"""
+    marked, text = text.startswith("<|python_tag|>"), text.removeprefix("<|python_tag|>").rstrip("; \n")
+    calls, begin = [], 0
+    while begin < len(text):
+        try:
+            call, begin = DECODER.raw_decode(text, BETWEEN.match(text, begin).end())
+        except (ValueError, RecursionError):
+            call, begin = None, len(text)
+        calls.append(_json(call))
+    return calls if marked or all(name is not None for name, _ in calls) else []
 
 
 def _mistral(text):
@@ -76,22 +90,32 @@ def _loads(value):
 
 
 def _xml(body):
-    name, _, body = body.partition("<function=")[2].partition(">")
+    name, _, body = body.partition(">")
+    first, *parts = body.split("<parameter=")
     arguments = {}
-    for part in body.partition("</function>")[0].split("<parameter=")[1:]:
+    for part in parts:
         key, _, value = part.partition(">")
         arguments[key.strip()] = value.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
+    if not parts and first.strip():  # Llama 3.1's way: <function=f>{"a": 1}</function>
+        return _json({"name": name.strip(), "arguments": first})
     return name.strip(), arguments
 
 
 def _typed(value, hint):
     """A string for a parameter that takes none, as in XML, is read as a literal of JSON or Python."""
-    takes = (hint, *typing.get_args(hint))
-    if isinstance(value, str) and not any(x in (str, typing.Any) or isinstance(x, str) for x in takes):
+    is_none = value == "null" and type(None) in typing.get_args(hint)
+    if isinstance(value, str) and (is_none or not _takes_text(hint)):
         for read in (json.loads, ast.literal_eval):
             with suppress(ValueError, SyntaxError):
                 return read(value)
     return value
+
+
+def _takes_text(hint):
+    """Of `str | None` yes, of `list[str]` no; a Literal by its values."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
+        return any(map(_takes_text, typing.get_args(hint)))
+    return hint in (str, typing.Any) or isinstance(hint, str)
 
 
 class _Schemas:

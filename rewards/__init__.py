@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import sys
+import zlib
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -109,6 +110,14 @@ def answers(ground_truth):
     return [*map(str, truths)]
 
 
+def load_file(path, name):
+    """The Python file as a module of that name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_from(spec, flag):
     """What NAME is in the Python file FILE, for a flag whose value is FILE.py:NAME.
 
@@ -120,11 +129,9 @@ def load_from(spec, flag):
     path = Path(file).expanduser().resolve()
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"{flag} {spec}: {path} is not a Python file")
-    module_spec = importlib.util.spec_from_file_location(f"{flag.strip('-')}_{path.stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look a class's module up by name
+    folder = f"{zlib.crc32(os.fsencode(path.parent)):08x}"  # two folders may have files of one name
     try:
-        module_spec.loader.exec_module(module)
+        module = load_file(path, f"{flag.strip('-')}_{path.stem}_{folder}")
     except Exception as error:  # anything that stands in somebody's file
         raise ValueError(f"{flag} {spec}: {path} cannot be loaded: {error!r}") from error
     if not hasattr(module, name):

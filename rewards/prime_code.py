@@ -13,6 +13,7 @@ after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs":
   where functions of the program are stand-ins that ask for their results, so that no code of the program
   runs near an assert.  Names of builtins, and of standard modules before a dot, are never the program's.
   Code that calls nothing of the program fails.
+As in the graders of these data, a program may use GIVEN of sandbox/calls.py without an import.
 Expected values never enter the program's sandbox.  A test has TIMEOUT_S seconds, after each time-out half as
 long; what is not done after TOTAL_S seconds has failed.
 """
@@ -28,25 +29,38 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from rewards.sandbox import run_judge, run_tests
-from rewards.sandbox.calls import decode, encode
+from rewards.sandbox.calls import GIVEN_MODULES, decode, encode
 
 TIMEOUT_S = 4
 TOTAL_S = 20  # below the time that the prime manager gives a response
 OUTPUT_BYTES = 1 << 16  # that a program may print beyond four times the longest expected output
 TOLERANCE = dict(rel_tol=1e-5, abs_tol=1e-8)
 CHILD = Path(__file__).with_name("sandbox").joinpath("calls.py").read_text()
-FENCE = re.compile(r"[ \t]*```+[ \t]*([\w+-]*)\s*")
+FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)\s*+")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 INTEGER = re.compile(r"[+-]?[0-9]+")
 BUILTINS = frozenset(dir(builtins))
+DIGITS = 100_000  # of an integer. CAREFUL: not without a limit, as the time to read it grows with the square
 
 
+@contextmanager
+def long_integers():
+    """Tests and results have integers of more than Python's 4,300 digits."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(DIGITS)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@long_integers()
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {"score": share of tests passed, "acc": 1.0 if all are, "timeouts": n, "lost": n}.
 
@@ -111,7 +125,7 @@ def read_tests(ground_truth):
 
 def check_texts(program, tests):
     """tests: (input, expected output)."""
-    for result, (_, expected) in run(program, tests):
+    for result, (_, expected) in run(f"{CHILD}\nrun({program!r})\n", tests):
         is_right = result.reason is None and result.returncode == 0 and same_text(result.stdout, expected)
         yield is_right, result.reason
 
@@ -119,11 +133,16 @@ def check_texts(program, tests):
 def check_calls(same, program, tests):
     """tests: (request of sandbox/calls.py, expected value); same(value, expected) decides."""
     tests = [(json.dumps(request), expected) for request, expected in tests]
-    for result, (_, expected) in run(served(program), tests, imports=("json", "typing")):
+    for result, (_, expected) in run(served(program), tests):
         try:
             kind, value = json.loads(result.stdout)
             is_right = result.reason is None and kind == "value" and same(decode(value), expected)
-        except (ValueError, TypeError, RecursionError):  # it ended before the reply, or wrote what is none
+        except (
+            ArithmeticError,
+            ValueError,
+            TypeError,
+            RecursionError,
+        ):  # it ended before the reply, or wrote what is none
             is_right = False
         yield is_right, result.reason
 
@@ -145,11 +164,12 @@ def check_asserts(program, tests):
         yield result.reason is None and result.returncode == 0, result.reason
 
 
-def run(program, tests, imports=()):
+def run(program, tests):
     """Yield (Result, test) for tests of (stdin, what is expected)."""
     size = OUTPUT_BYTES + 4 * max((len(str(expected)) for _, expected in tests), default=0)
     stdins = [stdin for stdin, _ in tests]
-    yield from zip(run_tests(program, stdins, TIMEOUT_S, output_bytes=size, imports=imports), tests)
+    results = run_tests(program, stdins, TIMEOUT_S, output_bytes=size, imports=GIVEN_MODULES)
+    yield from zip(results, tests)
 
 
 def served(program):

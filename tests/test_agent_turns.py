@@ -4,7 +4,6 @@ import itertools
 import random
 from types import SimpleNamespace
 
-import jinja2
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from algos import agent
+from envs.messages import Unrenderable, observation
 
 PROMPT = [dict(role="user", content="37*85=")]
 
@@ -239,8 +239,53 @@ def test_a_failure_ends_its_own_row():
     assert [row["turns"] for row in rows] == [1, 1, 1, 2]
 
 
+ALTERNATE = (  # as Mistral's and Gemma's: after a user comes the assistant
+    "{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{- raise_exception('roles must\\nalternate') -}}{%- endif -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+FAILS = (
+    "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
+    "{%- if m.content == 'b' -%}{{- WHAT -}}{%- endif -%}{%- endfor -%}"
+)
+USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "failure"),
+    [
+        (ALTERNATE, USERS, "error: the chat template: roles must alternate"),
+        (ALTERNATE, tool("1"), "error: the chat template: roles must alternate"),
+        (FAILS.replace("WHAT", "m.role + 1"), USERS, "error: the chat template: can only concatenate"),
+        (FAILS.replace("WHAT", "1 // 0"), USERS, "error: the chat template: integer"),
+        (FAILS.replace("WHAT", "m.name.first"), USERS, "error: the chat template: 'dict object' has no"),
+        (FAILS.replace("WHAT", "m.content.index('c')"), USERS, "error: the chat template: substring not"),
+        (FAILS.replace("WHAT", "messages[99][0]"), USERS, "error: the chat template: list object has no"),
+        (
+            "{%- for m in messages[:2] -%}{{- m.content -}}{%- endfor -%}",
+            USERS,
+            "error: the chat template leaves",
+        ),
+    ],
+)
+def test_what_a_template_cannot_write_ends_its_own_row(template, messages, failure):
+    """That trajectory is an error, as that of an environment that raises; the others go on."""
+    tokenizer = make_tokenizer("qwen2.5")
+    tokenizer.chat_template = template
+    said, told = [["ask", "x"]] * 3, [[messages, None], [None], ["crash"]]
+    rows, *_ = talk(tokenizer, said, told)
+    assert [row["finish_reason"] for row in rows] == ["error", "stop", "crash"]
+    assert rows[0]["failure"].startswith(failure) and "\n" not in rows[0]["failure"]
+    assert rows[0]["turns"] == 1 and sampled(rows[0]) == rows[0]["response_ids"]
+    assert agent.turn_metrics([counted(row) for row in rows])["env/errors"] == 1
+
+
+def counted(row):
+    return dict(row, mask_t=np.array(row["mask_t"]), length=len(row["response_ids"]))
+
+
 @pytest.mark.parametrize("template", ["phi", "gemma"])
-def test_a_template_without_tools_is_refused(template):
+def test_a_template_without_tools_ends_its_own_row(template):
     """Phi-3.5's drops what a tool says, Gemma 3's raises."""
     tokenizer = make_tokenizer("qwen2.5")
     what = {"phi": "", "gemma": "{{ raise_exception('roles must alternate') }}"}[template]
@@ -251,8 +296,10 @@ def test_a_template_without_tools_is_refused(template):
         "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
     )
     error = {"phi": "leaves out what the role 'tool' says", "gemma": "must alternate"}[template]
-    with pytest.raises(jinja2.TemplateError, match=error):
-        talk(tokenizer, [["ask", "x"]], [[tool("42"), None]])
+    with pytest.raises(Unrenderable, match=error):  # as a script finds it when it starts
+        observation(tokenizer, tool("42"), TOOLS, None)
+    [[row], *_] = talk(tokenizer, [["ask", "x"]], [[tool("42"), None]])
+    assert row["finish_reason"] == "error" and error in row["failure"]
     talk(tokenizer, [["ask", "x"]], [[[dict(role="user", content="42")], None]])
 
 

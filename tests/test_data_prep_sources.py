@@ -200,6 +200,23 @@ def test_preferences(tmp_path, capsys):
 # ---- what all scripts share
 
 
+def test_programs_with_long_integers(tmp_path):
+    """A number of 20,000 digits is in the tests of TACO; Python reads 4,300 by default."""
+    big = "9" * 20_000
+    record = dict(question="Add 1.", url="", starter_code="", difficulty="")
+    record["input_output"] = f'{{"fn_name": "f", "inputs": [[{big}]], "outputs": [1{"0" * len(big)}]}}'
+    record["solutions"] = json.dumps(["def f(x): return x + 1"])
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/train.jsonl").write_text(json.dumps(record) + "\n")
+    arguments = ["--dataset", "apps", "--splits", "train", "--local_dataset_path", tmp_path / "raw"]
+    done = run(ROOT / "data_prep/code.py", *arguments, "--local_save_dir", tmp_path / "out")
+    assert "left out" not in done.stdout
+    [row] = load_rows(tmp_path / "out/train.parquet", COLUMNS)
+    truth = row["reward_model"]["ground_truth"]
+    assert compute_score("apps", row["extra_info"]["answer"], truth)["score"] == 1
+    assert compute_score("apps", "```python\ndef f(x): return x\n```", truth)["score"] == 0
+
+
 def test_scripts_run_by_path_and_as_modules(tmp_path):
     """math.py, code.py and inspect.py of data_prep hide no module of Python, whichever script runs."""
     (tmp_path / "elsewhere").symlink_to(ROOT / "data_prep")

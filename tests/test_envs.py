@@ -10,14 +10,17 @@ import sys
 import textwrap
 import threading
 import time
+import typing
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 
 from envs import load_env
-from envs.pool import EnvPool
+from envs.pool import EnvPool, _checked
 from envs.tools import ToolEnv, parse_calls
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
@@ -156,6 +159,17 @@ def failed(why):
     return {"messages": None, "reward": None, "failure": why}
 
 
+PIECES = "<tool_call> </tool_call> <function= f> </function> <parameter= a> </parameter> </think>".split()
+PIECES += [
+    '{"name": "f", "arguments": ',
+    '{"a": 1}',
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "f(a=",
+    "lambda:",
+]
+PIECES += [*"{}[]()f1-'\"\\,:;*= \n\0\ud800", "null", "**", "not "]
 F = ("f", {"a": 1})
 UNREADABLE = (None, "the call is no valid JSON with name and arguments")
 FORMATS = [
@@ -169,7 +183,7 @@ FORMATS = [
     ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [UNREADABLE]),
     ("<tool_call>[]</tool_call><tool_call></tool_call><tool_call>7</tool_call>", [UNREADABLE] * 3),
     ("<tool_call>" + "[" * 100_000, [UNREADABLE]),
-    ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 5000 + "}}", [UNREADABLE]),
+    ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 200_000 + "}}", [UNREADABLE]),
     ("<tool_call>" * 1000, [UNREADABLE]),
     (
         '<think><tool_call>{"name": "g"}</tool_call></think><tool_call>{"name": "f", "arguments": {"a": 1}}',
@@ -182,11 +196,39 @@ FORMATS = [
         [("f", {"a": "1", "b": "x\n\ny"})],
     ),
     ("<tool_call><function=f></function></tool_call>", [("f", {})]),
+    ("I call.\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", [("f", {"a": "1"})]),
+    (
+        "<function=f></function></tool_call><tool_call>\n<function=g>\n</function></tool_call>",
+        [("f", {}), ("g", {})],
+    ),
+    ("<tool_call><function=f></function>\n<function=g></function></tool_call>", [("f", {}), ("g", {})]),
+    ("<tool_call><function=f></function><tool_call><function=g></function>", [("f", {}), ("g", {})]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "<function=g>"}}</tool_call>',
+        [("f", {"a": "<function=g>"})],
+    ),
+    (
+        "<tool_call><function=f><parameter=a><function=g></parameter></function></tool_call>",
+        [("f", {"a": "<function=g>"})],
+    ),
+    ("<function=f><parameter=a>1<parameter=b>2</function>", [("f", {"a": "1", "b": "2"})]),
+    ('<function=f>{"a": 1}</function>', [F]),
+    ("<function=f>a</function>", [UNREADABLE]),
+    ("<function=f", [("f", {})]),
+    ("<tool_call></tool_call><function=f></function>", [UNREADABLE, ("f", {})]),
     ("<tool_call><function=f><parameter=a>1", [("f", {"a": "1"})]),
     ("<tool_call><function=" + "<parameter=" * 50_000, [("<parameter=" * 50_000, {})]),
     ('{"name": "f", "parameters": {"a": 1}}', [F]),
     ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [F]),
     ("<|python_tag|>print(1)", [UNREADABLE]),
+    ('{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 1}}', [F, F]),
+    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}};\n{"name": "f", "arguments": {"a": 1}};', [F, F]),
+    ('{"name": "f", "parameters": {"a": 1}} {"name": "f", "parameters": {"a": 1}}', [F, F]),
+    ('{"name": "f", "parameters": {"a": 1}}; and', []),
+    ('{"name": "f", "parameters": {"a": 1}}; {"a": 1}', []),
+    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; and', [F, UNREADABLE]),
+    ("<|python_tag|>", []),
+    ("; ;", []),
     ('The call {"name": "f", "parameters": {"a": 1}} is a text.', []),
     ('{"name": "Bob", "age": 3}', []),
     ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 1}}]', [F, F]),
@@ -245,6 +287,75 @@ def test_tools(file):
         {"role": "tool", "content": f"error: {UNREADABLE[1]}"}
     ]
     assert env_class({}).step("done") is None
+
+
+def kinds(
+    names: list[str],
+    sizes: dict[str, int] | None = None,
+    unit: str | None = "C",
+    mode: typing.Literal["1", "2"] = "1",
+    level: typing.Literal[1, 2] = 1,
+    maybe: typing.Optional[list[int]] = None,  # noqa: UP045, the older way
+    free: typing.Any = None,
+    either: int | str = 0,
+    flag: bool = False,
+    pair: tuple[str, str] = ("", ""),
+):
+    return [names, sizes, unit, mode, level, maybe, free, either, flag, pair]
+
+
+DEFAULTS = [None, "C", "1", 1, None, None, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (dict(names='["a", "b"]', sizes='{"a": 1}'), [["a", "b"], {"a": 1}]),
+        (dict(names="['a']", sizes="{'a': None}"), [["a"], {"a": None}]),
+        (dict(names="a, b", sizes="null"), ["a, b", None]),
+        (dict(names="[]", unit="null", mode="2", level="2"), [[], None, None, "2", 2]),
+        (dict(names="[]", unit="[1]", mode="[1]"), [[], None, "[1]", "[1]"]),
+        (
+            dict(names="[]", maybe="[1, 2]", free="[1]", either="7"),
+            [[], None, "C", "1", 1, [1, 2], "[1]", "7"],
+        ),
+        (
+            dict(names="[]", flag="true", pair='["a", "b"]'),
+            [[], *[None, "C", "1", 1, None, None, 0], True, ["a", "b"]],
+        ),
+        (dict(names="[]", flag="False"), [[], *DEFAULTS, False]),
+    ],
+)
+def test_arguments_in_xml_have_the_types_of_the_tool(arguments, expected):
+    """As vLLM's parser reads them; what may be a text stays one."""
+    xml = "".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in arguments.items())
+    env_class = type("Tools", (ToolEnv,), {"functions": {"kinds": kinds}})
+    [message] = env_class({}).step(f"<tool_call><function=kinds>{xml}</function></tool_call>")
+    assert json.loads(message["content"])[: len(expected)] == expected
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.text()
+JSON = st.recursive(VALUES, lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
+MARKS = (
+    "{}",
+    "<tool_call>{}",
+    "<function=f><parameter=names>{}",
+    "[TOOL_CALLS]{}",
+    "<|python_tag|>{}",
+    "[f(a={})]",
+)
+
+
+@given(JSON | st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
+def test_any_text_is_read(text):
+    """As calls: a name and arguments, or what is wrong; and each is answered."""
+    env_class = type("Tools", (ToolEnv,), {"functions": {"f": kinds}})
+    for mark in MARKS:
+        calls = parse_calls(mark.replace("{}", text))
+        for name, arguments in calls:
+            assert type(name) is str if type(arguments) is dict else name is None and type(arguments) is str
+        answers = env_class({}).step(mark.replace("{}", text))
+        assert len(answers or []) == len(calls) == len(_checked(answers) or [])
 
 
 def test_trl(file, pools):
@@ -328,6 +439,35 @@ def test_answers_are_checked(file, pools):
     answers = ask(pool, large="large", half="half")
     assert answers["large"]["messages"] == [{"role": "tool", "name": "n", "content": "x" * 2**20}]
     assert answers["half"]["messages"][0]["content"] == "?!"
+
+
+@pytest.mark.parametrize(
+    ("reply", "failure"),
+    [
+        (None, "error: argument of type 'NoneType'"),
+        (7, "error: argument of type 'int'"),
+        ([1, 2, 3, "stop"], "error: list indices"),
+        ("error", "error: string indices"),
+        ({}, "error: 'messages'"),
+        ({"messages": "text", "state": "", "reward": 0}, "error: step returned 'text'"),
+        (
+            {"messages": [{"role": "system", "content": "x"}], "state": "", "reward": 0},
+            "error: step returned",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": ["x"]}], "state": "", "reward": 0},
+            "error: step returned",
+        ),
+        ({"error": "stop"}, "error: stop"),
+        ({"error": {"a": ["b\nc"]}}, "error: {'a': ['b\\nc']}"),
+    ],
+)
+def test_a_process_that_is_taken_over_ends_its_trajectory_only(file, pools, monkeypatch, reply, failure):
+    """How a trajectory ended is not for it to say: the word before the colon becomes its finish_reason."""
+    monkeypatch.setattr("envs.pool.Worker.call", lambda *_, **__: reply)
+    pool = pools(f"{file}:Env", 1, 60)
+    answer = ask(pool, a="x")["a"]
+    assert answer["failure"].startswith(failure) and answer["messages"] is answer["reward"] is None
 
 
 def test_state_goes_from_process_to_process(file, pools):

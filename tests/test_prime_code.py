@@ -1,6 +1,7 @@
 """Programs in answers: the golden table, comparisons, tests as code, and programs that cheat."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -320,6 +321,81 @@ def test_broken_truth(truth):
     with pytest.raises(ValueError, match="broken tests of a program") as error:
         compute_score("apps", "print(1)", truth)
     assert "\n" not in str(error.value)
+
+
+BIG = 10**20_000 // 7  # more digits than Python reads and writes by default
+
+
+@pytest.fixture
+def big():
+    with prime_code.long_integers():
+        yield str(BIG)
+    assert sys.get_int_max_str_digits() == 4300
+
+
+def test_integers_of_any_length(big):
+    other = big[:-1] + "0"
+    assert score("print(int(input()) + 1)", {"inputs": [other], "outputs": [other[:-1] + "1"]}) == 1
+    assert score("print(int(input()))", {"inputs": [other], "outputs": [other[:-1] + "1"]}) == 0
+    assert score("print(f'{int(input()):,}'.replace(',', ''))", {"inputs": [big], "outputs": [big]}) == 1
+    assert score_calls("def f(x): return [x, str(x)]", [(big, f'[{big}, "{big}"]')]) == 1
+    assert score_calls("def f(x): return x + 1", [(big, big)]) == 0
+    assert (
+        score_asserts("def f(x): return x", f"assert f({big}) == {big}", f"assert f({big}) != {big}") == 0.5
+    )
+    truth = json.dumps({"fn_name": "f", "inputs": [big], "outputs": [big]})
+    assert compute_score("taco", "def f(x): return x", truth)["acc"] == 1
+    assert sys.get_int_max_str_digits() == prime_code.DIGITS
+
+
+def test_a_longer_integer_costs_little():
+    """A reply of a megabyte is not read as a number: that would take minutes."""
+    assert (
+        score_calls("import os\ndef f(): os.write(1, b'[\"value\", ' + b'9' * 10**6 + b']\\n')", [("", "1")])
+        == 0
+    )
+    with pytest.raises(ValueError, match="broken tests of a program"):
+        compute_score("apps", "", {"fn_name": "f", "inputs": ["1" * 200_000], "outputs": ["1"]})
+
+
+# ---- what solutions of APPS and TACO use without an import
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(len(sys.stdin.readline().strip()) + 4)",
+        "n = int(input())\nprint(math.ceil(sqrt(n)) + gcd(4, 6) + 2)",
+        "d = collections.defaultdict(int)\nd[0] += 5\nprint(d[0])",
+        "print(sum(Counter(input()).values()) + 4)",
+        "h = [7, 5]\nheapify(h)\nprint(heappop(h) if heapq else 0)",
+        "print(len(list(itertools.permutations(range(2)))) + len(list(combinations(range(3), 1))))",
+        "@lru_cache(None)\ndef f(n: int) -> Optional[int]: return n\nprint(f(5))",
+        "random.seed(1)\nt = time.time()\nprint(fractions.Fraction(10, 2))",
+        "def f(v: List[int]) -> Tuple[int, int]: return deque(v)[0], 0\nprint(f([5])[0])",
+        "from __future__ import annotations\ndef f(x: Nothing): return x\nprint(f(5))",
+        "def gcd(a, b): return 5\nprint(gcd(1, 1))",
+    ],
+)
+def test_names_that_need_no_import(program):
+    assert score(program, {"inputs": ["1"], "outputs": ["5"]}) == 1
+    if "input" not in program and "stdin" not in program:
+        assert (
+            score_calls(f"{program}\ndef g(): return heappop and math.pi > 3", [("", "true")], name="g") == 1
+        )
+
+
+def test_what_is_given_is_not_the_program_s():
+    """A program that defines no such function has not solved the task."""
+    assert score_calls("", [("4\n6", "2")], name="gcd") == 0
+    assert score_calls("def gcd(a, b): return math.gcd(a, b)", [("4\n6", "2")], name="gcd") == 1
+    assert score_calls("from math import gcd", [("4\n6", "2")], name="gcd") == 1
+    assert score_calls("", [("2\n3", "6")], name="math.prod") == 0
+    assert (
+        score_asserts(
+            "", "assert gcd(4, 6) == 2", "assert not gcd(4, 6) != 2", "assert list(deque([1])) == [1]"
+        )
+        == 0
+    )
+    assert score_asserts("import math\ndef f(x): return x", "assert f(math.inf) == f(math.inf)") == 1
 
 
 def test_no_tests():

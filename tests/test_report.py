@@ -25,6 +25,8 @@ EQUAL = {f"critic/score/{what}": 0.5 for what in ("min", "mean", "max")}  # a sc
 RIGHT = SCORES | {"critic/score/mean": 0.97}
 VAL = "val-core/a/acc/mean@1"
 KL, REWARD_KL, VARIANCE = "actor/kl_loss", "actor/reward_kl_penalty", "critic/vf_explained_var"
+NORM, CRITIC, TEACHER = "actor/grad_norm", "critic/grad_norm", "actor/teacher_kl"
+RM, DPO = {"rewards/margins": 0.5}, {"rewards/accuracies": [0, *[0.7] * 29]}
 NO, OK, WARNING, WRONG = "not applicable", "ok", "warning", "wrong"
 
 
@@ -88,10 +90,12 @@ CASES = [
     ("clipped-responses", {"response_length/clip_ratio": line(0.9, 0)}, {}, OK, 60),
     ("clipped-responses", {"response_length/clip_ratio": 0.11}, {}, WARNING, 10),
     ("clipped-responses", {"response_length/clip_ratio": 0.51}, {}, WRONG, 10),
-    ("reward-failures", {"reward/errors": 0, "reward/timeouts": 0}, {}, OK, 1),
-    ("reward-failures", {"reward/errors": [0, 1], "reward/timeouts": 0}, {}, WARNING, 2),
-    ("reward-failures", {"reward/crashes": [0, 2, 3]}, ONE | dict(group_size=16), WARNING, 3),
-    ("reward-failures", {"reward/crashes": [0, 6, 3]}, ONE | dict(group_size=16), WRONG, 2),
+    ("failures", {"reward/errors": 0, "reward/timeouts": 0, "env/errors": 0}, {}, OK, 1),
+    ("failures", {"reward/errors": [0, 1], "reward/timeouts": 0}, {}, WARNING, 2),
+    ("failures", {"reward/errors": 0, "env/crashes": [0, 1]}, {}, WARNING, 2),
+    ("failures", {"reward/crashes": [0, 2, 3]}, ONE | dict(group_size=16), WARNING, 3),
+    ("failures", {"reward/crashes": [0, 6, 3]}, ONE | dict(group_size=16), WRONG, 2),
+    ("failures", {"reward/crashes": [0, 1], "env/timeouts": [0, 5]}, ONE | dict(group_size=16), WRONG, 2),
     ("score-collapse", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, OK, 55),
     ("score-collapse", SCORES | {"critic/score/mean": line(0.8, 0.5)}, {}, WARNING, 1),
     ("score-collapse", SCORES | {"critic/score/mean": [0.23, 0.2, 0.2, 0.1, 0.06, 0.06]}, {}, WRONG, 1),
@@ -139,15 +143,36 @@ CASES = [
     ("kl-first-step", {KL: [9e-4, 0.1]}, ONE | BF16 | dict(use_kl_loss=True), OK, 1),
     ("kl-first-step", {KL: [0.1, 0.1]}, FP32 | dict(use_kl_loss=True), NO, None),
     ("kl-first-step", {REWARD_KL: [-0.1, 0.1]}, FP32 | dict(use_kl_in_reward=True), WRONG, 1),
-    ("kl-stays-zero", {KL: [0, 0, 0.01], "actor/lr": 1}, dict(use_kl_loss=True), OK, None),
-    ("kl-stays-zero", {KL: 0, "actor/lr": [1, 1, 1]}, dict(use_kl_loss=True), WRONG, 3),
-    ("kl-stays-zero", {KL: 0, "actor/lr": [0, 0, 0]}, dict(use_kl_loss=True), NO, None),
-    ("kl-stays-zero", {KL: 0, "actor/lr": [1, 1, 1]}, {}, NO, None),
+    ("stays-zero", {KL: [0, 0, 0.01], NORM: 1}, dict(use_kl_loss=True), OK, None),
+    ("stays-zero", {KL: [0, 0, 0], NORM: 1}, dict(use_kl_loss=True), WRONG, 3),
+    ("stays-zero", {REWARD_KL: [0, 0, 0], NORM: 1}, dict(use_kl_in_reward=True), WRONG, 3),
+    ("stays-zero", {KL: [0, 0, 0], NORM: 1}, {}, OK, None),
+    ("stays-zero", {KL: [0, 0]}, dict(use_kl_loss=True), NO, None),
+    ("stays-zero", {NORM: [0, 0, 1e-9]}, {}, OK, None),
+    ("stays-zero", {NORM: [0, 0, 0]}, {}, WRONG, 3),
+    ("stays-zero", {"train/grad_norm": [0, 0, 0, 0]}, {}, WRONG, 4),
+    (
+        "stays-zero",
+        {NORM: 1, "actor/ppo_kl": [0, 0, 0]},
+        ONE | dict(ppo_epochs=2),
+        WRONG,
+        3,
+    ),  # no step is taken
+    ("stays-zero", {NORM: 1, "actor/ppo_kl": [0, 0, -1e-9]}, ONE | dict(ppo_epochs=2), OK, None),
+    ("stays-zero", {NORM: 1, "actor/ppo_kl": [0, 0, 0]}, ONE, OK, None),
+    # ---- PPO's actor: it rests in all steps; it is not its turn yet; it learns
+    ("stays-zero", {CRITIC: [1, 1, 1]}, dict(critic_warmup=3, total_steps=3), WRONG, None),
+    ("stays-zero", {CRITIC: [1, 1, 1]}, dict(critic_warmup=2, total_steps=9), WRONG, None),
+    ("stays-zero", {CRITIC: [1, 1, 1]}, dict(critic_warmup=3, total_steps=9), OK, None),
+    ("stays-zero", {CRITIC: [1, 1, 1]}, dict(critic_warmup=3), OK, None),
+    ("stays-zero", {CRITIC: [1] * 9, NORM: [None] * 3 + [1] * 6}, dict(critic_warmup=3), OK, None),
+    ("stays-zero", {CRITIC: [1] * 9, NORM: [None] * 3 + [0] * 6}, dict(critic_warmup=3), WRONG, 9),
     ("kl-growth", {KL: [0, 0.1, 0.2, 0.25]}, {}, OK, 4),
     ("kl-growth", {KL: line(0, 0.6)}, {}, WARNING, 60),
     ("kl-growth", {KL: [0, 0.15, 0.57, 0.89, 1.2, 1.5]}, {}, WRONG, 6),
     ("kl-growth", {REWARD_KL: line(0, -0.2)}, {}, WRONG, 60),
     ("kl-growth", {KL: 0}, {}, NO, None),
+    ("kl-growth", {KL: line(3, 0.1), TEACHER: line(3, 0.1)}, {}, NO, None),  # distillation
     ("explained-variance", {VARIANCE: line(-1, 0.5)}, {}, OK, 60),
     ("explained-variance", {VARIANCE: line(0, 0.01)}, {}, OK, 60),
     ("explained-variance", {VARIANCE: line(0, 0.01, 100)}, {}, WARNING, 100),
@@ -172,6 +197,27 @@ CASES = [
     ("learning-rate", {"actor/lr": [0.25, 0.5, 0.75, 1, 1, 1, 0.25, 0.5, 0.75, 1]}, {}, WRONG, 7),
     ("learning-rate", {"actor/lr": 0}, {}, WRONG, 1),
     ("learning-rate", {"critic/score/mean": 0}, {}, NO, None),
+    # ---- SFT, a reward model, DPO
+    ("training-loss", {"train/loss": line(4, 1)}, {}, OK, 60),
+    ("training-loss", {"train/loss": line(2, 2.1)}, {}, OK, 60),
+    ("training-loss", {"train/loss": line(2, 2.5)}, {}, WARNING, 60),
+    ("training-loss", {"train/loss": line(1, 9)}, {}, WRONG, 60),
+    ("training-loss", {"train/loss": line(0, 0.01)}, {}, OK, 60),
+    ("training-loss", {"train/loss": [1, 2, 3, 4, 5]}, {}, NO, None),
+    # ---- distillation: KL to the teacher
+    ("training-loss", {TEACHER: line(3, 0.1), KL: line(3, 0.1)}, {}, OK, 60),
+    ("training-loss", {TEACHER: [0, -0.01, 0.01, 0.01, 0, 0.02]}, {}, OK, 6),  # a student that is its teacher
+    ("training-loss", {TEACHER: line(0.5, 0.6)}, {}, WARNING, 60),
+    ("training-loss", {TEACHER: line(0.5, 4)}, {}, WRONG, 60),
+    # ---- pairs: of a reward model, whose first steps are at chance; of DPO, whose first margin is 0
+    ("pairs", RM | {"train/accuracy": line(0.5, 0.8)}, {}, OK, 60),
+    ("pairs", RM | {"train/accuracy": line(0.52, 0.5)}, {}, WARNING, 60),
+    ("pairs", RM | {"train/accuracy": line(0.5, 0.3)}, {}, WRONG, 60),
+    ("pairs", {"train/accuracy": line(0.5, 0.52), "rewards/margins": line(0, -0.1)}, {}, WRONG, 60),
+    ("pairs", DPO | {"rewards/margins": [0, *line(0.1, 2, 29)]}, {}, OK, 30),
+    ("pairs", DPO | {"rewards/margins": [0, *line(-0.1, -2, 29)]}, {}, WRONG, 30),
+    ("pairs", {"rewards/accuracies": line(0.7, 0), "rewards/margins": line(1, 0)}, {}, WRONG, 60),
+    ("pairs", {"rewards/accuracies": 0.3, "rewards/margins": 0.1}, {}, NO, None),
     ("validation-loss", {"val/loss": [3, 2, 2.1]}, {}, OK, 2),
     ("validation-loss", {"val/loss": [3, 2, 2.3]}, {}, WARNING, 2),
     ("validation-loss", {"val/loss": [3, 2, 3.1]}, {}, WRONG, 2),
@@ -184,6 +230,13 @@ CASES = [
 def test_checks(tmp_path, check, metrics, args, word, step):
     verdict = Run(make_run(tmp_path / "run", rows(metrics), args), "run").verdicts[check]
     assert (verdict.word, verdict.step) == (word, step), verdict
+
+
+def test_a_null_is_what_was_not_finite(tmp_path):
+    """Strict JSON has no NaN."""
+    text = '{"training/global_step": 1, "train/loss": 3}\n{"training/global_step": 2, "train/loss": null}\n'
+    run = Run(make_run(tmp_path / "run", text=text), "run")
+    assert run.broken == 0 and run.verdicts["not-finite"] == (WRONG, "train/loss is nan", 2)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -201,6 +254,39 @@ def test_checks_do_without_data(tmp_path, table):
     assert verdicts.keys() == CHECKS.keys()
     assert verdicts.pop("not-finite").word == (WRONG if len(table) == 30 else OK if table else NO)
     assert {verdict.word for verdict in verdicts.values()} == {NO}
+
+
+RL = dict.fromkeys(("reward/errors", "actor/skipped_updates", "response_length/clip_ratio"), 0)
+RL |= SCORES | {"actor/lr": 1e-6, "response_length/mean": 50, "actor/entropy": 0.5, NORM: 1}
+RL |= {"critic/score/mean": line(0.2, 0.6), "critic/advantages/max": 1, "critic/advantages/min": -1}
+TRAIN = {"train/lr": 1e-5, "train/skipped_updates": 0, "train/grad_norm": 1}
+PAIRS = TRAIN | {"train/loss": line(0.69, 0.4), "rewards/margins": [0, *line(0.1, 2, 59)]}
+RUNS = [  # script, its arguments, a sound run, what is sick in another, the check that says so
+    ("sft", {}, TRAIN | {"train/loss": line(4, 2)}, {"train/loss": line(1, 9)}, "training-loss"),
+    ("rm", {}, PAIRS | {"train/accuracy": line(0.5, 0.8)}, {"train/accuracy": 0.5}, "pairs"),
+    ("dpo", {}, PAIRS | {"rewards/accuracies": 0.7}, {"rewards/accuracies": line(0.7, 0)}, "pairs"),
+    ("dpo", {}, PAIRS | {"rewards/accuracies": 0.6}, {"rewards/margins": [0, *line(-1, -2, 59)]}, "pairs"),
+    ("distill", {}, RL | {TEACHER: line(3, 0.1), KL: line(3, 0.1)}, {TEACHER: line(0.1, 3)}, "training-loss"),
+    (
+        "ppo",
+        dict(critic_warmup=2),
+        RL | {CRITIC: 1, NORM: [None, None, *[1] * 58]},
+        {NORM: None},
+        "stays-zero",
+    ),
+    ("grpo", dict(ppo_epochs=2), RL | {"actor/ppo_kl": 1e-4}, {"actor/ppo_kl": 0}, "stays-zero"),
+    ("dapo", {}, RL | {"dapo/dropped_all_right": 0.1}, {"critic/score/mean": 0.99}, "score-rises"),
+    ("agent", {}, RL | {"env/errors": 0, "env/crashes": 0}, {"env/errors": 9}, "failures"),
+]
+
+
+@pytest.mark.parametrize(("script", "args", "sound", "sick", "check"), RUNS)
+def test_a_sound_and_a_sick_run_of_each_script(tmp_path, script, args, sound, sick, check):
+    found = []
+    for metrics in (sound, sound | sick):
+        run = Run(make_run(tmp_path / str(len(found)), rows(metrics, 60), args), script)
+        found.append({name for name, verdict in run.verdicts.items() if verdict.word in (WRONG, WARNING)})
+    assert found == [set(), {check}]
 
 
 def test_a_sound_run_raises_nothing():

@@ -425,6 +425,127 @@ def test_prime_manager_replaces_what_hangs_or_dies():
     assert manager.score([]) == [] and manager.score([{}])[0]["failure"].startswith("KeyError")
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(
+            None,
+            7,
+            "text",
+            [],
+            [1],
+            {},
+            {"score": "1"},
+            {"score": None},
+            {"score": math.nan},
+            {"score": 1e999},
+        ),
+        *({"score": [1]}, {"score": {"a": 1}}, {"score": 1, "acc": "yes"}, {"score": 1, "acc": math.inf}),
+    ],
+)
+def test_a_process_that_is_taken_over_sends_what_is_no_result(reply, monkeypatch):
+    manager = RewardManager("prime", hostile_reward, workers=1)
+    monkeypatch.setattr("rewards.manager.Worker.call", lambda *_, **__: reply)
+    [result] = manager.score([make_row("1")])
+    assert result["score"] == 0 and isinstance(result["failure"], str) and set(result) == {"score", "failure"}
+
+
+def test_a_process_that_is_taken_over_names_its_failure(monkeypatch):
+    manager = RewardManager("prime", hostile_reward, workers=1)
+    reply = {"score": 99, "acc": 1, "failure": ["TimeoutError"]}
+    monkeypatch.setattr("rewards.manager.Worker.call", lambda *_, **__: reply)
+    assert manager.score([make_row("1")]) == [{"score": 0.0, "failure": "['TimeoutError']"}]
+
+
+SHAPES_OF_FUNCTIONS = """
+import functools, threading
+lock = threading.Lock()
+
+def counted(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs) + 1
+    return wrapper
+
+def plain_decorator(function):
+    return lambda **row: function(**row) + 1
+
+def length(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str)
+
+@counted
+def decorated(data_source, solution_str, ground_truth, extra_info=None):
+    return helper(solution_str)
+
+@plain_decorator
+def renamed(data_source, solution_str, ground_truth, extra_info=None):
+    return helper(solution_str)
+
+@functools.lru_cache
+def helper(text):
+    return len(text) - 1
+
+@functools.lru_cache
+def cached(data_source, solution_str, ground_truth, extra_info=None):
+    return helper(solution_str) + 1
+
+def make(offset):
+    def nested(data_source, solution_str, ground_truth, extra_info=None):
+        return helper(solution_str) + offset
+    return nested
+
+nested = make(1)
+partial = functools.partial(length, extra_info=None)
+
+class Judge:
+    def __init__(self, offset):
+        self.offset = offset
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        return helper(solution_str) + self.offset
+    def method(self, **row):
+        return self(**row)
+    @staticmethod
+    def static(**row):
+        return length(**row)
+
+judge = Judge(1)
+method, static = judge.method, Judge.static
+lambda_ = lambda solution_str, **_: len(solution_str)
+
+def make_locked(lock):
+    return lambda solution_str, **_: lock.locked() or len(solution_str)
+
+locked = make_locked(threading.Lock())
+"""
+SHAPES = "length decorated renamed cached nested partial judge method static lambda_".split()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_prime_manager_runs_what_the_naive_one_runs(tmp_path, name):
+    (tmp_path / "shapes.py").write_text(SHAPES_OF_FUNCTIONS)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/shapes.py").write_text("def length(**_):\n    return 99.0\n")
+    function = load_reward_fn(f"{tmp_path}/shapes.py:{name}")
+    other = load_reward_fn(f"{tmp_path}/other/shapes.py:length")  # another file of the same name
+    for mode in ("naive", "prime"):
+        assert RewardManager(mode, function).score([make_row("four")]) == [{"score": 4.0}]
+        assert RewardManager(mode, other).score([make_row("four")]) == [{"score": 99.0}]
+        assert RewardManager(mode, CombinedReward({"a": function}, [2.0])).score([make_row("four")])
+
+
+def test_what_the_prime_manager_cannot_run_is_refused(tmp_path):
+    (tmp_path / "shapes.py").write_text(SHAPES_OF_FUNCTIONS)
+    function = load_reward_fn(f"{tmp_path}/shapes.py:locked")
+    assert RewardManager("naive", function).score([make_row("four")]) == [{"score": 4.0}]
+    with pytest.raises(ValueError, match=r"prime cannot send the reward to a process: .*pickle") as error:
+        RewardManager("prime", function)
+    assert "\n" not in str(error.value)
+    (tmp_path / "shapes.py").write_text("import nowhere\n")  # changed since
+    length = function.__globals__["length"]
+    with pytest.raises(ValueError, match="No module named 'nowhere'"):
+        RewardManager("prime", length)
+
+
 def test_hanging_samples_hold_up_nobody(tmp_path):
     """More hang than there are workers, each until all others are scored: no one runs into its time-out."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rewards import load_reward_fn
-from rewards.manager.worker import Worker, WorkerError, call_in_worker
+from rewards.manager.worker import ERRORS, Worker, WorkerError, call_in_worker
 
 
 def add(a, b):
@@ -85,6 +85,95 @@ def test_crash_memory_exception():
     with pytest.raises(ModuleNotFoundError):
         call_in_worker("no_such_module:f", timeout_s=5)
     assert call_in_worker(add, 1, 2, timeout_s=5) == {"sum": 3}
+
+
+HIJACK = """
+import json, sys, threading, time
+from rewards.manager import worker
+
+def say(sock, reply):
+    worker._send(sock, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+
+def take_over(code, later=0.0):
+    '''As a response would that runs code here: find the socket and the number of the call.'''
+    frame = sys._getframe()
+    while frame.f_code.co_name != "_serve":
+        frame = frame.f_back
+    names = dict(frame.f_locals, say=say, time=time)
+    if not later:
+        return exec(code, names)
+    threading.Thread(target=lambda: (time.sleep(later), exec(code, names)), daemon=True).start()
+"""
+
+
+@pytest.fixture
+def take_over(tmp_path):
+    (tmp_path / "hijack.py").write_text(HIJACK)
+    return load_reward_fn(f"{tmp_path}/hijack.py:take_over")
+
+
+@pytest.mark.parametrize("kind", ["exec", "eval", "SystemExit", "KeyboardInterrupt", "open", "print", "nope"])
+def test_a_process_names_no_other_exception(take_over, tmp_path, kind):
+    """None of its own choice is called in this process."""
+    mark = tmp_path / "mark"
+    value = f"open({str(mark)!r}, 'w')" if kind in ("exec", "eval") else str(mark)
+    with pytest.raises(WorkerError):
+        Worker().call(take_over, f"say(sock, [number, {kind!r}, {value!r}])", timeout_s=30)
+    assert not mark.exists()
+
+
+def test_the_errors_are_exceptions():
+    assert all(issubclass(error, Exception) and name == error.__name__ for name, error in ERRORS.items())
+    assert not {"TimeoutError", "WorkerError", "MemoryError", "StopIteration"} & ERRORS.keys()
+
+
+JUNK = [
+    *("b''", "b'junk'", "b'\\xff\\xfe'", "b'[' * 100_000", "b'[' + b'9' * 5000 + b']'"),
+    *("None", "7", "'abc'", "{}", "[]", "[number]", "[number, 'result']", "[number, 'result', 1, 2]"),
+    *("['0' * 16, 'result', 1]", "[[number], 'result', 1]", "[number, ['result'], 1]", "[number, None, 1]"),
+    *("[number, 'ValueError', 3]", "[number, 'ValueError', ['x']]", "[number, {}, 'x']"),
+]
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_junk_is_no_reply(take_over, junk):
+    worker = Worker()
+    with pytest.raises(WorkerError):
+        worker.call(take_over, f"say(sock, {junk})", timeout_s=30)
+    assert worker.call(add, 1, 2, timeout_s=30) == {"sum": 3}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "time.sleep(1000)",  # nothing
+        "sock.sendall(bytes(3)); time.sleep(1000)",  # half of a length
+        "sock.sendall((1000).to_bytes(8, 'big') + b'[1'); time.sleep(1000)",  # half of a message
+    ],
+)
+def test_half_a_reply_is_a_time_out(take_over, code):
+    worker = Worker()
+    with pytest.raises(TimeoutError):
+        worker.call(take_over, code, timeout_s=1)
+    assert worker.call(add, 1, 2, timeout_s=30) == {"sum": 3}
+
+
+def test_a_huge_reply_is_not_read(take_over):
+    with pytest.raises(WorkerError, match=f"{1 << 60} bytes, at most"):
+        Worker().call(take_over, "sock.sendall((1 << 60).to_bytes(8, 'big')); time.sleep(9)", timeout_s=30)
+
+
+def test_no_reply_is_taken_for_that_of_another_call(take_over):
+    """Neither one that was sent before the call, nor one that comes during it."""
+    forged = "say(sock, [number, 'result', {'sum': 99}])"
+    worker = Worker()
+    worker.call(take_over, f"{forged}; {forged}", timeout_s=30)
+    assert worker.call(add, 1, 2, timeout_s=30) == {"sum": 3}
+    worker = Worker()
+    worker.call(take_over, forged, 1.0, timeout_s=30)
+    with pytest.raises(WorkerError, match="it belongs to no call"):
+        worker.call("time:sleep", 30, timeout_s=60)
+    assert worker.call(add, 1, 2, timeout_s=30) == {"sum": 3}
 
 
 def test_slow_calls_are_told():

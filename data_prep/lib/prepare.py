@@ -35,6 +35,7 @@ class Args:
 
 def run(main, args_class):
     """Run a script; a ValueError becomes one line."""
+    sys.set_int_max_str_digits(0)  # tests of programs have integers of more than Python's 4,300 digits
     try:
         main(tyro.cli(args_class))
     except ValueError as error:

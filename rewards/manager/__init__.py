@@ -36,6 +36,8 @@ class RewardManager:
         self.mode, self.compute_score, self.num_examine = mode, compute_score, num_examine
         self.timeout_s, self.workers = timeout_s, workers
         self._places, self._calls = threading.Semaphore(workers), itertools.count()
+        if mode == "prime":
+            self._check_process()
 
     def score(self, rows):
         """Score dicts with data_source, solution_str, ground_truth, extra_info (and prompt_str, to be shown).
@@ -75,6 +77,20 @@ class RewardManager:
         results = zip(rows, samples, self.score(samples), strict=True)
         return [dict(row, sampled=sample, reward=reward) for row, sample, reward in results]
 
+    def _check_process(self):
+        """Raise ValueError, in one line, if the reward does not arrive in a process."""
+        worker = Worker()
+        try:
+            worker.call("builtins:callable", self.compute_score, timeout_s=self.timeout_s)
+        except Exception as error:  # anything that stands in somebody's file, or that cannot be pickled
+            raise ValueError(
+                "--reward_manager prime cannot send the reward to a process:"
+                f" {type(error).__name__}: {' '.join(str(error).split())};"
+                " write a plain function at the top of its file, or take --reward_manager naive"
+            ) from None
+        finally:
+            _idle.put(worker)
+
     def _score_in_worker(self, row):
         row = {name: row.get(name) for name in row.keys() - {"prompt_str"}}
         with ExitStack() as place:
@@ -84,13 +100,16 @@ class RewardManager:
             except queue.Empty:
                 worker = Worker()
             try:
-                return worker.call(
+                reply = worker.call(
                     score_row,
                     *(self.compute_score, row),
                     timeout_s=self.timeout_s,
                     patience_s=PATIENCE_S,
                     on_slow=place.close,
                 )
+                # a process that a response has taken over may send anything
+                result = _plain(reply)
+                return {"score": 0.0, "failure": str(reply["failure"])} if "failure" in reply else result
             except Exception as error:  # as in score_row: also a row or a function that cannot be pickled
                 return _failed(error)
             finally:
@@ -106,16 +125,20 @@ def score_row(compute_score, row):
             ground_truth=row["ground_truth"],
             extra_info=row.get("extra_info"),
         )
-        result = dict(result) if isinstance(result, dict) else {"score": result}
-        result.pop("failure", None)
-        result["score"] = _number(result["score"])
-        if (acc := result.pop("acc", None)) is not None:
-            result["acc"] = _number(acc)
-        return json.loads(json.dumps(result, default=_as_json, skipkeys=True))
+        return _plain(result if isinstance(result, dict) else {"score": result})
     # CAREFUL: the one place that catches everything. A reward is anybody's code run on anything a model
     # writes; its failure is reported in the row, where the trainer counts it, not disguised as a 0.
     except Exception as error:
         return _failed(error)
+
+
+def _plain(result):
+    """The dict of a reward as `score` promises it; raises what its values raise."""
+    result = {key: value for key, value in result.items() if key != "failure"}
+    result["score"] = _number(result["score"])
+    if (acc := result.pop("acc", None)) is not None:
+        result["acc"] = _number(acc)
+    return json.loads(json.dumps(result, default=_as_json, skipkeys=True))
 
 
 def _number(value):

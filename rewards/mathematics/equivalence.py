@@ -44,7 +44,7 @@ def equal(answer, truth):
     if max(len(a), len(b)) > MAX_CHARS or not (FORMULA.fullmatch(a) and FORMULA.fullmatch(b)):
         return False
     try:
-        return call_in_worker("rewards.mathematics.symbolic:equal", a, b, timeout_s=TIMEOUT_S)
+        return call_in_worker("rewards.mathematics.symbolic:equal", a, b, timeout_s=TIMEOUT_S) is True
     except (TimeoutError, WorkerError):  # a tower of powers; out of memory
         return False
 

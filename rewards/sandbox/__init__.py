@@ -124,7 +124,8 @@ def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, imports=(
         marshal.dump(request, file)
         file.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", CHILD, str(os.getpid())],
+            # a program may print integers of any length: its time is limited
+            [sys.executable, "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0", CHILD, str(os.getpid())],
             stdin=file,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -149,7 +150,7 @@ def _receive(process, timeout_s):
     try:
         reason, returncode, *sizes = _read(process.stdout, 64, deadline).decode().split()
         stdout, stderr = (_read(process.stdout, int(n), deadline).decode("utf-8", "replace") for n in sizes)
-    except (EOFError, TimeoutError):
+    except (EOFError, TimeoutError, ValueError):  # ValueError: no such header
         return Result("", "", -9, "lost")
     if reason == "setup":
         raise SandboxError(stderr)

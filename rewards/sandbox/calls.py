@@ -1,15 +1,29 @@
-"""Calls of a program's functions from another process, by value.  See prime_code.py, which also sends the
-text of this file into a sandbox: `serve` runs where the program is, `judge` where a test is.
+"""Runs a program as graders of such tasks do, and calls its functions from another process, by value.
+prime_code.py sends the text of this file into a sandbox: `run` or `serve` is where the program is, `judge`
+where a test is.
 
 A request and a reply are a line of JSON each: [expression, args, kwargs] and ["value", value] or
 ["error", name].  What arrives is plain data, whatever a program does: no object of its own classes, no code.
 """
 
+import builtins
 import os
 import sys
 import types
 from json import dumps, loads  # CAREFUL: by name, as a program may patch the module
 
+# What a program may use without an import, as in the graders of APPS, TACO and PRIME, except numpy: solutions
+# that come with these data, and starter code with its annotations, rely on it.
+GIVEN = """
+import collections, fractions, heapq, itertools, math, random, sys, time
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
+from functools import lru_cache
+from heapq import *
+from itertools import accumulate, combinations, permutations, product
+from math import ceil, cos, exp, fabs, floor, gcd, log, log2, sin, sqrt, tan
+from typing import *
+"""
+GIVEN_MODULES = "collections fractions functools heapq itertools json math random time typing".split()
 ITERATORS = (types.GeneratorType, map, filter, zip, range, enumerate, reversed)
 
 
@@ -34,7 +48,7 @@ def encode(value):
 
 
 def decode(data):
-    """Inverse of `encode`.  Raises ValueError, TypeError or RecursionError for what it did not make."""
+    """Inverse of `encode`; raises Arithmetic-, Recursion-, Type- or ValueError for what it did not make."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):
@@ -61,16 +75,23 @@ def take_streams():
     return files
 
 
+def run(source, name="__main__"):
+    """Run the program as a module of that name, which has what is GIVEN beside the builtins -> the module."""
+    exec(GIVEN, vars(builtins))
+    program = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, "program.py", "exec"), program.__dict__)
+    return program
+
+
 def serve(source):
     """Run the program, not as __main__, then answer requests."""
     requests, replies = take_streams()
-    program = sys.modules["program"] = types.ModuleType("program")
-    exec("from typing import *", program.__dict__)  # starter code of such tasks is annotated, without imports
-    exec(compile(source, "program.py", "exec"), program.__dict__)
+    plain = dict(vars(builtins))  # CAREFUL: a program that defines no gcd has not solved gcd
+    program = run(source, "program")
     for line in requests:
         try:
             expression, args, kwargs = loads(line)
-            value = eval(expression, program.__dict__)
+            value = eval(expression, {**program.__dict__, "__builtins__": plain})
             if args is not None:
                 value = value(*decode(args), **decode(kwargs))
             reply = dumps(["value", encode(value)])

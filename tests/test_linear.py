@@ -1,0 +1,174 @@
+"""No response holds up a run: scorers and readers of calls take time in proportion to its length."""
+
+import json
+import time
+
+import pytest
+
+from envs.calculator import Calculator
+from envs.guess import Guess
+from envs.tools import parse_calls
+from rewards import compute_score, exact, gsm8k, ifeval, kk, prime_code
+
+SHORT, TIMES = 20_000, 4
+MOST = 10  # times the seconds for TIMES the length: a quadratic reader takes 16
+CLOCK_S = 0.2  # what is so fast that the clock is too coarse for a ratio
+WORDS = [
+    "\n",
+    " ",
+    "\r\n",
+    "\t",
+    "\u2028",
+    "a",
+    "A.",
+    "1",
+    "1,",
+    "1.",
+    "0",
+    "-",
+    "--",
+    "1-",
+    "*",
+    "**",
+    "* a",
+    "- a",
+]
+WORDS += [
+    "[",
+    "]",
+    "[]",
+    "(",
+    ")",
+    "{",
+    "}",
+    "<",
+    "<<",
+    ">>",
+    "<<1",
+    ">",
+    "$",
+    "$1",
+    "$$",
+    "#",
+    "####",
+    "#### 1 ",
+]
+WORDS += [
+    "\\",
+    "\\\\",
+    "\\boxed{",
+    "\\boxed ",
+    "\\boxed{1}",
+    "\\frac",
+    "\\text{",
+    "^",
+    "_",
+    "`",
+    "```",
+    "```\n",
+    "```python\n",
+]
+WORDS += [
+    '"',
+    "'",
+    ":",
+    ";",
+    "|",
+    "&",
+    "/",
+    "=",
+    "é",
+    "½",
+    "\u0301",
+    "٣",
+    "漢",
+    "Answer: ",
+    "answer is ",
+    "or ",
+    "and ",
+]
+WORDS += [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "is a knight",
+    "\nA is a knave",
+    "User:\n",
+    "Assistant:\n",
+    "P.S. ",
+    "p. ",
+]
+WORDS += [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    "<parameter=",
+    "<function=f>",
+    '{"name": ',
+    "[TOOL_CALLS]",
+    "f[ARGS]{",
+]
+WORDS += ["f(a=", "[f(", "[-", "{[", "lambda ", "not ", "f{", '{"a":', "; "]
+KNIGHTS = "(1) A is a knight\n(2) B is a knave"
+
+
+KWARGS = {  # of an instruction: those that most texts leave unanswered
+    "detectable_content:number_placeholders": dict(num_placeholders=10**9),
+    "detectable_content:postscript": dict(postscript_marker="P.P.S"),
+    "detectable_format:number_bullet_lists": dict(num_bullets=-1),
+    "detectable_format:number_highlighted_sections": dict(num_highlights=10**9),
+    "keywords:existence": dict(keywords=["--", "a b c", "1-1-1"]),
+    "keywords:forbidden_words": dict(forbidden_words=["the", "a a", "1-1"]),
+    "keywords:frequency": dict(keyword="aa", frequency=10**9, relation="at least"),
+    "length_constraints:number_words": dict(num_words=10**9, relation="at least"),
+    "startend:end_checker": dict(end_phrase="Peace!"),
+}
+INSTRUCTIONS = dict(instruction_id_list=[*ifeval.CHECKS], kwargs=[KWARGS.get(x, {}) for x in ifeval.CHECKS])
+INSTRUCTIONS = json.dumps(INSTRUCTIONS)
+READERS = {
+    "exact": lambda text: exact.compute_score("shapes", text, "a circle"),
+    "gsm8k, strict": lambda text: gsm8k.compute_score("openai/gsm8k", text, "5"),
+    "gsm8k, flexible": lambda text: gsm8k.compute_score("arithmetic", text, "5"),
+    "ifeval": lambda text: ifeval.compute_score("ifeval", text, INSTRUCTIONS),
+    "kk": lambda text: kk.compute_score("kk", text, KNIGHTS),
+    "kk, the answer": lambda text: kk.compute_score("kk", f"<think></think><answer>{text}</answer>", KNIGHTS),
+    "math": lambda text: compute_score("lighteval/MATH", text, "5"),
+    "math, in a box": lambda text: compute_score("lighteval/MATH", f"\\boxed{{{text}}}", "5"),
+    "math_verify": lambda text: compute_score("numina_olympiads", text, "5"),
+    "math_dapo": lambda text: compute_score("aime24", f"Answer: {text}", "5"),
+    "geo3k": lambda text: compute_score("hiyouga/geometry3k", f"<think>{text}</think>{text}", "5"),
+    "prime_code": prime_code.find_program,
+    "prime_code, output": lambda text: prime_code.same_text(text, "1.5\n" * 9),
+    "calls": parse_calls,
+    "calls, of Hermes": lambda text: parse_calls(f"<tool_call>{text}"),
+    "calls, of Mistral": lambda text: parse_calls(f"[TOOL_CALLS]{text}"),
+    "calls, of Llama 4": lambda text: parse_calls(f"[f(a=1), {text}"),
+    "calculator": Calculator({}).step,
+    "guess": Guess(dict(low=1, high=9, number=5)).step,
+}
+
+
+def seconds(read, text):
+    """Of this process; the least of three, as others are at work."""
+    spent = []
+    for _ in range(3):
+        begin = time.process_time()
+        read(text)
+        spent.append(time.process_time() - begin)
+        if not CLOCK_S < spent[-1] < MOST * CLOCK_S:  # one look is enough
+            break
+    return min(spent)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_time_grows_as_the_length(name, monkeypatch):
+    # a comparison of formulas has a time-out in a process of its own
+    monkeypatch.setattr("rewards.mathematics.equivalence.call_in_worker", lambda *_, **__: False)
+    slow = []
+    for word in WORDS:
+        for second, end in (("", ""), ("", "x"), (" ", "`\n5")):
+            short, long = (word * (n // len(word)) + second * n + end for n in (SHORT, SHORT * TIMES))
+            spent = seconds(READERS[name], long)
+            if spent > CLOCK_S and spent > MOST * (before := seconds(READERS[name], short)):
+                slow.append((word, second, end, before, spent))
+    assert not slow
