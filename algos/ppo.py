@@ -159,6 +159,7 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
+from data_prep.lib.turns import without_special
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
@@ -1390,7 +1391,8 @@ def model_scores(model, tokenizer, rows, args, device):
     texts = []
     for row in rows:
         answer = dict(role="assistant", content=row["sampled"]["solution_str"])
-        texts.append(tokenizer.apply_chat_template([*row["prompt"], answer], return_dict=False))
+        chat = without_special([*row["prompt"], answer], tokenizer)  # a response must not write a turn
+        texts.append(tokenizer.apply_chat_template(chat, return_dict=False))
     config, score_n = model.config.get_text_config(), [math.nan] * len(rows)
     limit = min(getattr(config, "max_position_embeddings", None) or math.inf, args.max_tokens_per_microbatch)
     fitting = [i for i, text in enumerate(texts) if len(text) <= limit]

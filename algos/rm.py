@@ -118,7 +118,7 @@ from common.run import Logger, digests, fail, in_one_line, leave, open_run, rank
 from data_prep.lib.cache import IDS, prepare
 from data_prep.lib.images import auto_class, load_processor, takes_images
 from data_prep.lib.schema import open_parquet
-from data_prep.lib.turns import check_calls
+from data_prep.lib.turns import check_calls, without_special
 
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -148,17 +148,15 @@ def scheduled_rate(args, step, total_steps):
 
 # ---- The step --------------------------------------------------------------------------
 def conversation_ids(prompt, reply, tokenizer, pad_id):
-    """-> ids of a conversation as ppo.py gives it to a reward model; whether its prompt is as if alone.
-
-    CAREFUL: a sequence classifier reads its score at the last token that is not its pad. Pads at the end, as
-    where EOS is the pad, are removed: what follows the score has no effect on it.
-    """
+    """-> ids of a conversation as ppo.py gives it to a reward model; whether its prompt is as if alone."""
     prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
     reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
+    prompt, reply = without_special([prompt, reply], tokenizer)
     text = tokenizer.apply_chat_template([*prompt, *reply], tokenize=False)
     check_calls([*prompt, *reply], text)
     alone = tokenizer.apply_chat_template(prompt, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # CAREFUL: a classifier reads its score at the last token that is not its pad, which may be EOS
     while ids and ids[-1] == pad_id:
         ids.pop()
     return ids, text.startswith(alone)

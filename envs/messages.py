@@ -4,6 +4,7 @@ import re
 
 import jinja2
 
+from data_prep.lib.turns import without_special
 from envs import one_line
 
 # of a template, which is a program: what it raises itself, and what its operations raise for these messages
@@ -39,15 +40,12 @@ def observation(tokenizer, messages, tools, last):
 
 
 def shorten(tokenizer, messages, limit):
-    """The messages, cut to `limit` tokens each, and how many of them were longer.
-
-    A special token in their text becomes a space: no tool ends its message and speaks as somebody else.
-    """
-    special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    border, short, longer = re.compile("|".join(map(re.escape, special))), [], 0
+    """The messages without special tokens, cut to `limit` tokens each, and how many of them were longer."""
+    short, longer = [], 0
     for message in messages:
         # no token has more than 100 characters: a megabyte is cut before it is tokenised
-        text = border.sub(" ", message["content"][: 100 * limit])
+        message = without_special(message | dict(content=message["content"][: 100 * limit]), tokenizer)
+        text = message["content"]
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) > limit:
             text = tokenizer.decode(ids[:limit])

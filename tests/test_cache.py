@@ -16,11 +16,13 @@ import pytest
 from conftest import ROOT
 from test_sft import MESSAGES, conversation_tokenizer, make_args
 from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig
 
 from algos import sft
 from data_prep.arithmetic import make_row
 from data_prep.lib import cache
 from data_prep.lib.cache import load_prompts
+from data_prep.lib.images import load_processor
 from data_prep.lib.schema import write_parquet
 from data_prep.tiny_model import make_tokenizer
 
@@ -298,3 +300,21 @@ def test_a_directory_that_cannot_be_written(file, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", file)
     with pytest.raises(SystemExit, match=r"^error: .*/rows.parquet/post_training: tokenised rows cannot be"):
         load_prompts([file], make_tokenizer(), 16)
+
+
+def test_tokens_that_the_model_does_not_know(file, tmp_path):
+    """The tokenizer of another model, or with tokens added, over an embedding that was not resized."""
+    tokenizer = make_tokenizer()
+    LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, num_attention_heads=1).save_pretrained(tmp_path)
+    tokenizer.add_tokens(["What"])
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_processor(str(tmp_path))  # one more token than the model has is no harm
+    write_parquet([make_row("train", 0, 1, 2)], tmp_path / "other.parquet")
+    row = make_row("train", 0, 1, 2) | dict(prompt=[dict(role="user", content="What")])
+    write_parquet([row], tmp_path / "new.parquet")
+    with pytest.raises(ValueError, match=r"token 'What' has number .*, and the model knows .* tokens"):
+        load_prompts([tmp_path / "new.parquet"], loaded, 99)
+    tokenizer.eos_token = "What"
+    tokenizer.save_pretrained(tmp_path / "end")
+    with pytest.raises(ValueError, match="token 'What' has number"):
+        load_processor(str(tmp_path), str(tmp_path / "end"))

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from test_sft import make_args
+from transformers import AutoConfig
 
 from algos import sft
 from data_prep import tiny_model
@@ -164,6 +165,9 @@ def test_templates_of_both_ways():
 
 def test_flag_env(tmp_path, capsys):
     tiny_model.main(tiny_model.Args(str(tmp_path / "model"), layers=1, tool_role=True))
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.vocab_size += 9  # the tokens of qwen2.5's template
+    config.save_pretrained(tmp_path / "model")
     make_tokenizer("qwen2.5").save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "env.py").write_text(
         f"class Env:\n    tools = {TOOLS}\n    def step(self, text):\n        pass\n"

@@ -18,6 +18,7 @@ from pathlib import Path
 import datasets
 import jinja2
 import pyarrow as pa
+import pyarrow.compute as pc
 import tokenizers
 import transformers
 import xxhash
@@ -69,7 +70,8 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
             if sees:
                 values = [images.encode_prompt(row, tokenizer, tools) for row in rows]
             else:
-                ids = tokenizer.apply_chat_template([row["prompt"] for row in rows], **how)
+                chats_ = [turns.plain(row["prompt"], tokenizer) for row in rows]
+                ids = tokenizer.apply_chat_template(chats_, **how)
                 values = [dict(prompt_ids=x) for x in ids]
                 for row, x in zip(rows, ids):
                     if any("tool_calls" in message for message in row["prompt"]):
@@ -117,6 +119,9 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
     parts = [concatenate_datasets([Dataset.from_file(str(x)) for x in some]) for some in found]
     none = pa.schema([*((name, pa.null()) for name in kept), *fields]).empty_table()
     rows = Rows([part.with_format("arrow") for part in parts or [Dataset(none)]])
+    for field in fields:
+        if field.type == IDS and len(rows):
+            images.check_known(pc.max(pc.list_flatten(rows.column(field.name))).as_py() or 0, tokenizer)
     return rows, sum(file.metadata.num_rows for _, file, _ in files) - len(rows)
 
 

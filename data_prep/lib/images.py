@@ -4,6 +4,7 @@ A row has as many <image> marks in its messages as it has `images`, {bytes, path
 is given, an image is one token; in those that a model runs, as many as the image has features.
 """
 
+import math
 from functools import cache, lru_cache
 from io import BytesIO
 
@@ -16,9 +17,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from data_prep.lib.turns import check_calls
+from data_prep.lib.turns import MARK, check_calls, plain
 
-MARK = "<image>"
 BROKEN = (OSError, SyntaxError, Image.DecompressionBombError)  # what PIL raises on a file that is no picture
 
 
@@ -45,12 +45,17 @@ def load_processor(model, tokenizer=None):
     if loaded.eos_token_id is None:
         raise ValueError(f"{name}: the tokenizer has no EOS token")
     loaded.known_ids = config.get_text_config().vocab_size  # a tokenizer may have more
-    if loaded.eos_token_id >= loaded.known_ids:
-        problem = (
-            f"its EOS token has id {loaded.eos_token_id}, --model {model} knows {loaded.known_ids} tokens"
-        )
-        raise ValueError(f"{name}: {problem}: take the model's own tokenizer, or resize its embedding")
+    check_known(loaded.eos_token_id, loaded)
     return loaded
+
+
+def check_known(largest, tokenizer):
+    """ValueError if the model's embedding has no row for a token, as with the tokenizer of another model."""
+    if largest >= getattr(tokenizer, "known_ids", math.inf):
+        text = getattr(tokenizer, "tokenizer", tokenizer)
+        token = f"token {text.convert_ids_to_tokens(largest)!r} has number {largest}"
+        problem = f"{token}, and the model knows {tokenizer.known_ids} tokens"
+        raise ValueError(f"{text.name_or_path}: {problem}: take its own tokenizer, or resize its embedding")
 
 
 def auto_class(config):
@@ -81,14 +86,16 @@ def open_images(row):
 
 def encode_prompt(row, processor, tools=None):
     """prompt_ids of a row; of a processor also sampler_ids, in which an image is one token."""
+    messages = plain(row["prompt"], processor)
     if not hasattr(processor, "image_processor"):
         options = dict(tools=tools, add_generation_prompt=True, return_dict=False)
-        ids = processor.apply_chat_template(row["prompt"], **options)
-        if any("tool_calls" in message for message in row["prompt"]):
-            check_calls(row["prompt"], processor.decode(ids))
+        ids = processor.apply_chat_template(messages, **options)
+        if any("tool_calls" in message for message in messages):
+            check_calls(messages, processor.decode(ids))
+        check_known(max(ids, default=0), processor)
         return dict(prompt_ids=ids)
     chat, pictures, marks = [], open_images(row), 0
-    for message in row["prompt"]:
+    for message in messages:
         texts = message["content"].split(MARK)
         parts = [[dict(type="image"), dict(type="text", text=text)] for text in texts]
         content = [part for part in sum(parts, [])[1:] if part["type"] == "image" or part["text"]]
@@ -96,7 +103,7 @@ def encode_prompt(row, processor, tools=None):
     if marks != len(pictures):
         raise Unfit(f"it has {len(pictures)} images, and {marks} {MARK} marks in its messages")
     text = processor.apply_chat_template(chat, add_generation_prompt=True, tools=tools, tokenize=False)
-    check_calls(row["prompt"], text)
+    check_calls(messages, text)
     [ids] = processor(text=[text], images=pictures or None, add_special_tokens=False)["input_ids"]
     return dict(prompt_ids=ids, sampler_ids=processor.tokenizer.encode(text, add_special_tokens=False))
 
