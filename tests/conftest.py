@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*command, ranks=0, check=True, timeout=400, restarts=0):
+def run(*command, ranks=0, check=True, restarts=0):
     """Run a script of the repository under python, or under torchrun with `ranks` -> the finished process."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     launcher.append(f"--max-restarts={restarts}")
@@ -24,7 +24,7 @@ def run(*command, ranks=0, check=True, timeout=400, restarts=0):
     }
     env |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     command = [*(launcher if ranks else [sys.executable]), *map(str, command)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd="/")
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd="/")
     assert not check or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
 

@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -190,8 +189,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
     track = open_tracker(Tracked(str(tmp_path), "wandb"), 0)
     track({"actor/lr": 0.25}, step=1)
     wandb.finish()
-    deadline, written = time.monotonic() + 120, b""
-    while b"actor/lr" not in written and time.monotonic() < deadline:  # a process of its own writes
+    written = b""
+    while b"actor/lr" not in written:  # a process of its own writes
         [log] = tmp_path.glob("wandb/offline-run-*/*.wandb")
         written = log.read_bytes()
     assert b"actor/lr" in written and b"output_dir" in written

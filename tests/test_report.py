@@ -543,7 +543,7 @@ def test_follow_sees_new_steps_and_stops_reloading(tmp_path):
         assert parse(out).charts["train/loss"][0]["x"] == [1, 2, 3]
     finally:
         process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0 and parse(out).data["reload_s"] == 0
+    assert process.wait() == 0 and parse(out).data["reload_s"] == 0
 
 
 # ---- a browser
@@ -565,7 +565,7 @@ def test_browser_draws_every_chart_and_lists_rollouts(tmp_path):
         f"--user-data-dir={tmp_path}/profile",
         f"file://{tmp_path}/report.html",
     ]
-    done = subprocess.run(command, capture_output=True, timeout=180)
+    done = subprocess.run(command, capture_output=True)
     dom = Page(done.stdout.decode(errors="replace"))
     root = dict(dom.tags)["html"]
     assert "data-errors" not in root and int(root["data-charts"]) == len(page.charts) + len(page.times)
