@@ -103,6 +103,8 @@ def write_parquet(rows, path):
                 schema = pa.unify_schemas([schema or now, now], promote_options="permissive")
             except pa.ArrowException as error:
                 raise ValueError(f"{path}: rows {count} to {i}: a column of two types: {error}") from None
+            except (OverflowError, UnicodeEncodeError) as error:  # an integer over 64 bits; half a character
+                raise ValueError(f"{path}: rows {count} to {i} cannot be written: {error}") from None
             count += len(batch)
         if not count:
             raise ValueError(f"{path}: no rows to write")

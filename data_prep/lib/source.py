@@ -88,12 +88,22 @@ def _document(text):
         if not lines or not isinstance(lines[0], dict):
             raise
         return lines
-    return rows if isinstance(rows, list) else [rows]
+    return [_whole(row, text) for row in (rows if isinstance(rows, list) else [rows])]
+
+
+def _whole(record, text):
+    """A record; a UnicodeEncodeError in place of one with half a character, as a cut string may have in JSON."""
+    try:
+        if "\\ud" in text.lower():
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return error
+    return record
 
 
 def _parse(line):
     try:
-        return json.loads(line)
+        return _whole(json.loads(line), line)
     except ValueError as error:
         return error
     except RecursionError as error:
