@@ -296,9 +296,11 @@ def test_an_answer_may_be_one_message(tmp_path):
         args = quantize.Args("", "", response_key="completion")
         texts[-1] += [ids.tolist() for ids, _ in quantize.read_texts(path, tokenizer, args)]
     assert texts[0] == texts[1]
-    for bad in ([says("3"), user(), says("4")], [calls("f", dict(x=1))], 3):
+    for bad in ([says("3"), user(), says("4")], [calls("f", dict(x=1))], [user()], ["3"], 3, []):
         path = written(tmp_path / "bad.parquet", [dict(prompt=[user()], completion=bad)])
-        with pytest.raises(ValueError, match=r"row 0: prompt, completion: .*an answer must be a string or "):
+        with pytest.raises(
+            ValueError, match=r"row 0: (prompt, completion: .*an answer must|'completion' is an empty list)"
+        ):
             sft.load_examples([path], make(response_key="completion"), tokenizer)
 
 

@@ -162,6 +162,8 @@ def _get(row, column, where):
         return []
     if value is None:
         raise ValueError(f"{where}: {column!r} is missing or null; fill it in or drop the row")
+    if value == [] and column not in OPTIONAL:
+        raise ValueError(f"{where}: {column!r} is an empty list; fill it in or drop the row")
     if isinstance(value, list) and any(isinstance(x, dict) and "role" in x for x in value):
         return value if column in MESSAGES else _messages(value, column, where)
     return value

@@ -59,7 +59,13 @@ def read_file(path):
     try:
         for i, record in enumerate(_records(path)):
             yield f"{path}: row {i}", record
-    except (OSError, EOFError, ValueError, pa.ArrowException) as error:  # damaged, or not what its name says
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        RecursionError,
+        pa.ArrowException,
+    ) as error:  # damaged, or not what its name says
         raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -92,7 +98,7 @@ def _document(text):
 
 
 def _whole(record, text):
-    """A record; a UnicodeEncodeError in place of one with half a character, as a cut string may have in JSON."""
+    """A record; the UnicodeEncodeError of one with half a character, as a string that was cut may have."""
     try:
         if "\\ud" in text.lower():
             json.dumps(record, ensure_ascii=False).encode()
