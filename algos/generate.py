@@ -115,6 +115,8 @@ def load_prompts(args, tokenizer, tools):
             fail(f"{args.data}: row {i}: {args.prompt_key}: {' '.join(str(error).split())}")
         if 0 < len(prompt["prompt_ids"]) <= args.max_prompt_length:
             prompts[i] = prompt | (dict(images=row["images"]) if sees else {})
+    if not prompts:
+        fail(f"{args.data}: no prompt of 1 to {args.max_prompt_length} tokens (--max_prompt_length)")
     return prompts, table
 
 

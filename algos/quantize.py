@@ -79,9 +79,12 @@ def read_texts(path, tokenizer, args, limit=None):
         if len(texts) == limit:
             break
         messages, *replies = (row[key] for key in keys)
-        silent = says_nothing(replies[0] if replies else messages)
-        messages = messages + [dict(role="assistant", content=answer(reply)) for reply in replies]
-        text, found = ("", []) if silent else turns(messages, tokenizer)
+        try:
+            silent = says_nothing(replies[0] if replies else messages)
+            messages = messages + [dict(role="assistant", content=answer(reply)) for reply in replies]
+            text, found = ("", []) if silent else turns(messages, tokenizer)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: row {number}: {error}") from None
         if not text:
             empty += 1
             continue

@@ -17,7 +17,7 @@ from test_sft import CONVERSATION, conversation_tokenizer
 from algos import dpo, generate, quantize, rm, sft
 from data_prep import preference, sft_chat
 from data_prep.lib import source
-from data_prep.lib.cache import load_prompts
+from data_prep.lib.cache import load_prompts, prepare
 from data_prep.lib.chats import conversation
 from data_prep.lib.schema import ROW_GROUP, load_rows, write_parquet
 
@@ -217,7 +217,7 @@ def test_a_template_that_leaves_out_calls_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             read()
-    with pytest.raises(ValueError, match="template leaves out tool calls"):
+    with pytest.raises(ValueError, match=r"rows.parquet: row 0: the chat template leaves out tool calls"):
         quantize.read_texts(path, tokenizer, quantize.Args("", ""))
     with pytest.raises(SystemExit) as end:
         generate_prompts(path, tokenizer)
@@ -296,9 +296,11 @@ def test_an_answer_may_be_one_message(tmp_path):
         args = quantize.Args("", "", response_key="completion")
         texts[-1] += [ids.tolist() for ids, _ in quantize.read_texts(path, tokenizer, args)]
     assert texts[0] == texts[1]
-    for bad in ([says("3"), user(), says("4")], [calls("f", dict(x=1))], 3):
+    for bad in ([says("3"), user(), says("4")], [calls("f", dict(x=1))], [user()], ["3"], 3, []):
         path = written(tmp_path / "bad.parquet", [dict(prompt=[user()], completion=bad)])
-        with pytest.raises(ValueError, match=r"row 0: prompt, completion: .*an answer must be a string or "):
+        with pytest.raises(
+            ValueError, match=r"row 0: (prompt, completion: .*an answer must|'completion' is an empty list)"
+        ):
             sft.load_examples([path], make(response_key="completion"), tokenizer)
 
 
@@ -348,6 +350,8 @@ def test_prompts_without_a_token_are_dropped_and_counted(tmp_path):
     path = written(tmp_path / "x.parquet", [row | dict(prompt=[user("")])])
     with pytest.raises(ValueError, match=r"x.parquet: no prompt of 1 to 3 tokens \(--max_prompt_length\)"):
         load_prompts([path], tokenizer, 3)
+    with pytest.raises(SystemExit, match=r"x.parquet: no prompt of 1 to 3 tokens \(--max_prompt_length\)"):
+        generate_prompts(path, tokenizer, max_prompt_length=3)
 
 
 # ---- any values, any writer
@@ -401,6 +405,7 @@ STRUCTS = {
     ),
     "datasets": lambda talks: datasets.Dataset.from_list([dict(messages=x) for x in talks]).data.table,
 }
+TOKENIZER = conversation_tokenizer()
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -428,6 +433,22 @@ def test_structs_of_any_writer(writer, talks, tmp_path_factory):
         talks = [[{k: m[k] for k in ("role", "content")} for m in talk] for talk in talks]
     found = [row["messages"] for row in load_rows(path, ["messages"])]
     assert found == [conversation(without_nulls(talk), "messages") for talk in talks]
+
+
+@settings(QUIET, max_examples=20)
+@pytest.mark.parametrize("writer", STRUCTS)
+@given(talks=TALKS)
+def test_trainers_read_what_all_others_read(writer, talks, tmp_path_factory):
+    """Through the cache of `datasets`, of a column of any name."""
+    path, text = tmp_path_factory.mktemp("x") / "x.parquet", dict(text=pa.string())
+    try:
+        pq.write_table(STRUCTS[writer](talks).rename_columns(["said"]), path)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return
+    encode = lambda rows, numbers: [dict(text=json.dumps(row["said"])) for row in rows]
+    found, dropped = prepare([path], TOKENIZER, ["said"], (), text, encode, path.name)
+    assert [json.loads(row["text"]) for row in found] == [row["said"] for row in load_rows(path, ["said"])]
+    assert dropped == 0
 
 
 @QUIET
@@ -476,6 +497,24 @@ def test_json_that_is_cut_off(tmp_path):
     path.write_text('{"a": 1}\n{"b"')
     (_, first), (place, second) = source.read_file(path)
     assert first == dict(a=1) and isinstance(second, ValueError) and place.endswith("x.json: row 1")
+
+
+def test_half_a_character_and_large_integers(tmp_path):
+    """JSON may have what no file of UTF-8 or of 64 bits can hold: the row is named and left out."""
+    rows = [dict(messages=[user(), says(text)]) for text in ("a", "\ud83d", "\U0001f600", "b")]
+    for name, text in (("train.jsonl", "\n".join(map(json.dumps, rows))), ("test.json", json.dumps(rows))):
+        (tmp_path / name).write_text(text)
+        found = [record for _, record in source.read_file(tmp_path / name)]
+        assert found[::2] == rows[::2] and found[3] == rows[3] and isinstance(found[1], UnicodeEncodeError)
+    sft_chat.main(sft_chat.Args(str(tmp_path / "out"), str(tmp_path), splits=("train", "test")))
+    for name in ("train", "test"):
+        assert len(load_rows(tmp_path / f"out/{name}.parquet", ["messages"])) == 3
+    for value in (2**70, "\ud83d"):
+        with pytest.raises(ValueError, match=r"x.parquet: rows 0 to 1 cannot be written: [^\n]*$"):
+            write_parquet([dict(x=value), dict(x=value)], tmp_path / "x.parquet")
+    talk = [user(), calls("f", dict(x=2**70), "")]  # arguments are text
+    write_parquet([dict(messages=talk)], tmp_path / "x.parquet")
+    assert load_rows(tmp_path / "x.parquet", ["messages"])[0]["messages"] == talk
 
 
 def test_numbers_beside_nulls(tmp_path):

@@ -125,12 +125,11 @@ def _parsed(value, where, kind, form):
 
 def answer(value):
     """The text of an answer: a string, or one message of the assistant."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or len(value) != 1 or value[0].keys() - {"role", "content"}:
-        problem = f"an answer must be a string or one message {{role, content}}, not {value!r:.60}"
-        raise ValueError(f"{problem}; conversations: --messages_key")
-    return value[0]["content"]
+    text = value[0].get("content") if isinstance(value, list) and isinstance(value[0], dict) else value
+    if isinstance(text, str) and value in (text, [dict(role="assistant", content=text)]):
+        return text
+    problem = f"an answer must be a string or one message of the assistant, not {value!r:.60}"
+    raise ValueError(f"{problem}; conversations: --messages_key")
 
 
 def storable(messages):

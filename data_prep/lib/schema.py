@@ -103,6 +103,8 @@ def write_parquet(rows, path):
                 schema = pa.unify_schemas([schema or now, now], promote_options="permissive")
             except pa.ArrowException as error:
                 raise ValueError(f"{path}: rows {count} to {i}: a column of two types: {error}") from None
+            except (OverflowError, UnicodeEncodeError) as error:  # an integer over 64 bits; half a character
+                raise ValueError(f"{path}: rows {count} to {i} cannot be written: {error}") from None
             count += len(batch)
         if not count:
             raise ValueError(f"{path}: no rows to write")
@@ -160,6 +162,8 @@ def _get(row, column, where):
         return []
     if value is None:
         raise ValueError(f"{where}: {column!r} is missing or null; fill it in or drop the row")
+    if value == [] and column not in OPTIONAL:
+        raise ValueError(f"{where}: {column!r} is an empty list; fill it in or drop the row")
     if isinstance(value, list) and any(isinstance(x, dict) and "role" in x for x in value):
         return value if column in MESSAGES else _messages(value, column, where)
     return value

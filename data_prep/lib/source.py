@@ -59,7 +59,13 @@ def read_file(path):
     try:
         for i, record in enumerate(_records(path)):
             yield f"{path}: row {i}", record
-    except (OSError, EOFError, ValueError, pa.ArrowException) as error:  # damaged, or not what its name says
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        RecursionError,
+        pa.ArrowException,
+    ) as error:  # damaged, or not what its name says
         raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -88,12 +94,22 @@ def _document(text):
         if not lines or not isinstance(lines[0], dict):
             raise
         return lines
-    return rows if isinstance(rows, list) else [rows]
+    return [_whole(row, text) for row in (rows if isinstance(rows, list) else [rows])]
+
+
+def _whole(record, text):
+    """A record; the UnicodeEncodeError of one with half a character, as a string that was cut may have."""
+    try:
+        if "\\ud" in text.lower():
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return error
+    return record
 
 
 def _parse(line):
     try:
-        return json.loads(line)
+        return _whole(json.loads(line), line)
     except ValueError as error:
         return error
     except RecursionError as error:

@@ -66,9 +66,9 @@ def says_nothing(reply):
     """Whether an answer, a string or messages, has an empty turn of the assistant: it would train silence."""
     if isinstance(reply, str):
         return not reply.strip()
-    if not isinstance(reply, list):
+    if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
         raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
-    spoken = [message for message in reply if message["role"] == "assistant"]
+    spoken = [message for message in reply if message.get("role") == "assistant"]
     return any(not turn["content"].strip() and not turn.get("tool_calls") for turn in spoken)
 
 
