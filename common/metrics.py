@@ -100,7 +100,7 @@ def validation_metrics(rows):
 
     rows: dicts with data_source, index (of the prompt) and reward (a result of the reward manager).
     The value is `acc` where the scorer returns it, else the score; maj, the value of the most frequent
-    `pred`, needs a `pred`. A response whose reward failed counts 0.
+    `pred`, needs one, and is 0 where no response has any. A response whose reward failed counts 0.
     """
     metrics = {}
     for source in sorted({row["data_source"] for row in rows}):
@@ -115,9 +115,12 @@ def validation_metrics(rows):
         metrics[f"{prefix}/mean@{n}"] = sum(sum(v) / len(v) for v in values) / len(values)
         metrics[f"{prefix}/best@{n}"] = sum(max(v) for v in values) / len(values)
         if any("pred" in result for result in results):
-            votes = [[str(result.get("pred")) for result in group] for group in groups.values()]
-            winner = [v[vote.index(max(vote, key=vote.count))] for v, vote in zip(values, votes, strict=True)]
-            metrics[f"{prefix}/maj@{n}"] = sum(winner) / len(values)
+            votes = [[result.get("pred") for result in group] for group in groups.values()]
+            winners = []
+            for value, vote in zip(values, votes, strict=True):
+                cast = [answer for answer in vote if answer is not None]
+                winners.append(value[vote.index(max(cast, key=cast.count))] if cast else 0.0)
+            metrics[f"{prefix}/maj@{n}"] = sum(winners) / len(values)
     return metrics
 
 

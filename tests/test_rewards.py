@@ -331,6 +331,30 @@ def test_validation_counts_a_failure_as_0(results, expected):
     assert validation_metrics(rows) == {f"val-core/x/{name}": value for name, value in expected.items()}
 
 
+@pytest.mark.parametrize(
+    ("preds", "accs", "expected"),
+    [
+        (["1/2", "1/2", "7"], [1, 1, 0], 1),
+        ([None, None, None, "4"], [0, 0, 0, 1], 1),  # no answer is no vote
+        ([None, None], [0, 0], 0),
+        (["7", "4", "4"], [1, 0, 0], 0),
+    ],
+)
+def test_votes_of_a_validation(preds, accs, expected):
+    results = [dict(score=acc, acc=acc, pred=pred) for pred, acc in zip(preds, accs, strict=True)]
+    rows = [dict(data_source="x", index=0, reward=result) for result in results]
+    assert validation_metrics(rows)[f"val-core/x/acc/maj@{len(preds)}"] == expected
+
+
+@pytest.mark.parametrize(
+    ("pred", "vote"),
+    [("", None), (" \n", None), (None, None), (" a ", "a"), (0, "0"), ([1], "[1]"), ("None", "None")],
+)
+def test_an_answer_is_a_text_or_none(pred, vote):
+    [result] = RewardManager("naive", lambda **_: {"score": 1, "pred": pred}).score([make_row("5")])
+    assert result == {"score": 1.0, "pred": vote}
+
+
 def test_validation_without_an_accuracy():
     def reward(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": 1, "acc": None if solution_str == "?" else np.bool_(True), "pred": None}
@@ -386,7 +410,7 @@ def test_prime_manager_replaces_what_hangs_or_dies():
     results = manager.score([make_row(text) for text in texts])
     for text, result in zip(texts, results, strict=True):
         if text.isdigit():
-            assert result == {"score": float(text), "acc": True, "pred": 2.0}
+            assert result == {"score": float(text), "acc": True, "pred": "2.0"}
         else:
             kind = {"hang": "TimeoutError", "crash": "WorkerError", "raise": "ValueError"}[text]
             assert result["score"] == 0.0 and result["failure"].startswith(kind)

@@ -42,9 +42,10 @@ class RewardManager:
         """Score dicts with data_source, solution_str, ground_truth, extra_info (and prompt_str, to be shown).
 
         Returns one dict a row, in their order: `score` (float) and the extra keys of the reward, as JSON has
-        them (`acc` a float).  A reward that fails gives score 0.0 and `failure`, e.g. "TypeError: ...",
-        "TimeoutError: ...", "WorkerError: ..." (its process died); no row can raise, so that one bad row ends
-        no training.  `failure` means that and nothing else: a reward's own key of this name is left out.
+        them (`acc` a float; `pred` a text, None: no answer).  A reward that fails gives score 0.0 and
+        `failure`, e.g. "TypeError: ...", "TimeoutError: ...", "WorkerError: ..." (its process died); no row
+        can raise, so that one bad row ends no training.  `failure` means that and nothing else: a reward's
+        own key of this name is left out.
         """
         if self.mode == "naive":
             results = [score_row(self.compute_score, row) for row in rows]
@@ -137,6 +138,8 @@ def _plain(result):
     result["score"] = _number(result["score"])
     if (acc := result.pop("acc", None)) is not None:
         result["acc"] = _number(acc)
+    if result.get("pred") is not None:
+        result["pred"] = str(result["pred"]).strip() or None
     return json.loads(json.dumps(result, default=_as_json, skipkeys=True))
 
 
