@@ -7,7 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -448,6 +448,25 @@ def test_a_process_that_is_taken_over_names_its_failure(monkeypatch):
     reply = {"score": 99, "acc": 1, "failure": ["TimeoutError"]}
     monkeypatch.setattr("rewards.manager.Worker.call", lambda *_, **__: reply)
     assert manager.score([make_row("1")]) == [{"score": 0.0, "failure": "['TimeoutError']"}]
+
+
+KEYS = st.sampled_from(["score", "acc", "pred", "failure"])
+NUMBERS = st.integers() | st.floats() | st.just(10**400)
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(),
+    lambda x: st.lists(x) | st.dictionaries(KEYS | st.text(), x),
+)
+
+
+@given(ANY_JSON | st.dictionaries(KEYS, ANY_JSON))
+def test_any_reply_is_a_result_or_a_failure(reply):
+    with patch("rewards.manager.Worker.call", lambda *_, **__: reply):
+        [result] = RewardManager("prime", hostile_reward, workers=1).score([make_row("1")])
+    json.dumps(result)
+    assert type(result["score"]) is float and math.isfinite(result["score"])
+    assert type(result.get("acc", 0.0)) is float and math.isfinite(result.get("acc", 0.0))
+    assert result.get("pred") is None or result["pred"].strip()
+    assert "failure" not in result or (result["score"] == 0 and type(result["failure"]) is str)
 
 
 SHAPES_OF_FUNCTIONS = """
