@@ -1,7 +1,6 @@
 """Score the responses in parquet files: mean@n, pass@k, maj@k over the prompts, per data source and in all.
 
-pass@k is unbiased (arXiv 2107.03374, eq. 1), maj@k exact; standard errors, and confidence intervals of the
-paired differences to the first file, are by bootstrap over the prompts.
+pass@k is unbiased (arXiv 2107.03374, eq. 1), maj@k exact; means and paired differences have 95 % intervals.
 
 Command:    python algos/eval.py --data before.parquet after.parquet --output runs/eval
 Docs: docs/guides/evaluate.md
@@ -23,26 +22,15 @@ from common.arguments import parse
 
 @dataclass
 class Args:
-    data: tuple[str, ...]
-    """Parquet files with responses, as generate.py writes them; the others are compared with the first."""
-    output: str
-    """Directory for results.json, pass_at_k.png, each file with its scores: scored_A.parquet and so on."""
-    response_key: str = "responses"
-    """Column of the responses: a list of strings, as many in each row, or one string."""
-    k: tuple[int, ...] = ()
-    """k of maj@k and of the pass@k in the table; none: powers of two and the number of responses."""
-    reward_manager: Literal["naive", "prime"] = "naive"
-    """How rewards are computed; naive: in process, one by one; prime: a pool of processes with a time-out."""
-    reward_fn: tuple[str, ...] = ("rewards",)
-    """Rewards: FILE.py:NAME for your own; `rewards` is the scorer of each row's data_source."""
-    reward_weights: tuple[float, ...] = ()
-    """Weight of each reward_fn in the sum of their scores; none: all 1."""
-    reward_workers: int = 4
-    """Processes of the prime manager."""
-    reward_timeout_s: float = 30.0
-    """Seconds that the prime manager gives a sample before it scores 0."""
-    seed: int = 1
-    """Seed of the bootstrap."""
+    data: tuple[str, ...]  # parquet files with responses, as of generate.py; compared with the first of them
+    output: str  # directory for results.json, pass_at_k.png, scored_A.parquet: the first file with its scores
+    response_key: str = "responses"  # column of the responses: lists of strings of one length, or strings
+    k: tuple[int, ...] = ()  # k of maj@k and, in the table, of pass@k; none: powers of two and all responses
+    reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
+    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: the scorer of each row's data_source
+    reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
+    reward_workers: int = 4  # processes of the prime manager
+    reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
 
 
 if __name__ == "__main__":
@@ -62,6 +50,8 @@ from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 
 SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward is given, beside the response
+Z = 1.96  # of a 95 % interval
+MORE = -0.71, 0.71  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
 ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval
 
 
@@ -79,20 +69,21 @@ def pass_at_k(n, c, k):
 def maj_at_k(answers, correct, k):
     """Expected correctness of the most frequent of k answers, over all subsets of size k; ties share evenly.
 
-    answers: n hashable answers; correct: how correct each is, 0 to 1.  Answers a a b of which a is correct,
-    k = 2 -> subsets aa ab ab -> (1 + 1/2 + 1/2) / 3.  Exact for any n: subsets are counted, not listed.
+    answers: n texts, None is no vote; correct: how correct each is, 0 to 1.  Answers a a b of which a is
+    correct, k = 2 -> subsets aa ab ab -> (1 + 1/2 + 1/2) / 3.  Exact for any n: subsets are counted.
     """
     if len(answers) != len(correct) or not 1 <= k <= len(answers):
         raise ValueError(f"maj_at_k: {len(answers)} answers, {len(correct)} verdicts, k={k}")
     votes, value, expected = Counter(answers), Counter(), 0.0
     for answer, right in zip(answers, correct, strict=True):
         value[answer] += float(right) / votes[answer]
+    silent = votes.pop(None, 0)
     for answer in [answer for answer in votes if value[answer]]:
         others = [votes[other] for other in votes if other != answer]
         for most in range(1, min(votes[answer], k) + 1):  # it is drawn `most` times, and no other more often
             # {(still to draw, tied answers): subsets}; all answers too rare for a tie are drawn as one
-            pool, left, own = sum(n for n in others if n < most), k - most, math.comb(votes[answer], most)
-            ways = {(left - i, 0): own * math.comb(pool, i) for i in range(min(pool, left) + 1)}
+            pool, own = silent + sum(n for n in others if n < most), math.comb(votes[answer], most)
+            ways = {(k - most - i, 0): own * math.comb(pool, i) for i in range(min(pool, k - most) + 1)}
             for other in [n for n in others if n >= most]:
                 new = Counter()
                 for (left, ties), count in ways.items():
@@ -131,7 +122,7 @@ def measure(rows, results, ks):
     for k in range(1, n + 1):
         columns[f"pass@{k}"] = [pass_at_k(n, sum(x >= 1 for x in v), k) for v in values]
     if all("pred" in result or "failure" in result for row in results for result in row):
-        votes = [[str(result.get("pred")) for result in row] for row in results]  # a failure: for None
+        votes = [[result.get("pred") for result in row] for row in results]
         for k in ks:
             columns[f"maj@{k}"] = [maj_at_k(*pair, k) for pair in zip(votes, values, strict=True)]
     columns["reward_errors"] = [sum("failure" in result for result in row) / n for row in results]
@@ -143,12 +134,26 @@ def measure(rows, results, ks):
     return {name: np.array(column) for name, column in columns.items()}
 
 
-def summarize(columns, seed):
-    """Means over the prompts; standard errors and 95 % intervals from 1000 resamplings of the prompts."""
-    values, rng = np.stack(list(columns.values()), axis=1), np.random.default_rng(seed)
-    means = np.stack([values[rng.integers(len(values), size=len(values))].mean(0) for _ in range(1000)])
-    stats = (values.mean(0), means.std(0), *np.percentile(means, (2.5, 97.5), axis=0))
-    return {x + end: float(y) for end, stat in zip(ENDS, stats) for x, y in zip(columns, stat)}
+def wilson(values, n_samples):
+    """95 % interval of a mean of shares: Wilson's, of as many yes or no as have its variance, at most all."""
+    p, n = values.mean(), len(values)
+    if 0 < p < 1:
+        n = min(n * p * (1 - p) / max(values.var(), 1e-9), n * n_samples)
+    centre, half = p + Z**2 / (2 * n), Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    return np.clip(np.array([centre - half, centre + half]) / (1 + Z**2 / n), 0, 1)  # eq: eval.wilson
+
+
+def summarize(columns, n_samples):
+    """Means over the prompts, their standard errors, and 95 % intervals: Wilson's, else the normal one."""
+    found = {}
+    for name, values in columns.items():
+        is_share = values.min() >= 0 and values.max() <= 1 and not name.endswith(("_diff", "length/mean"))
+        seen = np.append(values, MORE) if name.endswith("_diff") else values
+        half = Z * seen.std() / math.sqrt(len(seen))
+        interval = wilson(values, n_samples) if is_share else (seen.mean() - half, seen.mean() + half)
+        stats = values.mean(), values.std() / math.sqrt(len(values)), *interval
+        found |= {name + end: float(x) for end, x in zip(ENDS, stats, strict=True)}
+    return found
 
 
 def print_table(title, columns, sources, names, template, ends):
@@ -168,11 +173,11 @@ def plot(entries, sources, path):
     """pass@k over k with 95 % intervals, a panel for each data source."""
     figure = Figure(figsize=(6, 3.5 * len(sources)), layout="constrained")
     for axis, source in zip(figure.subplots(len(sources), squeeze=False)[:, 0], sources, strict=True):
-        axis.set(title=source, xlabel="k", ylabel="pass@k")
+        axis.set(title=source.replace("$", r"\$"), xlabel="k", ylabel="pass@k")
         for label, (name, entry) in zip(ascii_uppercase, entries.items(), strict=False):
             ks = [int(x[5:]) for x in entry.get(source, ()) if x.startswith("pass@") and x[5:].isdigit()]
             mean, _, low, high = ([entry[source][f"pass@{k}{end}"] for k in ks] for end in ENDS)
-            axis.plot(ks, mean, "o-", markersize=3, label=f"{label}: {Path(name).name}")
+            axis.plot(ks, mean, "o-", markersize=3, label=f"{label}: {Path(name).name}".replace("$", r"\$"))
             axis.fill_between(ks, low, high, alpha=0.2)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
@@ -185,8 +190,7 @@ def main(args):
     out, loaded = Path(args.output), {}
     try:
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
-        limits = dict(timeout_s=args.reward_timeout_s, workers=args.reward_workers)
-        manager = RewardManager(args.reward_manager, reward_fn, **limits)
+        manager = RewardManager(args.reward_manager, reward_fn, 0, args.reward_timeout_s, args.reward_workers)
         if len(args.data) > len(ascii_uppercase):
             raise ValueError(f"--data: {len(args.data)} files, at most {len(ascii_uppercase)}")
         for path in args.data:
@@ -221,7 +225,7 @@ def main(args):
         for source in [*sorted(set(source_p)), "all"]:
             here = (source_p == source) | (source == "all")
             part = {name: column[here] for name, column in columns.items()}
-            entries[path][source] = {"prompts": int(here.sum())} | summarize(part, args.seed)
+            entries[path][source] = {"prompts": int(here.sum())} | summarize(part, n)
         texts = [[json.dumps(result, default=str) for result in row] for row in results]
         table = pq.read_table(path).append_column("scores", [[[x["score"] for x in row] for row in results]])
         with replacing(out / f"scored_{label}.parquet") as new:
@@ -238,9 +242,8 @@ def main(args):
     print("", *map("{}: {}".format, columns, entries), sep="\n")
     print_table("mean (standard error)", columns, sources, names, "{:.3f} ({:.3f})", ("", "_stderr"))
     if others := {f"{label} - A": column for label, column in columns.items() if label != "A"}:
-        ends = "_diff", "_diff_low", "_diff_high"
-        title = "paired difference [95 % interval]"
-        print_table(title, others, sources, names, "{:+.3f} [{:+.3f}, {:+.3f}]", ends)
+        ends, template = ("_diff", "_diff_low", "_diff_high"), "{:+.3f} [{:+.3f}, {:+.3f}]"
+        print_table("paired difference [95 % interval]", others, sources, names, template, ends)
 
 
 if __name__ == "__main__":

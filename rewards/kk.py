@@ -32,10 +32,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         raise ValueError(f"ground truth {text!r} is no list of 'NAME is a knight' or 'NAME is a knave'")
     answer = _answer(_response(solution_str))
     if answer is None:
-        return {"score": -3.0, "acc": 0.0, "pred": "no answer"}
+        return {"score": -3.0, "acc": 0.0, "pred": ""}
     roles = _roles(answer, len(truth))
     if roles is None or roles.keys() != truth.keys():
-        return {"score": -1.0, "acc": 0.0, "pred": "unreadable"}
+        return {"score": -1.0, "acc": 0.0, "pred": ""}
     pred = ", ".join(f"{name} {roles[name]}" for name in sorted(roles))
     return {"score": 3.0 if roles == truth else -0.5, "acc": float(roles == truth), "pred": pred}
 

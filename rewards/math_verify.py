@@ -8,7 +8,7 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
 import re
 
 from rewards import gsm8k
-from rewards.mathematics.equivalence import judge
+from rewards.mathematics.equivalence import judge, spelling
 from rewards.mathematics.latex import last_boxed
 
 WINDOW = 1000
@@ -33,4 +33,4 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     result = gsm8k.compute_score(data_source, text, ground_truth, {"method": "flexible"})
     number = LAST_NUMBER.search(text)
     correct = result["acc"] and number[1] is None
-    return {"score": float(correct), "acc": correct, "pred": number[2] if number else ""}
+    return {"score": float(correct), "acc": correct, "pred": spelling(number[2]) if number else ""}

@@ -89,7 +89,7 @@ def score(task, entry, solution_str):
     return {
         "score": points,
         "acc": float(points >= 1),
-        "pred": "no answer" if answer is None else answer,
+        "pred": answer or "",
         "unreadable": unreadable,
     }
 

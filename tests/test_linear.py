@@ -4,6 +4,8 @@ import json
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envs.calculator import Calculator
 from envs.guess import Guess
@@ -172,3 +174,25 @@ def test_time_grows_as_the_length(name, monkeypatch):
             if spent > CLOCK_S and spent > MOST * (before := seconds(READERS[name], short)):
                 slow.append((word, second, end, before, spent))
     assert not slow
+
+
+@given(st.lists(st.sampled_from([*WORDS, "\ud800", "\0"]) | st.text(max_size=3), max_size=12).map("".join))
+@settings(deadline=None)
+def test_no_text_is_an_error(text):
+    """Nor is any a wrong kind of result; comparisons of formulas are real ones here."""
+    for name, read in READERS.items():
+        result = read(text)
+        if isinstance(result, dict):
+            json.dumps(result)
+            assert {"score", "acc", "pred"} <= result.keys() and isinstance(result["pred"], str), name
+
+
+@pytest.mark.parametrize(
+    "word", ["\ud800", "\0", "# coding: latin-1\n", "from __future__ import braces\n", "\ufeff", "\t\f"]
+)
+def test_no_program_is_an_error(word):
+    truth = {"inputs": ["1"], "outputs": ["1"]}
+    for text in (word, f"```python\n{word}print(1)\n```", f"```python\nprint({word!r})\n```"):
+        for tests in (truth, truth | {"fn_name": "f"}, truth | {"assert_case": ["assert f(1) == 1"]}):
+            result = compute_score("apps", text, tests)
+            assert result["score"] in (0, 1) and result["lost"] == 0

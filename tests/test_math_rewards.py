@@ -183,6 +183,35 @@ def test_results_for_metrics():
     assert compute_score("lighteval/MATH", "\\boxed{" + "x" * 10**6 + "}", "2")["pred"] == "x" * 1000
 
 
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        (
+            "lighteval/MATH",
+            ["\\boxed{0.5}", "\\boxed{1/2}", "\\boxed{\\frac12}", "\\boxed{\\dfrac{2}{4}}", "\\boxed{.50}"],
+        ),
+        ("aime24", ["Answer: 1,057", "Answer: $1057.0$", "Answer: \\boxed{1057}"]),
+        ("numina_olympiads", ["The answer is 0.25", "so 0.250", "\\boxed{1/4}", "it is $\\frac{1}{4}$"]),
+        ("lighteval/MATH", ["\\boxed{Tuesday}", "\\boxed{\\text{tuesday}}"]),
+    ],
+)
+def test_equal_answers_have_one_spelling(source, texts):
+    assert len({compute_score(source, text, "7")["pred"] for text in texts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("lighteval/MATH", "no box"),
+        ("aime24", "57"),
+        ("numina_olympiads", "none"),
+        ("hiyouga/geometry3k", "x"),
+    ],
+)
+def test_no_answer_has_no_spelling(source, text):
+    assert compute_score(source, text, "7")["pred"] == ""
+
+
 HOSTILE = [
     "9^{9^{9^{9}}}",
     "9**9**9**9",

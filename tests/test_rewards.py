@@ -7,7 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -362,6 +362,30 @@ def test_validation_counts_a_failure_as_0(results, expected):
     assert validation_metrics(rows) == {f"val-core/x/{name}": value for name, value in expected.items()}
 
 
+@pytest.mark.parametrize(
+    ("preds", "accs", "expected"),
+    [
+        (["1/2", "1/2", "7"], [1, 1, 0], 1),
+        ([None, None, None, "4"], [0, 0, 0, 1], 1),  # no answer is no vote
+        ([None, None], [0, 0], 0),
+        (["7", "4", "4"], [1, 0, 0], 0),
+    ],
+)
+def test_votes_of_a_validation(preds, accs, expected):
+    results = [dict(score=acc, acc=acc, pred=pred) for pred, acc in zip(preds, accs, strict=True)]
+    rows = [dict(data_source="x", index=0, reward=result) for result in results]
+    assert validation_metrics(rows)[f"val-core/x/acc/maj@{len(preds)}"] == expected
+
+
+@pytest.mark.parametrize(
+    ("pred", "vote"),
+    [("", None), (" \n", None), (None, None), (" a ", "a"), (0, "0"), ([1], "[1]"), ("None", "None")],
+)
+def test_an_answer_is_a_text_or_none(pred, vote):
+    [result] = RewardManager("naive", lambda **_: {"score": 1, "pred": pred}).score([make_row("5")])
+    assert result == {"score": 1.0, "pred": vote}
+
+
 def test_validation_without_an_accuracy():
     def reward(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": 1, "acc": None if solution_str == "?" else np.bool_(True), "pred": None}
@@ -417,7 +441,7 @@ def test_prime_manager_replaces_what_hangs_or_dies():
     results = manager.score([make_row(text) for text in texts])
     for text, result in zip(texts, results, strict=True):
         if text.isdigit():
-            assert result == {"score": float(text), "acc": True, "pred": 2.0}
+            assert result == {"score": float(text), "acc": True, "pred": "2.0"}
         else:
             kind = {"hang": "TimeoutError", "crash": "WorkerError", "raise": "ValueError"}[text]
             assert result["score"] == 0.0 and result["failure"].startswith(kind)
@@ -455,6 +479,25 @@ def test_a_process_that_is_taken_over_names_its_failure(monkeypatch):
     reply = {"score": 99, "acc": 1, "failure": ["TimeoutError"]}
     monkeypatch.setattr("rewards.manager.Worker.call", lambda *_, **__: reply)
     assert manager.score([make_row("1")]) == [{"score": 0.0, "failure": "['TimeoutError']"}]
+
+
+KEYS = st.sampled_from(["score", "acc", "pred", "failure"])
+NUMBERS = st.integers() | st.floats() | st.just(10**400)
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(),
+    lambda x: st.lists(x) | st.dictionaries(KEYS | st.text(), x),
+)
+
+
+@given(ANY_JSON | st.dictionaries(KEYS, ANY_JSON))
+def test_any_reply_is_a_result_or_a_failure(reply):
+    with patch("rewards.manager.Worker.call", lambda *_, **__: reply):
+        [result] = RewardManager("prime", hostile_reward, workers=1).score([make_row("1")])
+    json.dumps(result)
+    assert type(result["score"]) is float and math.isfinite(result["score"])
+    assert type(result.get("acc", 0.0)) is float and math.isfinite(result.get("acc", 0.0))
+    assert result.get("pred") is None or result["pred"].strip()
+    assert "failure" not in result or (result["score"] == 0 and type(result["failure"]) is str)
 
 
 SHAPES_OF_FUNCTIONS = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rewards import load_reward_fn
-from rewards.manager.worker import ERRORS, Worker, WorkerError, call_in_worker
+from rewards.manager.worker import ERRORS, Worker, WorkerError, _is_readable, call_in_worker
 
 
 def add(a, b):
@@ -168,6 +168,7 @@ def test_no_reply_is_taken_for_that_of_another_call(take_over):
     forged = "say(sock, [number, 'result', {'sum': 99}])"
     worker = Worker()
     worker.call(take_over, f"{forged}; {forged}", timeout_s=30)
+    assert _is_readable(worker._socket, 600)  # the second one is there
     assert worker.call(add, 1, 2, timeout_s=30) == {"sum": 3}
     worker = Worker()
     worker.call(take_over, forged, 1.0, timeout_s=30)

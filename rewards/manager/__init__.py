@@ -43,9 +43,10 @@ class RewardManager:
         """Score dicts with data_source, solution_str, ground_truth, extra_info (and prompt_str, to be shown).
 
         Returns one dict a row, in their order: `score` (float) and the extra keys of the reward, as JSON has
-        them (`acc` a float).  A reward that fails gives score 0.0 and `failure`, e.g. "TypeError: ...",
-        "TimeoutError: ...", "WorkerError: ..." (its process died); no row can raise, so that one bad row ends
-        no training.  `failure` means that and nothing else: a reward's own key of this name is left out.
+        them (`acc` a float; `pred` a text, None: no answer).  A reward that fails gives score 0.0 and
+        `failure`, e.g. "TypeError: ...", "TimeoutError: ...", "WorkerError: ..." (its process died); no row
+        can raise, so that one bad row ends no training.  `failure` means that and nothing else: a reward's
+        own key of this name is left out.
         """
         if self.mode == "naive":
             results = [score_row(self.compute_score, row) for row in rows]
@@ -138,6 +139,8 @@ def _plain(result):
     result["score"] = _number(result["score"])
     if (acc := result.pop("acc", None)) is not None:
         result["acc"] = _number(acc)
+    if result.get("pred") is not None:
+        result["pred"] = str(result["pred"]).strip() or None
     return json.loads(json.dumps(result, default=_as_json, skipkeys=True))
 
 
@@ -212,7 +215,7 @@ def validation_metrics(rows):
 
     rows: dicts with data_source, index (of the prompt) and reward (a result of the reward manager).
     The value is `acc` where the scorer returns it, else the score; maj, the value of the most frequent
-    `pred`, needs a `pred`. A response whose reward failed counts 0.
+    `pred`, needs one, and is 0 where no response has any. A response whose reward failed counts 0.
     """
     metrics = {}
     for source in sorted({row["data_source"] for row in rows}):
@@ -227,9 +230,12 @@ def validation_metrics(rows):
         metrics[f"{prefix}/mean@{n}"] = sum(sum(v) / len(v) for v in values) / len(values)
         metrics[f"{prefix}/best@{n}"] = sum(max(v) for v in values) / len(values)
         if any("pred" in result for result in results):
-            votes = [[str(result.get("pred")) for result in group] for group in groups.values()]
-            winner = [v[vote.index(max(vote, key=vote.count))] for v, vote in zip(values, votes, strict=True)]
-            metrics[f"{prefix}/maj@{n}"] = sum(winner) / len(values)
+            votes = [[result.get("pred") for result in group] for group in groups.values()]
+            winners = []
+            for value, vote in zip(values, votes, strict=True):
+                cast = [answer for answer in vote if answer is not None]
+                winners.append(value[vote.index(max(cast, key=cast.count))] if cast else 0.0)
+            metrics[f"{prefix}/maj@{n}"] = sum(winners) / len(values)
     return metrics
 
 

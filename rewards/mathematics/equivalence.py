@@ -27,7 +27,15 @@ FORMULA = re.compile(r"(?:[A-Za-z0-9\\{}()\[\]^_+\-*/=<>|,!&: ]|(?<=\d)\.(?=\d))
 def judge(answer, truth):
     """Result of a scorer, {score: 1.0 | 0.0, acc, pred}, for an answer (None: there is none)."""
     correct = answer is not None and equal(answer, str(truth))
-    return {"score": float(correct), "acc": correct, "pred": normalize(answer or "")[0][:MAX_CHARS]}
+    return {"score": float(correct), "acc": correct, "pred": spelling(answer or "")}
+
+
+def spelling(answer):
+    r"""One text for answers that are cheaply seen to be equal, as 1/2 for 0.5 and \frac12: one vote."""
+    text, _ = normalize(answer)
+    value = number(text)
+    text = text.lower() if WORDS.fullmatch(text) else text
+    return (text if value is None else str(value))[:MAX_CHARS]
 
 
 def equal(answer, truth):
