@@ -501,8 +501,15 @@ def test_any_reply_is_a_result_or_a_failure(reply):
 
 
 SHAPES_OF_FUNCTIONS = """
-import functools, threading
-lock = threading.Lock()
+import contextlib, functools, threading
+
+@contextlib.contextmanager
+def quiet():
+    yield
+
+@quiet()
+def of_another_file(data_source, solution_str, ground_truth, extra_info=None):
+    return helper(solution_str) + 1
 
 def counted(function):
     @functools.wraps(function)
@@ -560,7 +567,7 @@ def make_locked(lock):
 
 locked = make_locked(threading.Lock())
 """
-SHAPES = "length decorated renamed cached nested partial judge method static lambda_".split()
+SHAPES = "length of_another_file decorated renamed cached nested partial judge method static lambda_".split()
 
 
 @pytest.mark.parametrize("name", SHAPES)
