@@ -66,12 +66,11 @@ def save_adapters(weights, run, directory):
             weight = weight if scale is None else weight * scale
         if name.endswith(".default.weight") or name == "score.weight":
             state[f"base_model.model.{name.replace('.default.', '.')}"] = weight.contiguous()
-    names = run["lora_target_modules"]
     head = dict(task_type="SEQ_CLS", modules_to_save=["score"])
     config = LoraConfig(
         r=next(len(weight) for name, weight in state.items() if name.endswith("lora_A.weight")),
         lora_alpha=run["lora_alpha"],
-        target_modules="all-linear" if names == ["all-linear"] else names,
+        target_modules=sorted({name.partition(".lora_")[0] for name in weights if ".lora_A." in name}),
         base_model_name_or_path=run["model"],
         **(head if "score.weight" in weights else dict(task_type="CAUSAL_LM")),
     )

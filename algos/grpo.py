@@ -73,7 +73,7 @@ class Args:
     offload: bool = False  # keep parameters and optimizer state in host memory during sampling (GPU)
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    # names of the layers that get adapters; all-linear: all linear layers except the output layer
+    # layers that get adapters; all-linear: all linear layers except experts, routers and output layer
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     # ---- rollout
     group_size: int = 8  # responses to each prompt
@@ -806,24 +806,23 @@ def add_adapters(lm, args):
         return lm
     import peft  # here, because it takes two seconds
 
-    names = [*args.lora_target_modules]
-    linear = [name for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)]
-    linear = {name.rpartition(".")[2] for name in linear}
+    layers = {}  # names of the linear layers, without experts, routers and the output layer
+    for name, layer in lm.named_modules():
+        routes = ".experts." in name or name.endswith(("gate", "router"))
+        if type(layer) is nn.Linear and name.startswith(lm.base_model_prefix) and not routes:
+            layers[name] = name.rpartition(".")[2]
+    known, chosen = {*layers.values()}, {*args.lora_target_modules}
+    if wrong := chosen - known - {"all-linear"}:
+        problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(known))}"
+        raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
     config = peft.LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
-        target_modules="all-linear" if names == ["all-linear"] else names,
+        target_modules=[name for name, last in layers.items() if chosen & {last, "all-linear"}],
         task_type="SEQ_CLS" if hasattr(lm, "score") else "CAUSAL_LM",
     )
-    wrong = {*names} - linear - {"all-linear"}  # misspelt, or the output layer
-    if not wrong:
-        torch.manual_seed(args.seed)
-        peft.inject_adapter_in_model(config, lm)
-        layers = [(name, m.base_layer) for name, m in lm.named_modules() if hasattr(m, "lora_A")]
-        wrong = {name for name, base in layers if not isinstance(base, nn.Linear)}  # fused experts
-    if wrong:
-        problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(linear))}"
-        raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
+    torch.manual_seed(args.seed)
+    peft.inject_adapter_in_model(config, lm)
     return lm
 
 

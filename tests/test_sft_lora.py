@@ -2,6 +2,7 @@
 
 import shutil
 
+import families
 import pytest
 import torch
 from conftest import ROOT, metrics, run
@@ -95,3 +96,18 @@ def test_qlora(tiny, arithmetic, tmp_path):
     for out in outs:
         expected = metrics(out)[STEPS]["val/loss"]
         assert val_loss(out / "checkpoints/latest/hf", arithmetic) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ("qwen3_moe", "qwen3_next"))
+def test_all_linear_of_a_mixture_of_experts(family, arithmetic, tmp_path):
+    """Attention, states and shared experts have adapters; experts, routers and the output layer stay."""
+    families.write(family, tmp_path / "base")
+    train(tmp_path / "base", arithmetic, tmp_path / "run", "--total_steps", 2)
+    final = tmp_path / "run/checkpoints/latest/hf"
+    base, merged = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (tmp_path / "base", final))
+    changed = {
+        name.rpartition(".")[0] for name, value in merged.items() if not torch.equal(value, base[name])
+    }
+    assert {name.rpartition(".")[2] for name in changed} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    frozen = ("mlp.experts", "mlp.gate", "shared_expert_gate", "lm_head", "embed_tokens", "norm")
+    assert not any(name.endswith(part) or f"{part}." in name for name in changed for part in frozen)
