@@ -40,7 +40,6 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed.checkpoint as dcp
-from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -59,6 +58,8 @@ def read_weights(directory):
 
 def save_adapters(weights, run, directory):
     """Write LoRA matrices under peft's names; those of AdaLoRA as LoRA, with E in B. rm.py's head too."""
+    from peft import LoraConfig  # here, because it takes two seconds
+
     state = {}
     for name, weight in weights.items():
         if name.endswith("lora_B.default.weight"):

@@ -10,12 +10,12 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/guides/evaluate.md
 """
 
+import gc
 import json
 import os
 import shutil
 import sys
 import time
-import warnings
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -139,7 +139,6 @@ def build_engine(args):
     """A vLLM engine in this process, with the model's weights."""
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # C++ compiler
-    warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
     from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
@@ -156,6 +155,7 @@ def build_engine(args):
         raise ValueError(f"{args.model}: vLLM needs AVX-512 for 4 bits on a CPU: take quantize.py's w8a8")
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
+    gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
     return vllm.LLM(
         model=args.model,
         skip_tokenizer_init=not takes_images(config),

@@ -17,6 +17,7 @@ Docs: docs/algorithms/ppo.md
 
 import ctypes
 import faulthandler
+import gc
 import json
 import math
 import os
@@ -24,7 +25,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -1047,7 +1047,6 @@ def build_engine(args, device):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(device.type == "cpu")))  # it needs a C++ compiler
-    warnings.filterwarnings("ignore", category=FutureWarning)
     import vllm
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
@@ -1058,6 +1057,7 @@ def build_engine(args, device):
     config = AutoConfig.from_pretrained(args.model)
     # CAREFUL: on a CPU vLLM packs weights into copies that no sync reaches: not here, sync_weights does it
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
+    gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
     with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
         engine = vllm.LLM(
             model=args.model,

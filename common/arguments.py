@@ -1,15 +1,21 @@
 """Command lines: the fields of an `Args` dataclass are the flags, and the comments beside them the help."""
 
+import atexit
+import gc
 import math
 import os
 import sys
+import warnings
 from dataclasses import dataclass, fields
 
 import tyro
 
-# before torch is loaded: its notes on NUMA nodes and Triton, which nobody can act on
+# before torch is loaded: notes of libraries on NUMA nodes, Triton and their plans, on which nobody can act
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_LOGS", "-torch._library")
+warnings.filterwarnings("ignore", category=FutureWarning)
+gc.set_threshold(50_000)  # with 700 a sixth of the imports' time is a search for garbage in what stays
+atexit.register(gc.freeze)  # the search at Python's end would take a second
 
 RANGES = {  # smallest (1e-9: above 0) and largest value: flags, of a tuple each value
     (1, math.inf): "total_epochs total_steps train_batch_size ppo_mini_batch_size ppo_epochs group_size"
@@ -50,15 +56,11 @@ def parse(args_class, words=None):
         def __post_init__(self):
             """The defaults that depend on the machine need torch, which is not loaded yet."""
 
-    flags = tyro.cli(
-        Flags,
-        args=words,
-        description=sys.modules[args_class.__module__].__doc__.partition("\n\n")[0],
-        use_underscores=True,
-        console_outputs=os.environ.get("RANK", "0") == "0",
-    )
+    rank = int(os.environ.get("RANK", 0))
+    about = sys.modules[args_class.__module__].__doc__.partition("\n\n")[0]
+    flags = tyro.cli(Flags, args=words, description=about, use_underscores=True, console_outputs=rank == 0)
     if problem := unusable(vars(flags), {field.name: field.default for field in fields(args_class)}):
-        raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {problem}")
+        raise SystemExit(1 if rank else f"error: {problem}")
     return vars(flags)
 
 

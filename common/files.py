@@ -8,8 +8,6 @@ import os
 import shutil
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-
 
 @contextlib.contextmanager
 def replacing(path):
@@ -42,6 +40,8 @@ def weights_digest(model):
     """Digest of safetensors in a directory: headers and the start of each weight; a hub name's commit."""
     directory = Path(model)
     if not directory.is_dir():
+        from huggingface_hub import hf_hub_download  # here, because it takes longer than a short script
+
         with contextlib.suppress(OSError, ValueError):  # whoever loads the model says what is wrong
             return Path(hf_hub_download(model, "config.json")).parent.name
     digest = hashlib.sha256()

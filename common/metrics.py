@@ -2,15 +2,14 @@
 
 import sys
 import time
+import timeit
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch.utils.benchmark import Timer
 
 
 @contextmanager
@@ -29,11 +28,10 @@ def stats(name, values):
 
 @cache
 def matmul_speed(dtype, device):
-    """FLOP/s of a large matrix product on this rank: the yardstick of perf/mfu."""
+    """FLOP/s of a large matrix product on this rank, the best of six: the yardstick of perf/mfu."""
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
-    timer = Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads())
-    return 2 * n**3 / min(timer.timeit(2).mean for _ in range(5))  # others may be at work in between
+    return 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))  # item waits
 
 
 def step_metrics(rows, load, policy, timing, args, sampled=None):
@@ -50,7 +48,7 @@ def step_metrics(rows, load, policy, timing, args, sampled=None):
     lengths = [a + b for a, b in zip(prompts, responses)]
     metrics = stats("critic/score", [result["score"] for result in results]) | failure_metrics(results)
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
-    metrics |= speed_metrics(lengths, policy, timing, args, sum(chain(*load)))
+    metrics |= speed_metrics(lengths, policy, timing, args, sum(map(sum, load)))
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
         "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),

@@ -31,7 +31,8 @@ def load_env(spec):
     if isinstance(found, type) and callable(getattr(found, "reset", None)):
         return trl_env(found)
     if isinstance(found, type) and callable(getattr(found, "step", None)):
-        found.tools = getattr(found, "tools", None)
+        if "tools" not in dir(found):  # CAREFUL: getattr would make schemas, and load torch in every process
+            found.tools = None
         return found
     if isinstance(found, list | tuple) and found and all(hasattr(f, "__code__") for f in found):
         return type("Tools", (ToolEnv,), {"functions": {f.__name__: f for f in found}})

@@ -393,7 +393,12 @@ def test_load_env(file, tmp_path):
 
 
 def test_no_torch_in_a_worker(file):
-    code = f"import sys, envs; from envs.pool import *; from envs.tools import *; load_env('{file}:TOOLS')"
+    """Schemas are made with transformers, in the process that shows them to the model and in no other."""
+    shipped = [
+        f"envs/{name}" for name in ("calculator.py:Calculator", "calculator.py:TOOLS", "guess.py:Guess")
+    ]
+    specs = f"{file}:Env", f"{file}:TOOLS", f"{file}:Counter", "benchmarks/lib/talk_env.py:Calls", *shipped
+    code = f"import sys, envs; from envs.pool import *; from envs.tools import *; [*map(load_env, {specs})]"
     code += "; print([m for m in ('torch', 'transformers', 'vllm', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
 
