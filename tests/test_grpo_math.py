@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from algos import dapo, grpo
+from algos import dapo, grpo, ppo
 from tests import families
 from tests.conftest import ROOT
 
@@ -275,6 +275,29 @@ def test_the_first_mini_batch_is_reinforce(script, loss):
     weight_nt = script.loss_weights(mask_nt, args.loss_agg)
     [grad_nt] = torch.autograd.grad((weight_nt * loss_nt).sum(), [logp_nt])
     torch.testing.assert_close(grad_nt, -part["adv_nt"] * weight_nt)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "more"),
+    (
+        (grpo, dict(use_kl_loss=True, kl_loss_coef=0.1), 0.1 * math.exp(-1)),  # k3 of 1: e^-1 + 1 - 1
+        (dapo, {}, 0),
+        (ppo, dict(positive_nll_coef=0.5), 0.5 * 3 * 4),
+    ),
+)
+def test_the_whole_loss_of_a_token(script, flags, more):
+    """Advantages 1 1 -1, ratios 0.5 2 0.5, clips 0.2 and 0.4, old over sampler 1.5, entropy 2 at 0.1."""
+    flags |= dict(entropy_coeff=0.1, clip_ratio_low=0.2, clip_ratio_high=0.4)
+    args = script.Args(model="", train_files=(), output_dir="", **flags)
+    logp_nt = torch.full((1, 3), -4.0)
+    old_nt = logp_nt - torch.tensor([[0.5, 2, 0.5]]).log()
+    batch = dict(mask_nt=torch.ones(1, 3).bool(), adv_nt=torch.tensor([[1.0, 1, -1]]), old_logp_nt=old_nt)
+    batch |= dict(rollout_logp_nt=old_nt - math.log(1.5), ref_logp_nt=logp_nt - 1)
+    batch |= dict(nll_weight_nt=torch.full((1, 3), 3.0))
+    loss_nt, terms = script.actor_loss(args, logp_nt, torch.full((1, 3), 2.0), batch)
+    expected = [-0.5 * 1.5, -1.4 * 1.5, 0.8 * 1.5]
+    assert terms["pg_loss"][0].tolist() == pytest.approx(expected)
+    assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
 
 
 @pytest.mark.parametrize(("script", "high"), ((grpo, 0.2), (dapo, 0.28)))
