@@ -82,6 +82,9 @@ def test_adapters_begin_at_nothing_and_end_in_the_weights(mesh, model):
     merged = logps(grpo.TokenLogps(plain))
     torch.testing.assert_close(merged, logps(policy))
     assert (merged - start).abs().max() > 0.1
+    with grpo.without_adapters(policy.lm):  # the reference of a KL
+        torch.testing.assert_close(logps(policy), start)
+    torch.testing.assert_close(merged, logps(policy))
     layer = policy.lm.model.layers[0].mlp.up_proj
     parts = layer.base_layer, layer.lora_A.default, layer.lora_B.default
     w, a, b = (part.weight.full_tensor() for part in parts)
