@@ -14,6 +14,8 @@ import torch
 from conftest import ROOT, documented, load_weights, metrics, rollouts, run
 from transformers import GenerationConfig
 
+from algos.grpo import group_advantages
+
 AGENT, TALK = ROOT / "algos/agent.py", ROOT / "tests/talk_env.py"
 
 
@@ -69,6 +71,18 @@ def test_sampler_and_trainer_agree_on_five_turns(straight):
     for step in range(1, 5):
         assert metrics(straight)[step]["training/rollout_logp_diff_mean"] < 1e-5
         assert metrics(straight)[step]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_advantages_are_those_of_the_groups(straight):
+    """Recomputed from the dumped scores by prompt."""
+    for step in range(1, 5):
+        rows = rollouts(straight, step)
+        score_n, index_n = (torch.tensor([float(row[name]) for row in rows]) for name in ("score", "index"))
+        adv_n = group_advantages(score_n.double(), index_n)
+        assert adv_n.abs().max() > 0
+        for name in ("max", "min", "mean"):
+            expected = getattr(adv_n, name)().item()
+            assert metrics(straight)[step][f"critic/advantages/{name}"] == pytest.approx(expected, abs=1e-6)
 
 
 def same(a, b, steps, tolerance):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from algos import dapo, grpo
+from algos import dapo, grpo, ppo
 from tests import families
 from tests.conftest import ROOT
 
@@ -277,6 +277,29 @@ def test_the_first_mini_batch_is_reinforce(script, loss):
     torch.testing.assert_close(grad_nt, -part["adv_nt"] * weight_nt)
 
 
+@pytest.mark.parametrize(
+    ("script", "flags", "more"),
+    (
+        (grpo, dict(use_kl_loss=True, kl_loss_coef=0.1), 0.1 * math.exp(-1)),  # k3 of 1: e^-1 + 1 - 1
+        (dapo, {}, 0),
+        (ppo, dict(positive_nll_coef=0.5), 0.5 * 3 * 4),
+    ),
+)
+def test_the_whole_loss_of_a_token(script, flags, more):
+    """Advantages 1 1 -1, ratios 0.5 2 0.5, clips 0.2 and 0.4, old over sampler 1.5, entropy 2 at 0.1."""
+    flags |= dict(entropy_coeff=0.1, clip_ratio_low=0.2, clip_ratio_high=0.4)
+    args = script.Args(model="", train_files=(), output_dir="", **flags)
+    logp_nt = torch.full((1, 3), -4.0)
+    old_nt = logp_nt - torch.tensor([[0.5, 2, 0.5]]).log()
+    batch = dict(mask_nt=torch.ones(1, 3).bool(), adv_nt=torch.tensor([[1.0, 1, -1]]), old_logp_nt=old_nt)
+    batch |= dict(rollout_logp_nt=old_nt - math.log(1.5), ref_logp_nt=logp_nt - 1)
+    batch |= dict(nll_weight_nt=torch.full((1, 3), 3.0))
+    loss_nt, terms = script.actor_loss(args, logp_nt, torch.full((1, 3), 2.0), batch)
+    expected = [-0.5 * 1.5, -1.4 * 1.5, 0.8 * 1.5]
+    assert terms["pg_loss"][0].tolist() == pytest.approx(expected)
+    assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
+
+
 @pytest.mark.parametrize(("script", "high"), ((grpo, 0.2), (dapo, 0.28)))
 def test_what_is_not_said_is_as_in_the_paper(script, high, monkeypatch):
     seen = []
@@ -457,6 +480,132 @@ def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
     for wrong in (math.nan, -math.inf):
         with pytest.raises(SystemExit, match="weight sync failed"):
             grpo.check_sampler(rows(wrong), cut, 1)
+
+
+def test_rows_are_dealt_once_each_in_their_own_mini_batch(monkeypatch):
+    """Two ranks, two mini-batches of two prompts, three responses to each: two of them share a sequence."""
+    args = grpo.Args(model="", train_files=(), output_dir="", ppo_mini_batch_size=2, group_size=3)
+    args = dataclasses.replace(args, max_prompt_length=4, max_response_length=4, max_tokens_per_microbatch=12)
+    lengths = [1, 4, 2, 3, 1, 1, 2, 2, 4, 1, 3, 4]
+    rows = [dict(number=i, group=i // 3, prompt_length=2 + i // 3) for i in range(12)]
+    for row, length in zip(rows, lengths, strict=True):
+        row |= dict(length=length, mask_t=np.arange(length) != 1)  # the second token is an environment's
+    rows[5]["mask_t"][:] = False
+    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 2)
+    dealt = []
+    for rank in (0, 1):
+        monkeypatch.setattr(grpo.dist, "get_rank", lambda: rank)  # noqa: B023
+        dealt.append(grpo.deal(rows, True, args))
+    for step, (first, second) in enumerate(zip(dealt[0][0], dealt[1][0], strict=True)):
+        sequences = first[0] + second[0]
+        numbers = sorted([row["number"] - 6 * step for row in sequence] for sequence in sequences)
+        assert numbers == [[0, 1], [2], [3, 4], [5]] and first[0] and second[0]
+        assert first[1] == second[1] == [(8, 5), (11, 6)][step]  # tokens and responses that are trained
+    for rank, (mini_batches, own_rows, load) in enumerate(dealt):
+        sequences = [sequence for own, _ in mini_batches for sequence in own]
+        assert own_rows == [row for sequence in sequences for row in sequence]
+        assert sorted(load[rank]) == sorted(map(grpo.token_count, sequences))
+    assert dealt[0][2] == dealt[1][2] and grpo.token_count(rows[3:5]) == 3 + 3 + 1
+
+
+def test_each_row_keeps_its_own_log_probs(monkeypatch):
+    """Over micro-batches, which take rows by their length, and at the temperature of the run."""
+    monkeypatch.setattr(grpo, "all_reduce", lambda values, op: values)
+    args = grpo.Args(model="", train_files=(), output_dir="", temperature=0.7, max_tokens_per_microbatch=9)
+    prompts, responses = [[1, 2], [1, 2], [3], [4, 4]], [[5, 1], [3, 2], [2, 4], [0, 5, 3]]
+    rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
+    for row in rows:
+        row |= dict(prompt_length=len(row["prompt_ids"]), length=len(row["response_ids"]))
+    for shares in (False, True):
+        policy = grpo.TokenLogps(LookUp(6), shares)
+        policy.set_requires_all_reduce = lambda last: None
+        grpo.store_logps(policy, [([rows[:2]], None), ([rows[2:3], rows[3:]], None)], "old_logp_t", args)
+        table = (policy.lm.embed.weight / 0.7).log_softmax(-1)
+        for row in rows:
+            before = [row["prompt_ids"][-1], *row["response_ids"][:-1]]
+            expected = [table[pair].item() for pair in zip(before, row["response_ids"], strict=True)]
+            assert row["old_logp_t"].tolist() == pytest.approx(expected)
+
+
+def test_columns_of_a_batch_stay_in_place():
+    rows = [dict(length=2, mask_t=np.array([True, False]), rollout_logp_t=np.array([-1, -2], np.float32))]
+    rows += [dict(length=3, mask_t=np.array([0, 1, 1], bool), rollout_logp_t=torch.tensor([-3.0, -4, -5]))]
+    batch = {name: x.tolist() for name, x in grpo.collate(rows, "cpu").items()}
+    mask_nt = [[True, False, False], [False, True, True]]
+    assert batch == dict(mask_nt=mask_nt, rollout_logp_nt=[[-1, -2, 0], [-3, -4, -5]])
+
+
+class Sampler:
+    """Of vLLM's engine what `rollout` calls: two requests at a time, of which it ends the last one first."""
+
+    def __init__(self):
+        self.llm_engine, self.model_config = self, SimpleNamespace(hf_config=PreTrainedConfig())
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))
+        self.running, self.seeds = [], {}
+        self.has_unfinished_requests = lambda: bool(self.running)
+        self.get_num_unfinished_requests = lambda: len(self.running)
+
+    def add_request(self, name, prompt, params):
+        self.running.append((name, prompt["prompt_token_ids"]))
+        self.seeds.setdefault(tuple(prompt["prompt_token_ids"]), []).append(params.seed)
+
+    def step(self):
+        name, prompt_ids = self.running.pop()
+        logprobs = SimpleNamespace(logprobs=[-1.0, -0.5 - int(name)])
+        response = SimpleNamespace(token_ids=[prompt_ids[-1], 1], logprobs=logprobs, finish_reason="stop")
+        yield SimpleNamespace(request_id=name, prompt_token_ids=prompt_ids, outputs=[response])
+
+
+def test_rows_of_the_sampler(monkeypatch):
+    """Each has what was sampled for it, EOS is trained, and no two responses have one seed."""
+    kinds = SimpleNamespace(FINAL_ONLY=None)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=kinds))
+    prompts = [dict(prompt_ids=[7, 20 + i], index=i, group=i) for i in range(3)]
+
+    def sampled(step, rank=0, world=1):
+        """-> (prompt, sample) and row of one rank of a sampler over `world` ranks, and all seeds."""
+        monkeypatch.setattr(grpo.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(grpo.dist, "get_world_size", lambda: world)
+        args, engine = grpo.Args(model="", train_files=(), output_dir="", tp_size=world), Sampler()
+        rows = grpo.rollout(engine, args, {}, prompts, step, 2)
+        return {(row["index"], row["sample"]): row for row in rows}, engine.seeds
+
+    rows, seeds = sampled(1)
+    assert list(rows) == [(i, g) for i in range(3) for g in range(2)]
+    for number, ((index, _), row) in enumerate(rows.items()):
+        assert row["response_ids"].tolist() == [20 + index, 1] and row["finish_reason"] == "stop"
+        assert row["rollout_logp_t"].tolist() == [-1, -0.5 - number]
+        assert row["mask_t"].tolist() == [True, True]
+        assert row["length"] == row["prompt_length"] == 2
+    both = [seed for found in (seeds, sampled(2)[1]) for some in found.values() for seed in some]
+    assert len(both) == len(set(both)) == 12
+    (one, seeds_one), (two, seeds_two) = (sampled(1, rank, 2) for rank in (0, 1))  # they share a sampler
+    assert seeds_one == seeds_two == seeds
+    assert len(one) == len(two) == 3 and one.keys() | two.keys() == rows.keys()
+
+
+def test_rows_are_sorted_by_prompt(monkeypatch):
+    """However they were spread over the ranks: a mini-batch is a slice of them."""
+    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
+    rows = [dict(group=g, sample=s, reward=dict(score=0.0)) for s in (1, 0) for g in (0, 2, 1)]
+    manager = SimpleNamespace(score_responses=lambda rows, tokenizer: rows)
+    found = [(row["group"], row["sample"]) for row in grpo.score_rows(rows, manager, None)]
+    assert found == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_a_rank_sees_the_rows_of_the_others(monkeypatch):
+    """Its own two tokens agree; one of another rank has a log-prob that differs by 0.3."""
+    others = {5: [1, 1, 0, 1, 1], 2: [0.3, 0.1], 1: [0.1]}  # by the number of sums
+    add = lambda values, op=None: [float(a) + b for a, b in zip(values, others[len(values)], strict=True)]
+    monkeypatch.setattr(grpo, "all_reduce", add)
+    args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
+    rows = [dict(rollout_logp_t=np.zeros(2, np.float32), mask_t=np.ones(2, bool), old_logp_t=torch.zeros(2))]
+    found = grpo.check_sampler(rows, dataclasses.replace(args, top_p=0.9), 1)
+    assert found["training/rollout_logp_diff_mean"] == pytest.approx(0.1)
+    assert found["training/rollout_probs_diff_mean"] == pytest.approx(0.1 / 3)
+    with pytest.raises(SystemExit, match=r"log-probs differ by 0\.1 > 0\.0001"):
+        grpo.check_sampler(rows, args, 1)
 
 
 def test_a_batch_without_rows_has_all_columns():

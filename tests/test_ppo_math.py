@@ -74,6 +74,17 @@ def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
     assert step_nt["return_nt"][mask_nt].tolist() == pytest.approx([1] * 6)  # as --lam says
 
 
+def test_the_kl_in_the_reward_is_taken_off(monkeypatch):
+    """Two tokens, 1 and 2 above the reference: they return 1 - 0.1 (1 + 2) and 1 - 0.1 2."""
+    monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
+    row = dict(mask_t=np.ones(2, bool), value_t=torch.zeros(2), reward=dict(score=1.0))
+    row |= dict(old_logp_t=torch.tensor([-1.0, -1]), ref_logp_t=torch.tensor([-2.0, -3]))
+    flags = dict(gamma=1.0, lam=1.0, critic_lam=None, lam_alpha=None, use_kl_in_reward=True)
+    step_nt = ppo.advantages([row], 0.1, SimpleNamespace(**flags))
+    assert step_nt["kl_nt"].tolist() == [[1, 2]]
+    assert step_nt["return_nt"][0].tolist() == pytest.approx([0.7, 0.8])
+
+
 def test_nll_weights():
     """Three optimizer steps of three responses; without acc the score decides which are correct."""
     lengths, scores = (1, 5, 2, 3, 1, 0, 4, 4, 4), (1, 0, 0.1, 3, -1, -1, -1, 0, 1)
@@ -107,6 +118,14 @@ def test_value_loss(value, loss, gradient):
     assert loss_nt.shape == (1, 1) and loss_nt.item() == pytest.approx(loss)
     loss_nt.sum().backward()
     assert value_nt.grad.item() == pytest.approx(gradient)
+
+
+def test_the_critic_is_held_by_its_values_before_the_step():
+    """V = 2, V_old = 1, R = 2, clip .5, as in the first line above."""
+    batch = dict(value_nt=torch.ones(1, 1), return_nt=torch.full((1, 1), 2.0))
+    args = SimpleNamespace(cliprange_value=0.5)
+    loss_nt, terms = ppo.critic_loss(args, torch.full((1, 1), 2.0), None, batch)
+    assert loss_nt.item() == 0.125 and terms["vf_clipfrac"].item()
 
 
 def test_token_rewards():

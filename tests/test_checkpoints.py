@@ -1,0 +1,172 @@
+"""What a run keeps of a model: whole weights, adapters, checkpoints; with FSDP on one rank, in-process."""
+
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import load_weights
+from transformers import AutoModelForCausalLM
+
+from algos import grpo
+from common.files import weights_digest
+from data_prep.tiny_model import make_tokenizer
+from tests import families
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Directories by family: tied embeddings; and experts with a buffer that is saved."""
+    out = tmp_path_factory.mktemp("models")
+    families.write("llama", out / "llama", tie_word_embeddings=True)
+    families.write("deepseek_v3", out / "deepseek_v3")
+    return lambda family: str(out / family)
+
+
+def load(mesh, model, **flags):
+    args = grpo.Args(model=model, train_files=(), attn_implementation="sdpa", **dict(output_dir="") | flags)
+    return args, grpo.load_model(args, mesh, torch.device("cpu"), grpo.TokenLogps)
+
+
+def logps(policy):
+    rows = [dict(prompt_ids=[7, 8, 9], response_ids=[30, 40, 50, 60])]
+    return grpo.token_logps(policy, rows, None, 1.0)[0].detach()
+
+
+@pytest.mark.parametrize("family", ("llama", "deepseek_v3"))
+def test_whole_weights_are_those_of_the_files(mesh, model, family):
+    """To the bit, and once each; buffers that no file has are read too."""
+    expected = load_weights(model(family))
+    _, policy = load(mesh, model(family))
+    assert any("bias" in name for name, _ in policy.lm.named_buffers()) == (family == "deepseek_v3")
+    for dtype in (torch.float32, torch.bfloat16):
+        found = [*grpo.whole_weights(policy.lm, dtype)]
+        assert sorted(name for name, _ in found) == sorted(expected)
+        for name, x in found:
+            kept = x.dtype is torch.float32 and name.endswith("bias")  # a buffer is not cast
+            assert torch.equal(x, expected[name] if kept else expected[name].to(dtype)), name
+    whole = AutoModelForCausalLM.from_pretrained(model(family))
+    for name, buffer in policy.lm.named_buffers():
+        assert torch.equal(buffer, whole.get_buffer(name)), name
+
+
+def test_adapters_begin_at_nothing_and_end_in_the_weights(mesh, model):
+    """W + (alpha / r) B A: the merged model says what the model with adapters says."""
+    flags = dict(lora_rank=4, lora_alpha=12)
+    _, policy = load(mesh, model("llama"), **flags)
+    plain = AutoModelForCausalLM.from_pretrained(model("llama"))
+    start = logps(grpo.TokenLogps(plain))
+    torch.testing.assert_close(logps(policy), start)
+    trained = {name: p.full_tensor() for name, p in policy.lm.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 7 and all(".lora_A." in name or ".lora_B." in name for name in trained)
+    for name, x in trained.items():
+        assert 4 in x.shape and x.any() == (".lora_A." in name), name
+    _, other = load(mesh, model("llama"), **flags, seed=2)
+    a = [p.full_tensor() for name, p in other.lm.named_parameters() if ".lora_A." in name]
+    assert not any(map(torch.equal, a, [x for name, x in trained.items() if ".lora_A." in name]))
+    for name, p in policy.lm.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(p.detach().to_local(), std=0.1)
+    weights = dict(grpo.whole_weights(policy.lm, torch.float32))
+    changed = {name for name, x in load_weights(model("llama")).items() if not torch.equal(x, weights[name])}
+    assert changed == {name for name in weights if name.endswith("proj.weight")}
+    plain.load_state_dict(weights, strict=False)
+    merged = logps(grpo.TokenLogps(plain))
+    torch.testing.assert_close(merged, logps(policy))
+    assert (merged - start).abs().max() > 0.1
+    with grpo.without_adapters(policy.lm):  # the reference of a KL
+        torch.testing.assert_close(logps(policy), start)
+    torch.testing.assert_close(merged, logps(policy))
+    layer = policy.lm.model.layers[0].mlp.up_proj
+    parts = layer.base_layer, layer.lora_A.default, layer.lora_B.default
+    w, a, b = (part.weight.full_tensor() for part in parts)
+    torch.testing.assert_close(weights["model.layers.0.mlp.up_proj.weight"], w + 12 / 4 * b @ a)
+
+
+@pytest.fixture
+def run(mesh, model, tmp_path):
+    """A function that saves a checkpoint, another that reads it, and their directory."""
+    args, policy = load(mesh, model("llama"), lora_rank=4, keep_checkpoints=2, output_dir=str(tmp_path))
+    trained = lambda policy: [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
+    for _ in range(2):
+        logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[7], response_ids=[30, 40])], None, 1.0)
+        logp_nt.sum().backward()
+        optimizer.step()
+
+    def save(step, **state):
+        return grpo.save_checkpoint(args, step, dict(hf=policy.lm), optimizer, make_tokenizer(), **state)
+
+    def again():
+        """A new run from `latest` -> the state, then weights and moments of both."""
+        _, other = load(mesh, model("llama"), **dict(lora_rank=4, seed=2))
+        resumed = torch.optim.AdamW(trained(other), lr=1e-2)
+        state = grpo.load_checkpoint(tmp_path / "checkpoints/latest", dict(hf=other.lm), resumed)
+        return state, *((trained(x), [*y.state.values()]) for x, y in ((policy, optimizer), (other, resumed)))
+
+    return save, again, tmp_path / "checkpoints"
+
+
+def test_a_resumed_run_has_weights_and_moments(run):
+    save, again, _ = run
+    save(3, drawn=24)
+    state, (weights, moments), (weights_again, moments_again) = again()
+    assert (state["step"], state["drawn"]) == (3, 24)
+    assert len(moments) == len(moments_again) == len(weights) == 28
+    for a, b in zip(weights, weights_again, strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+    for a, b in zip(moments, moments_again, strict=True):
+        assert a["step"] == b["step"] == 2
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(a[name].full_tensor(), b[name].full_tensor()) and a[name].full_tensor().any()
+
+
+def test_latest_is_a_checkpoint_that_is_whole(run, monkeypatch):
+    """Whatever fails: shards, weights of hf/, or trainer_state.json, which is the last file."""
+
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    save, _, root = run
+    save(1)
+    for place, name in ((grpo.dcp, "save"), (grpo, "save_torch_state_dict"), (grpo.Path, "write_text")):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit, match="step_000002 cannot be written"):
+            patch.setattr(place, name, full)
+            save(2)
+        assert os.readlink(root / "latest") == "step_000001"
+        assert not (root / "step_000002/trainer_state.json").exists()
+    save(2)
+    assert os.readlink(root / "latest") == "step_000002"
+    assert {path.name for path in (root / "latest").iterdir()} == {"dcp", "hf", "trainer_state.json"}
+
+
+def test_the_newest_checkpoints_are_kept(run):
+    """--keep_checkpoints 2; steps after this one, of a run that was set back, are not counted."""
+    save, _, root = run
+    for step in (1, 2, 3):
+        save(step)
+    steps = lambda: sorted(path.name for path in root.glob("step_*"))
+    assert steps() == ["step_000002", "step_000003"]
+    shutil.copytree(root / "step_000003", root / "step_000008")
+    shutil.copytree(root / "step_000003", root / "step_000009")
+    save(4)
+    assert steps() == ["step_000003", "step_000004", "step_000008", "step_000009"]
+    assert os.readlink(root / "latest") == "step_000004"
+
+
+def test_a_digest_is_that_of_the_weights(model, tmp_path):
+    """Wherever they are; one value less makes another model."""
+    moved, other = (shutil.copytree(model("llama"), tmp_path / name) for name in ("moved", "other"))
+    lm = AutoModelForCausalLM.from_pretrained(other)
+    lm.model.norm.weight.data[0] += 1e-3
+    lm.save_pretrained(other)
+    expected = weights_digest(model("llama"))
+    assert weights_digest(str(moved)) == expected != weights_digest(str(other))
