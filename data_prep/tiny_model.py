@@ -30,7 +30,7 @@ class Args:
     """Key and value heads; a divisor of heads."""
     intermediate_size: int = 512
     """Width of the MLP."""
-    max_positions: int = 512
+    max_positions: int = 2048
     """Longest sequence, in tokens."""
     tie_embeddings: bool = True
     """Use the input embedding as the output layer too."""

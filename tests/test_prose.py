@@ -118,6 +118,13 @@ def test_words(page):
     assert not found
 
 
+@pytest.mark.parametrize("page", ALL, ids=NAMES.get)
+def test_tables_have_a_head(page):
+    """A row without one is shown as text, with its bars."""
+    tables = re.findall(r"(?:^ *\|.*\n)+", CODE.sub("", page.read_text()), re.MULTILINE)
+    assert not [table for table in tables if not re.match(r".*\n *\|[-:| ]+\|\n", table)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_list_items_are_short(page):
     """At most three lines of a hundred and twenty characters."""
