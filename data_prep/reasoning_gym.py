@@ -55,7 +55,7 @@ def make_row(entry, split, index, task, seen):
             {"role": "user", "content": question},
         ],
         "ability": "reasoning",
-        "reward_model": {"style": "rule", "ground_truth": answer or ""},  # None: many are right
+        "reward_model": {"style": "rule", "ground_truth": answer or ""},  # None: many are correct
         "extra_info": {
             "split": split,
             "index": index,

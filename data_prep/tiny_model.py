@@ -19,7 +19,7 @@ from common.arguments import parse
 @dataclass
 class Args:
     local_save_dir: str = "models/tiny"
-    """Directory for the model and the tokenizer; a model that is there already is replaced."""
+    """Directory for the model and the tokenizer; an old model there is replaced."""
     hidden_size: int = 128
     """Width of the residual stream."""
     layers: int = 4

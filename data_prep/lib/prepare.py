@@ -30,7 +30,7 @@ class Args:
     max_samples: int | None = None
     """Rows of each split to keep, drawn with the seed; None: all."""
     seed: int = 0
-    """Seed of that draw."""
+    """Seed of the draw of max_samples."""
 
 
 def run(main, args_class):

@@ -71,7 +71,7 @@ def equal(answer, truth):
 
 
 def _split(text, *separators):
-    """Parts of the text between the separators that stand in no brackets."""
+    """Parts of the text between the separators that are outside brackets."""
     parts, depth = [""], 0
     for token in TOKEN.findall(text):
         depth += (token in OPENERS) - (token in CLOSERS)
