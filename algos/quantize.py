@@ -1,7 +1,7 @@
 """A model with weights of 8 or 4 bits: a directory of compressed-tensors, which vLLM loads.
 
-Every weight to the nearest value, or with --calibration by GPTQ (2210.17323), layer by layer: beside the
-model there are the states of the calibration rows between two layers, and the sums of one layer. One
+Each weight is rounded to the nearest value. With --calibration GPTQ (2210.17323) rounds layer by layer. It
+holds the model, the states of the calibration rows between two layers, and the sums of one layer. One
 process, no GPU. transformers loads w8a8 and w4a16 too; fp8 is for GPUs.
 
 Command:    python algos/quantize.py runs/grpo/checkpoints/latest/hf models/mine_w8a8

@@ -5,8 +5,8 @@
     python data_prep/arithmetic.py --operation chain --digits 1 --local_save_dir data/chain
     python data_prep/arithmetic.py --operation last_digit --worked_share 0.35 --local_save_dir data/last_digit
 
-It needs no network. a+b and b+a stay in one split, so that no val or test question is a train question with
-its operands in another order.
+It needs no network. a+b and b+a stay in one split.  So no val or test question is a train question with its
+operands in another order.
 """
 
 import os
@@ -38,9 +38,9 @@ class Args:
     train_size: int = 6000
     """Questions in train."""
     val_size: int = 256
-    """Questions in val, of which no two have the same operands."""
+    """Questions in val, no two with the same operands."""
     test_size: int = 512
-    """Questions in test, of which no two have the same operands."""
+    """Questions in test, no two with the same operands."""
     seed: int = 0
     """Seed of the choice and the order of the questions."""
     operation: Literal["add", "multiply", "chain", "last_digit"] = "add"

@@ -32,7 +32,7 @@ class Args(prepare.Args):
     dataset: Literal["codecontests", "apps", "codeforces", "taco"] = "apps"
     """Data set to prepare."""
     max_tests: int = 50
-    """Tests of a problem to keep, the first ones: scoring runs them all, and some problems have hundreds."""
+    """First tests of a problem to keep. Scoring runs all of them, and some problems have hundreds."""
 
 
 def hub(split, dataset):

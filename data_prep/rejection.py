@@ -36,9 +36,9 @@ class Args:
     keep: Literal["all", "first", "shortest"] = "all"
     """Correct responses to a prompt that become rows for SFT: max_per_prompt different ones, or one."""
     max_per_prompt: int = 4
-    """Rows for SFT of a prompt, with --keep all."""
+    """Most rows for SFT from one prompt, with --keep all."""
     max_pairs: int = 4
-    """Pairs of a prompt; no two of them are the same."""
+    """Most pairs from one prompt; no two are the same."""
     right: float = 1.0
     """A response is correct if its accuracy, or else its score, is at least this."""
 

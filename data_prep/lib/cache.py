@@ -36,7 +36,7 @@ IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
 
 
 class Rows(ConcatDataset):
-    """The rows of a Dataset for each file: their structs may differ, so that they are not one Dataset."""
+    """The rows of a Dataset for each file: their structs may differ, so they are not one Dataset."""
 
     def __getitem__(self, i):
         if isinstance(i, slice):

@@ -44,8 +44,8 @@ class RewardManager:
 
         Returns one dict a row, in their order: `score` (float) and the extra keys of the reward, as JSON has
         them (`acc` a float; `pred` a text, None: no answer).  A reward that fails gives score 0.0 and
-        `failure`, e.g. "TypeError: ...", "TimeoutError: ...", "WorkerError: ..." (its process died); no row
-        can raise, so that one bad row ends no training.  `failure` means that and nothing else: a reward's
+        `failure`, e.g. "TypeError: ...", "TimeoutError: ...", "WorkerError: ..." (its process died).  No
+        row can raise, so one bad row ends no training.  `failure` means that and nothing else: a reward's
         own key of this name is left out.
         """
         if self.mode == "naive":
