@@ -5,7 +5,7 @@ the tokens that the model wrote. What the environment wrote has no loss. `conver
 
 1. Each trajectory is a request of its own: while its environment works, the sampler writes others.
 2. Token in, token out: sampled tokens are never tokenised again.
-3. An environment may hang or crash: that ends its own trajectory and is counted.
+3. An environment may hang or crash: this ends its trajectory only, and is counted.
 
 CPU:        python algos/agent.py --model runs/sft/checkpoints/latest/hf --env envs/calculator.py:Calculator
                 --train_files data/train.parquet --output_dir runs/agent
@@ -51,12 +51,12 @@ class Args:
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order, LoRA init and sampling
     total_epochs: int = 1  # passes over the training data
-    total_steps: int | None = None  # RL steps in all; None: those of total_epochs
+    total_steps: int | None = None  # number of RL steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     rollout_dump: bool = False  # write every training response to output_dir/rollouts
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where else metrics go
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also send metrics there
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training prompts
     val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
@@ -116,8 +116,8 @@ class Args:
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
-    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by that ratio
-    # with rollout_rs: the largest ratio that is kept, and 1 over it the smallest; or smallest and largest
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by this importance ratio
+    # bounds of rollout_rs: one value h keeps ratios from 1/h to h; two values are smallest and largest
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
@@ -163,7 +163,7 @@ from rewards.manager.combined import load_rewards
 def group_advantages(score_n, group_n, norm_by_std=True):
     """A = (s - mean_g) / (std_g + 1e-6), unbiased std (2402.03300, 4.1.2); else Dr. GRPO (2503.20783).
 
-    score_n, group_n: [N] scores and group numbers, in any order. Scores 1 0 0 1 -> .87 -.87 -.87 .87.
+    score_n, group_n: [N] scores and group numbers, in any order. Scores 1 0 0 1 -> 0.87 -0.87 -0.87 0.87.
     A group of one has mean 0 and std 1; the advantages of a constant group are 0.
     """
     adv_n = score_n.clone()
@@ -208,7 +208,7 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
     Returns loss_nt, and where the clip and where the dual clip decided (bool).
-    A = 1, r = 1.5, high = .2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
+    A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
     plain_nt = -ratio_nt * adv_nt
@@ -259,7 +259,7 @@ ENV_WORKERS = 8  # environments of a rank that work at the same time
 
 
 def trajectories(pool, tokenizer, engine, args, timing, prompts, step, group_size, **sampling):
-    """As `rollout`, in turns with the environments. A row's length is that of all that follows the prompt."""
+    """As `rollout`, in turns with the environments. A row's length counts everything after the prompt."""
     rank, world = dist.get_rank(), dist.get_world_size()
     own = prompts[rank // args.tp_size :: world // args.tp_size]
     rows = [dict(row, sample=g, rank=rank) for row in own for g in range(group_size)]
@@ -1034,7 +1034,7 @@ def checkpointed(models, optimizers):
 
 
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: that of step 0."""
+    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
     if path is None:
         return dict(step=0, origin="")
     content = checkpointed(models, optimizers)

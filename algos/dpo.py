@@ -47,11 +47,11 @@ class Args:
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order and LoRA init
     total_epochs: int = 1  # passes over the training data
-    total_steps: int | None = None  # optimizer steps in all; None: those of total_epochs
+    total_steps: int | None = None  # number of optimizer steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where else metrics go
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also send metrics there
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training pairs
     val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
@@ -833,7 +833,7 @@ def checkpointed(models, optimizers):
 
 
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: that of step 0."""
+    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
     if path is None:
         return dict(step=0, origin="")
     content = checkpointed(models, optimizers)

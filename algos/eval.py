@@ -22,7 +22,7 @@ from common.arguments import parse
 
 @dataclass
 class Args:
-    data: tuple[str, ...]  # parquet files with responses, as of generate.py; compared with the first of them
+    data: tuple[str, ...]  # parquet files with responses, from generate.py; each is compared with the first
     output: str  # directory for results.json, pass_at_k.png, scored_A.parquet: the first file with its scores
     response_key: str = "responses"  # column of the responses: lists of strings of one length, or strings
     k: tuple[int, ...] = ()  # k of maj@k and, in the table, of pass@k; none: powers of two and all responses
@@ -49,7 +49,7 @@ from rewards import check_sources
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 
-SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward is given, beside the response
+SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward gets besides the response
 Z = 1.96  # of a 95 % interval
 MORE = -0.71, 0.71  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
 ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval

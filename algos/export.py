@@ -32,7 +32,7 @@ class Args:
     adapters: bool = False
     """Write LoRA adapters as peft loads them, in float32, and not the model."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the model's weights; None: that of hf/."""
+    """Dtype of the model's weights; None: the dtype of hf/."""
 
 
 if __name__ == "__main__":
@@ -57,7 +57,7 @@ def read_weights(directory):
 
 
 def save_adapters(weights, run, directory):
-    """Write LoRA matrices under peft's names; those of AdaLoRA as LoRA, with E in B. rm.py's head too."""
+    """Write LoRA matrices under peft's names; AdaLoRA as LoRA, with E in B. With rm.py's head."""
     from peft import LoraConfig  # here, because it takes two seconds
 
     state = {}
@@ -111,7 +111,7 @@ def main(args):
     if not found:
         sys.exit(f"error: {root}: no checkpoint of a trainer, it has no dcp/ and no checkpoints/latest/dcp/")
     if os.path.lexists(args.output):
-        sys.exit(f"error: {args.output} is there already: choose another directory, or remove it")
+        sys.exit(f"error: {args.output} exists: choose another directory, or remove it")
     checkpoint = found[0].resolve()
     try:
         run = json.loads((checkpoint.parents[1] / "args.json").read_text())

@@ -1,8 +1,8 @@
 """Sample responses to the prompts of a parquet file with vLLM: parquet in, the same rows with responses out.
 
 1. The output does not depend on the number of ranks: a response's seed is a function of (seed, row, sample),
-   and a sampler answers whole batches, cut by row, so that rounding is the same too.
-2. Every batch is a shard on disk: the same command goes on with a killed run and ends in the same file.
+   and a sampler answers whole batches, cut by row. So rounding is the same too.
+2. Every batch is a shard on disk: the same command resumes a killed run and gives the same file.
 
 CPU:        python algos/generate.py --model runs/grpo --data data/test.parquet --output test_out.parquet
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/generate.py ...

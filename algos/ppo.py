@@ -52,12 +52,12 @@ class Args:
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order, LoRA init and sampling
     total_epochs: int = 1  # passes over the training data
-    total_steps: int | None = None  # RL steps in all; None: those of total_epochs
+    total_steps: int | None = None  # number of RL steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     rollout_dump: bool = False  # write every training response to output_dir/rollouts
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where else metrics go
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also send metrics there
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training prompts
     val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
@@ -75,7 +75,7 @@ class Args:
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     offload: bool = False  # keep parameters and optimizer state in host memory during sampling (GPU)
-    lora_rank: int = 0  # rank of the actor's LoRA adapters, trained in its place; 0: train the model
+    lora_rank: int = 0  # rank of the actor's LoRA adapters, trained instead of it; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
     # layers that get adapters; all-linear: all linear layers except experts, routers and output layer
     lora_target_modules: tuple[str, ...] = ("all-linear",)
@@ -94,7 +94,7 @@ class Args:
     ppo_epochs: int = 1  # passes over the responses of a step
     lr: float = 1e-6  # peak learning rate of the actor
     critic_lr: float = 1e-5  # peak learning rate of the critic
-    critic_warmup: int = 0  # first steps, in which the critic learns with lambda 1 and the actor rests
+    critic_warmup: int = 0  # first steps: the critic learns with lambda 1, the actor does not
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 after the last step
     warmup_steps: int = 0  # steps of linear warm-up; the actor's begins after critic_warmup
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
@@ -102,8 +102,8 @@ class Args:
     # ---- algorithm
     gamma: float = 1.0  # discount of later rewards per token
     lam: float = 1.0  # lambda of GAE; 1: returns minus values, 0: one-step differences
-    critic_lam: float | None = None  # lambda of the critic's returns; None: that of --lam
-    # lambda of the advantages: 1 - 1 / (lam_alpha * tokens of the response), at least 0; None: that of --lam
+    critic_lam: float | None = None  # lambda of the critic's returns; None: the value of --lam
+    # lambda of the advantages: 1 - 1 / (lam_alpha * tokens of the response), at least 0; None: --lam
     lam_alpha: float | None = None
     cliprange_value: float = 0.5  # how far a step may move a value before its gradient ends
     clip_ratio_low: float = 0.2  # clip ratios below 1 - this
@@ -117,8 +117,8 @@ class Args:
     positive_nll_coef: float = 0.0  # weight of -log p of correct responses: acc, else score, above 0
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
-    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by that ratio
-    # with rollout_rs: the largest ratio that is kept, and 1 over it the smallest; or smallest and largest
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by this importance ratio
+    # bounds of rollout_rs: one value h keeps ratios from 1/h to h; two values are smallest and largest
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
@@ -169,7 +169,7 @@ from rewards.manager.combined import load_rewards
 def token_rewards(score_n, kl_nt, mask_nt, kl_coef):
     """Minus kl_coef * KL on every token, plus the response's score on its last.
 
-    Score 1, KL .1 .2 .3 of which the last is masked, coefficient 1 -> -.1, .8, 0.
+    Score 1, KL 0.1 0.2 0.3 of which the last is masked, coefficient 1 -> -0.1, 0.8, 0.
     """
     last_n1 = mask_nt.long().cumsum(-1).argmax(-1, keepdim=True)
     reward_nt = -kl_coef * kl_nt * mask_nt  # eq: ppo.kl_reward
@@ -181,7 +181,7 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
 
     A masked token (tool output, padding) passes the V and A of its successor through; V after the end is 0.
     lam: a number, or one for each response.
-    Rewards 0 0 1, values .5 .6 .7, gamma = lam = 1 -> A .5 .4 .3, returns 1 1 1.
+    Rewards 0 0 1, values 0.5 0.6 0.7, gamma = lam = 1 -> A 0.5 0.4 0.3, returns 1 1 1.
     """
     adv_nt, mask_nt = torch.zeros_like(value_nt), mask_nt.bool()
     next_value_n = next_adv_n = torch.zeros_like(value_nt[:, 0])
@@ -194,12 +194,12 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
 
 
 def adaptive_lam(mask_nt, alpha):
-    """VAPO's lambda of a response of l tokens, 1 - 1/(alpha l), at least 0: alpha = .05, l = 40 -> .5."""
+    """VAPO's lambda of a response of l tokens, 1 - 1/(alpha l), at least 0: alpha = 0.05, l = 40 -> 0.5."""
     return (1 - 1 / (alpha * mask_nt.sum(-1).clamp(min=1))).clamp(min=0)  # eq: ppo.lam_alpha
 
 
 def masked_whiten(x_nt, mask_nt, reduce=lambda sums: sums):
-    """Zero mean and unit variance (unbiased) over the tokens of the mask, 0 elsewhere: 1 3 -> -.71 .71.
+    """Zero mean and unit variance (unbiased) over the tokens of the mask, 0 elsewhere: 1 3 -> -0.71 0.71.
 
     reduce: how lists of sums become those of all ranks.
     """
@@ -228,7 +228,7 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
     Returns loss_nt, and where the clip and where the dual clip decided (bool).
-    A = 1, r = 1.5, high = .2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
+    A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
     plain_nt = -ratio_nt * adv_nt
@@ -273,7 +273,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
 def value_loss(value_nt, old_value_nt, return_nt, clip):
     """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: V gains nothing by going further than c.
 
-    V = 2, V_old = 1, R = 2, c = .5: the clipped value 1.5 decides, loss .125, and no gradient.
+    V = 2, V_old = 1, R = 2, c = 0.5: the clipped value 1.5 decides, loss 0.125, and no gradient.
     """
     clipped_nt = value_nt.clamp(old_value_nt - clip, old_value_nt + clip)
     return torch.maximum((value_nt - return_nt) ** 2, (clipped_nt - return_nt) ** 2) / 2  # eq: ppo.value_loss
@@ -436,7 +436,7 @@ def main(args):
         if learns:
             if step == args.critic_warmup + 1:
                 optimizer.state.clear()  # a checkpoint of the warm-up left zeros that count as a step
-            # warm-up and decay are those of the steps in which the actor learns
+            # warm-up and decay count only steps in which the actor learns
             lr = learning_rate(args, step - args.critic_warmup, total_steps - args.critic_warmup)
             optimizer.param_groups[0]["lr"] = lr
             with timed(timing, "update_actor"):
@@ -920,7 +920,7 @@ def checkpointed(models, optimizers):
 
 
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: that of step 0."""
+    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
     if path is None:
         return dict(step=0, origin="")
     content = checkpointed(models, optimizers)
@@ -1351,7 +1351,7 @@ def other_tokens(critic, policy):
 
 
 def load_critic(args, mesh, device):
-    """The critic, sharded. A new value head starts at 0, so that the first advantages are the returns."""
+    """The critic, sharded. A new value head starts at 0, so the first advantages are the returns."""
     args = replace(args, lora_rank=0, model=args.critic_model or args.model)
     critic = load_model(args, mesh, device, TokenValues, AutoModelForSequenceClassification, num_labels=1)
     if not any("SequenceClassification" in name for name in critic.lm.config.architectures or []):
@@ -1370,7 +1370,7 @@ def load_reward_models(args, mesh, device):
 
 
 class ModelRewards:
-    """A reward manager: to the scores of rules it adds those of models, each a (model, tokenizer)."""
+    """A reward manager: adds to the scores of rules the scores of models, each a (model, tokenizer)."""
 
     def __init__(self, rules, models, args, device):
         self.rules, self.models, self.args, self.device = rules, models, args, device
@@ -1422,7 +1422,7 @@ def score_names(models):
 
 
 def add_model_scores(rows, results, args):
-    """Rows with the weighted scores of the models added to those of the rules; results: a list per model."""
+    """Rows with the weighted scores of the models added to the rules' scores; results: a list per model."""
     weights = args.reward_weights[len(args.reward_fn) :] or [1.0] * len(results)
     names, combined = score_names(len(results))[1:], []
     for row, *of_models in zip(rows, *results):

@@ -1,7 +1,7 @@
 """A model with weights of 8 or 4 bits: a directory of compressed-tensors, which vLLM loads.
 
-Every weight to the nearest value, or with --calibration by GPTQ (2210.17323), layer by layer: beside the
-model there are the states of the calibration rows between two layers, and the sums of one layer. One
+Each weight is rounded to the nearest value. With --calibration GPTQ (2210.17323) rounds layer by layer. It
+holds the model, the states of the calibration rows between two layers, and the sums of one layer. One
 process, no GPU. transformers loads w8a8 and w4a16 too; fp8 is for GPUs.
 
 Command:    python algos/quantize.py runs/grpo/checkpoints/latest/hf models/mine_w8a8
@@ -33,15 +33,15 @@ class Args:
     ignore: tuple[str, ...] = ("lm_head",)
     """Linear layers that stay as they are: names, or re:PATTERN."""
     calibration: str | None = None
-    """Parquet of conversations for GPTQ; None: every weight to the nearest value."""
+    """Parquet of conversations for GPTQ; None: round every weight to the nearest value."""
     calibration_rows: int = 128
-    """How many of its rows are used, the first ones."""
+    """Number of rows of the calibration file to use, from the first."""
     held_out: str | None = None
-    """Parquet of conversations: the loss on the assistant's turns is told, before and after."""
+    """Parquet of conversations; prints the loss on the assistant's turns before and after."""
     response_key: str | None = "extra_info.answer"
     """Column of the answers to `prompt` in files without a column `messages`; None: prompts alone."""
     max_length: int = 2048
-    """Longest row of either file, in tokens; a longer one is an error."""
+    """Longest row of both files, in tokens; a longer row is an error."""
 
 
 if __name__ == "__main__":
@@ -166,7 +166,7 @@ def seen(lm, blocks, ids):
 def round_layers(lm, linears, texts, args):
     """Round the weights of these linear layers -> {name: scales}; with texts by GPTQ, layer by layer.
 
-    What is held beside the model: the states of all texts between two layers, and the sums of one layer.
+    Held besides the model: the states of all texts between two layers, and the sums of one layer.
     """
     if not texts:
         return {name: nearest(m.weight, args) for name, m in tqdm(linears.items(), desc="rounding")}
@@ -227,9 +227,7 @@ def quantize(lm, tokenizer, args, output):
         scheme.weights.group_size = fits[0]
     held_out = read_texts(args.held_out, tokenizer, args) if args.held_out else []
     if held_out and not any(spoken[1:].any() for _, spoken in held_out):
-        raise ValueError(
-            f"{args.held_out}: no row has a turn of the assistant, so that there is no loss to tell"
-        )
+        raise ValueError(f"{args.held_out}: no row has a turn of the assistant, so there is no loss to print")
     texts = read_texts(args.calibration, tokenizer, args, args.calibration_rows) if args.calibration else []
     before = dict(MB=sum(x.nbytes for x in lm.parameters()) / 1e6) | mean_loss(lm, held_out)
     scales = round_layers(lm, linears, texts, scheme.weights)
@@ -248,13 +246,13 @@ def quantize(lm, tokenizer, args, output):
         path.chmod((output / "config.json").stat().st_mode)
     after = mean_loss(read_back(output), held_out)
     after["MB"] = sum(path.stat().st_size for path in output.glob("*.safetensors")) / 1e6
-    told = ", ".join(f"{name} {x:.4g} -> {after[name]:.4g}" for name, x in before.items())
-    return f"{len(linears)} linear layers in {args.scheme}; {told}"
+    change = ", ".join(f"{name} {x:.4g} -> {after[name]:.4g}" for name, x in before.items())
+    return f"{len(linears)} linear layers in {args.scheme}; {change}"
 
 
 def main(args):
     if os.path.lexists(args.output):
-        sys.exit(f"error: {args.output} is there already: choose another directory, or remove it")
+        sys.exit(f"error: {args.output} exists: choose another directory, or remove it")
     try:
         if args.scheme == "fp8" and args.calibration:
             raise ValueError(
@@ -266,10 +264,10 @@ def main(args):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         with replacing(args.output) as new:
             tokenizer.save_pretrained(new)
-            told = quantize(lm, tokenizer, args, new)
+            done = quantize(lm, tokenizer, args, new)
     except (ValueError, OSError, SafetensorError, jinja2.TemplateError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
-    print(f"{args.output}: {told}")
+    print(f"{args.output}: {done}")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ class Args:
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order and LoRA init
     total_epochs: int = 1  # passes over the training data
-    total_steps: int | None = None  # optimizer steps in all; None: those of total_epochs
+    total_steps: int | None = None  # number of optimizer steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where else metrics go
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also send metrics there
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training pairs; a column `margin`, if any, is used
     val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
@@ -67,7 +67,7 @@ class Args:
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
     gradient_checkpointing: bool = True  # recompute activations in the backward pass
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
-    lora_rank: int = 0  # rank of LoRA adapters, trained with the head and nothing else; 0: the model
+    lora_rank: int = 0  # rank of LoRA adapters, trained with the head; 0: train the whole model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
     # layers that get adapters; all-linear: all linear layers except experts, routers and the head
     lora_target_modules: tuple[str, ...] = ("all-linear",)
@@ -125,14 +125,14 @@ from data_prep.lib.turns import check_calls, without_special
 def pair_loss(chosen_n, rejected_n, margin_n, center):
     """-log sigma(r_c - r_r - m) + center (r_c + r_r)^2 of each pair.
 
-    Scores 2 and 1, margin 1, center .1 -> log 2 + .9; scores 0 and 0 without a margin -> log 2.
+    Scores 2 and 1, margin 1, center 0.1 -> log 2 + 0.9; scores 0 and 0 without a margin -> log 2.
     """
     loss_n = -nn.functional.logsigmoid(chosen_n - rejected_n - margin_n)  # eq: rm.loss
     return loss_n + center * (chosen_n + rejected_n) ** 2  # eq: rm.center
 
 
 def pair_metrics(chosen_n, rejected_n):
-    """What validation and log show of each pair; a tie is half right. Scores 2 and 1 -> 1, 2, 1, 1."""
+    """What validation and log show of each pair; a tie has accuracy 0.5. Scores 2 and 1 -> 1, 2, 1, 1."""
     right_n = (1 + torch.sign(chosen_n - rejected_n)) / 2
     return dict(accuracy=right_n, chosen=chosen_n, rejected=rejected_n, margins=chosen_n - rejected_n)
 
@@ -628,7 +628,7 @@ def checkpointed(models, optimizers):
 
 
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: that of step 0."""
+    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
     if path is None:
         return dict(step=0, origin="")
     content = checkpointed(models, optimizers)

@@ -45,20 +45,20 @@ class Args:
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order and LoRA init
     total_epochs: int = 1  # passes over the training data
-    total_steps: int | None = None  # optimizer steps in all; None: those of total_epochs
+    total_steps: int | None = None  # number of optimizer steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where else metrics go
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also send metrics there
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training rows
     val_files: tuple[str, ...] = ()  # parquet files of validation rows; none: no validation
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
     response_key: str = "extra_info.answer"  # column of the response, a string; dots reach into structs
-    messages_key: str | None = None  # column of conversations, whose assistant turns are trained, instead
+    messages_key: str | None = None  # column of conversations, instead of prompt_key and response_key
     env: str | None = None  # environment whose tools the chat template shows, FILE.py:NAME; None: no tools
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
-    truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut there
+    truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut this side
     packing: bool = True  # texts in one row without padding, where the model allows it; off: one row each
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
@@ -751,7 +751,7 @@ def checkpointed(models, optimizers):
 
 
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: that of step 0."""
+    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
     if path is None:
         return dict(step=0, origin="")
     content = checkpointed(models, optimizers)

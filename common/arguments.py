@@ -1,4 +1,4 @@
-"""Command lines: the fields of an `Args` dataclass are the flags, and the comments beside them the help."""
+"""Command lines: the fields of an `Args` dataclass are the flags, and their comments are the help."""
 
 import atexit
 import gc
@@ -31,7 +31,7 @@ RANGES = {  # smallest (1e-9: above 0) and largest value: flags, of a tuple each
     (1e-9, 1): "top_p gpu_memory_utilization",
     (0, 1): "gamma lam critic_lam",
 }
-IDLE = {  # a flag and its value: flags without effect beside it
+IDLE = {  # a flag and its value: flags that have no effect with it
     ("lora_rank", 0): "lora_alpha lora_target_modules",
     ("use_kl_loss", False): "kl_loss_coef kl_kind",
     ("use_kl_in_reward", False): "kl_coef kl_target kl_horizon",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path):
-    """Yield a free path beside `path`; what the body writes there takes its place when the body ends well.
+    """Yield a free path next to `path`; what the body writes there takes its place when the body ends well.
 
     Raises ValueError if `path` is a directory that holds other things than a model.
     """

@@ -35,7 +35,7 @@ def fail(message):
 
 
 def refuse(problems):
-    """Stop with the first message of {message: whether it is so} that is so."""
+    """Stop with the first message of {message: condition} whose condition is true."""
     for message, is_so in problems.items():
         if is_so:
             fail(message)
@@ -153,7 +153,7 @@ class Logger:
 
 
 def leave():
-    """End the process with those of the other ranks: the last call of a script."""
+    """End the process together with the other ranks: the last call of a script."""
     # Python's own end would abort if a thread of gloo still has a tensor (pytorch PR 179291)
     dist.barrier()
     atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one

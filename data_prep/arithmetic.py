@@ -1,12 +1,12 @@
 """Sums, products, chains of sums, or last digits of calculations: train, val and test parquet.
 
     python data_prep/arithmetic.py --local_save_dir data/arithmetic
-    python data_prep/arithmetic.py --operation multiply --tool_share .33 --local_save_dir data/multiplication
+    python data_prep/arithmetic.py --operation multiply --tool_share 0.33 --local_save_dir data/multiplication
     python data_prep/arithmetic.py --operation chain --digits 1 --local_save_dir data/chain
-    python data_prep/arithmetic.py --operation last_digit --worked_share .35 --local_save_dir data/last_digit
+    python data_prep/arithmetic.py --operation last_digit --worked_share 0.35 --local_save_dir data/last_digit
 
-It needs no network. a+b and b+a stay in one split, so that no val or test question is a train question with
-its operands in another order.
+It needs no network. a+b and b+a stay in one split.  So no val or test question is a train question with its
+operands in another order.
 """
 
 import os
@@ -38,18 +38,18 @@ class Args:
     train_size: int = 6000
     """Questions in train."""
     val_size: int = 256
-    """Questions in val, of which no two have the same operands."""
+    """Questions in val, no two with the same operands."""
     test_size: int = 512
-    """Questions in test, of which no two have the same operands."""
+    """Questions in test, no two with the same operands."""
     seed: int = 0
     """Seed of the choice and the order of the questions."""
     operation: Literal["add", "multiply", "chain", "last_digit"] = "add"
     """What is asked: 37+85=, 37*85=, or 37+85+14=, whose answer has the totals on the way: 122 136; or
     7+1*2-1, from left to right, of which only last digits are kept: >7 8 6 5."""
     terms: int = 10
-    """Most operands of a chain, the fewest are 2; operands of a last_digit."""
+    """chain: 2 to this many operands; last_digit: number of operands."""
     tool_share: float | None = None
-    """Share of train's questions that ask a calculator in sft.parquet, conversations; None: no such file."""
+    """Share of train's questions that ask a calculator in sft.parquet, conversations; None: no file."""
     worked_share: float | None = None
     """Share of train's questions that sft.parquet answers as train does, >7 8 6 5; the others: =5."""
 
@@ -97,7 +97,7 @@ def divide(args, train, held_out, rng):
     if len(train) < args.train_size:
         raise ValueError(
             f"--train_size {args.train_size}: only {len(train)} such questions are left"
-            f" beside --val_size {args.val_size} and --test_size {args.test_size}"
+            f" besides --val_size {args.val_size} and --test_size {args.test_size}"
         )
     return {
         "train": rng.sample(train, args.train_size),

@@ -32,12 +32,12 @@ class Args(prepare.Args):
     dataset: Literal["codecontests", "apps", "codeforces", "taco"] = "apps"
     """Data set to prepare."""
     max_tests: int = 50
-    """Tests of a problem to keep, the first ones: scoring runs them all, and some problems have hundreds."""
+    """First tests of a problem to keep. Scoring runs all of them, and some problems have hundreds."""
 
 
 def hub(split, dataset):
     """Arguments of `datasets.load_dataset`."""
-    # CAREFUL: `datasets` refuses apps and taco for their loading scripts; it reads the files beside them.
+    # CAREFUL: `datasets` refuses apps and taco for their loading scripts; it reads the files next to them.
     apps, taco = f"hf://datasets/codeparrot/apps/{split}.jsonl", f"hf://datasets/BAAI/TACO/{split}/*.arrow"
     return {
         "codecontests": {"path": "deepmind/code_contests", "split": split},
@@ -65,7 +65,7 @@ def codeforces(record):
     if record["interaction_format"]:
         raise prepare.LeftOut("interactive")
     if record["generated_checker"]:
-        raise prepare.LeftOut("several outputs are right")
+        raise prepare.LeftOut("several outputs are correct")
     tests = {f"{key}s": [case[key] for case in record["official_tests"] or []] for key in ("input", "output")}
     parts = [record["description"], "Input", record["input_format"], "Output", record["output_format"]]
     for example in record["examples"] or []:

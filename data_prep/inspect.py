@@ -45,7 +45,8 @@ def read(path):
     try:
         rows = plain_rows(pq.read_table(path))
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: not a parquet file; make one with write_parquet ({reason})") from None
     if not rows:
         raise ValueError(f"{path}: no rows")
     kind = next((kind for kind, names in KINDS.items() if rows[0].keys() >= set(names)), None)

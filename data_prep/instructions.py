@@ -3,7 +3,7 @@
     python data_prep/instructions.py --local_save_dir data/instructions
 
 "Write a slogan about owls. Include the word owls. Wrap your entire response with double quotation marks."
-The subjects of val and of test are others than those of train.
+The subjects of val and test differ from the subjects of train.
 """
 
 import os

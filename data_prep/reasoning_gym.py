@@ -29,9 +29,9 @@ class Args:
     local_save_dir: str = "data/reasoning_gym"
     """Directory for train.parquet and test.parquet."""
     train_size: int = 1000
-    """Questions that are generated for train; of equal ones the first is kept."""
+    """Questions to generate for train; equal questions are kept once."""
     test_size: int = 100
-    """Questions that are generated for test; those that train has are left out."""
+    """Questions to generate for test; questions that are in train are left out."""
     seed: int = 0
     """Seed of the questions."""
 
@@ -55,7 +55,7 @@ def make_row(entry, split, index, task, seen):
             {"role": "user", "content": question},
         ],
         "ability": "reasoning",
-        "reward_model": {"style": "rule", "ground_truth": answer or ""},  # None: many are right
+        "reward_model": {"style": "rule", "ground_truth": answer or ""},  # None: many are correct
         "extra_info": {
             "split": split,
             "index": index,

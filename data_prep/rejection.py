@@ -1,4 +1,4 @@
-"""Rejection sampling (RFT, arXiv 2308.01825): right responses as rows for SFT, right against wrong as pairs.
+"""Rejection sampling (RFT, arXiv 2308.01825): correct responses as rows for SFT, correct and wrong as pairs.
 
 python algos/generate.py --model MODEL --data train.parquet --output responses.parquet --n_samples 8
 python algos/eval.py --data responses.parquet --output runs/eval
@@ -34,17 +34,17 @@ class Args:
     local_save_dir: str
     """Directory for sft.parquet and pairs.parquet."""
     keep: Literal["all", "first", "shortest"] = "all"
-    """Right responses to a prompt that become rows for SFT: max_per_prompt different ones, or one."""
+    """Correct responses to a prompt that become rows for SFT: max_per_prompt different ones, or one."""
     max_per_prompt: int = 4
-    """Rows for SFT of a prompt, with --keep all."""
+    """Most rows for SFT from one prompt, with --keep all."""
     max_pairs: int = 4
-    """Pairs of a prompt; no two of them are the same."""
+    """Most pairs from one prompt; no two are the same."""
     right: float = 1.0
-    """Accuracy, or score where there is none, from which a response is right."""
+    """A response is correct if its accuracy, or else its score, is at least this."""
 
 
 def judged(path, right, left_out):
-    """Yield of each row its data source, prompt, [(messages that follow, whether right)]."""
+    """Yield of each row its data source, prompt, [(messages that follow, whether correct)]."""
     extra = {"finish_reasons", "episodes"} & {*open_parquet(path, ["prompt"])[0].schema_arrow.names}
     for i, row in enumerate(load_rows(path, ["results", "responses", "data_source", "prompt", *extra])):
         if len(row["responses"]) != len(row["results"]):
@@ -59,7 +59,7 @@ def judged(path, right, left_out):
             elif says_nothing(reply):
                 left_out["empty"] += 1
             elif "finish_reasons" in row and row["finish_reasons"][k] != "stop":
-                left_out["cut off"] += 1  # as a row, it would teach to stop there
+                left_out["cut off"] += 1  # as a row it would teach to stop early
             else:
                 found.append((reply, result.get("acc", result["score"]) >= right))
         yield row["data_source"], row["prompt"], found
@@ -106,10 +106,10 @@ def main(args):
         rows["pairs"] += [about | dict(chosen=a, rejected=b, extra_info=info) for a, b in made]
         shares += Counter(sft=bool(kept), pairs=bool(made))
     if not rows["sft"]:
-        raise ValueError(f"{', '.join(args.files)}: no response is right, by --right {args.right}")
+        raise ValueError(f"{', '.join(args.files)}: no response is correct, by --right {args.right}")
     for name, some in rows.items():
         path = Path(args.local_save_dir) / f"{name}.parquet"
-        path.unlink(missing_ok=True)  # of an earlier run: there may be no pairs now
+        path.unlink(missing_ok=True)  # of an earlier run; this run may have no pairs
         count = write_parquet(some, path) if some else 0
         share = f"{shares[name]} of {len(prompts)} prompts ({shares[name] / len(prompts):.1%})"
         print(f"{path}: {count} rows from {share}")

@@ -23,7 +23,7 @@ from common.arguments import parse
 @dataclass
 class Args:
     local_save_dir: str = "models/smollm2"
-    """Directory for the model and the tokenizer; a model that is there already is replaced."""
+    """Directory for the model and the tokenizer; an old model there is replaced."""
 
 
 if __name__ == "__main__":

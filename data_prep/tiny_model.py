@@ -19,7 +19,7 @@ from common.arguments import parse
 @dataclass
 class Args:
     local_save_dir: str = "models/tiny"
-    """Directory for the model and the tokenizer; a model that is there already is replaced."""
+    """Directory for the model and the tokenizer; an old model there is replaced."""
     hidden_size: int = 128
     """Width of the residual stream."""
     layers: int = 4
@@ -30,7 +30,7 @@ class Args:
     """Key and value heads; a divisor of heads."""
     intermediate_size: int = 512
     """Width of the MLP."""
-    max_positions: int = 512
+    max_positions: int = 2048
     """Longest sequence, in tokens."""
     tie_embeddings: bool = True
     """Use the input embedding as the output layer too."""

@@ -19,7 +19,7 @@ from common.arguments import parse
 @dataclass
 class Args:
     local_save_dir: str = "models/tiny_vlm"
-    """Directory for the model and the processor; a model that is there already is replaced."""
+    """Directory for the model and the processor; an old model there is replaced."""
     hidden_size: int = 128
     """Width of the residual stream; heads are 32 wide."""
     layers: int = 2

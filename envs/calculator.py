@@ -1,6 +1,6 @@
 """A calculator, in the manner of GSM8K's annotations: a turn that ends in <<48/2>> is answered by 24.
 
-Calculator: the model writes <<EXPRESSION>> and ends its turn; a turn that ends otherwise is the last one.
+Calculator: the model writes <<EXPRESSION>> and ends its turn; any other turn is the last one.
 TOOLS: the same as the tool calculate(expression), in the model's own format of calls.
 
 An expression has numbers, + - * / // % **, and parentheses; $ and the commas of 1,000 are skipped, and 20% is

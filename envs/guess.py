@@ -1,4 +1,4 @@
-"""A game of several turns without tools: guess a number between bounds, which the prompt tells.
+"""A game of several turns without tools: guess a number between bounds, which the prompt gives.
 
 The last integer of a turn is the guess; a user's message answers "higher" or "lower".  The reward is 1 for
 the number at once, and a tenth of it less for each turn before.  extra_info of a row: low, high, number.

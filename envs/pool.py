@@ -1,8 +1,8 @@
 """Runs the environments of trajectories in helper processes, several at a time.
 
-An environment is at home nowhere: its pickled state comes back from each step and goes with the next one to
-whatever process is free, so that a hang, which is killed, costs one process and one trajectory.  The caller
-never unpickles a state.
+An environment belongs to no process: each step returns its pickled state, and the next step sends it to any
+process that is free.  So a hang, which is killed, costs one process and one trajectory.  The caller never
+unpickles a state.
 """
 
 import base64

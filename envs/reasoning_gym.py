@@ -23,7 +23,7 @@ class Retry:
         self.score = score(self.task, self.entry, text)["score"]
         if self.score >= 1 or self.attempts == ATTEMPTS:
             return None
-        return [{"role": "user", "content": "This is not right. Think again, and give another <answer>."}]
+        return [{"role": "user", "content": "This is not correct. Think again, and give another <answer>."}]
 
     def reward(self):
         return self.score * 0.5 ** (self.attempts - 1)

@@ -1,7 +1,7 @@
 """A search engine as a tool: search(query, k) returns passages of a local corpus, ranked by BM25.
 
 SEARCH_CORPUS=FILE, a parquet or JSON-lines file with a column `text`, one passage a row.  The index is made
-where the environment is first loaded, before a model is, and kept in a directory beside the file; processes
+where the environment is first loaded, before a model is, and kept in a directory next to the file; processes
 share its memory.  The library: pip install --no-deps -r requirements-extra.txt
 """
 
@@ -39,7 +39,7 @@ def _index():
 
 
 def _make_index():
-    """Directory of the index, made when it is not there; its name has the time of the corpus."""
+    """Directory of the index, made if it is missing; its name has the time of the corpus."""
     corpus = Path(os.environ.get("SEARCH_CORPUS") or "SEARCH_CORPUS")
     if corpus.suffix not in (".parquet", ".jsonl") or not corpus.is_file():
         raise ValueError(f"{corpus} is not a file: set SEARCH_CORPUS to a .parquet or .jsonl with `text`")

@@ -1,8 +1,8 @@
 """Tools in OpenAI's manner: plain functions, which the model is shown as JSON schemas and calls in its text.
 
 parse_calls: [(name, arguments), ...] of a turn, (None, what is wrong) for a call that cannot be read; nothing
-if there is no call.  The formats are told apart by how they look; the first that finds a call is taken.
-Special tokens, as [TOOL_CALLS] is one, are missing from the text of a turn: a call must then be all of it.
+if there is no call.  Each format is tried; the first that finds a call is taken.
+Special tokens such as [TOOL_CALLS] are missing from the text of a turn.  Then the call must be all of it.
 """
 
 import ast
@@ -158,7 +158,7 @@ class ToolEnv:
             result = function(*bound.args, **bound.kwargs)
             if not isinstance(result, str):
                 result = json.dumps(result, default=str, ensure_ascii=False)
-        except Exception as error:  # a tool is anybody's code, called with anything: the model is told
+        except Exception as error:  # a tool is anybody's code, called with anything: the model gets the error
             result = one_line(f"error: {type(error).__name__}: {error}")
         return {"role": "tool", "name": name, "content": result}
 
@@ -186,7 +186,7 @@ class TrlEnv(ToolEnv):
 def trl_env(trl_class):
     """The environment class that wraps one of TRL's."""
     methods = {
-        name: method.__get__(trl_class)  # bound to anything, so that the schema leaves `self` out
+        name: method.__get__(trl_class)  # bound to anything: the schema then leaves `self` out
         for name, method in inspect.getmembers(trl_class, inspect.isfunction)
         if not name.startswith("_") and name != "reset"
     }

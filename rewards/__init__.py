@@ -97,7 +97,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def answers(ground_truth):
-    """The right answers that a ground truth names."""
+    """The correct answers that a ground truth names."""
     truth = ground_truth
     if isinstance(truth, str) and truth.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
@@ -132,7 +132,7 @@ def load_from(spec, flag):
     folder = f"{zlib.crc32(os.fsencode(path.parent)):08x}"  # two folders may have files of one name
     try:
         module = load_file(path, f"{flag.strip('-')}_{path.stem}_{folder}")
-    except Exception as error:  # anything that stands in somebody's file
+    except Exception as error:  # anything in a user's file
         raise ValueError(f"{flag} {spec}: {path} cannot be loaded: {error!r}") from error
     if not hasattr(module, name):
         raise ValueError(f"{flag} {spec}: {path} defines no {name!r}")

@@ -1,4 +1,4 @@
-"""1 if the response is the ground truth, but for upper and lower case and white space, else 0."""
+"""1 if the response is the ground truth, except for case and white space, else 0."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -1,4 +1,4 @@
-r"""Geometry3K: 0.9 for a right answer in the last \boxed{}, wherever it stands, and 0.1 for the format.
+r"""Geometry3K: 0.9 for a correct answer in the last \boxed{}, anywhere, and 0.1 for the format.
 
 The format: the response begins with `<think>`, and a \boxed{...} follows a `</think>`.
 """

@@ -1,6 +1,6 @@
 """The share of a question's verifiable instructions that the response follows (IFEval, arXiv 2311.07911).
 
-Fifteen of IFEval's 25 kinds, checked as its own code checks them, but that no library asks whether a text all
+Fifteen of IFEval's 25 kinds, checked as its own code checks them. But no library asks whether a text all
 in capitals, or without any, is English. Nothing is followed by an empty response.
 
 CAREFUL: linear in the length of the response. What a pattern has looked at in vain it also takes, in a match

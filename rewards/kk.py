@@ -1,6 +1,6 @@
 """Knights and knaves (Logic-RL, arXiv 2502.14768): the sum of a format and an answer score.
 
-3 = format +1, all right +2; -0.5 = format +1, wrong -1.5; -1 = format +1, unreadable -2; -3 = wrong format.
+3 = format +1, all correct +2; -0.5 = format +1, wrong -1.5; -1 = format +1, unreadable -2; -3 = wrong format.
 - Format: each of `<think>`, `</think>`, `<answer>`, `</answer>` once, in this order; other text around them
   is tolerated.  The opening `<think>` may be missing, since many prompts end with it.
 - A prompt before the response (ChatML, or lines `User:` and `Assistant:`) is cut off: its tags are examples.

@@ -1,4 +1,4 @@
-r"""1 if the response's final answer equals the ground truth, else 0; the answer need not stand in a box.
+r"""1 if the response's final answer equals the ground truth, else 0; the answer needs no box.
 
 - The last \boxed{} counts.  Without: the formula, or else the rest of the line, after the last "answer is" or
   "answer:"; or else the last formula $...$; or else the last number, read as `rewards.gsm8k` does.

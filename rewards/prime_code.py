@@ -10,7 +10,7 @@ after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs":
   are strings, True is 1; a float allows TOLERANCE.
 - "assert_case": texts of Python code that must hold; inputs and outputs do not matter.  Of
   `assert f(3) == 9` only `f(3)` goes into the program's sandbox.  Any other code runs in a second sandbox,
-  where functions of the program are stand-ins that ask for their results, so that no code of the program
+  where functions of the program are stand-ins that ask for their results.  So no code of the program
   runs near an assert.  Names of builtins, and of standard modules before a dot, are never the program's.
   Code that calls nothing of the program fails.
 As in the graders of these data, a program may use GIVEN of sandbox/calls.py without an import.

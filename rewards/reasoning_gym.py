@@ -28,7 +28,7 @@ REFUSED = {
         ),
         "its scorer evaluates the model's text as Python code",
     ),
-    "coin_flip": "its scorer gives full marks to 0 where 0.234 is right",
+    "coin_flip": "its scorer gives full marks to 0 where 0.234 is correct",
     "complex_arithmetic": "its scorer gives full marks to nan",
     "game_of_life_halting": "its scorer gives full marks to any answer",
     "composite": "it is a mixture of others; prepare those",
@@ -60,7 +60,7 @@ def check_task(name):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {score, acc, pred, unreadable}.
 
-    extra_info["entry"]: the library's entry as a Python literal; the ground truth stands in there too.
+    extra_info["entry"]: the library's entry as a Python literal; it has the ground truth too.
     Raises ValueError for an unknown or refused task and for a broken entry, TimeoutError and WorkerError.
     """
     task = data_source.removeprefix("reasoning_gym/")

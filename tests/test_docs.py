@@ -107,6 +107,13 @@ def test_the_chinese_readme_has_the_same_commands():
     assert parts("README.md") == parts("README.zh-CN.md")
 
 
+def test_headers_train_models_tiny():
+    """The tiny model holds a prompt and a response of the default lengths."""
+    defaults = {f.name: f.default for f in fields(script_args("algos/grpo.py"))}
+    longest = defaults["max_prompt_length"] + defaults["max_response_length"]
+    assert script_args("data_prep/tiny_model.py")().max_positions >= longest
+
+
 def test_the_table_of_what_fits_is_computed():
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| [\d.]+B ", line)]
     assert rows and set(rows) <= set(gpu_memory.table().splitlines())

@@ -4,6 +4,7 @@
 """
 
 import re
+import tokenize
 
 import pytest
 from conftest import ROOT
@@ -116,6 +117,29 @@ def test_words(page):
     text = plain(page.read_text())
     found = [f"{m[0]!r}: {better}" for bad, better in AVOID.items() for m in re.finditer(bad, text)]
     assert not found
+
+
+@pytest.mark.parametrize("folder", ("algos", "rewards", "envs", "data_prep", "common"))
+def test_words_of_comments(folder):
+    """And of docstrings and help texts, which are the strings of three quotes."""
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        with path.open("rb") as file:
+            tokens = list(tokenize.tokenize(file.readline))
+        for token in tokens:
+            text = token.string
+            if token.type == tokenize.COMMENT or token.type == tokenize.STRING and re.match(r'r?"""', text):
+                text = re.sub(r"``.*?``|`[^`\n]*`", "code", text)
+                words = [m[0] for bad in AVOID for m in re.finditer(bad, text)]
+                found += [f"{path.relative_to(ROOT)}:{token.start[0]}: {word!r}" for word in words]
+    assert not found
+
+
+@pytest.mark.parametrize("page", ALL, ids=NAMES.get)
+def test_tables_have_a_head(page):
+    """A row without one is shown as text, with its bars."""
+    tables = re.findall(r"(?:^ *\|.*\n)+", CODE.sub("", page.read_text()), re.MULTILINE)
+    assert not [table for table in tables if not re.match(r".*\n *\|[-:| ]+\|\n", table)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)

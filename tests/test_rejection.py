@@ -145,7 +145,7 @@ def test_bad_input(scored, tmp_path):
     for rows, problem in (
         ([make_row("test", 0, 1, 2)], "no column 'results'; it has"),
         ([row_of(["a", "b"], [dict(score=1.0)])], "row 0: 'responses' and 'results' differ in length"),
-        ([row_of(["a"], [dict(score=0.0)])], "no response is right"),
+        ([row_of(["a"], [dict(score=0.0)])], "no response is correct"),
     ):
         with pytest.raises(ValueError, match=problem):
             build(tmp_path, write(rows, tmp_path / "bad.parquet"))

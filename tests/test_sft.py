@@ -202,7 +202,7 @@ def test_a_turn_may_end_with_another_special_token_than_eos():
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     tokenizer = conversation_tokenizer()
     tokenizer.chat_template = CONVERSATION.replace("~ m.content", "~ (m.content if loop.last else '...')")
-    with pytest.raises(ValueError, match="renders message 2 otherwise when others follow it"):
+    with pytest.raises(ValueError, match="renders message 2 differently when others follow it"):
         sft.encode_messages(MESSAGES, tokenizer)
 
 

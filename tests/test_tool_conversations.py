@@ -143,7 +143,9 @@ def test_sft_trains_on_the_tokens_of_a_rollout(name, said, system, tmp_path):
     write_parquet([row | dict(messages=row["prompt"] + conversation(turns))], file)
     load = lambda: sft.load_examples([file], make_args(messages_key="messages"), tokenizer, TOOLS)[0]
     if (name, said) == ("qwen3", "a user answers"):  # it then forgets the thoughts of the turns before
-        with pytest.raises(ValueError, match=r"row 0: messages: .* renders message \d otherwise when others"):
+        with pytest.raises(
+            ValueError, match=r"row 0: messages: .* renders message \d differently when others"
+        ):
             load()
         return
     [prompt] = load_prompts([file], tokenizer, 999, TOOLS)[0]

@@ -64,7 +64,7 @@ def reference(messages, tokenizer):
         if message["role"] == "assistant":
             before, upto = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1])
             if not (upto.startswith(before) and text.startswith(upto)):
-                raise ValueError(f"the chat template renders message {i} otherwise when others follow it")
+                raise ValueError(f"the chat template renders message {i} differently when others follow it")
             turn = [j for j, (at, _) in enumerate(encoded["offset_mapping"]) if len(before) <= at < len(upto)]
             ends = [j for j in turn if ids[j] == tokenizer.eos_token_id]
             ends = ends or [j for j in turn if ids[j] in tokenizer.all_special_ids]

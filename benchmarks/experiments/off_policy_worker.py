@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 def rounded(x, kind):
     """A matrix as int8 or fp8 (e4m3) holds it, with a scale for each output channel, which is a row.
 
-    int8, row 127 -63.6 .4 -> 127 -64 0.
+    int8, row 127 -63.6 0.4 -> 127 -64 0.
     """
     largest = dict(int8=127, fp8=448)[kind]
     scale = (x.abs().amax(-1, keepdim=True).float() / largest).clamp(min=1e-30)

@@ -35,7 +35,7 @@ RUNS = {
     "PPO": "",
     "+ critic warm-up": f"--critic_warmup {WARM_UP}",
     "+ decoupled GAE": "--critic_lam 1",
-    "+ length-adaptive GAE": "--lam_alpha 1.5",  # .95 at the mean length
+    "+ length-adaptive GAE": "--lam_alpha 1.5",  # 0.95 at the mean length
     "+ positive NLL": "--positive_nll_coef .1",
 }
 RUNS["VAPO: all, and clip-higher"] = " ".join([*RUNS.values(), "--clip_ratio_high .28"])

@@ -30,13 +30,13 @@ from torch.utils.data import ConcatDataset
 from data_prep.lib import chats, images, schema, turns
 
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size
-QUIET_ROWS = 5000  # fewer are tokenised before a progress bar would tell anything
+QUIET_ROWS = 5000  # fewer are tokenised before a progress bar is of use
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
 
 
 class Rows(ConcatDataset):
-    """The rows of a Dataset for each file: their structs may differ, so that they are not one Dataset."""
+    """The rows of a Dataset for each file: their structs may differ, so they are not one Dataset."""
 
     def __getitem__(self, i):
         if isinstance(i, slice):
@@ -141,7 +141,7 @@ def key_of(paths, tokenizer, about, code):
 
 
 def build(entry, files, *how):
-    """Make an entry of the cache: beside, and renamed when it is whole."""
+    """Make an entry of the cache under another name, and rename it when it is whole."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     for other in entry.parent.glob("*.new"):  # if its builder was killed, the lock is free
         with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):

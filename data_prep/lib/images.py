@@ -1,4 +1,4 @@
-"""Rows with images: their pictures, their ids, and what a model takes of them beside the ids.
+"""Rows with images: their pictures, their ids, and what a model takes of them besides the ids.
 
 A row has as many <image> marks in its messages as it has `images`, {bytes, path}. In the ids that the sampler
 is given, an image is one token; in those that a model runs, as many as the image has features.

@@ -26,11 +26,11 @@ class Args:
     local_dataset_path: str | None = None
     """Directory with a copy of the data set, a file or a folder for each split; None: the hub."""
     splits: tuple[str, ...] = ()
-    """Splits to read, each for SPLIT.parquet, OUT=SPLIT for OUT.parquet; none: those that are published."""
+    """Splits to read, each into SPLIT.parquet; OUT=SPLIT writes OUT.parquet; none: all published splits."""
     max_samples: int | None = None
     """Rows of each split to keep, drawn with the seed; None: all."""
     seed: int = 0
-    """Seed of that draw."""
+    """Seed of the draw of max_samples."""
 
 
 def run(main, args_class):

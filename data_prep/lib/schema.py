@@ -61,7 +61,8 @@ def open_parquet(path, columns):
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; write it with a script of data_prep/") from None
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: not a parquet file; make one with write_parquet ({reason})") from None
     wanted, names = list(dict.fromkeys(column.split(".")[0] for column in columns)), file.schema_arrow.names
     wanted = [name for name in wanted if name in names or name not in OPTIONAL]
     for name in wanted:

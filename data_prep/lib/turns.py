@@ -56,7 +56,7 @@ def turns(messages, tokenizer, tools=None):
         else:
             before, upto = template(messages[:i], add_generation_prompt=True), template(messages[: i + 1])
         if not (upto.startswith(before) and text.startswith(upto)):
-            raise ValueError(f"the chat template renders message {i} otherwise when others follow it")
+            raise ValueError(f"the chat template renders message {i} differently when others follow it")
         check_calls(messages[i : i + 1], upto[len(before) :])
         found.append((i, len(before), len(upto)))
     return text, found

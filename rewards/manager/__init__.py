@@ -44,8 +44,8 @@ class RewardManager:
 
         Returns one dict a row, in their order: `score` (float) and the extra keys of the reward, as JSON has
         them (`acc` a float; `pred` a text, None: no answer).  A reward that fails gives score 0.0 and
-        `failure`, e.g. "TypeError: ...", "TimeoutError: ...", "WorkerError: ..." (its process died); no row
-        can raise, so that one bad row ends no training.  `failure` means that and nothing else: a reward's
+        `failure`, e.g. "TypeError: ...", "TimeoutError: ...", "WorkerError: ..." (its process died).  No
+        row can raise, so one bad row ends no training.  `failure` means that and nothing else: a reward's
         own key of this name is left out.
         """
         if self.mode == "naive":
@@ -83,7 +83,7 @@ class RewardManager:
         worker = Worker()
         try:
             worker.call("builtins:callable", self.compute_score, timeout_s=self.timeout_s)
-        except Exception as error:  # anything that stands in somebody's file, or that cannot be pickled
+        except Exception as error:  # anything in a user's file, or a function that cannot be pickled
             raise ValueError(
                 "--reward_manager prime cannot send the reward to a process:"
                 f" {type(error).__name__}: {' '.join(str(error).split())};"
@@ -165,7 +165,7 @@ def _failed(error):
 def demote_failures(rows):
     """Rows, with `group` and `reward`, in which a failed reward counts as the lowest of its group.
 
-    A failure tells nothing of the response, but as a 0 it would beat the wrong ones of a reward of +1 and -1.
+    A failure says nothing about the response. As a 0 it would beat the wrong ones of a reward of +1 and -1.
     Where all of a group failed, they stay as they are.
       scores  1  -1  0 failed | 1  0.5  0 failed | 0 failed  0 failed
       become  1  -1 -1        | 1  0.5  0        | 0         0

@@ -71,7 +71,7 @@ def equal(answer, truth):
 
 
 def _split(text, *separators):
-    """Parts of the text between the separators that stand in no brackets."""
+    """Parts of the text between the separators that are outside brackets."""
     parts, depth = [""], 0
     for token in TOKEN.findall(text):
         depth += (token in OPENERS) - (token in CLOSERS)
@@ -141,7 +141,7 @@ def _parse(text):
     """The sympy object of a formula.  Raises many exceptions for what is none."""
     if WORD.search(text) or NO_VALUE.search(text):
         raise ValueError(f"{text} is text")
-    # Decimals become fractions, so that all is exact: rounding makes 0.0000001 equal to 0.
+    # Decimals become fractions, which are exact: rounding makes 0.0000001 equal to 0.
     text = DECIMAL.sub(lambda m: rf"{{\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}}}", text)
     formula = _Parser(is_real=None, config=ConversionConfig(lowercase_symbols=False)).parse(text)
     if formula.has(*TASKS) or _digits(formula) > MAX_DIGITS:

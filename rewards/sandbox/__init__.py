@@ -61,7 +61,7 @@ def run_python(source, stdin="", timeout_s=10, memory_mb=MEMORY_MB):
 def run_tests(source, stdins, timeout_s=10, memory_mb=MEMORY_MB, output_bytes=OUTPUT_BYTES, imports=()):
     """Run a program once with each stdin, in one sandbox, each time from a clean state; yields the Results.
 
-    A test that takes timeout_s halves it for those that follow, so that time-outs cost less than twice
+    A test that takes timeout_s halves it for the tests after it.  So time-outs cost less than twice
     timeout_s in all.  output_bytes: limit of stdout.  imports: modules that are loaded once for all tests.
     """
     with _started(tier(), source, stdins, timeout_s, memory_mb, output_bytes, imports) as process:
@@ -76,7 +76,7 @@ def run_judge(judge, program, timeout_s=10, memory_mb=MEMORY_MB):
     judge_in, program_out = os.pipe()
     program_in, judge_out = os.pipe()
     limits = (memory_mb, OUTPUT_BYTES)
-    with (  # the program outlasts the judge, so that a hanging one is the judge's time-out
+    with (  # the program outlasts the judge: if it hangs, the judge has the time-out
         _started(name, program, [""], START_S + timeout_s, *limits, streams=(program_in, program_out)),
         _started(name, judge, [""], timeout_s, *limits, streams=(judge_in, judge_out)) as process,
     ):

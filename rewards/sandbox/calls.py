@@ -76,7 +76,7 @@ def take_streams():
 
 
 def run(source, name="__main__"):
-    """Run the program as a module of that name, which has what is GIVEN beside the builtins -> the module."""
+    """Run the program as a module of that name, with the builtins and what is GIVEN -> the module."""
     exec(GIVEN, vars(builtins))
     program = sys.modules[name] = types.ModuleType(name)
     exec(compile(source, "program.py", "exec"), program.__dict__)
