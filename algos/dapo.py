@@ -54,7 +54,7 @@ class Args:
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     rollout_dump: bool = False  # write every training response to output_dir/rollouts
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also send metrics there
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training prompts
     val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
@@ -62,7 +62,7 @@ class Args:
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
-    attn_implementation: str | None = None  # None: flash_attention_2 if it is installed, else sdpa
+    attn_implementation: str | None = None  # attention; None: flash_attention_2 if installed, else sdpa
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
     # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -94,9 +94,9 @@ class Args:
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
-    max_gen_batches: int = 10  # most generation batches of a step; too few groups then stop the run
+    max_gen_batches: int = 10  # most generation batches of a step; the run stops if they give too few groups
     carry_over: bool = True  # train on surplus groups in the next step; off: drop them, as in the paper
-    # last tokens of a response of full length, in which a penalty grows from 0 to 1; None: a fifth; 0: off
+    # tokens below max_response_length with a penalty from 0 to 1; None: a fifth of that length; 0: off
     overlong_buffer: int | None = None
     overlong_filtering: bool = False  # mask truncated responses out of the loss
     policy_loss: Literal["clip", "gspo", "cispo", "sapo"] = "clip"  # loss of the ratio of new to old policy
@@ -238,7 +238,7 @@ def draw(train_rows, seed, start, count):
     epochs = range(start // len(train_rows), (start + count - 1) // len(train_rows) + 1)
     orders = [np.random.default_rng((seed, epoch)).permutation(len(train_rows)) for epoch in epochs]
     chosen = np.concatenate(orders)[start % len(train_rows) :][:count]
-    # CAREFUL: the number is the index, and so in the seed: a prompt may come again in the same step
+    # CAREFUL: the seed of a response depends on `index`, because a prompt may come twice in a step
     return [dict(train_rows[i], index=k, group=k) for k, i in enumerate(chosen, start)]
 
 
@@ -641,7 +641,7 @@ def one_row(prompts, responses):
     neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
     pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
-    texts = []  # of each response: its piece, and the length of its prompt
+    texts = []  # for each response: its piece, and the length of its prompt
     for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
         answers, root = [response for _, response in same], len(pieces)
         if len(answers) == 1:
@@ -801,7 +801,7 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
         adapt(lm, args)
-    lm.config.dtype = original_dtype  # that of hf/
+    lm.config.dtype = original_dtype  # the dtype of hf/
     lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -948,7 +948,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
                 weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
     try:
         if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # of an earlier attempt
+            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
         dist.barrier()
         dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
         if rank0:
@@ -1338,7 +1338,7 @@ def check_sampler(rows, args, step):
     gap, mean = (x / max(count, 1) for x in all_reduce([gap.sum(), prob_gap.sum()]))
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
     limit = math.inf if args.top_p < 1 else ROUNDING[args.compute_dtype]
-    if not gap < limit:  # so that NaN always fails; top_p samples another distribution on purpose
+    if not gap < limit:  # `not <` also fails for NaN; top_p samples another distribution on purpose
         why = "the sampler does not hold the trainer's weights, or computes differently"
         fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit}")
     return {
@@ -1378,7 +1378,7 @@ def check_layout(args):
         fail(f"{args.model} ({name}) has {heads} attention heads, which {flag} does not divide")
 
 
-ARRAYS = dict(response_ids=np.int32, rollout_logp_t=np.float32, mask_t=bool)  # of a row that waits
+ARRAYS = dict(response_ids=np.int32, rollout_logp_t=np.float32, mask_t=bool)  # of a surplus row
 
 
 def as_json(row):

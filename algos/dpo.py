@@ -51,7 +51,7 @@ class Args:
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also send metrics there
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training pairs
     val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
@@ -64,7 +64,7 @@ class Args:
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train, which is also the reference
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
-    attn_implementation: str | None = None  # None: flash_attention_2 if it is installed, else sdpa
+    attn_implementation: str | None = None  # attention; None: flash_attention_2 if installed, else sdpa
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -296,7 +296,7 @@ def reference_logps(policy, rows, order, args):
         for part in (pc.list_flatten(column), pc.list_value_length(column)):
             digest.update(part.to_numpy().tobytes())
     path, rank = Path(args.output_dir, f"reference/{digest.hexdigest()[:32]}.npy"), dist.get_rank()
-    with suppress(OSError, ValueError, EOFError):  # not there, or damaged
+    with suppress(OSError, ValueError, EOFError):  # the file is missing or damaged
         found = [None if rank else np.load(path)]
     dist.broadcast_object_list(found)
     if found[0] is not None:
@@ -552,7 +552,7 @@ def one_row(prompts, responses):
     neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
     pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
-    texts = []  # of each response: its piece, and the length of its prompt
+    texts = []  # for each response: its piece, and the length of its prompt
     for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
         answers, root = [response for _, response in same], len(pieces)
         if len(answers) == 1:
@@ -712,7 +712,7 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
         adapt(lm, args)
-    lm.config.dtype = original_dtype  # that of hf/
+    lm.config.dtype = original_dtype  # the dtype of hf/
     lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -859,7 +859,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
                 weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
     try:
         if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # of an earlier attempt
+            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
         dist.barrier()
         dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
         if rank0:
@@ -966,7 +966,7 @@ def check_layout(policy, rows, args):
     elif policy.shares:
         layout, cause = "packed", f"responses see one another, or {cause}"
     limit = ROUNDING[args.compute_dtype]
-    if not gap < limit:  # so that NaN fails too
+    if not gap < limit:  # `not <` also fails for NaN
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
         fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit}; likely {cause}")
 

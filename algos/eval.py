@@ -50,7 +50,7 @@ from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 
 SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward gets besides the response
-Z = 1.96  # of a 95 % interval
+Z = 1.96  # z of a 95 % interval
 MORE = -0.71, 0.71  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
 ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval
 

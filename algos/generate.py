@@ -32,7 +32,7 @@ class Args:
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string, the user's message
     seed: int = 1  # seed for sampling
     n_samples: int = 1  # responses to each prompt
-    batch_size: int = 128  # rows of a shard, which one sampler answers in one go
+    batch_size: int = 128  # rows of a shard, answered by one sampler at once
     max_prompt_length: int = 512  # limit of the prompt in tokens; a longer one gets empty responses
     max_response_length: int = 1024  # limit of the response in tokens
     temperature: float = 0.0  # sampling temperature; 0: the most likely token

@@ -47,7 +47,7 @@ class Args:
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # also send metrics there
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training pairs; a column `margin`, if any, is used
     val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
@@ -60,7 +60,7 @@ class Args:
     # ---- model
     model: str  # Hugging Face directory or hub name: a causal LM, or a sequence classifier with one label
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
-    attn_implementation: str | None = None  # None: flash_attention_2 if it is installed, else sdpa
+    attn_implementation: str | None = None  # attention; None: flash_attention_2 if installed, else sdpa
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -347,7 +347,7 @@ def one_row(prompts, responses):
     neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
     pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
-    texts = []  # of each response: its piece, and the length of its prompt
+    texts = []  # for each response: its piece, and the length of its prompt
     for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
         answers, root = [response for _, response in same], len(pieces)
         if len(answers) == 1:
@@ -507,7 +507,7 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
         adapt(lm, args)
-    lm.config.dtype = original_dtype  # that of hf/
+    lm.config.dtype = original_dtype  # the dtype of hf/
     lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -654,7 +654,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
                 weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
     try:
         if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # of an earlier attempt
+            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
         dist.barrier()
         dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
         if rank0:
@@ -734,7 +734,7 @@ def check_scores(policy, rows, args):
     cause = f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if shares:
         cause = f"conversations in one row see one another, or {cause}"
-    if not max(all_reduce([gap], dist.ReduceOp.MAX)) < limit:  # so that NaN fails too
+    if not max(all_reduce([gap], dist.ReduceOp.MAX)) < limit:  # `not <` also fails for NaN
         unlike = f"states under {kernel} are not those of eager attention, off by {gap:.3g} of their size"
         fail(f"{args.model} ({lm.config.model_type}): {unlike}, over {limit}; likely {cause}")
 
