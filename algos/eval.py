@@ -148,7 +148,7 @@ def summarize(columns, n_samples):
     found = {}
     for name, values in columns.items():
         is_share = values.min() >= 0 and values.max() <= 1 and not name.endswith(("_diff", "length/mean"))
-        seen = np.append(values, MORE) if name.endswith("_diff") else values
+        seen = np.append(values, MORE) if name.endswith("_diff") and "length" not in name else values
         half = Z * seen.std() / math.sqrt(len(seen))
         interval = wilson(values, n_samples) if is_share else (seen.mean() - half, seen.mean() + half)
         stats = values.mean(), values.std() / math.sqrt(len(values)), *interval

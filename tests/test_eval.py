@@ -138,6 +138,7 @@ def test_an_interval_covers_what_it_says(n, p):
 
 def test_two_files_without_a_difference_may_differ():
     assert summary([0] * 30, 1, "a_diff") == pytest.approx([0, 0, -0.062, 0.062], abs=1e-3)
+    assert summary([0] * 30, 1, "response_length/mean_diff") == [0, 0, 0, 0]  # tokens, no shares
     mean, _, low, high = summary([0] * 29 + [1], 1, "a_diff")
     assert mean == pytest.approx(1 / 30) and low < 0 < high
     assert summary([0.25] * 500, 16, "a_diff")[2:] == pytest.approx([0.245, 0.253], abs=2e-3)

@@ -89,7 +89,7 @@ def test_errors_are_one_line(full, lora, tmp_path):
         file.write_bytes(file.read_bytes()[:1000])
     for arguments, part in [
         ([tmp_path, tmp_path / "out"], "no checkpoint"),
-        ([full, tmp_path / "there"], "there already"),
+        ([full, tmp_path / "there"], "exists: choose another"),
         ([full, tmp_path / "out", "--adapters"], "has none"),
         ([tmp_path / "broken", tmp_path / "out"], "error: "),
         ([tmp_path / "broken", tmp_path / "out", "--adapters"], "broken"),

@@ -174,7 +174,7 @@ def test_errors_are_one_line(model, arithmetic, tmp_path):
     AutoTokenizer.from_pretrained(model).save_pretrained(odd)
     families.write("mixtral", tmp_path / "experts")
     for source, path, more, part in [
-        (model, odd, {}, "there already"),
+        (model, odd, {}, "exists: choose another"),
         (tmp_path / "experts", out, {}, "mlp.experts.gate_up_proj holds several experts in one weight"),
         (model, out, dict(ignore=()), "lm_head shares its weight with the embedding"),
         (odd, out, dict(scheme="w4a16"), "8 inputs, no multiple of 128, 64 or 32"),
