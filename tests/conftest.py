@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +61,14 @@ def pytest_configure(config):
     """Tokenised rows are not those of earlier sessions; programs that are started inherit it."""
     config.rows = tempfile.TemporaryDirectory(prefix="rows_")
     os.environ["HF_DATASETS_CACHE"] = config.rows.name  # datasets reads it when it is imported
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """One rank, in this process, for models that FSDP shards."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

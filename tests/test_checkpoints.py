@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import load_weights
 from transformers import AutoModelForCausalLM
 
@@ -13,13 +12,6 @@ from algos import grpo
 from common.files import weights_digest
 from data_prep.tiny_model import make_tokenizer
 from tests import families
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

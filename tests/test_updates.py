@@ -1,0 +1,90 @@
+"""The optimizer step of each trainer: it sees a clipped gradient, and none where the gradient is NaN."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from tests import families
+
+
+class Capture(torch.optim.SGD):
+    """Counts its steps, and keeps the norm of the gradient of the last."""
+
+    def step(self):
+        self.steps = getattr(self, "steps", 0) + 1
+        grads = [p.grad.full_tensor().norm() for group in self.param_groups for p in group["params"]]
+        self.norm = torch.stack(grads).norm().item()
+
+
+def sampled_rows():
+    """Two responses to a prompt, with all columns that a loss reads."""
+    rows = [dict(group=0, prompt_ids=[7, 8], response_ids=ids, prompt_length=2) for ids in ([30, 40], [50])]
+    for row, adv in zip(rows, (1.0, -1.0), strict=True):
+        n = len(row["response_ids"])
+        row |= dict(length=n, mask_t=np.ones(n, bool), adv_t=torch.full((n,), adv))
+        row |= dict(rollout_logp_t=torch.full((n,), -4.0), teacher_logp_t=torch.full((n,), -1.0))
+        row |= dict(nll_weight_t=torch.ones(n))
+    return rows
+
+
+def case(script, model, mesh):
+    """-> the model, its flags, and a function of (optimizer, flags) that takes one optimizer step."""
+    flags = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa")
+    device, text = torch.device("cpu"), dict(prompt_ids=[7, 8], response_ids=[30, 40], trained=[True] * 2)
+    if script is sft:
+        args = sft.Args(**flags)
+        policy = sft.load_policy(args, mesh, device)
+        return policy, args, partial(sft.update, policy, rows=[text])
+    if script is dpo:
+        args = dpo.Args(**flags)
+        row = dict(prompt_ids=[7, 8], chosen_ids=[30, 40], rejected_ids=[50], tokens=[2, 1])
+        row |= dict(chosen_trained=[True] * 2, rejected_trained=[True], reference=[-9.0, -5.0])
+        policy = dpo.load_policy(args, mesh, device)
+        return policy, args, partial(dpo.update, policy, rows=[row])
+    if script is rm:
+        args = rm.Args(**flags)
+        row = dict(chosen_ids=[7, 8, 30], rejected_ids=[7, 8], margin=0.0)
+        policy = rm.load_policy(args, mesh, device, 0)
+        return policy, args, partial(rm.update, policy, rows=[row])
+    flags |= dict(ppo_mini_batch_size=1, group_size=2, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    if script is agent:
+        flags |= dict(env="")
+    if script is distill:
+        flags |= dict(teacher=model, kl="sampled")
+    if script in (grpo, dapo, agent):
+        flags |= dict(loss_agg="token-mean")
+    args = script.Args(**flags)
+    policy = script.load_model(args, mesh, device, script.TokenLogps)
+    mini_batches, *_ = script.deal(sampled_rows(), policy.shares, args)
+    if script is ppo:
+        how = dict(mini_batches=mini_batches, token_loss=ppo.actor_loss, name="actor")
+        return policy, args, partial(ppo.update, policy, **how)
+    return policy, args, partial(script.update_actor, policy, mini_batches=mini_batches)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    out = tmp_path_factory.mktemp("model")
+    families.write("llama", out)
+    return str(out)
+
+
+@pytest.mark.parametrize("script", (sft, rm, dpo, grpo, dapo, ppo, agent, distill))
+def test_an_optimizer_step(script, model, mesh, monkeypatch):
+    policy, args, update = case(script, model, mesh)
+    optimizer = Capture(policy.parameters(), lr=1.0)
+    args.grad_clip = 1e-3
+    metrics = {name.rpartition("/")[2]: x for name, x in update(optimizer=optimizer, args=args).items()}
+    assert optimizer.steps == 1 and optimizer.norm == pytest.approx(1e-3, rel=1e-3)
+    assert metrics["grad_norm"] > 1e-2 and metrics["skipped_updates"] == 0
+    assert all(p.grad is None for p in policy.parameters())
+    no_number = SimpleNamespace(full_tensor=lambda: torch.tensor(math.nan))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: no_number)
+    metrics = {name.rpartition("/")[2]: x for name, x in update(optimizer=optimizer, args=args).items()}
+    assert optimizer.steps == 1 and metrics["skipped_updates"] == 1
+    assert all(p.grad is None for p in policy.parameters())
