@@ -866,7 +866,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
-            state |= dict(step=step, models=digests(args))
+            state |= dict(step=step, digests=digests(args))
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state, default=str))
             link.unlink(missing_ok=True)

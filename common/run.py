@@ -64,7 +64,7 @@ def open_run(args):
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
     saved = {}
     with suppress(OSError, ValueError):  # a damaged checkpoint is refused when it is loaded
-        saved = json.loads((checkpoint / "trainer_state.json").read_text()).get("models", {})
+        saved = json.loads((checkpoint / "trainer_state.json").read_text()).get("digests", {})
     for flag, digest in digests(args).items():
         if saved.get(flag, digest) != digest:
             problem = f"--{flag} {getattr(args, flag)} has other weights than when {checkpoint} was written"

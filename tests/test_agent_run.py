@@ -169,7 +169,7 @@ def test_generate_and_eval(straight, flags, arithmetic, tmp_path):
         (("--env", f"{TALK}:Nobody"), "Nobody"),
         (("--max_turns", 0), "--max_turns"),
         (("--max_observation_length", 0), "--max_observation_length"),
-        (("--env_timeout_s", 0), "0.0 s"),
+        (("--env_timeout_s", 0), "--env_timeout_s 0.0 must be above 0"),
     ],
 )
 def test_bad_flags_are_one_line(flags, tmp_path, more, error):
