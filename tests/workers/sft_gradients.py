@@ -118,14 +118,14 @@ def dense_mask(inputs):
     return mask
 
 
-def check_attention(group, heads):
+def check_attention(group, heads, attend=None):
     """Each slice's outputs and gradients are those of plain attention with a mask, for many rows.
 
-    heads: of keys and values.
+    heads: of keys and values. attend: None: the model's attention over slices.
     """
     size, rank, sft.RING_ROWS = group.size(), group.rank(), 5
     generator = torch.Generator().manual_seed(0)  # the same row on all ranks
-    attend = AttentionInterface()["slices"]
+    attend = attend or AttentionInterface()["slices"]
     for texts in TEXTS:
         inputs = make_layout(texts)
         tokens, mask = inputs["input_ids"].shape[1], dense_mask(inputs)
@@ -179,6 +179,8 @@ def main(model, out, sp_size, *kinds):
                 check_attention(policy.group, heads=1)  # nothing is copied on the way, so nothing else waits
             if slices == "ring":
                 check_hops(policy.group)
+                # of three ranks the second needs both key/value heads, the others one of them
+                check_attention(policy.group, heads=2, attend=partial(sft.ulysses, group=policy.group))
         fill_adapters(policy.lm)
         for packing in (True, False) if args.sp_size == 1 else (True,):
             policy.shares = packing
