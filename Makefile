@@ -24,7 +24,8 @@ test: .venv/installed-extra .venv/installed-reasoning-gym lint
 # what a change to a formula needs: tables, gradients, copies, docs
 quick: .venv/installed lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -k "not (grpo_gradients and dapo or two_ranks)" \
-	    tests/test_*_gradients.py tests/test_*_math.py tests/test_copies.py tests/test_docs.py
+	    tests/test_*_gradients.py tests/test_*_math.py tests/test_checkpoints.py tests/test_updates.py \
+	    tests/test_copies.py tests/test_docs.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -955,29 +955,32 @@ def build_engine(args, device):
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
     gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
     with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
-        engine = vllm.LLM(
-            model=args.model,
-            tokenizer=args.tokenizer,
-            skip_tokenizer_init=not takes_images(config),
-            load_format="dummy",
-            dtype=args.compute_dtype,
-            seed=args.seed,
-            max_model_len=args.max_prompt_length + args.max_response_length,
-            tensor_parallel_size=args.tp_size,
-            distributed_executor_backend="external_launcher",
-            logprobs_mode="processed_logprobs",  # those of the distribution that is sampled from
-            generation_config="vllm",  # the model's EOS tokens, but not its temperature
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: a fixed size, not a share of all memory
-            enable_sleep_mode=cuda,  # a CPU's sleep does nothing
-            enforce_eager=not cuda,
-            enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
-            enable_prefix_caching=cuda or not recurrent(config),  # states are cached at such cuts
-            block_size=None if cuda else 32,  # of the prefix cache; 128 is longer than many prompts
-            # CAREFUL: the processor must normalise pixels: buffers that do it in the model are in no sync
-            mm_device_do_normalize=False,
-            mm_hasher_algorithm="sha256",
-        )
+        try:
+            engine = vllm.LLM(
+                model=args.model,
+                tokenizer=args.tokenizer,
+                skip_tokenizer_init=not takes_images(config),
+                load_format="dummy",
+                dtype=args.compute_dtype,
+                seed=args.seed,
+                max_model_len=args.max_prompt_length + args.max_response_length,
+                tensor_parallel_size=args.tp_size,
+                distributed_executor_backend="external_launcher",
+                logprobs_mode="processed_logprobs",  # those of the distribution that is sampled from
+                generation_config="vllm",  # the model's EOS tokens, but not its temperature
+                gpu_memory_utilization=args.gpu_memory_utilization,
+                kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
+                enable_sleep_mode=cuda,  # a CPU's sleep does nothing
+                enforce_eager=not cuda,
+                enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
+                enable_prefix_caching=cuda or not recurrent(config),  # states are cached at such cuts
+                block_size=None if cuda else 32,  # of the prefix cache; 128 is longer than many prompts
+                # CAREFUL: the processor must normalise pixels: buffers that do it in the model are in no sync
+                mm_device_do_normalize=False,
+                mm_hasher_algorithm="sha256",
+            )
+        except ValueError as error:  # a response that is longer than the model's positions, for one
+            fail(" ".join(str(error).split()))
     dist.barrier()  # all have opened each other's shared memory: without its name a kill leaves none behind
     for name in Path("/dev/shm").glob(f"{run}-*"):
         name.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -1059,29 +1059,32 @@ def build_engine(args, device):
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
     gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
     with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
-        engine = vllm.LLM(
-            model=args.model,
-            tokenizer=args.tokenizer,
-            skip_tokenizer_init=not takes_images(config),
-            load_format="dummy",
-            dtype=args.compute_dtype,
-            seed=args.seed,
-            max_model_len=args.max_prompt_length + args.max_response_length,
-            tensor_parallel_size=args.tp_size,
-            distributed_executor_backend="external_launcher",
-            logprobs_mode="processed_logprobs",  # those of the distribution that is sampled from
-            generation_config="vllm",  # the model's EOS tokens, but not its temperature
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: a fixed size, not a share of all memory
-            enable_sleep_mode=cuda,  # a CPU's sleep does nothing
-            enforce_eager=not cuda,
-            enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
-            enable_prefix_caching=cuda or not recurrent(config),  # states are cached at such cuts
-            block_size=None if cuda else 32,  # of the prefix cache; 128 is longer than many prompts
-            # CAREFUL: the processor must normalise pixels: buffers that do it in the model are in no sync
-            mm_device_do_normalize=False,
-            mm_hasher_algorithm="sha256",
-        )
+        try:
+            engine = vllm.LLM(
+                model=args.model,
+                tokenizer=args.tokenizer,
+                skip_tokenizer_init=not takes_images(config),
+                load_format="dummy",
+                dtype=args.compute_dtype,
+                seed=args.seed,
+                max_model_len=args.max_prompt_length + args.max_response_length,
+                tensor_parallel_size=args.tp_size,
+                distributed_executor_backend="external_launcher",
+                logprobs_mode="processed_logprobs",  # those of the distribution that is sampled from
+                generation_config="vllm",  # the model's EOS tokens, but not its temperature
+                gpu_memory_utilization=args.gpu_memory_utilization,
+                kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
+                enable_sleep_mode=cuda,  # a CPU's sleep does nothing
+                enforce_eager=not cuda,
+                enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
+                enable_prefix_caching=cuda or not recurrent(config),  # states are cached at such cuts
+                block_size=None if cuda else 32,  # of the prefix cache; 128 is longer than many prompts
+                # CAREFUL: the processor must normalise pixels: buffers that do it in the model are in no sync
+                mm_device_do_normalize=False,
+                mm_hasher_algorithm="sha256",
+            )
+        except ValueError as error:  # a response that is longer than the model's positions, for one
+            fail(" ".join(str(error).split()))
     dist.barrier()  # all have opened each other's shared memory: without its name a kill leaves none behind
     for name in Path("/dev/shm").glob(f"{run}-*"):
         name.unlink(missing_ok=True)
@@ -1323,7 +1326,10 @@ def check_models(args):
         known, needed = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in names]
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
-        other = args.critic_model and other_tokens(args.critic_model, args.tokenizer or args.model)
+        ours, theirs = AutoTokenizer.from_pretrained(args.tokenizer or args.model).get_vocab(), {}
+        with suppress(ValueError, OSError):  # critic/ of a checkpoint has no tokenizer
+            theirs = AutoTokenizer.from_pretrained(args.critic_model or args.model).get_vocab()
+        other = sorted(token for token, number in ours.items() if theirs.get(token, number) != number)
         if other:
             problem = f"{len(other)} tokens have other numbers, such as {other[0]!r}"
             fail(f"--critic_model {args.critic_model} has another vocabulary: {problem}")
@@ -1338,16 +1344,6 @@ def check_models(args):
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
     return tokenizers
-
-
-def other_tokens(critic, policy):
-    """Tokens with another number in the critic; none if it has no tokenizer, as critic/ of a checkpoint."""
-    ours = AutoTokenizer.from_pretrained(policy).get_vocab()
-    try:
-        theirs = AutoTokenizer.from_pretrained(critic).get_vocab()
-    except (ValueError, OSError):
-        return []
-    return sorted(token for token, number in ours.items() if theirs.get(token, number) != number)
 
 
 def load_critic(args, mesh, device):
