@@ -1129,16 +1129,16 @@ def build_engine(args, device):
                 max_model_len=args.max_prompt_length + args.max_response_length,
                 tensor_parallel_size=args.tp_size,
                 distributed_executor_backend="external_launcher",
-                logprobs_mode="processed_logprobs",  # those of the distribution that is sampled from
+                logprobs_mode="processed_logprobs",  # of the distribution that is sampled
                 generation_config="vllm",  # the model's EOS tokens, but not its temperature
                 gpu_memory_utilization=args.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
                 enable_sleep_mode=cuda,  # a CPU's sleep does nothing
                 enforce_eager=not cuda,
                 enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
-                enable_prefix_caching=cuda or not recurrent(config),  # states are cached at such cuts
-                block_size=None if cuda else 32,  # of the prefix cache; 128 is longer than many prompts
-                # CAREFUL: the processor must normalise pixels: buffers that do it in the model are in no sync
+                enable_prefix_caching=cuda or not recurrent(config),  # states need such cuts
+                block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
+                # CAREFUL: the processor normalises pixels: buffers in the model are in no sync
                 mm_device_do_normalize=False,
                 mm_hasher_algorithm="sha256",
             )
