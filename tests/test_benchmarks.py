@@ -24,6 +24,16 @@ def test_throughput(tiny, tmp_path):
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0
 
 
+def test_startup(tmp_path):
+    """A trainer's first step comes before its end; with a tool both are the same."""
+    script, out = ROOT / "benchmarks/startup.py", tmp_path / "x.json"
+    run(script, "--scripts", "algos/sft", "algos/report", "--rounds", 1, "--output", out)
+    seconds = json.loads(out.read_text())["seconds"]
+    [sft], [report] = (seconds[f"algos/{name}"]["now"] for name in ("sft", "report"))
+    assert 0 < sft["first_cpu_s"] <= sft["end_cpu_s"]
+    assert 0 < report["first_cpu_s"] == report["end_cpu_s"]
+
+
 def test_stages(tmp_path, capfd):
     """A stage is a line, what it prints is in a file, and a stage that is done is not run again."""
     data = "data_prep/arithmetic.py", "--local_save_dir", tmp_path / "data", "--train_size", 20
