@@ -323,7 +323,7 @@ def main(args):
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(done + 1, total_steps + 1):
         timing, saving, begin = saving, {}, time.perf_counter()
-        faulthandler.dump_traceback_later(TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
+        faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         # ---- rollout and reward, until there are enough groups; all ranks know all rows
         rows, sampled, gen_batches = state["surplus"], [], 0
         wanted = args.train_batch_size * args.group_size

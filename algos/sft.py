@@ -268,7 +268,7 @@ def main(args):
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
         timing, saving, begin = saving, {}, time.perf_counter()
-        faulthandler.dump_traceback_later(TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
+        faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         rows = [train_rows[i] for i in order[number * args.train_batch_size :][: args.train_batch_size]]
