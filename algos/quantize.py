@@ -105,11 +105,13 @@ def read_texts(path, tokenizer, args, limit=None):
 @torch.no_grad()
 def mean_loss(lm, texts):
     """Negative log-likelihood of what the assistants say, a token -> {"loss": ...}; {} without texts."""
+    if not texts:
+        return {}
     losses = [
         nn.functional.cross_entropy(lm(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none")[spoken[1:]]
         for ids, spoken in tqdm(texts, desc="loss")
     ]
-    return dict(loss=torch.cat(losses).mean().item()) if texts else {}
+    return dict(loss=torch.cat(losses).mean().item())
 
 
 def scale_of(weight, args):
@@ -244,7 +246,7 @@ def quantize(lm, tokenizer, args, output):
     compressor.update_config(output)
     for path in output.glob("*.safetensors"):  # safetensors sets mode 0600
         path.chmod((output / "config.json").stat().st_mode)
-    after = mean_loss(read_back(output), held_out)
+    after = mean_loss(read_back(output), held_out)  # of what is on disk
     after["MB"] = sum(path.stat().st_size for path in output.glob("*.safetensors")) / 1e6
     change = ", ".join(f"{name} {x:.4g} -> {after[name]:.4g}" for name, x in before.items())
     return f"{len(linears)} linear layers in {args.scheme}; {change}"

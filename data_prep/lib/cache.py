@@ -70,8 +70,8 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
             if sees:
                 values = [images.encode_prompt(row, tokenizer, tools) for row in rows]
             else:
-                chats_ = [turns.plain(row["prompt"], tokenizer) for row in rows]
-                ids = tokenizer.apply_chat_template(chats_, **how)
+                prompts = [turns.plain(row["prompt"], tokenizer) for row in rows]
+                ids = tokenizer.apply_chat_template(prompts, **how)
                 values = [dict(prompt_ids=x) for x in ids]
                 for row, x in zip(rows, ids):
                     if any("tool_calls" in message for message in row["prompt"]):
