@@ -844,7 +844,9 @@ def add_adapters(lm, args):
     if not args.lora_rank:
         return lm
     import peft  # here, because it takes two seconds
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
+    renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
     layers = {}  # names of the linear layers, without experts, routers and the output layer
     for name, layer in lm.named_modules():
         routes = ".experts." in name or name.endswith(("gate", "router"))
