@@ -161,7 +161,7 @@ def group_advantages(score_n, group_n, norm_by_std=True):
     adv_n = score_n.clone()
     for member in [group_n == g for g in group_n.unique()]:
         if member.sum() > 1:
-            s = score_n[member]
+            s = score_n[member] - score_n[member][0]  # so that a constant group has exactly 0
             adv_n[member] = (s - s.mean()) / (s.std() + 1e-6 if norm_by_std else 1.0)  # eq: grpo.advantage
     return adv_n
 
@@ -512,7 +512,7 @@ class LogProbs(torch.autograd.Function):
             logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            if with_entropy and ctx.needs_input_grad[0]:  # without a backward pass nobody uses it
+            if with_entropy:
                 entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
         ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
@@ -554,7 +554,7 @@ class TokenLogps(nn.Module):
     """
 
     sp_size = 1  # ranks that share a row
-    entropy = True  # whether the loss needs it
+    entropy = True  # whether it is computed
 
     def __init__(self, lm, shares=False):
         super().__init__()
@@ -1248,6 +1248,7 @@ def deal(rows, shares, args, sp_size=1):
     A sequence is a row, or rows that share their prompt and fit into a micro-batch. Returns the sequences of
     this rank for each optimizer step, with the (tokens, responses) of all ranks; the rows of this rank; and
     the token counts of every rank. With sp_size a rank stands for all ranks that share its rows.
+    Constant sequences, which only run forward, are balanced apart and count by a third.
     """
     size, ranks = args.ppo_mini_batch_size * args.group_size, dist.get_world_size() // sp_size
     rank, mini_batches, own_rows, load = dist.get_rank() // sp_size, [], [], [[] for _ in range(ranks)]
@@ -1258,11 +1259,13 @@ def deal(rows, shares, args, sp_size=1):
         for _, same in groupby(step_rows, key=itemgetter("group")):
             same = list(same)
             sequences += [same[i : i + together] for i in range(0, len(same), together)]
-        lengths = [token_count(sequence) for sequence in sequences]
-        parts = balance(lengths, ranks)
-        for tokens, part in zip(load, parts):
-            tokens += [lengths[i] for i in part]
-        own = [sequences[i] for i in parts[rank]]
+        own = []
+        for share, some in zip((1, 1 / 3), by_gradient(sequences)):
+            lengths = [token_count(sequence) for sequence in some]
+            parts = balance(lengths, ranks)
+            for tokens, part in zip(load, parts):
+                tokens += [lengths[i] * share for i in part]
+            own += [some[i] for i in parts[rank]]
         own_rows += chain(*own)
         trained = [int(row["mask_t"].sum()) for row in step_rows]
         mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
@@ -1274,15 +1277,28 @@ def token_count(sequence):
     return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
 
 
+def by_gradient(sequences):
+    """The sequences that teach something, and those in which every row is `constant`."""
+    constant = [all(row.get("constant") for row in sequence) for sequence in sequences]
+    return [[s for s, x in zip(sequences, constant) if x == kind] for kind in (False, True)]
+
+
 def micro_batches(policy, sequences, args):
-    """Run sequences one micro-batch at a time -> its rows, logp_nt, entropy_nt."""
-    lengths = [token_count(sequence) for sequence in sequences]
+    """Run sequences one micro-batch at a time -> its rows, logp_nt, entropy_nt.
+
+    Constant sequences have no gradient: they run last and forward only.
+    """
+    learning, constant = by_gradient(sequences)
     budget = args.max_tokens_per_microbatch * policy.sp_size
-    parts = split_micro_batches(lengths, budget, policy.shares)
-    for number, part in enumerate(parts, 1):
-        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
-        rows = [row for i in part for row in sequences[i]]
-        yield rows, *token_logps(policy, rows, args, args.temperature)
+    anywhere = all_reduce([len(constant)]) != [0]
+    for some in [learning, constant] if anywhere else [learning]:
+        parts = split_micro_batches([token_count(s) for s in some], budget, policy.shares)
+        for number, part in enumerate(parts, 1):
+            policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
+            rows = [row for i in part for row in some[i]]
+            with torch.set_grad_enabled(some is learning and torch.is_grad_enabled()):
+                logps = token_logps(policy, rows, args, args.temperature)
+            yield rows, *logps
 
 
 @torch.no_grad()

@@ -341,7 +341,7 @@ class LogProbs(torch.autograd.Function):
             logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            if with_entropy and ctx.needs_input_grad[0]:  # without a backward pass nobody uses it
+            if with_entropy:
                 entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
         ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
@@ -383,7 +383,7 @@ class TokenLogps(nn.Module):
     """
 
     sp_size = 1  # ranks that share a row
-    entropy = True  # whether the loss needs it
+    entropy = True  # whether it is computed
 
     def __init__(self, lm, shares=False):
         super().__init__()
@@ -1075,7 +1075,7 @@ def load_policy(args, mesh, device):
     load = load_quantized if args.qlora else load_model
     adapt = add_adaptive_adapters if args.lora_kind == "adalora" else add_adapters
     policy = load(args, mesh, device, wrap, adapt=adapt, share=args.packing)
-    policy.entropy = False  # no loss needs it
+    policy.entropy = False  # nothing needs it
     return policy
 
 
