@@ -2,7 +2,7 @@
 
     python benchmarks/experiments/partial_rollout.py     # about 40 minutes on one core
 
-Calculations of 2 to 24 operands, most of them short; an answer that is worked out has two tokens an operand.
+Calculations of 4 to 24 operands, most of them short; an answer that is worked out has two tokens an operand.
 Both runs of a seed have the same steps and are compared after the same CPU seconds. Writes
 runs/partial_rollout: results.json, partial_rollout.png, a run directory each; what is done is not run again.
 """
@@ -31,13 +31,17 @@ import matplotlib.pyplot as plt
 
 LONGEST = 24  # operands
 SIZES = dict(train=8000, test=256)
-SFT = "--max_length 128 --total_steps 300"
+SFT = "--max_length 128"
 DAPO = (
     "--max_prompt_length 56 --max_response_length 56 --train_batch_size 16 --ppo_mini_batch_size 16"
-    " --group_size 8 --lr 3e-4 --warmup_steps 5 --weight_decay 0 --overlong_buffer 0 --test_freq 4"
+    " --group_size 8 --lr 3e-4 --warmup_steps 5 --weight_decay 0 --overlong_buffer 0 --test_freq 10"
     " --save_freq 0 --no-gradient_checkpointing"
 )
-ARMS = {"wait": "", "partial": "--partial_rollout"}
+ARMS = {
+    "wait": "",
+    "partial": "--partial_rollout",
+    "partial, not corrected": "--partial_rollout --rollout_is None",
+}
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 SEEN = {  # means over the steps
     "idle": "dapo/idle",
@@ -48,6 +52,7 @@ SEEN = {  # means over the steps
     "effective sample size": "rollout_corr/rollout_is_eff_sample_size",
     "gen s": "timing_s/gen",
     "tokens": "dapo/tokens_generated",
+    "sampler steps": "dapo/sampler_steps",
 }
 
 
@@ -57,17 +62,17 @@ class Args:
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds of data order and sampling; the SFT model is one."""
-    steps: int = 40
+    steps: int = 200
     """RL steps of a run."""
     arms: tuple[str, ...] = tuple(ARMS)
     """Runs of a seed."""
 
 
 def questions(count, rng, seen):
-    """Calculations of the demo; most have 2 or 3 operands, one in twelve has over 9."""
+    """Calculations of the demo; most have 4 or 5 operands, one in thirteen has over 12."""
     found = []
     while len(found) < count:
-        terms = min(1 + int(rng.paretovariate(1.15) + 0.5), LONGEST)
+        terms = min(3 + int(rng.paretovariate(1.15) + 0.5), LONGEST)
         question = rng.randrange(10), *rng.choices([*STEPS], k=terms - 1)
         if terms < 7 or question not in seen:  # there are few short ones
             seen.add(question)
@@ -89,7 +94,7 @@ def write_data(out):
 
 def train(args, arm, seed):
     """One run, if it is not there in whole -> its directory, and CPU seconds at each line of its metrics."""
-    out = args.output_dir / f"{arm}_{seed}"
+    out = args.output_dir / f"{arm}_{seed}".replace(", ", "_").replace(" ", "_")
     if not (out / "cpu.json").exists():
         stamps, data = [], args.output_dir / "data"
         files = "--train_files", data / "train.parquet", "--val_files", data / "test.parquet"
@@ -126,7 +131,8 @@ def main(args):
         runs = {arm: train(args, arm, seed) for arm in args.arms}
         budget = min(cpu[-1] - cpu[0] for _, cpu in runs.values())  # line 0: validation before training
         for number, (arm, (run, cpu)) in enumerate(runs.items()):
-            steps, accuracy = curve(run, ACCURACY)
+            steps, accuracy = map(np.array, curve(run, ACCURACY))
+            steps = steps.astype(int)
             seconds = cpu - cpu[0]
             at = np.interp(budget, seconds[steps], accuracy)
             lines = read_metrics(run, 1)

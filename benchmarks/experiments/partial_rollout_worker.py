@@ -1,8 +1,4 @@
-"""dapo.py that also reports dapo/idle without --partial_rollout: FLAGS of dapo.py, one rank.
-
-Without it a rollout takes as many steps of the sampler as its longest response has tokens, where all responses
-begin at the same time.
-"""
+"""dapo.py that reports dapo/sampler_steps too, and dapo/idle in every run: FLAGS of dapo.py, one rank."""
 
 import sys
 from pathlib import Path
@@ -11,30 +7,45 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import dapo
 
 
-def measure_places():
-    """Add the share of empty places to the metrics of a step, from the lengths of what it sampled."""
-    rollout, log, used = dapo.rollout, dapo.Logger.log, [0, 0]
+def count_steps():
+    """Count the steps of the sampler in training, and the places that its responses leave empty."""
+    log, counts = dapo.Logger.log, dict(steps=0, used=0, room=0)
 
-    def measured(engine, args, timing, *rest, **sampling):
-        rows = rollout(engine, args, timing, *rest, **sampling)
-        if timing:  # validation has no timing of its own
-            places = min(len(rows), engine.llm_engine.vllm_config.scheduler_config.max_num_seqs)
-            assert places == len(rows), "some responses waited for a place"
-            used[0] += sum(row["length"] for row in rows)
-            used[1] += places * max(row["length"] for row in rows)
-        return rows
+    def counted(rollout):
+        def measured(engine, *rest, temperature, **sampling):
+            core, before = engine.llm_engine, counts["steps"]
+            step = type(core).step
 
-    def count(self, metrics, step, **shown):
-        if used[1]:
-            metrics["dapo/idle"] = 1 - used[0] / used[1]
-        used[:] = 0, 0
+            def one_more():
+                counts["steps"] += 1
+                return step(core)
+
+            core.step = one_more
+            found = rollout(engine, *rest, temperature=temperature, **sampling)
+            del core.step
+            if not temperature:  # validation is greedy
+                counts["steps"] = before
+            elif isinstance(found, list):
+                places = min(len(found), core.vllm_config.scheduler_config.max_num_seqs)
+                counts["used"] += sum(row["length"] for row in found)
+                counts["room"] += places * (counts["steps"] - before)
+            return found
+
+        return measured
+
+    def report(self, metrics, step, **shown):
+        if step:
+            metrics["dapo/sampler_steps"] = counts["steps"]
+        if counts["room"]:
+            metrics["dapo/idle"] = 1 - counts["used"] / counts["room"]
+        counts.update(steps=0, used=0, room=0)
         log(self, metrics, step, **shown)
 
-    dapo.rollout, dapo.Logger.log = measured, count
+    dapo.rollout, dapo.partial_rollout = counted(dapo.rollout), counted(dapo.partial_rollout)
+    dapo.Logger.log = report
 
 
 if __name__ == "__main__":
     args = dapo.Args(**dapo.parse(dapo.Args))
-    if not args.partial_rollout:
-        measure_places()
+    count_steps()
     dapo.main(args)
