@@ -70,6 +70,7 @@ def test_draw_goes_through_the_data_epoch_by_epoch():
     assert [sorted(names[i : i + 5]) for i in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
     assert names[:5] != names[5:10]
     assert [row["index"] for row in whole] == [row["group"] for row in whole] == list(range(15))
+    assert dapo.draw(data, 1, 5, 0) == []
     for start in range(13):  # the same prompts, however the batches are cut
         assert dapo.draw(data, 1, start, 2) == whole[start : start + 2]
     assert dapo.draw(data, 2, 0, 15) != whole
