@@ -12,6 +12,7 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/algorithms/dapo.md
 """
 
+import base64
 import ctypes
 import faulthandler
 import gc
@@ -95,7 +96,8 @@ class Args:
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
     max_gen_batches: int = 10  # most generation batches of a step; the run stops if they give too few groups
-    carry_over: bool = True  # train on surplus groups in the next step; off: drop them, as in the paper
+    max_staleness: int = 4  # age in steps above which surplus and unfinished groups are dropped; 0: paper
+    partial_rollout: bool = False  # stop sampling at enough groups; the others continue in the next step
     # tokens below max_response_length with a penalty from 0 to 1; None: a fifth of that length; 0: off
     overlong_buffer: int | None = None
     overlong_filtering: bool = False  # mask truncated responses out of the loss
@@ -107,7 +109,6 @@ class Args:
     loss_agg: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
-    entropy_coeff: float = 0.0  # weight of the entropy bonus
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by this importance ratio
@@ -227,15 +228,14 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     token_loss = POLICY_LOSSES[args.policy_loss]
     pg_nt, clipped_nt, lower_nt = token_loss(args, logp_nt, old_nt, batch["adv_nt"], mask_nt)
     pg_nt = pg_nt * rollout_weights(args, old_nt, batch["rollout_logp_nt"], mask_nt)
-    loss_nt = pg_nt - args.entropy_coeff * entropy_nt
     terms = dict(pg_loss=pg_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
-    return loss_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+    return pg_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
 
 
 # ---- The step --------------------------------------------------------------------------
 def draw(train_rows, seed, start, count):
     """`count` prompts from number `start` on, over all epochs; their order is a function of (seed, epoch)."""
-    epochs = range(start // len(train_rows), (start + count - 1) // len(train_rows) + 1)
+    epochs = range(start // len(train_rows), (start + count) // len(train_rows) + 1)
     orders = [np.random.default_rng((seed, epoch)).permutation(len(train_rows)) for epoch in epochs]
     chosen = np.concatenate(orders)[start % len(train_rows) :][:count]
     # CAREFUL: the seed of a response depends on `index`, because a prompt may come twice in a step
@@ -296,16 +296,17 @@ def main(args):
     trained = dict(hf=policy.lm)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    # prompts drawn so far, prompts sampled and kept lately, and rows left over for the next step
-    state = dict(drawn=0, sampled=0, kept=0, surplus=[]) | load_checkpoint(resume_from, trained, optimizer)
+    # prompts drawn so far, groups sampled and kept lately, and rows left over for the next step
+    state = dict(drawn=0, sampled=0, kept=0, surplus=[], unfinished=[])
+    state |= load_checkpoint(resume_from, trained, optimizer)
     done, origin = state.pop("step"), state.pop("origin")
-    state["surplus"] = [from_json(row) for row in state["surplus"]]
+    state |= {name: [from_json(row) for row in state[name]] for name in LEFT_OVER}
     if state["drawn"] >= max_prompts:  # resumed at the end of the data
         total_steps = done
     log = Logger(args, done, total_steps)
     log.say(f"{summary}\nat most {total_steps} steps, {ranks_on(device)}{origin}")
-    if args.carry_over and not args.rollout_is:
-        log.say("warning: --carry_over with --rollout_is None: surplus groups, a step old, are not corrected")
+    if args.max_staleness and not args.rollout_is:
+        log.say("warning: with --rollout_is None tokens of older weights are not corrected (--max_staleness)")
     sampler = partial(awake, engine, [policy], optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
@@ -326,14 +327,23 @@ def main(args):
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         # ---- rollout and reward, until there are enough groups; all ranks know all rows
         rows, sampled, gen_batches = state["surplus"], [], 0
+        unfinished, places = state["unfinished"], np.zeros(2)  # of the sampler: in use, and in all
         wanted = args.train_batch_size * args.group_size
-        with sampler(timing) as sample:
+        with sampler(timing, sample=partial_rollout if args.partial_rollout else None) as sample:
             while len(rows) < wanted and gen_batches < args.max_gen_batches:
                 keep_rate = (state["kept"] + 1) / (state["sampled"] + 1)  # 1 in the first batch; never 0
                 missing = math.ceil((wanted - len(rows)) / args.group_size / keep_rate)
                 number = min(missing, 3 * args.train_batch_size)  # the paper always takes this many
-                prompts = draw(train_rows, args.seed, state["drawn"], number)
-                new = sample(prompts, step, args.group_size, temperature=args.temperature, top_p=args.top_p)
+                how = dict(temperature=args.temperature, top_p=args.top_p)
+                if args.partial_rollout:
+                    more = IN_FLIGHT * max(number, args.train_batch_size) - len(unfinished) // args.group_size
+                    prompts = draw(train_rows, args.seed, state["drawn"], max(more, 0))
+                    begun = unfinished + empty_rows(prompts, args.group_size)
+                    new, unfinished, used = sample(begun, step, number, **how)
+                    places += used
+                else:
+                    prompts = draw(train_rows, args.seed, state["drawn"], number)
+                    new = sample(prompts, step, args.group_size, **how)
                 with timed(timing, "reward"):
                     new = score_rows(new, manager, tokenizer)
                 for row in new:
@@ -342,11 +352,12 @@ def main(args):
                 acc_n = torch.tensor([row["acc"] for row in new])
                 keep_n = keep_groups(acc_n, torch.tensor([row["group"] for row in new]))
                 for row, keep in zip(new, keep_n.tolist()):
-                    row |= dict(keep=keep, carried_over=False)
+                    row["keep"] = keep
+                    row.setdefault("step_t", np.full(row["length"], step, np.int32))
                 kept = [row for row in new if row["keep"]]
                 rows, sampled, gen_batches = rows + kept, sampled + new, gen_batches + 1
-                state["drawn"] += number
-                state["sampled"] += number
+                state["drawn"] += len(prompts)
+                state["sampled"] += len(new) // args.group_size
                 state["kept"] += len(kept) // args.group_size
         dropped = [row for row in sampled if not row["keep"]]
         all_correct = sum(row["acc"] > 0 for row in dropped) / max(len(sampled), 1)
@@ -355,11 +366,16 @@ def main(args):
             groups = f"{len(rows) // args.group_size} of --train_batch_size {args.train_batch_size} groups"
             rest = f"{all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
             fail(f"step {step}: --max_gen_batches {gen_batches} gave {groups} with both kinds; {rest}")
-        rows, surplus = rows[:wanted], [dict(row, carried_over=True) for row in rows[wanted:]]
-        if not args.carry_over:
-            surplus, dropped = [], dropped + surplus
+        generated = sum((row["step_t"] == step).sum() for row in sampled + unfinished)
+        surplus, stale = split_by_age(rows[wanted:], step, args.max_staleness)
+        unfinished, given_up = split_by_age(unfinished, step, args.max_staleness)
+        rows, stale = rows[:wanted], stale + given_up
         # the keep rate changes as the policy learns: a step counts half as much as the next
-        state |= dict(surplus=surplus, sampled=state["sampled"] / 2, kept=state["kept"] / 2)
+        state |= dict(sampled=state["sampled"] / 2, kept=state["kept"] / 2)
+        state |= dict(surplus=surplus, unfinished=unfinished)
+        age_t = step - np.concatenate([row["step_t"] for row in rows])
+        for row in rows:  # these tokens have log-probs of older weights
+            row["carried_over"] = row["step_t"] < step
         # ---- advantage, then balance over the ranks
         with timed(timing, "adv"):
             score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
@@ -396,20 +412,26 @@ def main(args):
             "dapo/gen_batches": gen_batches,
             "dapo/dropped_all_right": all_correct,
             "dapo/dropped_all_wrong": all_wrong,
-            "dapo/carried_over": np.mean([row["carried_over"] for row in rows]),
+            "dapo/carried_over": np.mean([row["carried_over"].any() for row in rows]),
+            "dapo/dropped_stale": len(stale),
+            "dapo/token_age_0": np.mean(age_t == 0),
+            "dapo/token_age_1": np.mean(age_t == 1),
+            "dapo/token_age_2_or_more": np.mean(age_t > 1),
             "dapo/overlong": (reward_n < score_n).sum(),
-            "dapo/tokens_generated": sum(row["length"] for row in sampled),
-            "dapo/tokens_thrown_away": sum(row["length"] for row in dropped),
+            "dapo/tokens_generated": generated,
+            "dapo/tokens_thrown_away": sum(row["length"] for row in dropped + stale),
             "training/global_step": step,
             "training/epoch": (state["drawn"] - 1) // len(train_rows),
         }
+        if args.partial_rollout:
+            metrics["dapo/idle"] = 1 - places[0] / places[1] if places[1] else 0.0
         log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
         if args.rollout_dump and dist.get_rank() == 0:
             dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
-                content = state | dict(surplus=[as_json(row) for row in state["surplus"]])
+                content = state | {name: [as_json(row) for row in state[name]] for name in LEFT_OVER}
                 save_checkpoint(args, step, trained, optimizer, tokenizer, **content)
         if last:
             break
@@ -1343,12 +1365,12 @@ def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
 def check_sampler(rows, args, step):
     """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
     columns = [[torch.zeros(0)] for _ in range(4)]  # a rank may have no rows; fresh: of this step's sampler
-    for start in range(0, len(rows), 64):  # no more are padded at the same time
-        batch = collate(rows[start : start + 64], "cpu")
+    for part in (rows[i : i + 64] for i in range(0, len(rows), 64)):  # no more are padded at a time
+        batch = collate(part, "cpu")
         ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
         weight_nt = rollout_weights(args, ours_nt, theirs_nt, mask_nt)
-        fresh_n = torch.tensor([not row.get("carried_over") for row in rows[start : start + 64]])
-        for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, fresh_n[:, None])):
+        older_nt = pad([np.full(row["mask_t"].shape, row.get("carried_over", 0), bool) for row in part])
+        for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, ~older_nt)):
             column.append(x.expand(mask_nt.shape)[mask_nt])
     ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
     sums = weight.sum(), (weight**2).sum(), (weight == 0).sum(), len(weight), fresh.sum()
@@ -1379,6 +1401,8 @@ def check_dapo_args(args):
         fail(f"--group_size {args.group_size}: one response has no spread, so its group would be dropped")
     if not 0 <= (args.overlong_buffer or 0) <= args.max_response_length:
         fail(f"--overlong_buffer {args.overlong_buffer} is not within --max_response_length")
+    if args.partial_rollout and not args.max_staleness:
+        fail("--partial_rollout needs --max_staleness of at least 1: an unfinished response is a step old")
     if args.lr_schedule != "constant" and not args.total_steps:
         fail(f"--lr_schedule {args.lr_schedule} needs --total_steps: dropped groups make epochs end sooner")
 
@@ -1397,17 +1421,108 @@ def check_layout(args):
         fail(f"{args.model} ({name}) has {heads} attention heads, which {flag} does not divide")
 
 
-ARRAYS = dict(response_ids=np.int32, rollout_logp_t=np.float32, mask_t=bool)  # of a surplus row
+IN_FLIGHT = 2  # groups that --partial_rollout begins or continues, for each one that it waits for
+LEFT_OVER = "surplus", "unfinished"  # rows for the next step, in trainer_state.json
+ARRAYS = dict(response_ids=np.int32, rollout_logp_t=np.float32, mask_t=bool, step_t=np.int32)
 
 
 def as_json(row):
-    """A row for trainer_state.json: its arrays as lists."""
-    return row | {name: row[name].tolist() for name in ARRAYS}
+    """A row for trainer_state.json: the bytes of its arrays as text."""
+    return row | {name: base64.b64encode(row[name].tobytes()).decode() for name in ARRAYS}
 
 
 def from_json(row):
-    """A row of trainer_state.json: its lists as arrays."""
-    return row | {name: np.array(row[name], dtype) for name, dtype in ARRAYS.items()}
+    """A row of trainer_state.json."""
+    return row | {k: np.frombuffer(base64.b64decode(row[k]), dtype).copy() for k, dtype in ARRAYS.items()}
+
+
+def split_by_age(rows, step, max_staleness):
+    """Rows of groups that the next step may train on, and rows of groups that are too old for it.
+
+    A group is as old as its oldest token. Step 3, tokens of steps 1 and 3: kept if max_staleness is 3.
+    """
+    kept, stale = [], []
+    for _, same in groupby(rows, key=itemgetter("group")):
+        same = list(same)
+        first = min((int(row["step_t"][0]) for row in same if row["length"]), default=step + 1)
+        (stale if step + 1 - first > max_staleness else kept).extend(same)
+    return kept, stale
+
+
+def empty_rows(prompts, group_size):
+    """Responses without a token; "abort" is vLLM's word for a response that is not complete."""
+    nothing = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()}
+    nothing |= dict(length=0, finish_reason="abort")
+    return [dict(prompt, **nothing, sample=g) for prompt in prompts for g in range(group_size)]
+
+
+def partial_rollout(engine, args, timing, rows, step, enough, **sampling):
+    """Let the sampler continue the rows of all ranks, in whole groups, until `enough` groups are complete.
+
+    Returns complete groups as rows of this rank, the others as rows of all ranks, and two sums over the steps
+    of the samplers: places in use, and places. Every rank keeps the same books of all responses, by steps of
+    the samplers: no clock decides what is sampled nor, while the samplers have all the places, do the ranks.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import FinishReason
+
+    core, samplers = engine.llm_engine, dist.get_world_size() // args.tp_size
+    mine, rank = divmod(dist.get_rank(), args.tp_size)
+    rows = [dict(row, rank=dist.get_rank(), prompt_length=len(row["prompt_ids"])) for row in rows]
+    never = never_sampled(core.model_config.hf_config)
+    options = dict(detokenize=False, logprobs=0, flat_logprobs=True)
+    options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
+    options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)
+    waiting = [i for i, row in enumerate(rows) if row["finish_reason"] == "abort"][::-1]
+    places = max(enough, args.train_batch_size) * args.group_size
+    places = min(places, samplers * core.vllm_config.scheduler_config.max_num_seqs)
+    sampler_n, running = np.arange(len(rows)) % samplers, set()  # the sampler of each row
+    complete_n, used, room = np.zeros(len(rows)), 0, 0
+    with timed(timing, "gen"):
+        while complete_n.sum() < enough * args.group_size:
+            load = np.bincount(sampler_n[[*running]].astype(int), minlength=samplers)
+            while waiting and len(running) < places:
+                i = waiting.pop()
+                sampler_n[i] = load.argmin()
+                load[sampler_n[i]] += 1
+                running.add(i)
+                if sampler_n[i] == mine:
+                    row, done = rows[i], rows[i]["response_ids"].tolist()
+                    seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"], len(done)))
+                    options |= dict(seed=int(seed.generate_state(1)[0]))
+                    options |= dict(max_tokens=args.max_response_length - len(done))
+                    core.add_request(str(i), request(row, done), SamplingParams(**options))
+            for _ in range(max(args.max_response_length // 64, 1)):  # steps between looks at the books
+                used, room = used + core.get_num_unfinished_requests(), room + places
+                for answer in core.step() if core.has_unfinished_requests() else ():
+                    extend(rows, answer, step)
+            finished_n = np.array(all_reduce([row["finish_reason"] != "abort" for row in rows])) > 0
+            running -= {*np.flatnonzero(finished_n)}
+            complete_n = finished_n.reshape(-1, args.group_size).all(1).repeat(args.group_size)
+        states = [*core.output_processor.request_states.values()]
+        for state in states:  # the answer that vLLM itself makes of an aborted request
+            extend(rows, state.make_request_output([], None, FinishReason.ABORT, None), step)
+        core.abort_request([state.external_req_id for state in states])
+    own = np.flatnonzero(sampler_n == mine)[rank :: args.tp_size]
+    unfinished = [[rows[i] for i in own if not complete_n[i]]]
+    if dist.get_world_size() > 1:  # as in score_rows
+        unfinished, [part] = [None] * dist.get_world_size(), unfinished
+        dist.all_gather_object(unfinished, part)
+    unfinished = sorted(chain(*unfinished), key=itemgetter("group", "sample"))
+    [used] = all_reduce([used / args.tp_size])
+    return [rows[i] for i in own if complete_n[i]], unfinished, np.array([used, room])
+
+
+def extend(rows, answer, step):
+    """Add the tokens of an answer, which the weights of `step` sampled, to its row."""
+    row, [response] = rows[int(answer.request_id)], answer.outputs
+    n = len(response.token_ids)
+    new = dict(response_ids=response.token_ids, rollout_logp_t=response.logprobs.logprobs)
+    new |= dict(mask_t=np.ones(n), step_t=np.full(n, step))
+    for name, dtype in ARRAYS.items():  # the log-prob of a token stays that of the weights that sampled it
+        row[name] = np.concatenate([row[name], np.array(new[name], dtype)])
+    row |= dict(length=len(row["response_ids"]), finish_reason=response.finish_reason)
 
 
 if __name__ == "__main__":

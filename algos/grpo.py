@@ -1250,12 +1250,12 @@ def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
 def check_sampler(rows, args, step):
     """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
     columns = [[torch.zeros(0)] for _ in range(4)]  # a rank may have no rows; fresh: of this step's sampler
-    for start in range(0, len(rows), 64):  # no more are padded at the same time
-        batch = collate(rows[start : start + 64], "cpu")
+    for part in (rows[i : i + 64] for i in range(0, len(rows), 64)):  # no more are padded at a time
+        batch = collate(part, "cpu")
         ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
         weight_nt = rollout_weights(args, ours_nt, theirs_nt, mask_nt)
-        fresh_n = torch.tensor([not row.get("carried_over") for row in rows[start : start + 64]])
-        for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, fresh_n[:, None])):
+        older_nt = pad([np.full(row["mask_t"].shape, row.get("carried_over", 0), bool) for row in part])
+        for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, ~older_nt)):
             column.append(x.expand(mask_nt.shape)[mask_nt])
     ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
     sums = weight.sum(), (weight**2).sum(), (weight == 0).sum(), len(weight), fresh.sum()

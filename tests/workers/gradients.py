@@ -138,7 +138,7 @@ def naive(policy, args):
             "seq-mean-token-sum-norm": 1 / len(rows) / args.max_response_length,
         }[args.loss_agg]
         pg = pg + args.kl_loss_coef * kl if hasattr(args, "use_kl_loss") else pg
-        loss = loss + weight * (pg - args.entropy_coeff * entropy).sum()
+        loss = loss + weight * (pg - getattr(args, "entropy_coeff", 0) * entropy).sum()
     loss.backward()
     grads = [p.grad.clone() for p in policy.parameters() if p.requires_grad]
     policy.zero_grad()
@@ -263,9 +263,8 @@ def main(model, out, hsdp_replicas):
     device, mesh = grpo.setup_distributed(int(hsdp_replicas))
     kl = dict(use_kl_loss=True, kl_loss_coef=0.1) if hasattr(grpo.Args, "use_kl_loss") else {}
     kl |= dict(env="") if sys.argv[1] == "agent" else {}
-    base = grpo.Args(
-        model=model, train_files=(), output_dir="", entropy_coeff=0.01, clip_ratio_high=0.3, **kl
-    )
+    kl |= dict(entropy_coeff=0.01) if hasattr(grpo.Args, "entropy_coeff") else {}  # dapo.py has no bonus
+    base = grpo.Args(model=model, train_files=(), output_dir="", clip_ratio_high=0.3, **kl)
     base = grpo.with_defaults(base, clip_ratio_low=0.2, loss_agg="token-mean")
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
@@ -314,7 +313,7 @@ def main(model, out, hsdp_replicas):
     if hasattr(base, "overlong_filtering"):
         found = []
         for filtering in (True, False):
-            args, rows = dataclasses.replace(base, entropy_coeff=0.0), make_rows()
+            args, rows = base, make_rows()
             rows[0]["adv_t"] = rows[0]["adv_t"] * filtering
             rows[0]["mask_t"][:] = not filtering  # as `main` does with what was cut off
             found.append(update(policy, trained(policy), args, rows)[0])
