@@ -152,6 +152,7 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
+from data_prep.lib.towers import copy_processor, decoder, freeze_towers, hf_overrides, untied, vllm_names
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 from rewards import check_sources
@@ -681,11 +682,12 @@ class TokenLogps(nn.Module):
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
         self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.never = never_sampled(lm.config)
+        self.never = [] if getattr(lm, "towers", ()) else never_sampled(lm.config)
 
     def hidden(self, where, inputs):
         """What the output layer reads at flat positions, [L, H]."""
-        return self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        body = self.lm.base_model if "pixel_values" in inputs else decoder(self.lm)
+        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
@@ -702,9 +704,9 @@ def token_logps(policy, rows, args, temperature):
     device = next(policy.parameters()).device
     layout = one_row if policy.shares else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if takes_images(policy.lm.config):
+    if takes_images(args):
         texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
-        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer))
+        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer, True))
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
@@ -822,17 +824,17 @@ def attend(query, key, value, shapes, scaling):
 
 def special_layers(config):
     """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model = auto_class(config)._model_mapping.get(type(config), None)
+    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
-    special = [name for name in special if getattr(config, name, None)]
-    special += ["images"] * takes_images(config) + ["a state"] * recurrent(config)
+    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
     return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
 
 
 def recurrent(config):
     """Whether a layer passes a state along the row, across the borders between texts."""
-    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kinds = getattr(config, "layer_types", None) or []
+    text = config.get_text_config()
+    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    kinds = getattr(text, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
     return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
 
@@ -905,19 +907,24 @@ def split_micro_batches(lengths, budget, one_row):
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **changes):
+def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
 
-    adapt: adds LoRA. share: whether its texts may be in one row. changes: to its configuration.
+    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
+    changes: to its configuration.
     """
     config, attention = read_config(args, share, **changes)
-    auto, adapt = auto or auto_class(config), adapt or add_adapters
+    auto, adapt = auto_class(config, scores), adapt or add_adapters
     original_dtype = config.dtype or getattr(torch, args.param_dtype)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
+    if all_reduce([bool(full and untied(full))]) == [1]:
+        config.tie_word_embeddings = False
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
+        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
         adapt(lm, args)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
+    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm, attention == "pieces")
@@ -927,9 +934,8 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = None
-    if dist.get_rank() == 0:
-        full = adapt(auto.from_pretrained(args.model, dtype="auto", **changes), args)
+    if full:
+        adapt(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -945,10 +951,11 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    if share and attention in ("sdpa", "flash_attention_2") and not special_layers(config):
+    special = takes_images(args) or special_layers(config)
+    if share and attention in ("sdpa", "flash_attention_2") and not special:
         AttentionInterface.register("pieces", partial(piece_attention, kernel=attention))
         attention = "pieces"
     return config, attention
@@ -961,9 +968,10 @@ def add_adapters(lm, args):
     import peft  # here, because it takes two seconds
 
     layers = {}  # names of the linear layers, without experts, routers and the output layer
+    body = {*decoder(lm).modules()}
     for name, layer in lm.named_modules():
         routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and name.startswith(lm.base_model_prefix) and not routes:
+        if type(layer) is nn.Linear and layer in body and not routes:
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -981,14 +989,15 @@ def add_adapters(lm, args):
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype):
+def whole_weights(lm, dtype, towers=True):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
     Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
     """
+    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         layer, base, end = name.partition(".base_layer.")
-        if name in lm.tied or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
@@ -1070,6 +1079,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            copy_processor(models["hf"], args.model, path / "hf")
             state |= dict(step=step, digests=digests(args))
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state, default=str))
@@ -1128,7 +1138,7 @@ def load_data(args, tools=None, images=False):
     shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
     try:
         check_model(AutoConfig.from_pretrained(args.model), args, images)
-        tokenizer = load_processor(args.model, args.tokenizer)
+        tokenizer = load_processor(args.model, args.tokenizer, takes_images(args))
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
@@ -1148,9 +1158,10 @@ def load_data(args, tools=None, images=False):
 def check_model(config, args, images):
     """ValueError if this script cannot train the model as its authors defined it."""
     name = f"{args.model} ({config.model_type})"
-    if takes_images(config) and (not images or args.lora_rank):
+    if takes_images(args) and (not images or args.lora_rank):
         raise ValueError(f"{name} takes images, which only grpo.py and sft.py do, and without --lora_rank")
-    if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if args.attn_implementation == "sdpa" and softcap:
         raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
     with torch.device("meta"):  # both refuse what they cannot do, before weights are loaded
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
@@ -1171,7 +1182,7 @@ def build_engine(args, device):
     arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
-    config = AutoConfig.from_pretrained(args.model)
+    config, sees = AutoConfig.from_pretrained(args.model), takes_images(args)
     # CAREFUL: on a CPU vLLM packs weights into copies that no sync reaches: not here, sync_weights does it
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
     gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
@@ -1180,7 +1191,9 @@ def build_engine(args, device):
             engine = vllm.LLM(
                 model=args.model,
                 tokenizer=args.tokenizer,
-                skip_tokenizer_init=not takes_images(config),
+                hf_overrides=hf_overrides(config, sees),
+                language_model_only=not sees,
+                skip_tokenizer_init=not sees,
                 load_format="dummy",
                 dtype=args.compute_dtype,
                 seed=args.seed,
@@ -1232,7 +1245,9 @@ def sync_weights(engine, lm):
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     def load(model):
-        model.load_weights(whole_weights(lm, engine.llm_engine.model_config.dtype))
+        config = engine.llm_engine.model_config
+        weights = whole_weights(lm, config.dtype, towers=False)
+        model.load_weights(vllm_names(weights, lm.config, config.hf_config))
         for layer in model.modules():  # CPU only: packed copies make sampling twice as fast
             if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:  # a convolution is packed in place
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
@@ -1264,7 +1279,7 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     rank, world, core = dist.get_rank(), dist.get_world_size(), engine.llm_engine
     own = prompts[rank // args.tp_size :: world // args.tp_size]
     rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
-    never = never_sampled(core.model_config.hf_config)
+    never = never_sampled(core.model_config.hf_config) if takes_images(args) else []
     options = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
     options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
     options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)

@@ -18,6 +18,8 @@ from algos import dapo, grpo, ppo
 from tests import families
 from tests.conftest import ROOT
 
+ARGS = SimpleNamespace(model="", train_files=(), val_files=())  # rows without images
+
 
 def f64(*values):
     return torch.tensor(values, dtype=torch.float64)
@@ -41,7 +43,7 @@ def test_token_logps_of_a_lookup_table(shares, temperature):
     policy = grpo.TokenLogps(LookUp(6), shares)
     prompts, responses = [[1, 2], [3], [3], [4, 4, 4]], [[5, 1, 3], [2], [1, 4], [0, 5]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
-    logp_nt, entropy_nt = grpo.token_logps(policy, rows, None, temperature)
+    logp_nt, entropy_nt = grpo.token_logps(policy, rows, ARGS, temperature)
     table = (policy.lm.embed.weight / temperature).log_softmax(-1)
     for n, (p, r) in enumerate(zip(prompts, responses, strict=True)):
         before = [p[-1], *r[:-1]]  # the token that predicts each response token
@@ -131,6 +133,7 @@ def flash(query, key, value, borders_q, borders_k, longest_q, longest_k, softmax
 
 
 SHARING = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
+SHARING += ["mistral3", "qwen3_vl"]  # without images
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - {"phi"}))  # which is refused
@@ -149,7 +152,7 @@ def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
         AttentionInterface.register("test_pieces", partial(grpo.piece_attention, kernel=kernel))
         lm.set_attn_implementation("test_pieces" if kernel else "sdpa")
         lm.zero_grad()
-        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, None, 0.7)
+        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, ARGS, 0.7)
         (logp_nt.cos() * torch.arange(9)[:, None] + entropy_nt).sum().backward()
         found.append([logp_nt.detach(), entropy_nt.detach(), *(p.grad for p in lm.parameters())])
     for plain, *others in zip(*found, strict=True):
