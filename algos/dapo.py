@@ -12,6 +12,7 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/algorithms/dapo.md
 """
 
+import base64
 import ctypes
 import faulthandler
 import gc
@@ -95,7 +96,8 @@ class Args:
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
     max_gen_batches: int = 10  # most generation batches of a step; the run stops if they give too few groups
-    carry_over: bool = True  # train on surplus groups in the next step; off: drop them, as in the paper
+    max_staleness: int = 4  # age in steps above which surplus and unfinished groups are dropped; 0: paper
+    partial_rollout: bool = False  # stop sampling at enough groups; the others continue in the next step
     # tokens below max_response_length with a penalty from 0 to 1; None: a fifth of that length; 0: off
     overlong_buffer: int | None = None
     overlong_filtering: bool = False  # mask truncated responses out of the loss
@@ -107,7 +109,6 @@ class Args:
     loss_agg: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
-    entropy_coeff: float = 0.0  # weight of the entropy bonus
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by this importance ratio
@@ -146,6 +147,7 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
+from data_prep.lib.towers import copy_processor, decoder, freeze_towers, hf_overrides, untied, vllm_names
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
@@ -161,7 +163,7 @@ def group_advantages(score_n, group_n, norm_by_std=True):
     adv_n = score_n.clone()
     for member in [group_n == g for g in group_n.unique()]:
         if member.sum() > 1:
-            s = score_n[member]
+            s = score_n[member] - score_n[member][0]  # so that a constant group has exactly 0
             adv_n[member] = (s - s.mean()) / (s.std() + 1e-6 if norm_by_std else 1.0)  # eq: grpo.advantage
     return adv_n
 
@@ -227,15 +229,14 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     token_loss = POLICY_LOSSES[args.policy_loss]
     pg_nt, clipped_nt, lower_nt = token_loss(args, logp_nt, old_nt, batch["adv_nt"], mask_nt)
     pg_nt = pg_nt * rollout_weights(args, old_nt, batch["rollout_logp_nt"], mask_nt)
-    loss_nt = pg_nt - args.entropy_coeff * entropy_nt
     terms = dict(pg_loss=pg_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
-    return loss_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+    return pg_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
 
 
 # ---- The step --------------------------------------------------------------------------
 def draw(train_rows, seed, start, count):
     """`count` prompts from number `start` on, over all epochs; their order is a function of (seed, epoch)."""
-    epochs = range(start // len(train_rows), (start + count - 1) // len(train_rows) + 1)
+    epochs = range(start // len(train_rows), (start + count) // len(train_rows) + 1)
     orders = [np.random.default_rng((seed, epoch)).permutation(len(train_rows)) for epoch in epochs]
     chosen = np.concatenate(orders)[start % len(train_rows) :][:count]
     # CAREFUL: the seed of a response depends on `index`, because a prompt may come twice in a step
@@ -296,16 +297,17 @@ def main(args):
     trained = dict(hf=policy.lm)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    # prompts drawn so far, prompts sampled and kept lately, and rows left over for the next step
-    state = dict(drawn=0, sampled=0, kept=0, surplus=[]) | load_checkpoint(resume_from, trained, optimizer)
+    # prompts drawn so far, groups sampled and kept lately, and rows left over for the next step
+    state = dict(drawn=0, sampled=0, kept=0, surplus=[], unfinished=[])
+    state |= load_checkpoint(resume_from, trained, optimizer)
     done, origin = state.pop("step"), state.pop("origin")
-    state["surplus"] = [from_json(row) for row in state["surplus"]]
+    state |= {name: [from_json(row) for row in state[name]] for name in LEFT_OVER}
     if state["drawn"] >= max_prompts:  # resumed at the end of the data
         total_steps = done
     log = Logger(args, done, total_steps)
     log.say(f"{summary}\nat most {total_steps} steps, {ranks_on(device)}{origin}")
-    if args.carry_over and not args.rollout_is:
-        log.say("warning: --carry_over with --rollout_is None: surplus groups, a step old, are not corrected")
+    if args.max_staleness and not args.rollout_is:
+        log.say("warning: with --rollout_is None tokens of older weights are not corrected (--max_staleness)")
     sampler = partial(awake, engine, [policy], optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
@@ -326,14 +328,23 @@ def main(args):
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         # ---- rollout and reward, until there are enough groups; all ranks know all rows
         rows, sampled, gen_batches = state["surplus"], [], 0
+        unfinished, places = state["unfinished"], np.zeros(2)  # of the sampler: in use, and in all
         wanted = args.train_batch_size * args.group_size
-        with sampler(timing) as sample:
+        with sampler(timing, sample=partial_rollout if args.partial_rollout else None) as sample:
             while len(rows) < wanted and gen_batches < args.max_gen_batches:
                 keep_rate = (state["kept"] + 1) / (state["sampled"] + 1)  # 1 in the first batch; never 0
                 missing = math.ceil((wanted - len(rows)) / args.group_size / keep_rate)
                 number = min(missing, 3 * args.train_batch_size)  # the paper always takes this many
-                prompts = draw(train_rows, args.seed, state["drawn"], number)
-                new = sample(prompts, step, args.group_size, temperature=args.temperature, top_p=args.top_p)
+                how = dict(temperature=args.temperature, top_p=args.top_p)
+                if args.partial_rollout:
+                    more = IN_FLIGHT * max(number, args.train_batch_size) - len(unfinished) // args.group_size
+                    prompts = draw(train_rows, args.seed, state["drawn"], max(more, 0))
+                    begun = unfinished + empty_rows(prompts, args.group_size)
+                    new, unfinished, used = sample(begun, step, number, **how)
+                    places += used
+                else:
+                    prompts = draw(train_rows, args.seed, state["drawn"], number)
+                    new = sample(prompts, step, args.group_size, **how)
                 with timed(timing, "reward"):
                     new = score_rows(new, manager, tokenizer)
                 for row in new:
@@ -342,11 +353,12 @@ def main(args):
                 acc_n = torch.tensor([row["acc"] for row in new])
                 keep_n = keep_groups(acc_n, torch.tensor([row["group"] for row in new]))
                 for row, keep in zip(new, keep_n.tolist()):
-                    row |= dict(keep=keep, carried_over=False)
+                    row["keep"] = keep
+                    row.setdefault("step_t", np.full(row["length"], step, np.int32))
                 kept = [row for row in new if row["keep"]]
                 rows, sampled, gen_batches = rows + kept, sampled + new, gen_batches + 1
-                state["drawn"] += number
-                state["sampled"] += number
+                state["drawn"] += len(prompts)
+                state["sampled"] += len(new) // args.group_size
                 state["kept"] += len(kept) // args.group_size
         dropped = [row for row in sampled if not row["keep"]]
         all_correct = sum(row["acc"] > 0 for row in dropped) / max(len(sampled), 1)
@@ -355,11 +367,16 @@ def main(args):
             groups = f"{len(rows) // args.group_size} of --train_batch_size {args.train_batch_size} groups"
             rest = f"{all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
             fail(f"step {step}: --max_gen_batches {gen_batches} gave {groups} with both kinds; {rest}")
-        rows, surplus = rows[:wanted], [dict(row, carried_over=True) for row in rows[wanted:]]
-        if not args.carry_over:
-            surplus, dropped = [], dropped + surplus
+        generated = sum((row["step_t"] == step).sum() for row in sampled + unfinished)
+        surplus, stale = split_by_age(rows[wanted:], step, args.max_staleness)
+        unfinished, given_up = split_by_age(unfinished, step, args.max_staleness)
+        rows, stale = rows[:wanted], stale + given_up
         # the keep rate changes as the policy learns: a step counts half as much as the next
-        state |= dict(surplus=surplus, sampled=state["sampled"] / 2, kept=state["kept"] / 2)
+        state |= dict(sampled=state["sampled"] / 2, kept=state["kept"] / 2)
+        state |= dict(surplus=surplus, unfinished=unfinished)
+        age_t = step - np.concatenate([row["step_t"] for row in rows])
+        for row in rows:  # these tokens have log-probs of older weights
+            row["carried_over"] = row["step_t"] < step
         # ---- advantage, then balance over the ranks
         with timed(timing, "adv"):
             score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
@@ -396,20 +413,26 @@ def main(args):
             "dapo/gen_batches": gen_batches,
             "dapo/dropped_all_right": all_correct,
             "dapo/dropped_all_wrong": all_wrong,
-            "dapo/carried_over": np.mean([row["carried_over"] for row in rows]),
+            "dapo/carried_over": np.mean([row["carried_over"].any() for row in rows]),
+            "dapo/dropped_stale": len(stale),
+            "dapo/token_age_0": np.mean(age_t == 0),
+            "dapo/token_age_1": np.mean(age_t == 1),
+            "dapo/token_age_2_or_more": np.mean(age_t > 1),
             "dapo/overlong": (reward_n < score_n).sum(),
-            "dapo/tokens_generated": sum(row["length"] for row in sampled),
-            "dapo/tokens_thrown_away": sum(row["length"] for row in dropped),
+            "dapo/tokens_generated": generated,
+            "dapo/tokens_thrown_away": sum(row["length"] for row in dropped + stale),
             "training/global_step": step,
             "training/epoch": (state["drawn"] - 1) // len(train_rows),
         }
+        if args.partial_rollout:
+            metrics["dapo/idle"] = 1 - places[0] / places[1] if places[1] else 0.0
         log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
         if args.rollout_dump and dist.get_rank() == 0:
             dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
-                content = state | dict(surplus=[as_json(row) for row in state["surplus"]])
+                content = state | {name: [as_json(row) for row in state[name]] for name in LEFT_OVER}
                 save_checkpoint(args, step, trained, optimizer, tokenizer, **content)
         if last:
             break
@@ -512,7 +535,7 @@ class LogProbs(torch.autograd.Function):
             logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            if with_entropy and ctx.needs_input_grad[0]:  # without a backward pass nobody uses it
+            if with_entropy:
                 entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
         ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
@@ -554,7 +577,7 @@ class TokenLogps(nn.Module):
     """
 
     sp_size = 1  # ranks that share a row
-    entropy = True  # whether the loss needs it
+    entropy = True  # whether it is computed
 
     def __init__(self, lm, shares=False):
         super().__init__()
@@ -566,11 +589,12 @@ class TokenLogps(nn.Module):
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
         self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.never = never_sampled(lm.config)
+        self.never = [] if getattr(lm, "towers", ()) else never_sampled(lm.config)
 
     def hidden(self, where, inputs):
         """What the output layer reads at flat positions, [L, H]."""
-        return self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        body = self.lm.base_model if "pixel_values" in inputs else decoder(self.lm)
+        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
@@ -587,9 +611,9 @@ def token_logps(policy, rows, args, temperature):
     device = next(policy.parameters()).device
     layout = one_row if policy.shares else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if takes_images(policy.lm.config):
+    if takes_images(args):
         texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
-        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer))
+        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer, True))
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
@@ -709,17 +733,17 @@ def attend(query, key, value, shapes, scaling):
 
 def special_layers(config):
     """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model = auto_class(config)._model_mapping.get(type(config), None)
+    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
     special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
-    special = [name for name in special if getattr(config, name, None)]
-    special += ["images"] * takes_images(config) + ["a state"] * recurrent(config)
+    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
     return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
 
 
 def recurrent(config):
     """Whether a layer passes a state along the row, across the borders between texts."""
-    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kinds = getattr(config, "layer_types", None) or []
+    text = config.get_text_config()
+    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    kinds = getattr(text, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
     return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
 
@@ -792,19 +816,24 @@ def split_micro_batches(lengths, budget, one_row):
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **changes):
+def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
 
-    adapt: adds LoRA. share: whether its texts may be in one row. changes: to its configuration.
+    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
+    changes: to its configuration.
     """
     config, attention = read_config(args, share, **changes)
-    auto, adapt = auto or auto_class(config), adapt or add_adapters
+    auto, adapt = auto_class(config, scores), adapt or add_adapters
     original_dtype = config.dtype or getattr(torch, args.param_dtype)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
+    if all_reduce([bool(full and untied(full))]) == [1]:
+        config.tie_word_embeddings = False
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
+        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
         adapt(lm, args)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
+    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm, attention == "pieces")
@@ -814,9 +843,8 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = None
-    if dist.get_rank() == 0:
-        full = adapt(auto.from_pretrained(args.model, dtype="auto", **changes), args)
+    if full:
+        adapt(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -832,10 +860,11 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    if share and attention in ("sdpa", "flash_attention_2") and not special_layers(config):
+    special = takes_images(args) or special_layers(config)
+    if share and attention in ("sdpa", "flash_attention_2") and not special:
         AttentionInterface.register("pieces", partial(piece_attention, kernel=attention))
         attention = "pieces"
     return config, attention
@@ -850,9 +879,10 @@ def add_adapters(lm, args):
 
     renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
     layers = {}  # names of the linear layers, without experts, routers and the output layer
+    body = {*decoder(lm).modules()}
     for name, layer in lm.named_modules():
         routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and name.startswith(lm.base_model_prefix) and not routes:
+        if type(layer) is nn.Linear and layer in body and not routes:
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -870,14 +900,15 @@ def add_adapters(lm, args):
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype):
+def whole_weights(lm, dtype, towers=True):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
     Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
     """
+    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         layer, base, end = name.partition(".base_layer.")
-        if name in lm.tied or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
@@ -959,6 +990,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            copy_processor(models["hf"], args.model, path / "hf")
             state |= dict(step=step, digests=digests(args))
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state, default=str))
@@ -1074,7 +1106,7 @@ def load_data(args, tools=None, images=False):
     shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
     try:
         check_model(AutoConfig.from_pretrained(args.model), args, images)
-        tokenizer = load_processor(args.model, args.tokenizer)
+        tokenizer = load_processor(args.model, args.tokenizer, takes_images(args))
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
@@ -1094,9 +1126,10 @@ def load_data(args, tools=None, images=False):
 def check_model(config, args, images):
     """ValueError if this script cannot train the model as its authors defined it."""
     name = f"{args.model} ({config.model_type})"
-    if takes_images(config) and (not images or args.lora_rank):
+    if takes_images(args) and (not images or args.lora_rank):
         raise ValueError(f"{name} takes images, which only grpo.py and sft.py do, and without --lora_rank")
-    if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if args.attn_implementation == "sdpa" and softcap:
         raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
     with torch.device("meta"):  # both refuse what they cannot do, before weights are loaded
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
@@ -1118,7 +1151,7 @@ def build_engine(args, device):
     arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
-    config = AutoConfig.from_pretrained(args.model)
+    config, sees = AutoConfig.from_pretrained(args.model), takes_images(args)
     # CAREFUL: on a CPU vLLM packs weights into copies that no sync reaches: not here, sync_weights does it
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
     # CAREFUL: vLLM runs some families by their class in transformers, and changes the trainer's
@@ -1129,7 +1162,9 @@ def build_engine(args, device):
             engine = vllm.LLM(
                 model=args.model,
                 tokenizer=args.tokenizer,
-                skip_tokenizer_init=not takes_images(config),
+                hf_overrides=hf_overrides(config, sees),
+                language_model_only=not sees,
+                skip_tokenizer_init=not sees,
                 load_format="dummy",
                 dtype=args.compute_dtype,
                 seed=args.seed,
@@ -1181,7 +1216,9 @@ def sync_weights(engine, lm):
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     def load(model):
-        model.load_weights(whole_weights(lm, engine.llm_engine.model_config.dtype))
+        config = engine.llm_engine.model_config
+        weights = whole_weights(lm, config.dtype, towers=False)
+        model.load_weights(vllm_names(weights, lm.config, config.hf_config))
         for layer in model.modules():  # CPU only: packed copies make sampling twice as fast
             if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:  # a convolution is packed in place
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
@@ -1213,7 +1250,7 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     rank, world, core = dist.get_rank(), dist.get_world_size(), engine.llm_engine
     own = prompts[rank // args.tp_size :: world // args.tp_size]
     rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
-    never = never_sampled(core.model_config.hf_config)
+    never = never_sampled(core.model_config.hf_config) if takes_images(args) else []
     options = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
     options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
     options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)
@@ -1255,6 +1292,7 @@ def deal(rows, shares, args, sp_size=1):
     A sequence is a row, or rows that share their prompt and fit into a micro-batch. Returns the sequences of
     this rank for each optimizer step, with the (tokens, responses) of all ranks; the rows of this rank; and
     the token counts of every rank. With sp_size a rank stands for all ranks that share its rows.
+    Constant sequences, which only run forward, are balanced apart and count by a third.
     """
     size, ranks = args.ppo_mini_batch_size * args.group_size, dist.get_world_size() // sp_size
     rank, mini_batches, own_rows, load = dist.get_rank() // sp_size, [], [], [[] for _ in range(ranks)]
@@ -1265,11 +1303,13 @@ def deal(rows, shares, args, sp_size=1):
         for _, same in groupby(step_rows, key=itemgetter("group")):
             same = list(same)
             sequences += [same[i : i + together] for i in range(0, len(same), together)]
-        lengths = [token_count(sequence) for sequence in sequences]
-        parts = balance(lengths, ranks)
-        for tokens, part in zip(load, parts):
-            tokens += [lengths[i] for i in part]
-        own = [sequences[i] for i in parts[rank]]
+        own = []
+        for share, some in zip((1, 1 / 3), by_gradient(sequences)):
+            lengths = [token_count(sequence) for sequence in some]
+            parts = balance(lengths, ranks)
+            for tokens, part in zip(load, parts):
+                tokens += [lengths[i] * share for i in part]
+            own += [some[i] for i in parts[rank]]
         own_rows += chain(*own)
         trained = [int(row["mask_t"].sum()) for row in step_rows]
         mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
@@ -1281,15 +1321,28 @@ def token_count(sequence):
     return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
 
 
+def by_gradient(sequences):
+    """The sequences that teach something, and those in which every row is `constant`."""
+    constant = [all(row.get("constant") for row in sequence) for sequence in sequences]
+    return [[s for s, x in zip(sequences, constant) if x == kind] for kind in (False, True)]
+
+
 def micro_batches(policy, sequences, args):
-    """Run sequences one micro-batch at a time -> its rows, logp_nt, entropy_nt."""
-    lengths = [token_count(sequence) for sequence in sequences]
+    """Run sequences one micro-batch at a time -> its rows, logp_nt, entropy_nt.
+
+    Constant sequences have no gradient: they run last and forward only.
+    """
+    learning, constant = by_gradient(sequences)
     budget = args.max_tokens_per_microbatch * policy.sp_size
-    parts = split_micro_batches(lengths, budget, policy.shares)
-    for number, part in enumerate(parts, 1):
-        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
-        rows = [row for i in part for row in sequences[i]]
-        yield rows, *token_logps(policy, rows, args, args.temperature)
+    anywhere = all_reduce([len(constant)]) != [0]
+    for some in [learning, constant] if anywhere else [learning]:
+        parts = split_micro_batches([token_count(s) for s in some], budget, policy.shares)
+        for number, part in enumerate(parts, 1):
+            policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
+            rows = [row for i in part for row in some[i]]
+            with torch.set_grad_enabled(some is learning and torch.is_grad_enabled()):
+                logps = token_logps(policy, rows, args, args.temperature)
+            yield rows, *logps
 
 
 @torch.no_grad()
@@ -1334,12 +1387,12 @@ def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
 def check_sampler(policy, rows, args, step):
     """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
     columns = [[torch.zeros(0)] for _ in range(4)]  # a rank may have no rows; fresh: of this step's sampler
-    for start in range(0, len(rows), 64):  # no more are padded at the same time
-        batch = collate(rows[start : start + 64], "cpu")
+    for part in (rows[i : i + 64] for i in range(0, len(rows), 64)):  # no more are padded at a time
+        batch = collate(part, "cpu")
         ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
         weight_nt = rollout_weights(args, ours_nt, theirs_nt, mask_nt)
-        fresh_n = torch.tensor([not row.get("carried_over") for row in rows[start : start + 64]])
-        for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, fresh_n[:, None])):
+        older_nt = pad([np.full(len(row["mask_t"]), row.get("carried_over", 0), bool) for row in part])
+        for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, ~older_nt)):
             column.append(x.expand(mask_nt.shape)[mask_nt])
     ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
     sums = weight.sum(), (weight**2).sum(), (weight == 0).sum(), len(weight), fresh.sum()
@@ -1372,6 +1425,8 @@ def check_dapo_args(args):
         fail(f"--group_size {args.group_size}: one response has no spread, so its group would be dropped")
     if not 0 <= (args.overlong_buffer or 0) <= args.max_response_length:
         fail(f"--overlong_buffer {args.overlong_buffer} is not within --max_response_length")
+    if args.partial_rollout and not args.max_staleness:
+        fail("--partial_rollout needs --max_staleness of at least 1: an unfinished response is a step old")
     if args.lr_schedule != "constant" and not args.total_steps:
         fail(f"--lr_schedule {args.lr_schedule} needs --total_steps: dropped groups make epochs end sooner")
 
@@ -1381,7 +1436,8 @@ def check_layout(args):
     if args.sp_size == 1:
         return
     config, flag = AutoConfig.from_pretrained(args.model), f"--sp_size {args.sp_size}"
-    name, special, heads = config.model_type, special_layers(config), config.num_attention_heads
+    name, special = config.model_type, special_layers(config)
+    heads = config.get_text_config().num_attention_heads
     if args.attn_implementation not in ("sdpa", "flash_attention_2"):
         fail(f"{flag} needs --attn_implementation sdpa or flash_attention_2")
     if special:
@@ -1390,17 +1446,108 @@ def check_layout(args):
         fail(f"{args.model} ({name}) has {heads} attention heads, which {flag} does not divide")
 
 
-ARRAYS = dict(response_ids=np.int32, rollout_logp_t=np.float32, mask_t=bool)  # of a surplus row
+IN_FLIGHT = 2  # groups that --partial_rollout begins or continues, for each one that it waits for
+LEFT_OVER = "surplus", "unfinished"  # rows for the next step, in trainer_state.json
+ARRAYS = dict(response_ids=np.int32, rollout_logp_t=np.float32, mask_t=bool, step_t=np.int32)
 
 
 def as_json(row):
-    """A row for trainer_state.json: its arrays as lists."""
-    return row | {name: row[name].tolist() for name in ARRAYS}
+    """A row for trainer_state.json: the bytes of its arrays as text."""
+    return row | {name: base64.b64encode(row[name].tobytes()).decode() for name in ARRAYS}
 
 
 def from_json(row):
-    """A row of trainer_state.json: its lists as arrays."""
-    return row | {name: np.array(row[name], dtype) for name, dtype in ARRAYS.items()}
+    """A row of trainer_state.json."""
+    return row | {k: np.frombuffer(base64.b64decode(row[k]), dtype).copy() for k, dtype in ARRAYS.items()}
+
+
+def split_by_age(rows, step, max_staleness):
+    """Rows of groups that the next step may train on, and rows of groups that are too old for it.
+
+    A group is as old as its oldest token. Step 3, tokens of steps 1 and 3: kept if max_staleness is 3.
+    """
+    kept, stale = [], []
+    for _, same in groupby(rows, key=itemgetter("group")):
+        same = list(same)
+        first = min((int(row["step_t"][0]) for row in same if row["length"]), default=step + 1)
+        (stale if step + 1 - first > max_staleness else kept).extend(same)
+    return kept, stale
+
+
+def empty_rows(prompts, group_size):
+    """Responses without a token; "abort" is vLLM's word for a response that is not complete."""
+    nothing = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()}
+    nothing |= dict(length=0, finish_reason="abort")
+    return [dict(prompt, **nothing, sample=g) for prompt in prompts for g in range(group_size)]
+
+
+def partial_rollout(engine, args, timing, rows, step, enough, **sampling):
+    """Let the sampler continue the rows of all ranks, in whole groups, until `enough` groups are complete.
+
+    Returns complete groups as rows of this rank, the others as rows of all ranks, and two sums over the steps
+    of the samplers: places in use, and places. Every rank keeps the same books of all responses, by steps of
+    the samplers: no clock decides what is sampled nor, while the samplers have all the places, do the ranks.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import FinishReason
+
+    core, samplers = engine.llm_engine, dist.get_world_size() // args.tp_size
+    mine, rank = divmod(dist.get_rank(), args.tp_size)
+    rows = [dict(row, rank=dist.get_rank(), prompt_length=len(row["prompt_ids"])) for row in rows]
+    never = never_sampled(core.model_config.hf_config)
+    options = dict(detokenize=False, logprobs=0, flat_logprobs=True)
+    options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
+    options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)
+    waiting = [i for i, row in enumerate(rows) if row["finish_reason"] == "abort"][::-1]
+    places = max(enough, args.train_batch_size) * args.group_size
+    places = min(places, samplers * core.vllm_config.scheduler_config.max_num_seqs)
+    sampler_n, running = np.arange(len(rows)) % samplers, set()  # the sampler of each row
+    complete_n, used, room = np.zeros(len(rows)), 0, 0
+    with timed(timing, "gen"):
+        while complete_n.sum() < enough * args.group_size:
+            load = np.bincount(sampler_n[[*running]].astype(int), minlength=samplers)
+            while waiting and len(running) < places:
+                i = waiting.pop()
+                sampler_n[i] = load.argmin()
+                load[sampler_n[i]] += 1
+                running.add(i)
+                if sampler_n[i] == mine:
+                    row, done = rows[i], rows[i]["response_ids"].tolist()
+                    seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"], len(done)))
+                    options |= dict(seed=int(seed.generate_state(1)[0]))
+                    options |= dict(max_tokens=args.max_response_length - len(done))
+                    core.add_request(str(i), request(row, done), SamplingParams(**options))
+            for _ in range(max(args.max_response_length // 64, 1)):  # steps between looks at the books
+                used, room = used + core.get_num_unfinished_requests(), room + places
+                for answer in core.step() if core.has_unfinished_requests() else ():
+                    extend(rows, answer, step)
+            finished_n = np.array(all_reduce([row["finish_reason"] != "abort" for row in rows])) > 0
+            running -= {*np.flatnonzero(finished_n)}
+            complete_n = finished_n.reshape(-1, args.group_size).all(1).repeat(args.group_size)
+        states = [*core.output_processor.request_states.values()]
+        for state in states:  # the answer that vLLM itself makes of an aborted request
+            extend(rows, state.make_request_output([], None, FinishReason.ABORT, None), step)
+        core.abort_request([state.external_req_id for state in states])
+    own = np.flatnonzero(sampler_n == mine)[rank :: args.tp_size]
+    unfinished = [[rows[i] for i in own if not complete_n[i]]]
+    if dist.get_world_size() > 1:  # as in score_rows
+        unfinished, [part] = [None] * dist.get_world_size(), unfinished
+        dist.all_gather_object(unfinished, part)
+    unfinished = sorted(chain(*unfinished), key=itemgetter("group", "sample"))
+    [used] = all_reduce([used / args.tp_size])
+    return [rows[i] for i in own if complete_n[i]], unfinished, np.array([used, room])
+
+
+def extend(rows, answer, step):
+    """Add the tokens of an answer, which the weights of `step` sampled, to its row."""
+    row, [response] = rows[int(answer.request_id)], answer.outputs
+    n = len(response.token_ids)
+    new = dict(response_ids=response.token_ids, rollout_logp_t=response.logprobs.logprobs)
+    new |= dict(mask_t=np.ones(n), step_t=np.full(n, step))
+    for name, dtype in ARRAYS.items():  # the log-prob of a token stays that of the weights that sampled it
+        row[name] = np.concatenate([row[name], np.array(new[name], dtype)])
+    row |= dict(length=len(row["response_ids"]), finish_reason=response.finish_reason)
 
 
 if __name__ == "__main__":

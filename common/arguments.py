@@ -22,8 +22,8 @@ RANGES = {  # smallest (1e-9: above 0) and largest value: flags, of a tuple each
     " val_group_size n_samples batch_size max_prompt_length max_response_length max_length max_turns"
     " max_observation_length max_tokens_per_microbatch max_gen_batches hsdp_replicas tp_size sp_size k"
     " reward_workers calibration_rows",
-    (0, math.inf): "seed save_freq test_freq keep_checkpoints lora_rank lr critic_lr warmup_steps"
-    " decay_steps critic_warmup weight_decay overlong_buffer temperature val_temperature clip_ratio_low"
+    (0, math.inf): "seed save_freq test_freq keep_checkpoints max_staleness lora_rank critic_lr warmup_steps"
+    " lr decay_steps critic_warmup weight_decay overlong_buffer temperature val_temperature clip_ratio_low"
     " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma",
     (1e-9, math.inf): "lora_alpha grad_clip env_timeout_s reward_timeout_s rollout_is_threshold"
     " cliprange_value kl_target kl_horizon lam_alpha beta",

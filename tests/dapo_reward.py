@@ -9,3 +9,8 @@ def mixed(data_source, solution_str, ground_truth, extra_info=None):
 
 def starts_with_one(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.startswith("1"))
+
+
+def coin(data_source, solution_str, ground_truth, extra_info=None):
+    """Nearly every group has both kinds, however long its responses are."""
+    return float(sum(map(ord, solution_str)) % 2)

@@ -34,6 +34,7 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch):
         ("--overlong_buffer 101 --max_response_length 100", "--overlong_buffer 101"),
         ("--overlong_buffer -1", "--overlong_buffer -1"),
         ("--lr_schedule cosine", "--total_steps"),
+        ("--partial_rollout --max_staleness 0", "--partial_rollout needs --max_staleness"),
     ],
 )
 def test_refused(refused, monkeypatch, flags, line):

@@ -73,6 +73,7 @@ def test_draw_goes_through_the_data_epoch_by_epoch():
     assert [sorted(names[i : i + 5]) for i in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
     assert names[:5] != names[5:10]
     assert [row["index"] for row in whole] == [row["group"] for row in whole] == list(range(15))
+    assert dapo.draw(data, 1, 5, 0) == []
     for start in range(13):  # the same prompts, however the batches are cut
         assert dapo.draw(data, 1, start, 2) == whole[start : start + 2]
     assert dapo.draw(data, 2, 0, 15) != whole
@@ -87,13 +88,18 @@ def make_row(n, gap=0.0, **more):
 
 
 def test_surplus_groups_are_not_the_sampler_of_this_step(monkeypatch):
-    """Its weights were others: that is no disagreement, but their importance weights count."""
+    """Other weights sampled them, or some of their tokens: no disagreement, but their weights count."""
     monkeypatch.setattr(dapo, "all_reduce", lambda values, *_: [float(x) for x in values])
     args = dapo.Args(model="", train_files=(), output_dir="")
     rows = [make_row(1), make_row(3, gap=math.log(1.5), carried_over=True)]
     metrics = dapo.check_sampler(DENSE, rows, args, 1)
     assert metrics["training/rollout_logp_diff_mean"] == metrics["training/rollout_probs_diff_max"] == 0
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 3 * 1.5) / 4)
+    of_two_ages = np.array([True, True, False])  # one token of these weights
+    with pytest.raises(SystemExit, match="weight sync failed at step 1"):
+        dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(carried_over=of_two_ages)], args, 1)
+    rows[1]["rollout_logp_t"][2] = -1
+    dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(carried_over=of_two_ages)], args, 1)
     rows[1]["carried_over"] = False
     with pytest.raises(SystemExit, match="weight sync failed at step 1"):
         dapo.check_sampler(DENSE, rows, args, 1)
@@ -108,6 +114,7 @@ def test_a_step_of_truncated_responses_has_metrics(monkeypatch):
 
 def test_rows_wait_in_the_state_of_a_checkpoint():
     row = make_row(3, gap=0.1, prompt_ids=[5, 6], reward=dict(score=0.5))
+    row |= dict(step_t=np.array([3, 3, 4], np.int32))
     row.pop("old_logp_t")
     again = dapo.from_json(json.loads(json.dumps(dapo.as_json(row))))
     assert again.keys() == row.keys()

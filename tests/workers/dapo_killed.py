@@ -1,12 +1,16 @@
-"""DAPO that dies after step 3, between the first and the second generation batch of a step."""
+"""DAPO that dies after step 3, between the first and the second generation batch of a step.
+
+With --partial_rollout it is killed while it samples, by the signal that cannot be caught.
+"""
 
 import os
+import signal
 import sys
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dapo
 
-rollout, steps = dapo.rollout, []
+rollout, extend, steps = dapo.rollout, dapo.extend, []
 
 
 def dying_rollout(engine, args, timing, prompts, step, *rest, **sampling):
@@ -16,5 +20,12 @@ def dying_rollout(engine, args, timing, prompts, step, *rest, **sampling):
     return rollout(engine, args, timing, prompts, step, *rest, **sampling)
 
 
-dapo.rollout = dying_rollout
+def dying_extend(rows, answer, step):
+    steps.append(step)
+    if step > 4 and steps.count(step) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return extend(rows, answer, step)
+
+
+dapo.rollout, dapo.extend = dying_rollout, dying_extend
 dapo.main(dapo.Args(**dapo.parse(dapo.Args)))

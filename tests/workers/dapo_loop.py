@@ -33,7 +33,7 @@ SCENARIOS = {  # groups by prompt number, in turn; flags
     "surplus": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
     "resumed": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 1"),
     "resumed on": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3"),
-    "thrown": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3 --no-carry_over"),
+    "thrown": ([MIXED] + [ALL_WRONG] * 9 + [MIXED] * 30, "--total_steps 3 --max_staleness 0"),
     "epoch": (KINDS, "--total_epochs 1 --lora_rank 4"),
     "epoch again": (KINDS, "--total_epochs 1 --lora_rank 4"),
 }

@@ -1,0 +1,135 @@
+"""DAPO with --partial_rollout: responses that several weights sampled, in runs and in the loss."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, documented, load_weights, metrics, rollouts, run
+from transformers import AutoModelForCausalLM
+
+from algos import dapo
+
+DAPO = ROOT / "algos/dapo.py"
+
+
+def flags(tiny, arithmetic, out, *more):
+    sizes = "--train_batch_size 2 --ppo_mini_batch_size 1 --group_size 4 --max_prompt_length 16".split()
+    sizes += "--max_response_length 128 --max_tokens_per_microbatch 800 --partial_rollout".split()
+    rest = "--max_staleness 2 --lr 3e-3 --total_steps 8 --save_freq 1 --keep_checkpoints 0".split()
+    rest += "--rollout_dump", "--reward_fn", f"{ROOT}/tests/dapo_reward.py:coin", "--output_dir", out
+    return ["--model", tiny, "--train_files", arithmetic / "train.parquet", *sizes, *rest, *more]
+
+
+def state(out, step):
+    return json.loads((out / f"checkpoints/step_{step:06d}/trainer_state.json").read_text())
+
+
+def unfinished(out, step):
+    return [dapo.from_json(row) for row in state(out, step)["unfinished"]]
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, arithmetic, tmp_path_factory):
+    """Eight steps on one rank, undisturbed."""
+    out = tmp_path_factory.mktemp("straight")
+    run(DAPO, *flags(tiny, arithmetic, out))
+    return out
+
+
+def test_responses_go_on_and_grow_old(straight):
+    steps = metrics(straight)
+    assert all(math.isfinite(x) for m in steps.values() for x in m.values())
+    assert not {name for m in steps.values() for name in m if not documented(name)}
+    ages = [[m[f"dapo/token_age_{age}"] for age in ("0", "1", "2_or_more")] for m in steps.values()]
+    assert all(sum(shares) == pytest.approx(1) for shares in ages)
+    assert ages[0] == [1, 0, 0] and min(max(column) for column in zip(*ages)) > 0
+    assert all(0 <= m["dapo/idle"] < 0.5 for m in steps.values())
+    assert sum(m["dapo/dropped_stale"] for m in steps.values()) > 0
+    for step, m in steps.items():
+        # its sampler is checked against its trainer, on tokens of these weights alone
+        assert 0 < m["training/rollout_probs_diff_max"] < 1e-4 and m["training/rollout_logp_diff_mean"] < 1e-5
+        assert len(rollouts(straight, step)) == 2 * 4
+        oldest = [row["step_t"][0] for row in unfinished(straight, step) if row["length"]]
+        assert oldest and min(oldest) >= step - 1  # at most two steps old in the next one
+        assert len({(row["group"], row["sample"]) for row in unfinished(straight, step)}) % 4 == 0
+
+
+def test_each_token_keeps_the_log_prob_of_its_weights(straight, tiny):
+    """Unfinished responses with tokens of two steps, computed again with the weights of each."""
+    for last in range(2, 9):
+        rows = [row for row in unfinished(straight, last) if {last - 1, last} <= {*row["step_t"].tolist()}]
+        if rows:
+            break
+    for step in (last - 1, last):
+        before = straight / f"checkpoints/step_{step - 1:06d}/hf" if step > 1 else tiny
+        model = AutoModelForCausalLM.from_pretrained(before)
+        for row in rows:
+            ids, start = [*row["prompt_ids"], *row["response_ids"].tolist()], len(row["prompt_ids"])
+            logp_v = model(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1).detach()
+            logp_t = logp_v.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0]
+            gap_t = (logp_t - torch.tensor(row["rollout_logp_t"])).abs()
+            own_t = torch.tensor(row["step_t"] == step)
+            assert gap_t[own_t].max() < 1e-4 < 1e-3 < gap_t[~own_t].max()
+
+
+def test_killed_with_unfinished_responses_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path):
+    killed = run(ROOT / "tests/workers/dapo_killed.py", *flags(tiny, arithmetic, tmp_path), check=False)
+    assert killed.returncode == -9 and 3 <= max(metrics(tmp_path)) < 8
+    assert unfinished(tmp_path, max(metrics(tmp_path)))
+    run(DAPO, *flags(tiny, arithmetic, tmp_path))
+    for step, m in metrics(straight).items():
+        assert rollouts(tmp_path, step) == rollouts(straight, step)
+        assert state(tmp_path, step) == state(straight, step)
+        for name, value in m.items():
+            if not name.startswith(("timing", "perf")):
+                assert metrics(tmp_path)[step][name] == value, (step, name)
+    resumed = load_weights(tmp_path / "checkpoints/latest/hf")
+    weights = load_weights(straight / "checkpoints/latest/hf")
+    assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
+
+
+def test_two_ranks_equal_one(straight, tiny, arithmetic, tmp_path):
+    """The ranks stop at the same time, and share one sampler (--tp_size) or have one each."""
+    run(DAPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 3), ranks=2)
+    for step in (1, 2, 3):
+        assert rollouts(tmp_path, step) == rollouts(straight, step)
+        for name, value in metrics(straight)[step].items():
+            if not name.startswith(("timing", "perf", "global_seqlen")):
+                assert metrics(tmp_path)[step][name] == pytest.approx(value, rel=1e-3, abs=1e-4), (step, name)
+
+
+def test_a_response_of_two_ages():
+    """Trainer over sampler, token by token: 1.5 and 3, cut at 2, of older weights; 1 and 1 of these.
+
+    A = 1 and ratio 1: the gradient of the mean over four tokens is -w / 4.
+    """
+    args = dapo.with_defaults(
+        dapo.Args(model="", train_files=(), output_dir=""),
+        clip_ratio_low=0.2, clip_ratio_high=0.28, loss_agg="token-mean",
+    )  # fmt: skip
+    logp_nt = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], requires_grad=True)
+    rollout_nt = logp_nt.detach() - torch.tensor([[1.5, 3, 1, 1]]).log()
+    mask_nt = torch.ones(1, 4, dtype=torch.bool)
+    batch = dict(mask_nt=mask_nt, rollout_logp_nt=rollout_nt, adv_nt=torch.ones(1, 4))
+    loss_nt, _ = dapo.actor_loss(args, logp_nt, torch.zeros(1, 4), batch)
+    (loss_nt * dapo.loss_weights(mask_nt, "token-mean")).sum().backward()
+    torch.testing.assert_close(logp_nt.grad, -torch.tensor([[1.5, 2, 1, 1]]) / 4)
+
+
+def make_group(group, *steps):
+    """Rows with tokens of these steps."""
+    return [dict(group=group, step_t=np.array(s, np.int32), length=len(s)) for s in steps]
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "kept"),
+    [(0, [4]), (1, [3, 4]), (2, [3, 4]), (3, [1, 3, 4]), (4, [1, 2, 3, 4])],
+)
+def test_groups_are_as_old_as_their_oldest_token(max_staleness, kept):
+    """After step 4: group 1 began in 2, group 2 in 1, group 3 in 4, group 4 not yet."""
+    rows = make_group(1, [3], [2, 4]) + make_group(2, [1, 1], []) + make_group(3, [4], []) + make_group(4, [])
+    young, stale = dapo.split_by_age(rows, 4, max_staleness)
+    assert list(dict.fromkeys(row["group"] for row in young)) == kept
+    assert sorted(row["group"] for row in young + stale) == [1, 1, 2, 2, 3, 3, 4]
