@@ -30,8 +30,8 @@ COMMON = dict(
 ATTENTION = COMMON | dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64)
 MIXED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(moe_intermediate_size=32, num_experts_per_tok=2)
-DELTA = dict(
-    linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4
+DELTA = dict(  # vLLM's kernel for a CPU needs heads of 128
+    linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=2, linear_num_value_heads=4
 )
 DELTA |= dict(layer_types=["linear_attention", "full_attention"])
 LATENT = dict(num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32)
@@ -81,7 +81,7 @@ FAMILIES = {
     "lfm2": (
         "Lfm2",
         {k: v for k, v in ATTENTION.items() if k != "head_dim"}
-        | dict(block_multiple_of=32, layer_types=["conv", "full_attention"]),
+        | dict(block_multiple_of=32, conv_dim=64, block_dim=64, layer_types=["conv", "full_attention"]),
     ),
     "mamba": ("Mamba", MAMBA),
     "falcon_mamba": ("FalconMamba", MAMBA),

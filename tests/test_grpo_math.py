@@ -18,6 +18,7 @@ from algos import dapo, grpo, ppo
 from tests import families
 from tests.conftest import ROOT
 
+DENSE = SimpleNamespace(lm=nn.Linear(1, 1))
 ARGS = SimpleNamespace(model="", train_files=(), val_files=())  # rows without images
 
 
@@ -359,7 +360,7 @@ def test_weight_metrics(monkeypatch):
     theirs = np.array([math.log(2), 9, -math.log(4)], np.float32)
     row = dict(old_logp_t=torch.zeros(1), rollout_logp_t=np.zeros(1, np.float32), mask_t=np.ones(1, bool))
     odd = dict(old_logp_t=torch.zeros(3), rollout_logp_t=theirs, mask_t=np.array([True, False, True]))
-    found = grpo.check_sampler([row] * 65 + [odd | dict(carried_over=True)], args, 1)
+    found = grpo.check_sampler(DENSE, [row] * 65 + [odd | dict(carried_over=True)], args, 1)
     assert [found[f"training/rollout_{x}"] for x in ("logp_diff_mean", "probs_diff_max")] == [0, 0]
     found = {name.removeprefix("rollout_corr/rollout_"): x for name, x in found.items() if "corr" in name}
     assert found == pytest.approx(
@@ -473,15 +474,35 @@ def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
         return [row | dict(old_logp_t=torch.tensor([logp, logp, -9.0])) | more]
 
     old = rows(-9.0, carried_over=True)
-    assert grpo.check_sampler(rows(0.0) + old, args, 1)["training/rollout_logp_diff_mean"] == 0
-    assert grpo.check_sampler(old, args, 1)["training/rollout_logp_diff_mean"] == 0
+    assert grpo.check_sampler(DENSE, rows(0.0) + old, args, 1)["training/rollout_logp_diff_mean"] == 0
+    assert grpo.check_sampler(DENSE, old, args, 1)["training/rollout_logp_diff_mean"] == 0
     for wrong in (0.01, math.nan, -math.inf):
         with pytest.raises(SystemExit, match="weight sync failed at step 1: the sampler does not hold"):
-            grpo.check_sampler(rows(wrong), args, 1)
-    assert grpo.check_sampler(rows(-0.01), cut, 1)
+            grpo.check_sampler(DENSE, rows(wrong), args, 1)
+    assert grpo.check_sampler(DENSE, rows(-0.01), cut, 1)
     for wrong in (math.nan, -math.inf):
         with pytest.raises(SystemExit, match="weight sync failed"):
-            grpo.check_sampler(rows(wrong), cut, 1)
+            grpo.check_sampler(DENSE, rows(wrong), cut, 1)
+
+
+class TinyExperts(nn.Module):
+    """As transformers names experts; a layer has them all."""
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 3e-4), ("bfloat16", 0.3)])
+def test_a_mixture_of_experts_may_differ_three_times_as_much(monkeypatch, dtype, limit):
+    """A router rounds, too; the line says so."""
+    monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
+    args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype=dtype)
+    mixture = SimpleNamespace(lm=nn.Sequential(nn.Linear(1, 1), nn.Sequential(TinyExperts())))
+    for model, allowed, words in (
+        (DENSE, limit / 3, "differently; log"),
+        (mixture, limit, "other experts; log"),
+    ):
+        row = dict(rollout_logp_t=np.zeros(1, np.float32), mask_t=np.ones(1, bool))
+        grpo.check_sampler(model, [row | dict(old_logp_t=torch.tensor([0.99 * allowed]))], args, 1)
+        with pytest.raises(SystemExit, match=f"{words}-probs differ by .* > {allowed:.3g}"):
+            grpo.check_sampler(model, [row | dict(old_logp_t=torch.tensor([1.01 * allowed]))], args, 1)
 
 
 def test_rows_are_dealt_once_each_in_their_own_mini_batch(monkeypatch):
@@ -603,11 +624,11 @@ def test_a_rank_sees_the_rows_of_the_others(monkeypatch):
     monkeypatch.setattr(grpo, "all_reduce", add)
     args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
     rows = [dict(rollout_logp_t=np.zeros(2, np.float32), mask_t=np.ones(2, bool), old_logp_t=torch.zeros(2))]
-    found = grpo.check_sampler(rows, dataclasses.replace(args, top_p=0.9), 1)
+    found = grpo.check_sampler(DENSE, rows, dataclasses.replace(args, top_p=0.9), 1)
     assert found["training/rollout_logp_diff_mean"] == pytest.approx(0.1)
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(0.1 / 3)
     with pytest.raises(SystemExit, match=r"log-probs differ by 0\.1 > 0\.0001"):
-        grpo.check_sampler(rows, args, 1)
+        grpo.check_sampler(DENSE, rows, args, 1)
 
 
 def test_a_batch_without_rows_has_all_columns():

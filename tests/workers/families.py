@@ -28,7 +28,7 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
                 rows = sample(prompts, step, 2, temperature=1.0, max_tokens=8)
             mini_batches, own_rows, _ = grpo.deal(rows, policy.shares, args)
             grpo.store_logps(policy, mini_batches, "old_logp_t", args)
-            grpo.check_sampler(own_rows, args, step)
+            grpo.check_sampler(policy, own_rows, args, step)
             for x in policy.parameters():
                 local = x.detach().to_local()
                 local.copy_(local.roll(1, 0))

@@ -61,7 +61,7 @@ def main(model, file):
     for row, logp_t in zip(wrong, logp_nt.detach()):
         row["old_logp_t"] = logp_t[: row["length"]]
     try:
-        grpo.check_sampler(wrong, args, 2)
+        grpo.check_sampler(policy, wrong, args, 2)
         raise AssertionError("the check did not see it")
     except SystemExit as error:
         assert "weight sync failed at step 2" in str(error)
