@@ -305,7 +305,7 @@ def main(args):
     if state["drawn"] >= max_prompts:  # resumed at the end of the data
         total_steps = done
     log = Logger(args, done, total_steps)
-    log.say(f"{summary}\nat most {total_steps} steps, {ranks_on(device)}{origin}")
+    log.say(f"{summary}\nat most {total_steps} steps, {ranks_on(device, policy.lm)}{origin}")
     if args.max_staleness and not args.rollout_is:
         log.say("warning: with --rollout_is None tokens of older weights are not corrected (--max_staleness)")
     sampler = partial(awake, engine, [policy], optimizer, args, stop_token_ids=[tokenizer.eos_token_id])

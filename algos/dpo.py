@@ -339,7 +339,7 @@ def main(args):
     optimizer = torch.optim.AdamW(parameters, args.lr, betas, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(resume_from, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 

@@ -301,7 +301,7 @@ def main(args):
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(resume_from, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))

@@ -366,7 +366,7 @@ def main(args):
     if args.offload:  # critic and reward models are on the GPU only while they are used
         move("cpu", [critic, *reward_models], critic_optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))

@@ -255,7 +255,7 @@ def main(args):
     state = load_checkpoint(resume_from, trained, optimizer)
     check_scores(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 

@@ -5,7 +5,7 @@ environment, files, signals and exit status of its own; only the libraries' modu
 of imports, or of what a library prints as it is loaded, starts Python itself.
 
     forked.py serve SOCKET MODULE ...
-    forked.py run SOCKET PROGRAM ...    or, as under python, -m MODULE ...
+    forked.py run SOCKET PROGRAM ...    or, as under python, -m MODULE ... or -c CODE ...
 """
 
 import json
@@ -103,6 +103,8 @@ def main():
             sys.argv.pop(0)
             sys.modules.pop(sys.argv[0], None)  # else runpy warns of it
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        elif sys.argv[0] == "-c":
+            exec(sys.argv.pop(1), dict(__name__="__main__"))
         else:
             sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
             runpy.run_path(sys.argv[0], run_name="__main__")

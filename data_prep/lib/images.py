@@ -37,7 +37,7 @@ def takes_images(args):
 @cache
 def have_images(model, files):
     """Whether a model takes images, and one of these parquet files has some."""
-    there = [file for file in files if open_parquet(file, ["images"])[1]]
+    there = [file for file in filter(None, files) if open_parquet(file, ["images"])[1]]
     return bool(there) and wrapped(AutoConfig.from_pretrained(model))
 
 
