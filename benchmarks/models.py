@@ -175,6 +175,12 @@ def try_family(family, directory, data, runs):
 
 
 # ---- the page ------------------------------------------------------------------------------------
+def short(line):
+    """A line without what differs between families, and without what libraries add."""
+    line = re.sub(r" \(model_type='\w+'\)| Incompatible modules: .*| \[type=.*", "", line)
+    return re.sub(r"^1 validation error for ModelConfig Value error, | Please check the logs.*", "", line)
+
+
 def tables(rows):
     """Markdown: a row a family, and the lines that stopped runs, by number."""
     lines, notes = [], {}
@@ -182,10 +188,11 @@ def tables(rows):
         cells = []
         for name in ("SFT", "GRPO", "LoRA"):
             stopped = row[name]["stopped"]
-            if name == "GRPO" and stopped and not row["bfloat16"]["stopped"]:
-                cells.append("in bfloat16")
-            else:
-                cells.append(f"no ({notes.setdefault(stopped, len(notes) + 1)})" if stopped else "yes")
+            if name == "GRPO" and bool(stopped) != bool(row["bfloat16"]["stopped"]):
+                cells.append("in bfloat16" if stopped else "in float32")
+                continue
+            stopped = short(row["bfloat16"]["stopped"] if name == "GRPO" else stopped)
+            cells.append(f"no ({notes.setdefault(stopped, len(notes) + 1)})" if stopped else "yes")
         gaps = [max(row[name]["gap"], default=None) for name in ("GRPO", "bfloat16")]
         gaps = [
             f"{gap:.1g}" if gap and not row[name]["stopped"] else ""
@@ -203,7 +210,7 @@ def tables(rows):
         + "|---" * 8
         + "|"
     )
-    why = [f"| {number} | `` {note.split(' [type=')[0][:200]} `` |" for note, number in notes.items()]
+    why = [f"| {number} | `` {note[:200]} `` |" for note, number in notes.items()]
     return "\n".join([head, *lines, "", "| Note | Line |", "|---|---|", *why])
 
 
@@ -211,7 +218,7 @@ def main(args):
     import vllm.entrypoints.llm
     import vllm.v1.worker.cpu_worker  # noqa: F401  so that no fork has to
 
-    out, rows = args.output_dir, {}
+    out, rows = args.output_dir.resolve(), {}
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     sums = arithmetic.Args(local_save_dir=str(out / "data"), train_size=128, val_size=16, test_size=1)
