@@ -101,7 +101,7 @@ class Args:
     # tokens below max_response_length with a penalty from 0 to 1; None: a fifth of that length; 0: off
     overlong_buffer: int | None = None
     overlong_filtering: bool = False  # mask truncated responses out of the loss
-    policy_loss: Literal["clip", "gspo", "cispo", "sapo"] = "clip"  # loss of the ratio of new to old policy
+    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "dppo"] = "clip"  # loss of new and old policy
     clip_ratio_low: float | None = None  # clip ratios below 1 - this; None: 0.2, gspo 3e-4, cispo 1
     clip_ratio_high: float | None = None  # clip ratios above 1 + this; None: 0.28, gspo 4e-4, cispo 4
     clip_ratio_c: float = 3.0  # dual clip: bound of the ratio where the advantage is negative
@@ -448,7 +448,9 @@ PAPER = {  # defaults by --policy_loss of flags that are None; each script has t
     "gspo": dict(clip_ratio_low=3e-4, clip_ratio_high=4e-4, loss_agg="seq-mean-token-mean"),
     "cispo": dict(clip_ratio_low=1.0, clip_ratio_high=4.0, loss_agg="token-mean"),  # ratios from 0 to 5
     "sapo": dict(loss_agg="seq-mean-token-mean"),
+    "dppo": dict(clip_ratio_low=0.15, clip_ratio_high=0.15, loss_agg="token-mean"),
 }
+DPPO_MAX_RATIO = 20.0
 SAPO_TAU = 1.0, 1.05  # gate steepness where the advantage is positive, and where it is not
 
 
@@ -495,7 +497,19 @@ def sapo_loss(args, logp_nt, old_nt, adv_nt, mask_nt):
     return loss_nt, torch.zeros_like(loss_nt), torch.zeros_like(loss_nt)
 
 
-POLICY_LOSSES = dict(clip=clip_loss, gspo=gspo_loss, cispo=cispo_loss, sapo=sapo_loss)
+def dppo_loss(args, logp_nt, old_nt, adv_nt, mask_nt):
+    """-sg(min(r, 20)) A log p, but no token whose probability has moved too far (2602.04879, binary TV).
+
+    A = 1, p_old = 0.5, high = 0.15: p = 0.6 -> -1.2 log 0.6; p = 0.7 -> 0, clipped.
+    """
+    ratio_nt = (logp_nt - old_nt).detach().clamp(-20, 20).exp().clamp(max=DPPO_MAX_RATIO)
+    moved_nt = logp_nt.detach().exp() - old_nt.exp()
+    far_nt = torch.where(adv_nt > 0, moved_nt > args.clip_ratio_high, moved_nt < -args.clip_ratio_low)
+    loss_nt = -ratio_nt * adv_nt * logp_nt.where(~far_nt, 0.0)  # eq: grpo.dppo
+    return loss_nt, far_nt, torch.zeros_like(loss_nt)
+
+
+POLICY_LOSSES = dict(clip=clip_loss, gspo=gspo_loss, cispo=cispo_loss, sapo=sapo_loss, dppo=dppo_loss)
 
 
 # endregion
