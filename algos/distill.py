@@ -146,6 +146,7 @@ from common.metrics import step_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
+from data_prep.lib.towers import copy_processor, decoder, freeze_towers, hf_overrides, untied, vllm_names
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
@@ -293,7 +294,7 @@ def main(args):
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(resume_from, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
@@ -340,7 +341,7 @@ def main(args):
             param_group["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
-        metrics |= check_sampler(own_rows, args, step)
+        metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
@@ -406,7 +407,7 @@ class LogProbs(torch.autograd.Function):
             logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            if with_entropy and ctx.needs_input_grad[0]:  # without a backward pass nobody uses it
+            if with_entropy:
                 entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
         ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
@@ -448,7 +449,7 @@ class TokenLogps(nn.Module):
     """
 
     sp_size = 1  # ranks that share a row
-    entropy = True  # whether the loss needs it
+    entropy = True  # whether it is computed
 
     def __init__(self, lm, shares=False):
         super().__init__()
@@ -460,11 +461,12 @@ class TokenLogps(nn.Module):
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
         self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.never = never_sampled(lm.config)
+        self.never = [] if getattr(lm, "towers", ()) else never_sampled(lm.config)
 
     def hidden(self, where, inputs):
         """What the output layer reads at flat positions, [L, H]."""
-        return self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        body = self.lm.base_model if "pixel_values" in inputs else decoder(self.lm)
+        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
@@ -481,9 +483,9 @@ def token_logps(policy, rows, args, temperature):
     device = next(policy.parameters()).device
     layout = one_row if policy.shares else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if takes_images(policy.lm.config):
+    if takes_images(args):
         texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
-        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer))
+        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer, True))
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
@@ -496,7 +498,10 @@ def token_logps(policy, rows, args, temperature):
 
 # endregion
 # region layouts
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+def rounding_limit(policy, args):
+    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
+    experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
+    return {"float32": 1e-4, "bfloat16": 0.1}[args.compute_dtype] * (3 if experts else 1), experts
 
 
 def join(parts):
@@ -573,9 +578,8 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = shapes.max(0).tolist()
-        options = dict(softmax_scale=scaling, causal=True)
-        out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
+        sizes = *borders, *shapes.max(0).tolist()
+        out = flash_attn_varlen_func(query, key, value, *sizes, softmax_scale=scaling, causal=True)
     else:
         out = attend(query, key, value, shapes, scaling)
     return out[None], None
@@ -601,17 +605,17 @@ def attend(query, key, value, shapes, scaling):
 
 def special_layers(config):
     """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model = auto_class(config)._model_mapping.get(type(config), None)
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
-    special = [name for name in special if getattr(config, name, None)]
-    special += ["images"] * takes_images(config) + ["a state"] * recurrent(config)
+    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
+    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
+    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
     return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
 
 
 def recurrent(config):
     """Whether a layer passes a state along the row, across the borders between texts."""
-    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kinds = getattr(config, "layer_types", None) or []
+    text = config.get_text_config()
+    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    kinds = getattr(text, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
     return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
 
@@ -684,19 +688,24 @@ def split_micro_batches(lengths, budget, one_row):
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **changes):
+def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
 
-    adapt: adds LoRA. share: whether its texts may be in one row. changes: to its configuration.
+    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
+    changes: to its configuration.
     """
     config, attention = read_config(args, share, **changes)
-    auto, adapt = auto or auto_class(config), adapt or add_adapters
+    auto, adapt = auto_class(config, scores), adapt or add_adapters
     original_dtype = config.dtype or getattr(torch, args.param_dtype)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
+    if all_reduce([bool(full and untied(full))]) == [1]:
+        config.tie_word_embeddings = False
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
+        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
         adapt(lm, args)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
+    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm, attention == "pieces")
@@ -706,9 +715,8 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = None
-    if dist.get_rank() == 0:
-        full = adapt(auto.from_pretrained(args.model, dtype="auto", **changes), args)
+    if full:
+        adapt(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -724,10 +732,11 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    if share and attention in ("sdpa", "flash_attention_2") and not special_layers(config):
+    special = takes_images(args) or special_layers(config)
+    if share and attention in ("sdpa", "flash_attention_2") and not special:
         AttentionInterface.register("pieces", partial(piece_attention, kernel=attention))
         attention = "pieces"
     return config, attention
@@ -738,11 +747,14 @@ def add_adapters(lm, args):
     if not args.lora_rank:
         return lm
     import peft  # here, because it takes two seconds
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
+    renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
     layers = {}  # names of the linear layers, without experts, routers and the output layer
+    body = {*decoder(lm).modules()}
     for name, layer in lm.named_modules():
         routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and name.startswith(lm.base_model_prefix) and not routes:
+        if type(layer) is nn.Linear and layer in body and not routes:
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -760,14 +772,15 @@ def add_adapters(lm, args):
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype):
+def whole_weights(lm, dtype, towers=True):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
     Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
     """
+    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         layer, base, end = name.partition(".base_layer.")
-        if name in lm.tied or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
@@ -849,6 +862,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            copy_processor(models["hf"], args.model, path / "hf")
             state |= dict(step=step, digests=digests(args))
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state, default=str))
@@ -907,7 +921,7 @@ def load_data(args, tools=None, images=False):
     shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
     try:
         check_model(AutoConfig.from_pretrained(args.model), args, images)
-        tokenizer = load_processor(args.model, args.tokenizer)
+        tokenizer = load_processor(args.model, args.tokenizer, takes_images(args))
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
@@ -927,9 +941,10 @@ def load_data(args, tools=None, images=False):
 def check_model(config, args, images):
     """ValueError if this script cannot train the model as its authors defined it."""
     name = f"{args.model} ({config.model_type})"
-    if takes_images(config) and (not images or args.lora_rank):
+    if takes_images(args) and (not images or args.lora_rank):
         raise ValueError(f"{name} takes images, which only grpo.py and sft.py do, and without --lora_rank")
-    if args.attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if args.attn_implementation == "sdpa" and softcap:
         raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
     with torch.device("meta"):  # both refuse what they cannot do, before weights are loaded
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
@@ -944,22 +959,27 @@ def build_engine(args, device):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(device.type == "cpu")))  # it needs a C++ compiler
     import vllm
+    from vllm.model_executor.models.transformers.base import Base as Transformers
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
     # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
     arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
-    config = AutoConfig.from_pretrained(args.model)
+    config, sees = AutoConfig.from_pretrained(args.model), takes_images(args)
     # CAREFUL: on a CPU vLLM packs weights into copies that no sync reaches: not here, sync_weights does it
     plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
+    # CAREFUL: vLLM runs some families by their class in transformers, and changes the trainer's
+    Transformers._decorate_for_torch_compile = lambda self: None
     gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
     with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
         try:
             engine = vllm.LLM(
                 model=args.model,
                 tokenizer=args.tokenizer,
-                skip_tokenizer_init=not takes_images(config),
+                hf_overrides=hf_overrides(config, sees),
+                language_model_only=not sees,
+                skip_tokenizer_init=not sees,
                 load_format="dummy",
                 dtype=args.compute_dtype,
                 seed=args.seed,
@@ -1011,7 +1031,9 @@ def sync_weights(engine, lm):
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     def load(model):
-        model.load_weights(whole_weights(lm, engine.llm_engine.model_config.dtype))
+        config = engine.llm_engine.model_config
+        weights = whole_weights(lm, config.dtype, towers=False)
+        model.load_weights(vllm_names(weights, lm.config, config.hf_config))
         for layer in model.modules():  # CPU only: packed copies make sampling twice as fast
             if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:  # a convolution is packed in place
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
@@ -1043,7 +1065,7 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     rank, world, core = dist.get_rank(), dist.get_world_size(), engine.llm_engine
     own = prompts[rank // args.tp_size :: world // args.tp_size]
     rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
-    never = never_sampled(core.model_config.hf_config)
+    never = never_sampled(core.model_config.hf_config) if takes_images(args) else []
     options = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
     options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
     options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)
@@ -1085,6 +1107,7 @@ def deal(rows, shares, args, sp_size=1):
     A sequence is a row, or rows that share their prompt and fit into a micro-batch. Returns the sequences of
     this rank for each optimizer step, with the (tokens, responses) of all ranks; the rows of this rank; and
     the token counts of every rank. With sp_size a rank stands for all ranks that share its rows.
+    Constant sequences, which only run forward, are balanced apart and count by a third.
     """
     size, ranks = args.ppo_mini_batch_size * args.group_size, dist.get_world_size() // sp_size
     rank, mini_batches, own_rows, load = dist.get_rank() // sp_size, [], [], [[] for _ in range(ranks)]
@@ -1095,11 +1118,13 @@ def deal(rows, shares, args, sp_size=1):
         for _, same in groupby(step_rows, key=itemgetter("group")):
             same = list(same)
             sequences += [same[i : i + together] for i in range(0, len(same), together)]
-        lengths = [token_count(sequence) for sequence in sequences]
-        parts = balance(lengths, ranks)
-        for tokens, part in zip(load, parts):
-            tokens += [lengths[i] for i in part]
-        own = [sequences[i] for i in parts[rank]]
+        own = []
+        for share, some in zip((1, 1 / 3), by_gradient(sequences)):
+            lengths = [token_count(sequence) for sequence in some]
+            parts = balance(lengths, ranks)
+            for tokens, part in zip(load, parts):
+                tokens += [lengths[i] * share for i in part]
+            own += [some[i] for i in parts[rank]]
         own_rows += chain(*own)
         trained = [int(row["mask_t"].sum()) for row in step_rows]
         mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
@@ -1111,15 +1136,28 @@ def token_count(sequence):
     return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
 
 
+def by_gradient(sequences):
+    """The sequences that teach something, and those in which every row is `constant`."""
+    constant = [all(row.get("constant") for row in sequence) for sequence in sequences]
+    return [[s for s, x in zip(sequences, constant) if x == kind] for kind in (False, True)]
+
+
 def micro_batches(policy, sequences, args):
-    """Run sequences one micro-batch at a time -> its rows, logp_nt, entropy_nt."""
-    lengths = [token_count(sequence) for sequence in sequences]
+    """Run sequences one micro-batch at a time -> its rows, logp_nt, entropy_nt.
+
+    Constant sequences have no gradient: they run last and forward only.
+    """
+    learning, constant = by_gradient(sequences)
     budget = args.max_tokens_per_microbatch * policy.sp_size
-    parts = split_micro_batches(lengths, budget, policy.shares)
-    for number, part in enumerate(parts, 1):
-        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
-        rows = [row for i in part for row in sequences[i]]
-        yield rows, *token_logps(policy, rows, args, args.temperature)
+    anywhere = all_reduce([len(constant)]) != [0]
+    for some in [learning, constant] if anywhere else [learning]:
+        parts = split_micro_batches([token_count(s) for s in some], budget, policy.shares)
+        for number, part in enumerate(parts, 1):
+            policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
+            rows = [row for i in part for row in some[i]]
+            with torch.set_grad_enabled(some is learning and torch.is_grad_enabled()):
+                logps = token_logps(policy, rows, args, args.temperature)
+            yield rows, *logps
 
 
 @torch.no_grad()
@@ -1161,14 +1199,14 @@ def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
     return weight_nt
 
 
-def check_sampler(rows, args, step):
+def check_sampler(policy, rows, args, step):
     """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
     columns = [[torch.zeros(0)] for _ in range(4)]  # a rank may have no rows; fresh: of this step's sampler
     for part in (rows[i : i + 64] for i in range(0, len(rows), 64)):  # no more are padded at a time
         batch = collate(part, "cpu")
         ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
         weight_nt = rollout_weights(args, ours_nt, theirs_nt, mask_nt)
-        older_nt = pad([np.full(row["mask_t"].shape, row.get("carried_over", 0), bool) for row in part])
+        older_nt = pad([np.full(len(row["mask_t"]), row.get("carried_over", 0), bool) for row in part])
         for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, ~older_nt)):
             column.append(x.expand(mask_nt.shape)[mask_nt])
     ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
@@ -1177,10 +1215,12 @@ def check_sampler(rows, args, step):
     gap, prob_gap = (x[fresh > 0].abs() for x in (ours - theirs, ours.exp() - theirs.exp()))
     gap, mean = (x / max(count, 1) for x in all_reduce([gap.sum(), prob_gap.sum()]))
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
-    limit = math.inf if args.top_p < 1 else ROUNDING[args.compute_dtype]
-    if not gap < limit:  # `not <` also fails for NaN; top_p samples another distribution on purpose
+    limit, experts = rounding_limit(policy, args)
+    limit = math.inf if args.top_p < 1 else limit  # it samples another distribution on purpose
+    if not gap < limit:  # `not <` also fails for NaN
         why = "the sampler does not hold the trainer's weights, or computes differently"
-        fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit}")
+        why += ", or rounding sends tokens to other experts" * experts
+        fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit:.3g}")
     return {
         "training/rollout_probs_diff_mean": mean,
         "training/rollout_probs_diff_max": largest,
@@ -1256,9 +1296,10 @@ def check_teacher(args, tokenizer, rows):
         here, there = (vocabulary.get(other[0], "none") for vocabulary in (ours, theirs))
         first = f"{other[0]!r} is number {there} there, {here} in --model"
         fail(f"--teacher {args.teacher} has another vocabulary: {len(other)} tokens differ, {first}")
-    size = AutoConfig.from_pretrained(args.model).vocab_size
-    if args.kl == "full" and size != config.vocab_size:
-        fail(f"--kl full: {size} logits of --model, {config.vocab_size} of --teacher: use --kl sampled")
+    configs = AutoConfig.from_pretrained(args.model), config
+    size, their_size = [config.get_text_config().vocab_size for config in configs]
+    if args.kl == "full" and size != their_size:
+        fail(f"--kl full: {size} logits of --model, {their_size} of --teacher: use --kl sampled")
     if args.lam < 1 and (args.kl == "sampled" or args.group_size > 1):
         fail(f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1")
     missing = [row["index"] for row in rows if args.lam < 1 and not row["extra_info"].get("answer")]

@@ -62,6 +62,7 @@ from common.files import replacing, weights_digest
 from common.run import fail, refuse
 from data_prep.lib.images import encode_prompt, load_processor, never_sampled, request, takes_images
 from data_prep.lib.schema import load_rows
+from data_prep.lib.towers import hf_overrides, vllm_names
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 
@@ -95,7 +96,7 @@ def columns_of(args):
 def load_prompts(args, tokenizer, tools):
     """Ids and images of the prompts within --max_prompt_length, by row number, and the whole table."""
     rows, table = load_rows(args.data, [args.prompt_key, "images"]), pq.read_table(args.data)
-    sees = takes_images(AutoConfig.from_pretrained(args.model))
+    sees = takes_images(args)
     blind = next((i for i, row in enumerate(rows) if row["images"] and not sees), None)
     taken = [name for name in columns_of(args) if name in table.column_names]
     refuse(
@@ -140,6 +141,7 @@ def build_engine(args):
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # C++ compiler
     import vllm
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
     from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
@@ -147,7 +149,7 @@ def build_engine(args):
     arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ.get('MASTER_PORT')}"
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
-    config = AutoConfig.from_pretrained(args.model)
+    config, sees, load = AutoConfig.from_pretrained(args.model), takes_images(args), Loader.get_all_weights
     quantized = hasattr(config, "quantization_config")
     form = config.quantization_config.get("format") if quantized else None
     current_platform.import_kernels()  # until then torch.ops._C is empty on every processor
@@ -155,10 +157,13 @@ def build_engine(args):
         raise ValueError(f"{args.model}: vLLM needs AVX-512 for 4 bits on a CPU: take quantize.py's w8a8")
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
+    Loader.get_all_weights = lambda self, to, lm: vllm_names(load(self, to, lm), config, to.hf_config)
     gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
     return vllm.LLM(
         model=args.model,
-        skip_tokenizer_init=not takes_images(config),
+        hf_overrides=hf_overrides(config, sees or quantized),
+        language_model_only=not sees,
+        skip_tokenizer_init=not sees,
         mm_hasher_algorithm="sha256",  # of images: the default is a package of its own
         dtype="auto" if quantized else "bfloat16" if cuda else "float32",  # as the trainers' samplers
         tensor_parallel_size=args.tp_size,
@@ -277,7 +282,8 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     sampling["stop_token_ids"] = [tokenizer.eos_token_id]
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
-    sampling["logit_bias"] = dict.fromkeys(never_sampled(engine.llm_engine.model_config.hf_config), -100.0)
+    never = never_sampled(engine.llm_engine.model_config.hf_config) if takes_images(args) else []
+    sampling["logit_bias"] = dict.fromkeys(never, -100.0)
     talks = [dict(prompts[row], extra_info=about[row]) for row, _ in jobs]
     talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
@@ -297,7 +303,7 @@ def main(args):
     rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
     try:
         args.model = check_args(args, world)
-        tokenizer = load_processor(args.model)
+        tokenizer = load_processor(args.model, sees=takes_images(args))
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s) if args.env else None
         if pool and pool.tools:
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)

@@ -104,12 +104,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available, logging
 
@@ -118,6 +113,7 @@ from common.run import Logger, digests, fail, in_one_line, leave, open_run, rank
 from data_prep.lib.cache import IDS, prepare
 from data_prep.lib.images import auto_class, load_processor, takes_images
 from data_prep.lib.schema import open_parquet
+from data_prep.lib.towers import copy_processor, decoder, freeze_towers, untied
 from data_prep.lib.turns import check_calls, without_special
 
 
@@ -259,7 +255,7 @@ def main(args):
     state = load_checkpoint(resume_from, trained, optimizer)
     check_scores(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
@@ -308,7 +304,10 @@ def main(args):
 # The system
 # --------------------------------------------------------------------------------------------------
 # region layouts
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+def rounding_limit(policy, args):
+    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
+    experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
+    return {"float32": 1e-4, "bfloat16": 0.1}[args.compute_dtype] * (3 if experts else 1), experts
 
 
 def join(parts):
@@ -385,9 +384,8 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = shapes.max(0).tolist()
-        options = dict(softmax_scale=scaling, causal=True)
-        out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
+        sizes = *borders, *shapes.max(0).tolist()
+        out = flash_attn_varlen_func(query, key, value, *sizes, softmax_scale=scaling, causal=True)
     else:
         out = attend(query, key, value, shapes, scaling)
     return out[None], None
@@ -413,17 +411,17 @@ def attend(query, key, value, shapes, scaling):
 
 def special_layers(config):
     """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model = auto_class(config)._model_mapping.get(type(config), None)
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
-    special = [name for name in special if getattr(config, name, None)]
-    special += ["images"] * takes_images(config) + ["a state"] * recurrent(config)
+    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
+    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
+    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
     return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
 
 
 def recurrent(config):
     """Whether a layer passes a state along the row, across the borders between texts."""
-    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kinds = getattr(config, "layer_types", None) or []
+    text = config.get_text_config()
+    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    kinds = getattr(text, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
     return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
 
@@ -496,19 +494,24 @@ def split_micro_batches(lengths, budget, one_row):
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **changes):
+def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
 
-    adapt: adds LoRA. share: whether its texts may be in one row. changes: to its configuration.
+    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
+    changes: to its configuration.
     """
     config, attention = read_config(args, share, **changes)
-    auto, adapt = auto or auto_class(config), adapt or add_adapters
+    auto, adapt = auto_class(config, scores), adapt or add_adapters
     original_dtype = config.dtype or getattr(torch, args.param_dtype)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
+    if all_reduce([bool(full and untied(full))]) == [1]:
+        config.tie_word_embeddings = False
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
+        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
         adapt(lm, args)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
+    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm, attention == "pieces")
@@ -518,9 +521,8 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = None
-    if dist.get_rank() == 0:
-        full = adapt(auto.from_pretrained(args.model, dtype="auto", **changes), args)
+    if full:
+        adapt(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -536,10 +538,11 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    if share and attention in ("sdpa", "flash_attention_2") and not special_layers(config):
+    special = takes_images(args) or special_layers(config)
+    if share and attention in ("sdpa", "flash_attention_2") and not special:
         AttentionInterface.register("pieces", partial(piece_attention, kernel=attention))
         attention = "pieces"
     return config, attention
@@ -550,11 +553,14 @@ def add_adapters(lm, args):
     if not args.lora_rank:
         return lm
     import peft  # here, because it takes two seconds
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
+    renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
     layers = {}  # names of the linear layers, without experts, routers and the output layer
+    body = {*decoder(lm).modules()}
     for name, layer in lm.named_modules():
         routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and name.startswith(lm.base_model_prefix) and not routes:
+        if type(layer) is nn.Linear and layer in body and not routes:
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -572,14 +578,15 @@ def add_adapters(lm, args):
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype):
+def whole_weights(lm, dtype, towers=True):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
     Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
     """
+    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         layer, base, end = name.partition(".base_layer.")
-        if name in lm.tied or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
@@ -661,6 +668,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            copy_processor(models["hf"], args.model, path / "hf")
             state |= dict(step=step, digests=digests(args))
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state, default=str))
@@ -700,7 +708,7 @@ class Scorer(nn.Module):
 
     def forward(self, where, **inputs):
         """where [L]: flat positions -> scores [L], float32, and the head's input [L, H]."""
-        hidden_lh = self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        hidden_lh = decoder(self.lm)(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
         score_l1 = self.lm.score(hidden_lh.to(self.lm.score.weight.dtype)).float()
         return score_l1.sum(-1), hidden_lh  # of one column: FSDP warns of a view
 
@@ -708,8 +716,8 @@ class Scorer(nn.Module):
 def load_policy(args, mesh, device, pad_id):
     """The model that `score` calls."""
     logging.set_verbosity_error()  # a causal LM has no head, as it should be
-    auto = AutoModelForSequenceClassification
-    policy = load_model(args, mesh, device, Scorer, auto, num_labels=1, pad_token_id=pad_id)
+    policy = load_model(args, mesh, device, Scorer, scores=True, num_labels=1)
+    policy.lm.config.get_text_config().pad_token_id = pad_id
     if not is_classifier(policy.lm.config):
         nn.init.zeros_(policy.lm.score.weight)
     return policy
@@ -730,13 +738,13 @@ def check_scores(policy, rows, args):
         lm.set_attn_implementation(kernel)
         policy.shares = shares
     gap = ((hidden_lh - own_lh).abs().mean() / own_lh.abs().mean()).item()
-    limit, kernel = ROUNDING[args.compute_dtype], args.attn_implementation
+    (limit, _), kernel = rounding_limit(policy, args), args.attn_implementation
     cause = f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if shares:
         cause = f"conversations in one row see one another, or {cause}"
     if not max(all_reduce([gap], dist.ReduceOp.MAX)) < limit:  # `not <` also fails for NaN
         unlike = f"states under {kernel} are not those of eager attention, off by {gap:.3g} of their size"
-        fail(f"{args.model} ({lm.config.model_type}): {unlike}, over {limit}; likely {cause}")
+        fail(f"{args.model} ({lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
 
 
 def check_args(args):
@@ -757,12 +765,12 @@ def check_model(config, args):
     name, labels = f"{args.model} ({config.model_type})", config.num_labels if is_classifier(config) else 1
     config.num_labels = 1
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
-        auto, kernel = AutoModelForSequenceClassification, args.attn_implementation
+        auto, kernel = auto_class(config, scores=True), args.attn_implementation
         lm = add_adapters(auto.from_config(config, attn_implementation=kernel), args)
     headless = getattr(getattr(lm, "score", None), "bias", 0) is not None
     problems = {
         f"{name} is a classifier with {labels} labels; a reward model has one score": labels != 1,
-        f"{name} takes more than text, which rm.py does not": takes_images(config),
+        f"{name} takes images, which rm.py does not": takes_images(args),
         f"{name} as a classifier has no head `score` without a bias": headless,
     }
     refuse(problems)
@@ -776,8 +784,9 @@ def load_data(args):
         tokenizer = load_processor(args.model, args.tokenizer)
         if tokenizer.chat_template is None:
             raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no chat template")
-        pad_id = config.pad_token_id if config.pad_token_id is not None else tokenizer.pad_token_id
-        pad_id = pad_id if pad_id is not None and pad_id < config.vocab_size else None
+        text = config.get_text_config()
+        pad_id = text.pad_token_id if text.pad_token_id is not None else tokenizer.pad_token_id
+        pad_id = pad_id if pad_id is not None and pad_id < text.vocab_size else None
         train_rows, dropped = read_pairs(args.train_files, args, tokenizer, pad_id)
         val_rows, val_dropped = read_pairs(args.val_files, args, tokenizer, pad_id)
     except (ValueError, OSError, ImportError) as error:

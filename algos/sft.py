@@ -127,6 +127,7 @@ from data_prep.lib.images import (
     show_images,
     takes_images,
 )
+from data_prep.lib.towers import copy_processor, decoder, freeze_towers, untied
 from data_prep.lib.turns import says_nothing, turns
 from envs import load_env
 
@@ -258,7 +259,7 @@ def main(args):
     state = load_checkpoint(resume_from, trained, optimizer)
     check_layout(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
@@ -341,7 +342,7 @@ class LogProbs(torch.autograd.Function):
             logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            if with_entropy and ctx.needs_input_grad[0]:  # without a backward pass nobody uses it
+            if with_entropy:
                 entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
         ctx.save_for_backward(hidden, weight, target, entropy, buffers)
         ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
@@ -383,7 +384,7 @@ class TokenLogps(nn.Module):
     """
 
     sp_size = 1  # ranks that share a row
-    entropy = True  # whether the loss needs it
+    entropy = True  # whether it is computed
 
     def __init__(self, lm, shares=False):
         super().__init__()
@@ -395,11 +396,12 @@ class TokenLogps(nn.Module):
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
         self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.never = never_sampled(lm.config)
+        self.never = [] if getattr(lm, "towers", ()) else never_sampled(lm.config)
 
     def hidden(self, where, inputs):
         """What the output layer reads at flat positions, [L, H]."""
-        return self.lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        body = self.lm.base_model if "pixel_values" in inputs else decoder(self.lm)
+        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
     def forward(self, where, target, temperature, **inputs):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
@@ -416,9 +418,9 @@ def token_logps(policy, rows, args, temperature):
     device = next(policy.parameters()).device
     layout = one_row if policy.shares else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if takes_images(policy.lm.config):
+    if takes_images(args):
         texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
-        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer))
+        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer, True))
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
@@ -431,7 +433,10 @@ def token_logps(policy, rows, args, temperature):
 
 # endregion
 # region layouts
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # mean |log-prob difference| that rounding alone explains
+def rounding_limit(policy, args):
+    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
+    experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
+    return {"float32": 1e-4, "bfloat16": 0.1}[args.compute_dtype] * (3 if experts else 1), experts
 
 
 def join(parts):
@@ -508,9 +513,8 @@ def piece_attention(module, query, key, value, mask, scaling, seen, shapes, bord
     if kernel == "flash_attention_2":
         from flash_attn import flash_attn_varlen_func
 
-        longest = shapes.max(0).tolist()
-        options = dict(softmax_scale=scaling, causal=True)
-        out = flash_attn_varlen_func(query, key, value, *borders, *longest, **options)
+        sizes = *borders, *shapes.max(0).tolist()
+        out = flash_attn_varlen_func(query, key, value, *sizes, softmax_scale=scaling, causal=True)
     else:
         out = attend(query, key, value, shapes, scaling)
     return out[None], None
@@ -536,17 +540,17 @@ def attend(query, key, value, shapes, scaling):
 
 def special_layers(config):
     """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model = auto_class(config)._model_mapping.get(type(config), None)
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping"
-    special = [name for name in special if getattr(config, name, None)]
-    special += ["images"] * takes_images(config) + ["a state"] * recurrent(config)
+    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
+    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
+    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
     return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
 
 
 def recurrent(config):
     """Whether a layer passes a state along the row, across the borders between texts."""
-    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kinds = getattr(config, "layer_types", None) or []
+    text = config.get_text_config()
+    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    kinds = getattr(text, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
     return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
 
@@ -619,19 +623,24 @@ def split_micro_batches(lengths, budget, one_row):
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **changes):
+def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
     """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
 
-    adapt: adds LoRA. share: whether its texts may be in one row. changes: to its configuration.
+    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
+    changes: to its configuration.
     """
     config, attention = read_config(args, share, **changes)
-    auto, adapt = auto or auto_class(config), adapt or add_adapters
+    auto, adapt = auto_class(config, scores), adapt or add_adapters
     original_dtype = config.dtype or getattr(torch, args.param_dtype)
+    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
+    if all_reduce([bool(full and untied(full))]) == [1]:
+        config.tie_word_embeddings = False
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
+        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
         adapt(lm, args)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()  # names that are not saved
+    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm, attention == "pieces")
@@ -641,9 +650,8 @@ def load_model(args, mesh, device, wrap, auto=None, adapt=None, share=True, **ch
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    full = None
-    if dist.get_rank() == 0:
-        full = adapt(auto.from_pretrained(args.model, dtype="auto", **changes), args)
+    if full:
+        adapt(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -659,10 +667,11 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    if share and attention in ("sdpa", "flash_attention_2") and not special_layers(config):
+    special = takes_images(args) or special_layers(config)
+    if share and attention in ("sdpa", "flash_attention_2") and not special:
         AttentionInterface.register("pieces", partial(piece_attention, kernel=attention))
         attention = "pieces"
     return config, attention
@@ -673,11 +682,14 @@ def add_adapters(lm, args):
     if not args.lora_rank:
         return lm
     import peft  # here, because it takes two seconds
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
+    renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
     layers = {}  # names of the linear layers, without experts, routers and the output layer
+    body = {*decoder(lm).modules()}
     for name, layer in lm.named_modules():
         routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and name.startswith(lm.base_model_prefix) and not routes:
+        if type(layer) is nn.Linear and layer in body and not routes:
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -695,14 +707,15 @@ def add_adapters(lm, args):
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype):
+def whole_weights(lm, dtype, towers=True):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
     Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
     """
+    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         layer, base, end = name.partition(".base_layer.")
-        if name in lm.tied or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
@@ -784,6 +797,7 @@ def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
             tokenizer.save_pretrained(path / "hf")
+            copy_processor(models["hf"], args.model, path / "hf")
             state |= dict(step=step, digests=digests(args))
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state, default=str))
@@ -1075,7 +1089,7 @@ def load_policy(args, mesh, device):
     load = load_quantized if args.qlora else load_model
     adapt = add_adaptive_adapters if args.lora_kind == "adalora" else add_adapters
     policy = load(args, mesh, device, wrap, adapt=adapt, share=args.packing)
-    policy.entropy = False  # no loss needs it
+    policy.entropy = False  # nothing needs it
     return policy
 
 
@@ -1083,14 +1097,20 @@ def load_quantized(args, mesh, device, wrap, adapt, share):
     """As load_model, but the frozen weights are in 4 bits (NF4), and whole on every rank."""
     config, attention = read_config(args, share)
     dtype, original_dtype = getattr(torch, args.compute_dtype), config.dtype
-    lm = AutoModelForCausalLM.from_pretrained(
+    with torch.device("meta"):
+        towers = freeze_towers(auto_class(config).from_config(config))
+    whole = [f"{name.rpartition('.')[0]}$" for name in towers] + ["lm_head"]
+    lm = auto_class(config).from_pretrained(
         args.model,
         config=config,
         dtype=dtype,
         attn_implementation=attention,
         device_map={"": device},
         quantization_config=transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=whole if towers else None,
         ),
     )
     for p in adapt(lm.train(), args).parameters():  # adapters are equal on all ranks, by the seed
@@ -1098,7 +1118,7 @@ def load_quantized(args, mesh, device, wrap, adapt, share):
             p.data = p.data.to(getattr(torch, args.param_dtype))
     del lm.config.quantization_config  # hf/ has whole weights
     lm.config.dtype = original_dtype or dtype
-    lm.tied = lm.all_tied_weights_keys if config.tie_word_embeddings else ()
+    lm.tied, lm.towers = lm.all_tied_weights_keys, freeze_towers(lm)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm, attention == "pieces")
@@ -1142,10 +1162,10 @@ def check_layout(policy, rows, args):
         layout, cause = "sequence-parallel", "slices of a row miss something of one another: try --sp_size 1"
     elif policy.shares:
         layout, cause = "packed", f"texts in one row see one another: try --no-packing; or {cause}"
-    limit = ROUNDING[args.compute_dtype]
+    limit, _ = rounding_limit(policy, args)
     if not gap < limit:  # `not <` also fails for NaN
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
-        fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit}; likely {cause}")
+        fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
 
 
 def check_args(args):
@@ -1175,15 +1195,16 @@ def check_model(config, args):
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
         TokenLogps(add_adapters(lm, args))  # TokenLogps refuses a bias of the output layer
-    name, heads = f"{args.model} ({config.model_type})", getattr(config, "num_attention_heads", 0)
-    sp_size, special, known = args.sp_size, " and ".join(special_layers(config)), {config.model_type}
+    name, text = f"{args.model} ({config.model_type})", config.get_text_config()
+    heads, sp_size = getattr(text, "num_attention_heads", 0), args.sp_size
+    special, known = " and ".join(special_layers(config)), {config.model_type}
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
-    text_only = args.messages_key or args.lora_rank or args.liger or args.truncation == "left"
-    flags = "--messages_key, --lora_rank, --liger and --truncation left"
+    text_only = args.messages_key or args.lora_rank or args.liger or args.truncation == "left" or sp_size > 1
+    flags = "--messages_key, --lora_rank, --liger, --truncation left and --sp_size"
     undivided = f"{name} has {heads} attention heads, which --sp_size {sp_size} does not divide"
     problems = {
-        f"{name} takes images, which {flags} do not": takes_images(config) and text_only,
+        f"{name} takes images, which {flags} do not": takes_images(args) and text_only,
         f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
         f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,
         f"{name} has no kernels for --liger": config.model_type not in known,
@@ -1195,7 +1216,7 @@ def load_data(args):
     """-> tokenizer, rows of training and validation, the tokens that end responses, and a line about them."""
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, args.tokenizer)
+        tokenizer = load_processor(args.model, args.tokenizer, takes_images(args))
         tools = load_env(args.env).tools if args.env else None
         train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer, tools)
         val_rows, _, *val_counts = load_examples(args.val_files, args, tokenizer, tools)

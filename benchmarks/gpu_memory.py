@@ -1,7 +1,9 @@
-"""GiB that GRPO takes of a GPU, by size of the model and number of GPUs: the table of docs/guides/memory.md.
+"""GiB that GRPO takes of a GPU, computed: the tables of docs/guides/memory.md and docs/guides/recipes.md.
 
 python benchmarks/gpu_memory.py
 """
+
+from dataclasses import dataclass
 
 # sizes of Qwen2.5: width, MLP, layers, heads, KV heads, vocabulary
 SIZES = {
@@ -13,48 +15,141 @@ SIZES = {
     "32B": (5120, 27648, 64, 40, 8, 152064),
 }
 TIED = ("0.5B", "1.5B", "3B")  # their output layer is the embedding
+RECIPES = ("Qwen3.5-0.8B", "Qwen3.5-4B", "Qwen3-8B", "Gemma 3 4B", "Llama 3.1 8B", "gpt-oss-20b")
 GIB = 2**30
 
 
-def parameters(size):
-    """Of a block, of what is in no block (embedding, output layer), and of all."""
+@dataclass
+class Model:
+    """Sizes of a model, and numbers of its parameters."""
+
+    width: int
+    mlp: int  # of all experts that a token meets
+    layers: int
+    vocabulary: int
+    block: int  # parameters of the largest block
+    root: int  # of what is in no block: embedding, output layer
+    total: int  # of the language model
+    adapters: int  # of LoRA of rank 16
+    tower: int = 0  # of a vision tower, which text leaves frozen and out of the sampler
+    eager_heads: int = 0  # heads of eager attention, whose scores exist
+
+
+def qwen2(size):
+    """Qwen2.5 by its formula."""
     h, mlp, layers, heads, kv_heads, vocabulary = SIZES[size]
     kv = h // heads * kv_heads
     block = 2 * h * h + 2 * h * kv + h + 2 * kv + 3 * h * mlp + 2 * h
     root = (1 if size in TIED else 2) * vocabulary * h + h
-    return block, root, layers * block + root
+    adapters = 16 * layers * (2 * (h + h) + 2 * (h + kv) + 3 * (h + mlp))
+    return Model(h, mlp, layers, vocabulary, block, root, layers * block + root, adapters)
 
 
-def memory(size, gpus, tokens=8192, chunk=1024):
-    """At rest; at the peak of an update with `tokens` a micro-batch; the sampler's weights, all of them."""
-    h, mlp, layers, *_, vocabulary = SIZES[size]
-    block, root, total = parameters(size)
-    rest = 12 * total / gpus  # float32 weights 4, Adam's moments 8
-    update = rest + 4 * total / gpus  # gradients
+def configuration(name):
+    """The configuration of a published model, as far as its sizes."""
+    import transformers as t
+
+    qwen = dict(head_dim=256, vocab_size=248320, tie_word_embeddings=True)
+    qwen_tower = dict(num_position_embeddings=2304)
+    if name == "Qwen3.5-0.8B":
+        text = dict(hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8)
+        text |= qwen | dict(num_key_value_heads=2, linear_num_value_heads=16)
+        tower = dict(depth=12, hidden_size=768, intermediate_size=3072, num_heads=12, out_hidden_size=1024)
+        return t.Qwen3_5Config(text_config=text, vision_config=tower | qwen_tower, tie_word_embeddings=True)
+    if name == "Qwen3.5-4B":
+        text = dict(hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, num_attention_heads=16)
+        text |= qwen | dict(num_key_value_heads=4, linear_num_value_heads=32)
+        tower = dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, out_hidden_size=2560)
+        return t.Qwen3_5Config(text_config=text, vision_config=tower | qwen_tower, tie_word_embeddings=True)
+    if name == "Qwen3-8B":
+        sizes = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936)
+        heads = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+        return t.Qwen3Config(**sizes, **heads, tie_word_embeddings=False)
+    if name == "Gemma 3 4B":
+        text = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, vocab_size=262208)
+        tower = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16)
+        tower |= dict(image_size=896, patch_size=14, vision_use_head=False)
+        return t.Gemma3Config(text_config=text, vision_config=tower)
+    if name == "Llama 3.1 8B":
+        sizes = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256)
+        heads = dict(num_attention_heads=32, num_key_value_heads=8)
+        return t.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
+    return t.GptOssConfig(num_hidden_layers=24, num_local_experts=32, num_experts_per_tok=4)
+
+
+def published(name):
+    """A published model, its parameters counted by transformers without memory for them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = configuration(name)
+    text, count = config.get_text_config(), lambda module: sum(p.numel() for p in module.parameters())
+    with torch.device("meta"):
+        lm, whole = AutoModelForCausalLM.from_config(text), None
+        if text is not config:
+            whole = AutoModelForImageTextToText.from_config(config)
+    blocks = [layer for layer in lm.modules() if type(layer).__name__ in lm._no_split_modules]
+    total, inside = count(lm), sum(map(count, blocks))
+    linear = [layer for block in blocks for layer in block.modules() if type(layer) is torch.nn.Linear]
+    return Model(
+        width=text.hidden_size,
+        mlp=text.intermediate_size * (getattr(text, "num_experts_per_tok", None) or 1),
+        layers=text.num_hidden_layers,
+        vocabulary=text.vocab_size,
+        block=max(map(count, blocks)),
+        root=total - inside,
+        total=total,
+        adapters=16 * sum(layer.in_features + layer.out_features for layer in linear),
+        tower=count(whole) - total if whole else 0,
+        eager_heads=text.num_attention_heads if text.model_type == "gpt_oss" else 0,
+    )
+
+
+def memory(m, gpus, lora=False, tokens=8192, row=1536, chunk=1024):
+    """GiB at rest, at the peak of an update with `tokens` a micro-batch, and of the sampler's weights."""
+    rest = 12 * m.total / gpus  # float32 weights 4, Adam's moments 8
+    update = 4 * m.total / gpus  # gradients
     # the largest unit whole: its bf16 copy 2, its gradient 2, the same in float32 to be reduced 4
-    update += 8 * max(root, block)
-    update += 2 * 2 * block  # copies of two blocks, one gathered ahead
+    update += 8 * max(m.root, m.block)
+    if lora:  # frozen weights have neither gradients nor moments
+        rest, update = (
+            (4 * m.total + 12 * m.adapters) / gpus,
+            4 * m.adapters / gpus + 2 * max(m.root, m.block),
+        )
+    rest += 4 * m.tower / gpus
+    update += rest
+    update += 2 * 2 * m.block  # copies of two blocks, one gathered ahead
     # bf16 inputs of all layers, the inside of one (an estimate), its gradients
-    update += 2 * tokens * (layers * h + 12 * h + 6 * mlp)
-    update += 2 * 4 * chunk * vocabulary  # two buffers of logits
-    return rest / GIB, update / GIB, 2 * total / GIB
+    update += 2 * tokens * (m.layers * m.width + 12 * m.width + 6 * m.mlp)
+    update += 10 * m.eager_heads * tokens * row  # scores of a layer: bf16, and in float32 for the softmax
+    update += 2 * 4 * chunk * m.vocabulary  # two buffers of logits
+    return rest / GIB, update / GIB, 2 * m.total / GIB
 
 
-def table(gpu=79.6, share=0.5, asleep=3.0, cache=4.0):
-    """Markdown: what fits a GPU of `gpu` GiB, 5 % of it spare, if a sleeping vLLM keeps `asleep`."""
-    lines = ["| Model | GPUs | At rest | In an update | On 80 GB |", "|---|---|---|---|---|"]
-    for size in SIZES:
-        for gpus in (1, 8, 16):
-            rest, update, sampler = memory(size, gpus)
-            # a rank's part of the sampler's weights and at least `cache` must fit the sampler's share
-            fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp + cache <= share * gpu]
-            flags = [f"`--tp_size {tp}`" for tp in fitting[:1] if tp > 1]
-            flags += ["`--offload`"] if rest + share * gpu + asleep > 0.95 * gpu else []
-            fits = fitting and update + asleep <= 0.95 * gpu
-            verdict = (" ".join(flags) or "yes") if fits else "no"
-            lines.append(f"| {size} | {gpus} | {rest:.1f} | {update:.1f} | {verdict} |")
+def verdict(m, gpus, lora=False, gpu=79.6, share=0.5, asleep=3.0, cache=4.0):
+    """Flags with which GRPO fits GPUs of `gpu` GiB, 5 % of it spare, if a sleeping vLLM keeps `asleep`."""
+    rest, _, sampler = memory(m, gpus, lora)
+    # a rank's part of the sampler's weights and at least `cache` must fit the sampler's share
+    fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp + cache <= share * gpu]
+    budgets = [n for n in (8192, 4096, 2048) if memory(m, gpus, lora, n)[1] + asleep <= 0.95 * gpu]
+    flags = [f"`--tp_size {tp}`" for tp in fitting[:1] if tp > 1]
+    flags += ["`--offload`"] if rest + share * gpu + asleep > 0.95 * gpu else []
+    flags += [f"`--max_tokens_per_microbatch {n}`" for n in budgets[:1] if n < 8192]
+    return (" ".join(flags) or "yes") if fitting and budgets else "no"
+
+
+def table(models=None, gpus=(1, 2, 4, 8, 16)):
+    """Markdown: what fits GPUs of 80 GB, for models by name; None: the sizes of Qwen2.5."""
+    lines = ["| Model | GPUs | At rest | In an update | On 80 GB | With LoRA |", "|---|---|---|---|---|---|"]
+    for name, m in (models or {size: qwen2(size) for size in SIZES}).items():
+        for n in gpus:
+            rest, update, _ = memory(m, n)
+            lines.append(
+                f"| {name} | {n} | {rest:.1f} | {update:.1f} | {verdict(m, n)} | {verdict(m, n, True)} |"
+            )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), "\n")
+    print(table({name: published(name) for name in RECIPES}, gpus=(1, 2, 4, 8)))

@@ -4,8 +4,9 @@
     python benchmarks/throughput.py --algo sft --model models/tiny --config hidden_size 512
 
 Each round runs the real script as a user would, then raw.py on the same rows with the same threads. Every
-step has the same prompts and fixed response lengths (see workload.py). `overhead` is the step over the sum of
-its raw parts; `cpu_overhead` the same in CPU seconds, which other processes on the machine disturb less.
+step has the same prompts and fixed response lengths (see workload.py), or with --real lengths with a long
+tail and half of the groups constant. `overhead` is the step over the sum of its raw parts; `cpu_overhead` the
+same in CPU seconds, which other processes on the machine disturb less.
 """
 
 import json
@@ -44,7 +45,9 @@ class Args:
     prompt_length: int = 96
     """Mean tokens of a prompt."""
     response_length: int = 64
-    """Tokens of each response, for sft their mean."""
+    """Tokens of each response, for sft their mean; with --real their limit."""
+    real: bool = False
+    """Geometric lengths, with a mean of about a quarter of the limit, and every second group constant."""
     temperature: float = 1.0
     """Sampling temperature; a low one makes a random model so confident that it does not sample EOS."""
     max_tokens_per_microbatch: int = 2048
@@ -70,7 +73,8 @@ def trainer_flags(args, model, rows, out):
     flags |= dict(max_tokens_per_microbatch=args.max_tokens_per_microbatch)
     if args.algo != "sft":
         flags |= dict(ppo_mini_batch_size=args.prompts, temperature=args.temperature)
-        flags |= dict(reward_fn=f"{Path(__file__).parent / 'lib/alternating.py'}:score")
+        score = "half_constant" if args.real else "score"
+        flags |= dict(reward_fn=f"{Path(__file__).parent / 'lib/alternating.py'}:{score}")
         flags |= dict(max_prompt_length=2 * args.prompt_length, max_response_length=args.response_length)
         flags |= {} if args.algo == "ppo" else dict(group_size=args.group_size)
     return [x for k, v in flags.items() for x in (f"--{k}", v)] + [
@@ -90,7 +94,8 @@ def measure(args, work):
         watch=(work / "run/metrics.jsonl", stamps),
     )
     steps = read_metrics(work / "run", args.warmup)
-    if args.algo != "sft" and any(m["response_length/min"] < args.response_length for m in steps):
+    early = args.algo != "sft" and not args.real
+    if early and any(m["response_length/min"] < args.response_length for m in steps):
         raise SystemExit("error: a response ended early; lower --temperature or shorten --response_length")
     run = json.loads((work / "run/args.json").read_text())
     prefix, steps_s = "timing_s/", []
@@ -150,7 +155,8 @@ def main():
     args = tyro.cli(Args)
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
-        make_model(args.model, work / "model", args.config)
+        ends = args.response_length // 4 if args.real else None  # one of so many tokens ends a response
+        make_model(args.model, work / "model", args.config, ends)
         make_rows(
             work / "model", work / "rows.parquet", args.prompts, args.prompt_length, args.response_length
         )

@@ -67,13 +67,12 @@ def parse(args_class, words=None):
 def unusable(values, defaults):
     """What is wrong with {flag: value}."""
     for (low, high), names in RANGES.items():
-        words = f"{'at least' if low in (0, 1) else 'above'} {int(low)}"
-        words += f" and at most {high}" * (high < math.inf)
+        least, most = "at least" if low in (0, 1) else "above", f" and at most {high}" * (high < math.inf)
         for name in names.split():
             value = values.get(name)
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and not low <= number <= high:  # NaN too
-                    return f"--{name} {number} must be {words}"
+                    return f"--{name} {number} must be {least} {int(low)}{most}"
     for (other, value), names in IDLE.items():
         for name in names.split():
             if values.get(name) != defaults.get(name) and values.get(other) == value:

@@ -20,10 +20,10 @@ from common.files import json_line, replacing, weights_digest
 
 MODELS = "model", "critic_model", "reward_model", "teacher"  # flags that name weights
 MUST_AGREE = set(  # for a run to resume: its data, its model and its objective
-    "tokenizer env lora_rank lora_alpha lora_target_modules lora_kind train_files seed prompt_key"
+    "tokenizer env lora_rank lora_alpha lora_target_modules lora_kind train_files seed prompt_key loss kl"
     " response_key messages_key chosen_key rejected_key bad_pairs max_length truncation max_prompt_length"
-    " max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn loss policy_loss"
-    " center_rewards_coef kl".split()
+    " max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn policy_loss"
+    " center_rewards_coef".split()
 )
 
 
@@ -36,9 +36,8 @@ def fail(message):
 
 def refuse(problems):
     """Stop with the first message of {message: condition} whose condition is true."""
-    for message, is_so in problems.items():
-        if is_so:
-            fail(message)
+    for message in [text for text, is_so in problems.items() if is_so][:1]:
+        fail(message)
 
 
 def open_run(args):
@@ -161,13 +160,15 @@ def leave():
     os._exit(0)
 
 
-def ranks_on(device):
-    """How many ranks on what, for a run's first line; on a CPU also which cores they leave idle."""
+def ranks_on(device, lm):
+    """How many ranks on what, and what they train, for a run's first lines; on a CPU also idle cores."""
     ranks, threads = dist.get_world_size(), torch.get_num_threads()
     here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
     cores = psutil.cpu_count(logical=False) or here * threads  # unknown on some machines
-    words, idle = f"{ranks} rank{'s' * (ranks > 1)} on {device.type}", cores - here * threads
-    if device.type == "cuda" or idle <= 0:
-        return words
-    remedy = f"OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores} would take them"
-    return f"{words}, {idle} of {cores} cores idle: {remedy}"
+    text, idle = f"{ranks} rank{'s' * (ranks > 1)} on {device.type}", cores - here * threads
+    if device.type == "cpu" and idle > 0:
+        text += f", {idle} of {cores} cores idle: OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores}"
+    trained = {name: p.numel() for name, p in lm.named_parameters() if p.requires_grad}
+    layers = " ".join(sorted({n.split(".lora_")[0].rpartition(".")[2] for n in trained if ".lora_" in n}))
+    part = f"{sum(trained.values()) / 1e6:.3g}M of {sum(p.numel() for p in lm.parameters()) / 1e6:.4g}M"
+    return f"{text}\nLoRA trains {part} weights: {layers}" if layers else f"{text}\ntrains {part} weights"

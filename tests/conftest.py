@@ -1,14 +1,18 @@
 """Shared by the tests: a tiny model, data, and a torchrun that does not leak its environment."""
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -16,15 +20,37 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 
 
+# what programs import, but for this repository's own modules
+LIBRARIES = """
+    datasets hypothesis peft psutil pyarrow.parquet tqdm transformers tyro vllm vllm.v1.engine.llm_engine
+    torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.distributed.run
+    transformers.models.auto.modeling_auto vllm.v1.worker.cpu_worker
+""".split()
+
+
+@functools.cache
+def python():
+    """The words that run a program with the libraries loaded, see forked.py."""
+    socket = Path(tempfile.mkdtemp(prefix="forked_")) / "socket"
+    loaded = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", TORCHDYNAMO_DISABLE="1")
+    env = os.environ | loaded | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    command = [sys.executable, ROOT / "tests/forked.py", "serve", socket, *LIBRARIES]
+    server = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    while not socket.exists():
+        assert server.poll() is None, "tests/forked.py: the server has ended"
+        time.sleep(0.1)
+    return [sys.executable, "-I", "-S", str(ROOT / "tests/forked.py"), "run", str(socket)]
+
+
 def run(*command, ranks=0, check=True, restarts=0):
     """Run a script of the repository under python, or under torchrun with `ranks` -> the finished process."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    launcher.append(f"--max-restarts={restarts}")
     env = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
     env |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    command = [*(launcher if ranks else [sys.executable]), *map(str, command)]
+    launcher = [*python(), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launcher += [f"--max-restarts={restarts}", "--no-python"] if ranks else []
+    command = [*(launcher if ranks else []), *python(), *map(str, command)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd="/")
     assert not check or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
@@ -96,3 +122,12 @@ def arithmetic(tmp_path_factory):
         8,
     )
     return out
+
+
+@pytest.fixture(scope="session")
+def pictures(arithmetic, tmp_path_factory):
+    """A file of rows with a column `images`: a model that takes some is shown them."""
+    rows = pq.read_table(arithmetic / "val.parquet").to_pylist()
+    table = pa.Table.from_pylist([row | dict(images=[dict(bytes=b"no picture", path=None)]) for row in rows])
+    pq.write_table(table, out := tmp_path_factory.mktemp("pictures") / "rows.parquet")
+    return str(out)

@@ -13,6 +13,8 @@ import transformers
 from torch import nn
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from data_prep.lib.images import auto_class
+from data_prep.lib.towers import decoder
 from data_prep.tiny_model import make_tokenizer
 
 WINDOW = 4
@@ -28,8 +30,8 @@ COMMON = dict(
 ATTENTION = COMMON | dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64)
 MIXED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(moe_intermediate_size=32, num_experts_per_tok=2)
-DELTA = dict(
-    linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4
+DELTA = dict(  # vLLM's kernel for a CPU needs heads of 128
+    linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=2, linear_num_value_heads=4
 )
 DELTA |= dict(layer_types=["linear_attention", "full_attention"])
 LATENT = dict(num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32)
@@ -79,7 +81,7 @@ FAMILIES = {
     "lfm2": (
         "Lfm2",
         {k: v for k, v in ATTENTION.items() if k != "head_dim"}
-        | dict(block_multiple_of=32, layer_types=["conv", "full_attention"]),
+        | dict(block_multiple_of=32, conv_dim=64, block_dim=64, layer_types=["conv", "full_attention"]),
     ),
     "mamba": ("Mamba", MAMBA),
     "falcon_mamba": ("FalconMamba", MAMBA),
@@ -113,23 +115,88 @@ FAMILIES = {
 }
 
 
+# Checkpoints with a vision tower. Heads of 128 in linear attention: vLLM has no others on a CPU.
+TOWER = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
+QWEN_TOWER = dict(depth=1, hidden_size=64, intermediate_size=64, num_heads=2, out_hidden_size=64)
+QWEN_TOWER |= dict(patch_size=4, temporal_patch_size=2, num_position_embeddings=64)
+MARKS = dict(image_token_index=120, boi_token_index=121, eoi_token_index=122)
+QWEN_MARKS = dict(image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123)
+ROPE = dict(rope_type="default", rope_theta=10000.0, mrope_interleaved=True)
+WIDE = ATTENTION | DELTA | dict(linear_key_head_dim=128, linear_value_head_dim=128)
+WIDE["rope_parameters"] = ROPE | dict(mrope_section=[2, 1, 1], partial_rotary_factor=0.25)
+GEMMA4 = dict(global_head_dim=32, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+GEMMA4 |= dict(final_logit_softcapping=5.0, vocab_size_per_layer_input=128)
+
+
+def wrap(text, tower, **fields):
+    return dict(text_config=ATTENTION | text, vision_config=tower) | fields
+
+
+FAMILIES |= {
+    "mistral3": (
+        "Mistral3",
+        wrap(dict(model_type="ministral3"), TOWER | dict(model_type="pixtral", image_size=16, head_dim=32))
+        | dict(image_token_index=120, tie_word_embeddings=False),
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        wrap(
+            dict(rope_parameters=ROPE | dict(mrope_section=[8, 4, 4])),
+            QWEN_TOWER | dict(deepstack_visual_indexes=[0]),
+            **QWEN_MARKS,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3",
+        wrap(MIXED | dict(query_pre_attn_scalar=16), TOWER | dict(image_size=16), **MARKS)
+        | dict(mm_tokens_per_image=4),
+    ),
+    "gemma4": (
+        "Gemma4",
+        wrap(MIXED | GEMMA4, TOWER | dict(head_dim=32, num_key_value_heads=2, position_embedding_size=64))
+        | dict(audio_config=None, image_token_id=120, audio_token_id=119, video_token_id=118)
+        | dict(boi_token_id=121, eoi_token_id=122),
+    ),
+    "llama4": (
+        "Llama4",
+        wrap(
+            dict(intermediate_size_mlp=64, num_local_experts=4, interleave_moe_layer_step=1)
+            | dict(num_experts_per_tok=1, attention_chunk_size=64, no_rope_layers=[1, 0]),
+            TOWER
+            | dict(image_size=16, vision_output_dim=64, projector_input_dim=64, projector_output_dim=64),
+            **MARKS,
+        ),
+    ),
+    "qwen3_5": ("Qwen3_5", wrap(WIDE, QWEN_TOWER, **QWEN_MARKS)),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        wrap(
+            WIDE | EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=32),
+            QWEN_TOWER,
+            **QWEN_MARKS,
+        ),
+    ),
+}
+WRAPPED = "mistral3 qwen3_vl gemma3 gemma4 llama4 qwen3_5 qwen3_5_moe".split()
+
+
 def build(family, **changes):
     """The model of a family with seeded random weights, large enough for every part of it to matter."""
     name, fields = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**fields | changes)
     torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    lm = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in [*lm.named_parameters(), *lm.named_buffers()]:
-            if name.endswith(("A_log", "dt_bias", "D", "inv_freq")):
-                continue  # these keep a state-space layer stable
+            if name.endswith(("A_log", "dt_bias", "D", "scalar")) or "rotary" in name:
+                continue  # these keep a state-space layer stable, or are computed
             if name.endswith(("bias", "sinks")):
                 nn.init.normal_(weight, std=0.5)
-            elif weight.dim() > 1:
+            elif weight.dim() > 1 and weight.is_floating_point():
                 nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5)
-        *_, norm = [module for name, module in lm.base_model.named_children() if "norm" in name]
+        *_, norm = [module for name, module in decoder(lm).named_children() if "norm" in name]
         # logits of standard deviation 3; an addition, for the families whose norms multiply by 1 + weight
-        norm.weight.add_(3 / lm.eval()(torch.arange(8, 40)[None]).logits.std() - 1)
+        norm.weight.add_(3 / lm.eval()(input_ids=torch.arange(8, 40)[None]).logits.std() - 1)
     lm.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=0)
     return lm
 

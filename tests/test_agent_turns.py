@@ -328,11 +328,14 @@ def test_a_nan_of_the_sampler_stops_the_run(monkeypatch, logp):
     assert row["mask_t"][:3] == [True] * 3 and not np.isfinite(row["rollout_logp_t"][0])
     row["old_logp_t"] = torch.tensor(row["rollout_logp_t"]).nan_to_num(neginf=-1.0)
     monkeypatch.setattr(agent, "all_reduce", lambda values, *_: [float(x) for x in values])
-    args = agent.Args(model="", env="", train_files=(), output_dir="")
+    args, dense = (
+        agent.Args(model="", env="", train_files=(), output_dir=""),
+        SimpleNamespace(lm=torch.nn.Linear(1, 1)),
+    )
     with pytest.raises(SystemExit, match="weight sync failed at step 3"):
-        agent.check_sampler([row], args, 3)
+        agent.check_sampler(dense, [row], args, 3)
     row["rollout_logp_t"] = row["old_logp_t"]
-    assert agent.check_sampler([row], args, 3)["training/rollout_logp_diff_mean"] == 0
+    assert agent.check_sampler(dense, [row], args, 3)["training/rollout_logp_diff_mean"] == 0
 
 
 def test_observations_have_no_gradient():

@@ -154,8 +154,8 @@ def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
         (2, 1, 1, 2, ""),
         (1, 1, 2, 2, ""),
         (2, 1, 1, None, ""),
-        (2, 1, 1, 8, ", 6 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8 would take them"),
-        (4, 2, 3, 8, ", 2 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8 would take them"),
+        (2, 1, 1, 8, ", 6 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8"),
+        (4, 2, 3, 8, ", 2 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8"),
     ],
 )
 def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
@@ -164,8 +164,9 @@ def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
     monkeypatch.setattr("common.run.dist.get_world_size", lambda: ranks)
     monkeypatch.setattr("common.run.torch.get_num_threads", lambda: threads)
     monkeypatch.setattr("common.run.psutil.cpu_count", lambda logical: cores)
-    assert ranks_on(torch.device("cpu")) == f"{ranks} rank{'s' * (ranks > 1)} on cpu{idle}"
-    assert ranks_on(torch.device("cuda")) == f"{ranks} rank{'s' * (ranks > 1)} on cuda"
+    lm, trains = torch.nn.Linear(2000, 1000), "\ntrains 2M of 2.001M weights"
+    assert ranks_on(torch.device("cpu"), lm) == f"{ranks} rank{'s' * (ranks > 1)} on cpu{idle}{trains}"
+    assert ranks_on(torch.device("cuda"), lm) == f"{ranks} rank{'s' * (ranks > 1)} on cuda{trains}"
 
 
 def test_tensorboard(tmp_path):

@@ -136,7 +136,7 @@ def test_off_policy_samples_with_older_or_rounded_weights(lag, noise, expected):
     lm, synced = torch.nn.Linear(2, 1, bias=False), []
     logger = type("Logger", (), dict(log=lambda self, *args, **shown: None))
     sync = lambda engine, lm: synced.append(lm.weight[0, 1].item())
-    algo = SimpleNamespace(sync_weights=sync, Logger=logger, ROUNDING=dict(float32=1e-4))
+    algo = SimpleNamespace(sync_weights=sync, Logger=logger)
     off_policy_worker.change_sampler(algo, lag, noise, training=False)
     for step in range(5):
         lm.weight.data.copy_(torch.tensor([[127.0, step + 0.3]]))

@@ -13,6 +13,8 @@ from common.files import weights_digest
 from data_prep.tiny_model import make_tokenizer
 from tests import families
 
+ARGS = grpo.Args(model="", train_files=(), output_dir="")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -30,7 +32,7 @@ def load(mesh, model, **flags):
 
 def logps(policy):
     rows = [dict(prompt_ids=[7, 8, 9], response_ids=[30, 40, 50, 60])]
-    return grpo.token_logps(policy, rows, None, 1.0)[0].detach()
+    return grpo.token_logps(policy, rows, ARGS, 1.0)[0].detach()
 
 
 @pytest.mark.parametrize("family", ("llama", "deepseek_v3"))
@@ -90,7 +92,7 @@ def run(mesh, model, tmp_path):
     trained = lambda policy: [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
     for _ in range(2):
-        logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[7], response_ids=[30, 40])], None, 1.0)
+        logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[7], response_ids=[30, 40])], ARGS, 1.0)
         logp_nt.sum().backward()
         optimizer.step()
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algos import dapo
+
+DENSE = SimpleNamespace(lm=torch.nn.Linear(1, 1))
 
 
 def f64(*values):
@@ -89,23 +92,23 @@ def test_surplus_groups_are_not_the_sampler_of_this_step(monkeypatch):
     monkeypatch.setattr(dapo, "all_reduce", lambda values, *_: [float(x) for x in values])
     args = dapo.Args(model="", train_files=(), output_dir="")
     rows = [make_row(1), make_row(3, gap=math.log(1.5), carried_over=True)]
-    metrics = dapo.check_sampler(rows, args, 1)
+    metrics = dapo.check_sampler(DENSE, rows, args, 1)
     assert metrics["training/rollout_logp_diff_mean"] == metrics["training/rollout_probs_diff_max"] == 0
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 3 * 1.5) / 4)
     of_two_ages = np.array([True, True, False])  # one token of these weights
     with pytest.raises(SystemExit, match="weight sync failed at step 1"):
-        dapo.check_sampler([rows[0], rows[1] | dict(carried_over=of_two_ages)], args, 1)
+        dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(carried_over=of_two_ages)], args, 1)
     rows[1]["rollout_logp_t"][2] = -1
-    dapo.check_sampler([rows[0], rows[1] | dict(carried_over=of_two_ages)], args, 1)
+    dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(carried_over=of_two_ages)], args, 1)
     rows[1]["carried_over"] = False
     with pytest.raises(SystemExit, match="weight sync failed at step 1"):
-        dapo.check_sampler(rows, args, 1)
+        dapo.check_sampler(DENSE, rows, args, 1)
 
 
 def test_a_step_of_truncated_responses_has_metrics(monkeypatch):
     monkeypatch.setattr(dapo, "all_reduce", lambda values, *_: [float(x) for x in values])
     args = dapo.Args(model="", train_files=(), output_dir="")
-    metrics = dapo.check_sampler([make_row(2, mask_t=np.zeros(2, bool))], args, 1)
+    metrics = dapo.check_sampler(DENSE, [make_row(2, mask_t=np.zeros(2, bool))], args, 1)
     assert set(metrics.values()) == {0}
 
 

@@ -114,9 +114,12 @@ def test_headers_train_models_tiny():
     assert script_args("data_prep/tiny_model.py")().max_positions >= longest
 
 
-def test_the_table_of_what_fits_is_computed():
+def test_the_tables_of_what_fits_are_computed():
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| [\d.]+B ", line)]
     assert rows and set(rows) <= set(gpu_memory.table().splitlines())
+    assert gpu_memory.table() in (ROOT / "docs/guides/memory.md").read_text()
+    published = {name: gpu_memory.published(name) for name in gpu_memory.RECIPES}
+    assert gpu_memory.table(published, (1, 2, 4, 8)) in (ROOT / "docs/guides/recipes.md").read_text()
 
 
 def test_the_reward_of_the_readme(tmp_path):

@@ -363,9 +363,10 @@ def test_arguments_that_cannot_work(changes, message):
         dpo.check_args(make_args(**changes))
 
 
-def test_models_that_do_not_fit(tiny):
+def test_models_that_do_not_fit(tiny, pictures, tmp_path):
     config = AutoConfig.from_pretrained(tiny)
     with pytest.raises(ValueError, match="--lora_target_modules: q_prj are not among"):
         dpo.check_model(config, make_args(lora_rank=4, lora_target_modules=("q_prj",)))
-    with pytest.raises(ValueError, match="takes more than text"):
-        dpo.check_model(transformers.Gemma3Config(), make_args())
+    (config := transformers.Gemma3Config()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"takes images, which dpo\.py does not"):
+        dpo.check_model(config, make_args(model=str(tmp_path), train_files=(pictures,)))

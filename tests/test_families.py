@@ -8,6 +8,8 @@ RIGHT = "qwen3_moe mixtral glm4_moe gpt_oss:eager granite cohere gemma2:eager ge
 # packed by other kernels, of which AMX has one for small layers: experts, biases, convolutions
 RIGHT += "mixtral:sdpa:bfloat16 qwen2:sdpa:bfloat16 falcon_h1:sdpa:bfloat16".split()
 
+RIGHT += "mistral3 qwen3_vl gemma3 gemma4 llama4".split()  # their language models alone
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

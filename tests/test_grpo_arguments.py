@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import transformers
 from families import write
-from transformers import PhiConfig
+from transformers import AutoConfig, PhiConfig
 
 from algos import grpo
 
@@ -43,9 +43,9 @@ def test_flash_attention_has_no_float32(refused):
 
 
 @pytest.mark.parametrize("family", ("Gemma3", "Qwen3_5"))
-def test_a_model_of_images_and_text(refused, tmp_path, family):
+def test_a_model_of_images_and_text(refused, tmp_path, family, pictures):
     getattr(transformers, f"{family}Config")().save_pretrained(tmp_path / "vlm")
-    assert "Can't load image processor for" in refused(model=tmp_path / "vlm")
+    assert "Can't load image processor for" in refused(model=tmp_path / "vlm", train_files=pictures)
 
 
 def test_missing_file(refused):
@@ -61,7 +61,7 @@ def test_model_with_a_bias_on_its_logits(tmp_path):
     PhiConfig(**sizes).save_pretrained(tmp_path)
     args = grpo.Args(model=str(tmp_path), train_files="", output_dir=tmp_path)
     with pytest.raises(SystemExit, match=f"{tmp_path.name}: its output layer has a bias"):
-        grpo.load_model(args, None, None, grpo.TokenLogps)
+        grpo.check_model(AutoConfig.from_pretrained(tmp_path), args, images=False)
 
 
 def test_missing_column(refused, tmp_path):

@@ -37,10 +37,16 @@ def shapes(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gradients(vlm, tmp_path_factory):
+def gradients(vlm, shapes, tmp_path_factory):
     out = tmp_path_factory.mktemp("gradients")
     for ranks in (1, 2):
-        run(ROOT / "tests/workers/image_gradients.py", vlm, out / f"{ranks}.pt", ranks=ranks)
+        run(
+            ROOT / "tests/workers/image_gradients.py",
+            vlm,
+            shapes / "train.parquet",
+            out / f"{ranks}.pt",
+            ranks=ranks,
+        )
     return {ranks: torch.load(out / f"{ranks}.pt") for ranks in (1, 2)}
 
 
@@ -57,8 +63,8 @@ def test_gradients_are_those_of_plain_code(gradients, kind, ranks, budget):
             assert (x - plain.get(name, torch.zeros_like(x))).norm() < 1e-5 * whole, (step, name)
 
 
-def test_sampler_and_trainer_agree(vlm):
-    print(run(ROOT / "tests/workers/image_sync.py", vlm).stdout)
+def test_sampler_and_trainer_agree(vlm, shapes):
+    print(run(ROOT / "tests/workers/image_sync.py", vlm, shapes / "train.parquet").stdout)
 
 
 def test_it_runs_on_two_ranks_and_is_answered_by(vlm, shapes, tmp_path):
@@ -84,7 +90,7 @@ def test_it_runs_on_two_ranks_and_is_answered_by(vlm, shapes, tmp_path):
 
 def test_a_prompt_is_as_its_processor_has_it(vlm, shapes):
     """An image is one token for the sampler, for the trainer 16 and their frame; where it stands is kept."""
-    processor = images.load_processor(vlm)
+    processor = images.load_processor(vlm, sees=True)
     rows, dropped = load_prompts([str(shapes / "train.parquet")], processor, 80)
     one = processor.image_token_id
     assert not dropped and len(rows[0]["images"]) == 0 and len(rows[1]["images"]) == 2
@@ -100,7 +106,10 @@ def test_a_prompt_is_as_its_processor_has_it(vlm, shapes):
 
 
 def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
-    processor, rows = images.load_processor(vlm), pq.read_table(shapes / "train.parquet").to_pylist()
+    processor, rows = (
+        images.load_processor(vlm, sees=True),
+        pq.read_table(shapes / "train.parquet").to_pylist(),
+    )
     whole = rows[4]["images"]
 
     def refused(processor, problem, **changes):

@@ -33,9 +33,9 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch):
     return main
 
 
-def test_a_model_of_images_and_text(refused, tmp_path):
+def test_a_model_of_images_and_text(refused, tmp_path, pictures):
     Gemma3Config().save_pretrained(tmp_path)
-    assert "(gemma3) takes images" in refused("--model", tmp_path)
+    assert "(gemma3) takes images" in refused("--model", tmp_path, "--train_files", pictures)
 
 
 def test_missing_models(refused):

@@ -203,7 +203,8 @@ def test_values_of_a_lookup_table(shares):
     lm.config = PreTrainedConfig()
     texts = ([1, 2], [5, 1, 3]), ([1, 2], [4]), ([3], [2])
     rows = [dict(prompt_ids=prompt, response_ids=response) for prompt, response in texts]
-    value_nt, _ = ppo.token_logps(ppo.TokenValues(lm, shares), rows, None, 1.0)
+    args = SimpleNamespace(model="", train_files=(), val_files=())
+    value_nt, _ = ppo.token_logps(ppo.TokenValues(lm, shares), rows, args, 1.0)
     table = lm.score(lm.embed.weight)[:, 0].tolist()
     expected = [table[2], table[5], table[1], table[2], 0, 0, table[3], 0, 0]
     assert value_nt.flatten().tolist() == pytest.approx(expected)

@@ -26,7 +26,7 @@ PROMPT, RESPONSE = "<|user|>37+85=<|assistant|>", "122<|eos|>"
 
 
 def make_args(**changes):
-    return sft.Args(model="", train_files=(), output_dir="", **changes)
+    return sft.Args(**dict(model="", train_files=(), output_dir="") | changes)
 
 
 @pytest.fixture
@@ -505,6 +505,8 @@ def test_models_that_do_not_fit(tiny, changes, model, message):
         sft.check_model(config, make_args(**changes))
 
 
-def test_a_model_of_images_and_text():
+def test_a_model_of_images_and_text(pictures, tmp_path):
+    (config := Gemma3Config()).save_pretrained(tmp_path)
+    args = make_args(truncation="left", model=str(tmp_path), train_files=(pictures,))
     with pytest.raises((SystemExit, ValueError), match="takes images, which --messages_key, --lora_rank"):
-        sft.check_model(Gemma3Config(), make_args(truncation="left"))
+        sft.check_model(config, args)

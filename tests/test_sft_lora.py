@@ -98,9 +98,16 @@ def test_qlora(tiny, arithmetic, tmp_path):
         assert val_loss(out / "checkpoints/latest/hf", arithmetic) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ("qwen3_moe", "qwen3_next"))
+OF_ALL = {"q_proj", "k_proj", "v_proj", "o_proj"}
+OF_MIXTURES = dict(qwen3_moe=set(), qwen3_next={"in_proj_qkvz", "out_proj"}, glm4_moe=set())
+
+
+@pytest.mark.parametrize("family", OF_MIXTURES)
 def test_all_linear_of_a_mixture_of_experts(family, arithmetic, tmp_path):
-    """Attention, states and shared experts have adapters; experts, routers and the output layer stay."""
+    """Attention, states and shared experts have adapters; experts, routers and the output layer stay.
+
+    glm4_moe and qwen3_next have shared experts, whose names peft takes for those of all experts.
+    """
     families.write(family, tmp_path / "base")
     train(tmp_path / "base", arithmetic, tmp_path / "run", "--total_steps", 2)
     final = tmp_path / "run/checkpoints/latest/hf"
@@ -108,6 +115,7 @@ def test_all_linear_of_a_mixture_of_experts(family, arithmetic, tmp_path):
     changed = {
         name.rpartition(".")[0] for name, value in merged.items() if not torch.equal(value, base[name])
     }
-    assert {name.rpartition(".")[2] for name in changed} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    shared = {"gate_proj", "up_proj", "down_proj"} if family != "qwen3_moe" else set()
+    assert {name.rpartition(".")[2] for name in changed} >= OF_ALL | OF_MIXTURES[family] | shared
     frozen = ("mlp.experts", "mlp.gate", "shared_expert_gate", "lm_head", "embed_tokens", "norm")
     assert not any(name.endswith(part) or f"{part}." in name for name in changed for part in frozen)

@@ -32,7 +32,7 @@ def change_sampler(algo, lag, noise, training):
     training: whether its first rollout is one of training. The first `lag` steps have the first weights.
     """
     sync_weights, log, history = algo.sync_weights, algo.Logger.log, []
-    algo.ROUNDING = dict.fromkeys(algo.ROUNDING, math.inf)  # the sampler differs on purpose; NaN still stops
+    algo.rounding_limit = lambda policy, args: (math.inf, False)  # it differs on purpose; NaN still stops
 
     def sync(engine, lm):
         nonlocal training

@@ -17,6 +17,8 @@ from transformers import (
     AutoTokenizer,
 )
 
+from data_prep.lib.schema import open_parquet
+from data_prep.lib.towers import auto_classifier, wrapped
 from data_prep.lib.turns import MARK, check_calls, plain
 
 BROKEN = (OSError, SyntaxError, Image.DecompressionBombError)  # what PIL raises on a file that is no picture
@@ -26,16 +28,24 @@ class Unfit(ValueError):
     """A row whose images cannot be shown to a model."""
 
 
-def takes_images(config):
-    """Whether a model has more than a language model."""
-    return config.get_text_config() is not config
+def takes_images(args):
+    """Whether the model is shown images: it takes some, and a file of rows has a column `images`."""
+    files = (args.data,) if hasattr(args, "data") else (*args.train_files, *args.val_files)
+    return have_images(args.model, files)
 
 
 @cache
-def load_processor(model, tokenizer=None):
-    """The tokenizer of a model, or the processor of one that takes images: both encode, decode and save."""
+def have_images(model, files):
+    """Whether a model takes images, and one of these parquet files has some."""
+    there = [file for file in filter(None, files) if open_parquet(file, ["images"])[1]]
+    return bool(there) and wrapped(AutoConfig.from_pretrained(model))
+
+
+@cache
+def load_processor(model, tokenizer=None, sees=False):
+    """The tokenizer of a model, or the processor of one that sees images: both encode, decode and save."""
     config, name = AutoConfig.from_pretrained(model), tokenizer or model
-    if takes_images(config):
+    if sees:
         loaded = AutoProcessor.from_pretrained(name)
         if not hasattr(loaded, "image_processor"):
             raise ValueError(f"{name}: it has no image processor (preprocessor_config.json)")
@@ -58,9 +68,11 @@ def check_known(largest, tokenizer):
         raise ValueError(f"{text.name_or_path}: {problem}: take its own tokenizer, or resize its embedding")
 
 
-def auto_class(config):
-    """What loads a model of text, or of text and images."""
-    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+def auto_class(config, scores=False):
+    """What loads a model of text, or of text and images; scores: with a head for a score as output layer."""
+    if scores:
+        return auto_classifier(config)
+    return AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
 
 
 def never_sampled(config):

@@ -4,6 +4,7 @@ Prints for each what the check of a step says: "right", or the line that the run
 """
 
 import dataclasses
+import os
 import sys
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
@@ -27,7 +28,7 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
                 rows = sample(prompts, step, 2, temperature=1.0, max_tokens=8)
             mini_batches, own_rows, _ = grpo.deal(rows, policy.shares, args)
             grpo.store_logps(policy, mini_batches, "old_logp_t", args)
-            grpo.check_sampler(own_rows, args, step)
+            grpo.check_sampler(policy, own_rows, args, step)
             for x in policy.parameters():
                 local = x.detach().to_local()
                 local.copy_(local.roll(1, 0))
@@ -38,6 +39,11 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
 
 def main(directory, *families):
     device, mesh = grpo.setup_distributed(1)
+    os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
+    import vllm
+
+    big = vllm.LLM  # all engines stay: with the cache of a run they would fill the memory of a machine
+    vllm.LLM = lambda **options: big(**options | dict(kv_cache_memory_bytes=1 << 25))
     engines = []  # the process group ends with the first one
     for family in families:
         name, *options = family.split(":")

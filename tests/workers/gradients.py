@@ -5,6 +5,7 @@ Of agent.py's rows, some tokens are the environment's.
 
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -210,6 +211,32 @@ def check_lora(args, mesh, device, results):
     }
 
 
+def check_constant(base, policies):
+    """Rows without an advantage run forward only: gradients and metrics are those of a backward pass."""
+    tokens = []  # of forward passes that have a backward pass
+    count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel() * torch.is_grad_enabled())
+    cases = itertools.product(policies.values(), (70, 100_000), ([0], [1], [0, 1]))
+    for policy, budget, groups in cases:
+        args, found, backward = dataclasses.replace(base, max_tokens_per_microbatch=budget), [], []
+        for constant in (False, True):
+            rows = make_rows()
+            for row in rows:
+                if row["group"] in groups:
+                    row |= dict(adv_t=row["adv_t"] * 0, constant=constant)
+            handle = policy.register_forward_pre_hook(count, with_kwargs=True)
+            found.append(update(policy, trained(policy), args, rows))
+            handle.remove()
+            backward.append(grpo.all_reduce([sum(tokens)]))
+            tokens.clear()
+        (grads, metrics), (forward_grads, forward_metrics) = found
+        for x, y in zip(grads, forward_grads, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+        for name, value in metrics.items():
+            assert math.isclose(value, forward_metrics[name], rel_tol=1e-5, abs_tol=1e-7), name
+        assert any(x.any() for x in forward_grads) == (len(groups) == 1)
+        assert backward[1] < backward[0], (groups, budget, backward)
+
+
 @contextmanager
 def without_adapters(lm):
     """grpo.py's and agent.py's; dapo.py has no reference."""
@@ -262,6 +289,8 @@ def main(model, out, hsdp_replicas):
                     results["tokens", *cut] = sum(tokens)
                     results["reduced", *cut] = sum(reduced)  # gradients, over the replicas
                     tokens.clear(), reduced.clear()
+    if hasattr(base, "use_kl_loss"):
+        check_constant(dataclasses.replace(base, use_kl_loss=False, entropy_coeff=0.0), policies)
     # a small limit: the optimizer sees a gradient of that norm, the metric is the norm without it
     grads, metrics = update(policy, trained(policy), dataclasses.replace(base, grad_clip=1e-3))
     results["clipped"] = torch.stack([g.norm() for g in grads]).norm(), metrics["actor/grad_norm"]

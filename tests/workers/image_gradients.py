@@ -1,4 +1,4 @@
-"""Gradients of rows with two images, one and none, for ways to cut the work: MODEL OUT.
+"""Gradients of rows with two images, one and none, for ways to cut the work: MODEL FILE OUT; FILE has images.
 
 Three optimizer steps of GRPO, and of SFT: of two ranks one has no image in the first, none in the second.
 """
@@ -29,7 +29,7 @@ def picture(seed):
 
 
 def make_rows(model):
-    processor, generator, rows = grpo.load_processor(model), torch.Generator().manual_seed(0), []
+    processor, generator, rows = grpo.load_processor(model, sees=True), torch.Generator().manual_seed(0), []
     for group, step in enumerate(STEPS):
         for images, size, n in step:
             row = dict(images=[picture(len(rows) + 10 * i) for i in range(images)])
@@ -96,9 +96,9 @@ def naive(args, kind):
     return found
 
 
-def main(model, out):
+def main(model, file, out):
     device, mesh = grpo.setup_distributed(1)
-    how = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa")
+    how = dict(model=model, train_files=(file,), output_dir="", attn_implementation="sdpa")
     args = grpo.Args(**how, entropy_coeff=0.01, group_size=3, ppo_mini_batch_size=1, temperature=0.7)
     args = grpo.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
     args = dataclasses.replace(args, grad_clip=1e9, gradient_checkpointing=True)

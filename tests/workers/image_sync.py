@@ -1,4 +1,7 @@
-"""Sampler against trainer, on prompts with one image, several, none, and all of these: MODEL."""
+"""Sampler against trainer, on prompts with one image, several, none, and all of these: MODEL FILE.
+
+FILE has rows with images: else the model would not be shown any.
+"""
 
 import dataclasses
 import sys
@@ -16,7 +19,7 @@ def make_prompts(model, counts):
     for i, n in enumerate(counts):
         content = "".join(f"<image>{k}" for k in range(n)) + "How many?"
         row = dict(prompt=[dict(role="user", content=content)], images=pictures[i : i + n], index=i)
-        prompts.append(row | encode_prompt(row, load_processor(model)))
+        prompts.append(row | encode_prompt(row, load_processor(model, sees=True)))
     return prompts
 
 
@@ -33,10 +36,10 @@ def gap(policy, args, rows):
     return (logp_nt[grpo.response_mask([row["length"] for row in rows])] - theirs).abs().max().item()
 
 
-def main(model):
+def main(model, file):
     device, mesh = grpo.setup_distributed(1)
     args = grpo.Args(
-        model=model, train_files=(), output_dir="", temperature=0.7, gradient_checkpointing=False
+        model=model, train_files=(file,), output_dir="", temperature=0.7, gradient_checkpointing=False
     )
     args = dataclasses.replace(args, max_prompt_length=112, max_response_length=12)
     engine, policy = grpo.build_engine(args, device), grpo.load_model(args, mesh, device, grpo.TokenLogps)
@@ -58,7 +61,7 @@ def main(model):
     for row, logp_t in zip(wrong, logp_nt.detach()):
         row["old_logp_t"] = logp_t[: row["length"]]
     try:
-        grpo.check_sampler(wrong, args, 2)
+        grpo.check_sampler(policy, wrong, args, 2)
         raise AssertionError("the check did not see it")
     except SystemExit as error:
         assert "weight sync failed at step 2" in str(error)

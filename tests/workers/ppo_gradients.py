@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
@@ -253,7 +254,7 @@ def main(model, critic_model, reward_model, out):
         for name, way in dict(naive=args, naive_lora=lora).items():
             lm = ppo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
             set_adapters(ppo.add_adapters(lm, way))
-            head = ppo.AutoModelForSequenceClassification.from_pretrained(critic_model, dtype=torch.float32)
+            head = AutoModelForSequenceClassification.from_pretrained(critic_model, dtype=torch.float32)
             results[name] = naive(lm, head, way)
     if dist.get_rank() == 0:
         torch.save(results, out)

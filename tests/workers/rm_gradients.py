@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import rm
@@ -57,7 +58,7 @@ def main(model, out, replicas):
         found = rm.update(policy, optimizer, make_pairs(), replace(args, grad_clip=1e-3))
         results[lora_rank, "clipped"] = found["train/grad_norm"], optimizer.grads
         if dist.get_world_size() == 1:
-            lm = rm.AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+            lm = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
             fill_adapters(rm.add_adapters(lm, args))
             lm.score.requires_grad_(True)
             results[lora_rank, "naive"] = naive(lm)

@@ -1,0 +1,100 @@
+"""Models that take more than text: a language model, wrapped together with a vision tower, say.
+
+Trained on text alone, their language model runs and learns; all else is frozen, and is saved as it was.
+"""
+
+import copy
+import re
+import shutil
+
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.utils import cached_file
+
+PLAIN = {  # language models that differ only in the positions of images: type, and class in vLLM
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+}
+WRAPPER = re.compile(r"(language|text)_model\.")
+INSIDE = re.compile(r"(model\.)?(language_model|text_model|layers|embed_tokens|norm|lm_head)\.")
+
+
+def wrapped(config):
+    """Whether a model has more than a language model."""
+    return config.get_text_config() is not config
+
+
+def decoder(lm):
+    """The part of a model that makes hidden states of token ids."""
+    if not wrapped(lm.config):
+        return lm.base_model
+    inner = lm.get_decoder()
+    return getattr(inner, "model", inner)  # Llama 4's is a whole causal LM
+
+
+def freeze_towers(lm):
+    """Freeze the weights of a model that text does not meet -> their names."""
+    if not wrapped(lm.config):
+        return set()
+    parts = decoder(lm), lm.get_output_embeddings(), getattr(lm, "score", None)
+    used = {id(x) for part in parts if part for x in part.state_dict(keep_vars=True).values()}
+    unused = {name: x for name, x in lm.state_dict(keep_vars=True).items() if id(x) not in used}
+    for x in unused.values():
+        x.requires_grad_(False)
+    return {*unused}
+
+
+def untied(lm):
+    """Whether the files of a model have weights apart that its configuration ties, as Mistral Small 3.1's."""
+    return len(lm.all_tied_weights_keys) < len(lm.get_expanded_tied_weights_keys(all_submodels=True))
+
+
+def hf_overrides(config, sees):
+    """For vLLM: a model that sees no images is its language model, where vLLM has a class for that."""
+    from vllm import ModelRegistry
+
+    text = copy.deepcopy(config).get_text_config()
+    architecture = getattr(AutoModelForCausalLM._model_mapping.get(type(text), None), "__name__", None)
+    if text.model_type in PLAIN:
+        architecture = PLAIN[text.model_type]
+        for name in ("mrope_section", "mrope_interleaved"):  # a token of text has one position
+            text.rope_parameters.pop(name, None)
+    if sees or not wrapped(config) or architecture not in ModelRegistry.get_supported_archs():
+        return lambda config: config
+    text.architectures = [architecture]
+    text.tie_word_embeddings = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
+    return lambda config: text
+
+
+def vllm_names(weights, config, vllm_config):
+    """Weights as vLLM loads them; where it has the language model alone, those of it, under its names."""
+    for name, x in weights:
+        if not wrapped(config) or wrapped(vllm_config):
+            yield name, x
+        elif INSIDE.match(name):
+            yield WRAPPER.sub("", name), x
+
+
+def auto_classifier(config):
+    """AutoModelForSequenceClassification, which also knows wrapped models that transformers leaves out."""
+    known, kind = AutoModelForSequenceClassification._model_mapping, type(config)
+    if wrapped(config) and known.get(kind, None) is None:
+        base = AutoModel._model_mapping[kind]
+        name = base.__name__.removesuffix("Model").removesuffix("ForConditionalGeneration")
+        parents = GenericForSequenceClassification, base.__mro__[1]
+        where = dict(__module__=base.__module__)  # one of the family: so its files have the family's names
+        made = type(f"{name}ForSequenceClassification", parents, where)
+        AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
+    return AutoModelForSequenceClassification
+
+
+def copy_processor(lm, model, directory):
+    """Copy what a run on text alone does not load: the files of what makes inputs of images."""
+    if not lm.towers:
+        return
+    quiet = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        if path := cached_file(model, name, **quiet):
+            shutil.copyfile(path, directory / name)

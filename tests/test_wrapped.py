@@ -1,0 +1,144 @@
+"""Models with a vision tower, trained on text: the language model learns, the rest stays as it was."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import ROOT, load_weights, metrics, run
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from algos import grpo, rm
+from data_prep.lib.images import auto_class, takes_images
+from data_prep.lib.schema import load_rows
+from data_prep.lib.towers import decoder, freeze_towers
+from tests import families
+
+INSIDE = "language_model.", "lm_head."  # what names of the language model's weights begin with or have
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directories by family, with a tokenizer and a processor's file, but no processor."""
+    out = tmp_path_factory.mktemp("wrapped")
+    for family in families.WRAPPED:
+        families.write(family, out / family)
+        (out / family / "preprocessor_config.json").write_text('{"image_processor_type": "None"}')
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(models, arithmetic, tmp_path_factory):
+    """A step of GRPO with LoRA on two ranks, and another one on one rank, which resumes."""
+    out = tmp_path_factory.mktemp("grpo")
+    files = "--model", models / "mistral3", "--train_files", arithmetic / "train.parquet", "--output_dir", out
+    sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --max_response_length 8".split()
+    rest = "--max_prompt_length 24 --lr 1e-2 --lora_rank 4 --save_freq 1 --keep_checkpoints 0".split()
+    flags = *files, *sizes, *rest, "--reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
+    run(ROOT / "algos/grpo.py", *flags, "--total_steps", 1, ranks=2)
+    print(run(ROOT / "algos/grpo.py", *flags, "--total_steps", 2).stdout)
+    return out
+
+
+def test_two_ranks_and_a_resumed_one_agree_with_the_sampler(trained):
+    steps = metrics(trained)
+    log = (trained / "log.txt").read_text()
+    assert list(steps) == [1, 2] and "resumed from" in log
+    assert "weights: down_proj gate_proj k_proj o_proj q_proj up_proj v_proj\n" in log
+    assert all(math.isfinite(x) for m in steps.values() for x in m.values())
+    assert max(m["training/rollout_logp_diff_mean"] for m in steps.values()) < 1e-5
+    assert min(m["actor/grad_norm"] for m in steps.values()) > 0
+
+
+def test_hf_is_the_same_model_with_another_language_model(trained, models):
+    """Same class, files and names; towers are equal to the bit, and what LoRA trains is not."""
+    before, after = models / "mistral3", trained / "checkpoints/latest/hf"
+    assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
+    assert json.loads((before / "config.json").read_text()) == json.loads((after / "config.json").read_text())
+    before, after = load_weights(before), load_weights(after)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "language_model.model.layers" in name and "_proj" in name}
+    _, found = AutoModelForImageTextToText.from_pretrained(
+        trained / "checkpoints/latest/hf", output_loading_info=True
+    )
+    assert not any(found.values())
+
+
+def test_generate_and_export_take_it(trained, models, arithmetic, tmp_path):
+    """vLLM loads hf/ for text alone; peft puts the exported adapters on the model that transformers loads."""
+    peft = pytest.importorskip("peft")
+    limits = "--max_prompt_length 24 --max_response_length 8 --temperature 0".split()
+    files = (
+        "--model",
+        trained,
+        "--data",
+        arithmetic / "test.parquet",
+        "--output",
+        tmp_path / "answers.parquet",
+    )
+    run(ROOT / "algos/generate.py", *files, *limits)
+    rows = load_rows(tmp_path / "answers.parquet", ["responses", "prompt"])
+    run(ROOT / "algos/export.py", trained, tmp_path / "adapters", "--adapters")
+    lm = AutoModelForImageTextToText.from_pretrained(models / "mistral3")
+    lm = peft.PeftModel.from_pretrained(lm, tmp_path / "adapters").merge_and_unload().eval()
+    tokenizer = grpo.load_processor(str(models / "mistral3"))
+    for row in rows[:3]:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        ids = lm.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == row["responses"][0]
+
+
+@pytest.mark.parametrize("family", families.WRAPPED)
+def test_text_alone_freezes_the_towers(family, models):
+    """What learns is inside the language model, of which nothing is frozen; so it is with LoRA."""
+    config = AutoConfig.from_pretrained(models / family)
+    with torch.device("meta"):
+        lm, adapted = (auto_class(config).from_config(config) for _ in range(2))
+    frozen = freeze_towers(lm)
+    assert frozen and not any(part in name for name in frozen for part in INSIDE)
+    for name, p in lm.named_parameters():
+        assert p.requires_grad == any(part in name for part in INSIDE) == (name not in frozen), name
+    args = grpo.Args(model=str(models / family), train_files=(), output_dir="", lora_rank=2)
+    grpo.add_adapters(adapted, args)
+    layers = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")]
+    assert layers and all("language_model." in name and "router" not in name for name in layers)
+
+
+def test_a_file_of_rows_decides(models, arithmetic):
+    """No flag, no processor: without images the tokenizer is all that is loaded besides the model."""
+    train = str(arithmetic / "train.parquet")
+    args = grpo.Args(model=str(models / "gemma3"), train_files=(train,), output_dir="")
+    assert not takes_images(args) and not hasattr(grpo.load_processor(args.model), "image_processor")
+
+
+def test_weights_that_the_configuration_ties_wrongly(models, mesh, tmp_path):
+    """Mistral Small 3.1 says nothing of its output layer, and transformers takes that for tied."""
+    out = tmp_path / "model"
+    families.write("mistral3", out)
+    config = json.loads((out / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (out / "config.json").write_text(json.dumps(config))
+    assert AutoConfig.from_pretrained(out).tie_word_embeddings
+    args = grpo.Args(model=str(out), train_files=(), output_dir="", attn_implementation="sdpa")
+    policy = grpo.load_model(args, mesh, torch.device("cpu"), grpo.TokenLogps)
+    whole, files = dict(grpo.whole_weights(policy.lm, torch.float32)), load_weights(out)
+    assert whole.keys() == files.keys() and all(torch.equal(whole[name], x) for name, x in files.items())
+    assert not policy.lm.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "family", ("mistral3", "gemma4", "gemma3")
+)  # transformers has a classifier of gemma3
+def test_reward_models_have_the_weights_of_the_model(family, models, mesh):
+    args = rm.Args(model=str(models / family), train_files=(), output_dir="", attn_implementation="sdpa")
+    rm.check_model(AutoConfig.from_pretrained(args.model), args)
+    scorer = rm.load_policy(args, mesh, torch.device("cpu"), 0).lm
+    causal = AutoModelForImageTextToText.from_pretrained(models / family)
+    theirs = decoder(causal).state_dict()
+    for name, x in decoder(scorer).state_dict().items():
+        assert torch.equal(x.full_tensor() if hasattr(x, "full_tensor") else x, theirs[name]), name
+    assert not scorer.score.weight.full_tensor().any() and scorer.score.weight.requires_grad
+    files = load_weights(models / family)
+    whole = dict(rm.whole_weights(scorer, torch.float32))
+    assert whole.keys() - files.keys() == {"score.weight"}
