@@ -161,7 +161,7 @@ def build_engine(args):
     gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
     return vllm.LLM(
         model=args.model,
-        hf_overrides=hf_overrides(config, sees or quantized),
+        hf_overrides=None if quantized else hf_overrides(config, sees),
         language_model_only=not sees,
         skip_tokenizer_init=not sees,
         mm_hasher_algorithm="sha256",  # of images: the default is a package of its own

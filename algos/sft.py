@@ -127,7 +127,7 @@ from data_prep.lib.images import (
     show_images,
     takes_images,
 )
-from data_prep.lib.towers import copy_processor, decoder, freeze_towers, untied
+from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files
 from data_prep.lib.turns import says_nothing, turns
 from envs import load_env
 
@@ -632,8 +632,8 @@ def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, *
     config, attention = read_config(args, share, **changes)
     auto, adapt = auto_class(config, scores), adapt or add_adapters
     original_dtype = config.dtype or getattr(torch, args.param_dtype)
-    full = None if dist.get_rank() else auto.from_pretrained(args.model, dtype="auto", **changes)
-    if all_reduce([bool(full and untied(full))]) == [1]:
+    full = None if dist.get_rank() else from_files(auto, args.model, **changes)
+    if all_reduce([bool(full and full.untied)]) == [1]:
         config.tie_word_embeddings = False
     with torch.device("meta"):
         lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
@@ -667,6 +667,7 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
+    config.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch

@@ -44,7 +44,7 @@ def test_slices_of_a_row_equal_plain_loss(gradients, loss, ranks, budget):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("loss", (*MODES, "lora", "gspo", "cispo", "sapo"))
+@pytest.mark.parametrize("loss", (*MODES, "lora", "gspo", "cispo", "sapo", "dppo"))
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("way", ((70, "padded"), (200, "one_row")))
 def test_every_script_equals_plain_loss(gradients, loss, ranks, way):

@@ -264,7 +264,20 @@ def test_sapo_loss():
     assert grad_nt[0].tolist() == pytest.approx(slopes) and not clipped_nt.any()
 
 
-@pytest.mark.parametrize("loss", ("clip", "gspo", "cispo", "sapo"))
+def test_dppo_loss():
+    """Masked by how far a probability has moved the way its advantage pushes: not by the ratio."""
+    p, old = f64([0.6, 0.7, 0.3, 0.3, 0.02, 0.7]), f64([0.5, 0.5, 0.5, 0.5, 0.0005, 0.5])
+    logp_nt, adv_nt = p.log().requires_grad_(), f64([1, 1, 1, -1, 1, -1])
+    args = SimpleNamespace(clip_ratio_low=0.1, clip_ratio_high=0.15)
+    loss_nt, far_nt, lower_nt = grpo.dppo_loss(args, logp_nt, old.log(), adv_nt, None)
+    assert far_nt[0].tolist() == [False, True, False, True, False, False] and not lower_nt.any()
+    expected = [-1.2 * math.log(0.6), 0, -0.6 * math.log(0.3), 0, -20 * math.log(0.02), 1.4 * math.log(0.7)]
+    assert loss_nt[0].tolist() == pytest.approx(expected)  # the ratio of 40 counts as 20
+    [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
+    assert grad_nt[0].tolist() == pytest.approx([-1.2, 0, -0.6, 0, -20, 1.4])
+
+
+@pytest.mark.parametrize("loss", ("clip", "gspo", "cispo", "sapo", "dppo"))
 @pytest.mark.parametrize("script", (grpo, dapo))
 def test_the_first_mini_batch_is_reinforce(script, loss):
     """Ratios are 1: -A grad log p, weighed as the loss aggregates."""
@@ -318,6 +331,7 @@ def test_what_is_not_said_is_as_in_the_paper(script, high, monkeypatch):
     assert settings(policy_loss="gspo") == (3e-4, 4e-4, "seq-mean-token-mean")
     assert settings(policy_loss="gspo", loss_agg="token-mean") == (3e-4, 4e-4, "token-mean")
     assert settings(policy_loss="cispo") == (1, 4, "token-mean")
+    assert settings(policy_loss="dppo") == (0.15, 0.15, "token-mean")
     assert settings(policy_loss="sapo") == (None, None, "seq-mean-token-mean")
 
 
@@ -636,7 +650,7 @@ def test_a_batch_without_rows_has_all_columns():
     args = grpo.Args(model="", train_files=(), output_dir="", use_kl_loss=True, rollout_rs="geometric")
     args = dataclasses.replace(args, rollout_rs_threshold=(2,), clip_ratio_low=0.2, clip_ratio_high=0.2)
     logp_nt = torch.zeros(1, 1, requires_grad=True)[:0]
-    for loss in ("clip", "gspo", "cispo", "sapo"):
+    for loss in ("clip", "gspo", "cispo", "sapo", "dppo"):
         loss_nt, terms = grpo.actor_loss(
             dataclasses.replace(args, policy_loss=loss), logp_nt, logp_nt, grpo.collate([], "cpu")
         )

@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import matplotlib
@@ -64,8 +65,10 @@ class Args:
     """Seeds of data order and sampling; the SFT model is one."""
     steps: int = 200
     """RL steps of a run."""
-    arms: tuple[str, ...] = tuple(ARMS)
-    """Runs of a seed."""
+    arms: tuple[str, ...] = ("wait", "partial")
+    """Runs of a seed; also there: partial, not corrected."""
+    rounds: int = 3
+    """Short runs of each arm, in turn, that measure what a step costs in CPU seconds and memory."""
 
 
 def questions(count, rng, seen):
@@ -92,25 +95,17 @@ def write_data(out):
     write_parquet(rows, out / "sft.parquet")
 
 
-def train(args, arm, seed):
+def train(args, arm, seed, steps, name=""):
     """One run, if it is not there in whole -> its directory, and CPU seconds at each line of its metrics."""
-    out = args.output_dir / f"{arm}_{seed}".replace(", ", "_").replace(" ", "_")
+    out = args.output_dir / f"{name}{arm}_{seed}".replace(", ", "_").replace(" ", "_")
     if not (out / "cpu.json").exists():
         stamps, data = [], args.output_dir / "data"
         files = "--train_files", data / "train.parquet", "--val_files", data / "test.parquet"
         files += "--model", args.output_dir / "sft/checkpoints/latest/hf", "--output_dir", out
-        flags = (
-            *DAPO.split(),
-            *ARMS[arm].split(),
-            "--total_steps",
-            args.steps,
-            "--seed",
-            seed,
-            "--resume",
-            "never",
-        )
+        flags = f"{DAPO} {ARMS[arm]} --total_steps {steps} --seed {seed} --resume never".split()
         script = "benchmarks/experiments/partial_rollout_worker.py"
-        launch(script, *files, *flags, watch=(out / "metrics.jsonl", stamps))
+        peak = launch(script, *files, *flags, watch=(out / "metrics.jsonl", stamps))
+        (out / "peak.json").write_text(json.dumps(peak))
         (out / "cpu.json").write_text(json.dumps([cpu for _, cpu in stamps]))
     return out, np.array(json.loads((out / "cpu.json").read_text()))
 
@@ -128,7 +123,7 @@ def main(args):
     table = Table("seed", "run", "steps", "accuracy", "CPU s a step", *SEEN)
     results = {}
     for seed in args.seeds:
-        runs = {arm: train(args, arm, seed) for arm in args.arms}
+        runs = {arm: train(args, arm, seed, args.steps) for arm in args.arms}
         budget = min(cpu[-1] - cpu[0] for _, cpu in runs.values())  # line 0: validation before training
         for number, (arm, (run, cpu)) in enumerate(runs.items()):
             steps, accuracy = map(np.array, curve(run, ACCURACY))
@@ -138,8 +133,9 @@ def main(args):
             lines = read_metrics(run, 1)
             seen = {name: float(np.mean([m.get(key, 0) for m in lines])) for name, key in SEEN.items()}
             done = int(np.searchsorted(seconds, budget, "right")) - 1
-            results[f"{arm} {seed}"] = dict(steps=done, accuracy=at, last=accuracy[-1], start=accuracy[0])
-            results[f"{arm} {seed}"] |= dict(budget=budget, seconds=seconds[-1] / len(lines)) | seen
+            to_45 = seconds[steps[np.argmax(accuracy >= 0.45)]]  # the first validation that has 45 %
+            result = dict(steps=done, accuracy=at, last=accuracy[-1], start=accuracy[0], to_45=to_45)
+            results[f"{arm} {seed}"] = result | dict(budget=budget, seconds=seconds[-1] / len(lines)) | seen
             shown = f"{seconds[-1] / len(lines):.2f}", *(f"{x:.3g}" for x in seen.values())
             table.add_row(
                 str(seed), arm, f"{done}", f"{accuracy[0]:.1%} {at:.1%} ({accuracy[-1]:.1%})", *shown
@@ -154,7 +150,12 @@ def main(args):
     axes[0].legend()
     figure.savefig(out / "partial_rollout.png", dpi=120)
     Console(width=200).print(table)
-    save(out / "results.json", args, results)
+    costs = {arm: [] for arm in args.arms}
+    for number, arm in product(range(args.rounds), args.arms):
+        run, cpu = train(args, arm, 1, 20, name=f"cost_{number}_")
+        costs[arm].append((float(cpu[-1] - cpu[0]) / 20, json.loads((run / "peak.json").read_text())))
+    Console().print("CPU seconds of a step and peak memory in GB, first 20 steps:", costs)
+    save(out / "results.json", args, dict(runs=results, costs=costs))
 
 
 if __name__ == "__main__":

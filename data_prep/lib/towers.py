@@ -6,10 +6,14 @@ Trained on text alone, their language model runs and learns; all else is frozen,
 import copy
 import re
 import shutil
+from inspect import signature
 
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
+
+from common.run import fail
 
 PLAIN = {  # language models that differ only in the positions of images: type, and class in vLLM
     "qwen2_vl_text": "Qwen2ForCausalLM",
@@ -46,9 +50,23 @@ def freeze_towers(lm):
     return {*unused}
 
 
-def untied(lm):
-    """Whether the files of a model have weights apart that its configuration ties, as Mistral Small 3.1's."""
-    return len(lm.all_tied_weights_keys) < len(lm.get_expanded_tied_weights_keys(all_submodels=True))
+def from_files(auto, model, **changes):
+    """The weights of a model's files, dequantised if they are in 8 or 4 bits -> the model.
+
+    Its attribute `untied`: whether the files have weights apart that its configuration ties. That of Mistral
+    Small 3.1 says nothing of its output layer, and transformers takes that for tied.
+    """
+    form, options = getattr(AutoConfig.from_pretrained(model), "quantization_config", None), {}
+    if form:
+        form = form if isinstance(form, dict) else form.to_dict()
+        kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(form["quant_method"])
+        if kind is None or "dequantize" not in signature(kind).parameters:
+            fail(f"{model} has weights in {form['quant_method']}, which are not dequantised: take whole ones")
+        options["quantization_config"] = kind.from_dict(form | dict(dequantize=True))
+    lm = auto.from_pretrained(model, dtype="auto", **options, **changes)
+    tied = lm.get_expanded_tied_weights_keys(all_submodels=True)
+    lm.untied = len(lm.all_tied_weights_keys) < len(tied)
+    return lm
 
 
 def hf_overrides(config, sees):
@@ -61,11 +79,16 @@ def hf_overrides(config, sees):
         architecture = PLAIN[text.model_type]
         for name in ("mrope_section", "mrope_interleaved"):  # a token of text has one position
             text.rope_parameters.pop(name, None)
-    if sees or not wrapped(config) or architecture not in ModelRegistry.get_supported_archs():
-        return lambda config: config
     text.architectures = [architecture]
     text.tie_word_embeddings = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
-    return lambda config: text
+    alone = not sees and wrapped(config) and architecture in ModelRegistry.get_supported_archs()
+
+    def change(given):
+        changed = text if alone else given
+        changed.__dict__.pop("quantization_config", None)  # a sync brings whole weights
+        return changed
+
+    return change
 
 
 def vllm_names(weights, config, vllm_config):

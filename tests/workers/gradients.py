@@ -32,6 +32,7 @@ LOSSES = {
     ),
     "cispo": dict(policy_loss="cispo", clip_ratio_low=1.0, clip_ratio_high=0.2, loss_agg="token-mean"),
     "sapo": dict(policy_loss="sapo", loss_agg="seq-mean-token-sum"),
+    "dppo": dict(policy_loss="dppo", clip_ratio_low=2e-4, clip_ratio_high=2e-4, loss_agg="token-mean"),
 }
 LOSSES["gspo"] |= dict(rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=(1.3,))
 LOSSES["cispo"] |= dict(rollout_is=None, rollout_rs="token", rollout_rs_threshold=(1.25,))
@@ -127,6 +128,10 @@ def naive(policy, args):
             pg = (pg * (1 / 1.3 <= gap.mean().exp() <= 1.3)).expand(length)
         elif args.policy_loss == "cispo":
             pg = -ratio.detach().clamp(max=1.2) * adv * logp * (gap.abs() <= math.log(1.25))
+        elif args.policy_loss == "dppo":
+            moved = (logp.exp() - old.exp()).detach()
+            kept = moved <= 2e-4 if adv > 0 else moved >= -2e-4
+            pg = -ratio.detach().clamp(max=20) * adv * logp * kept * gap.exp().clamp(max=2.0)
         else:
             tau = 1.0 if adv > 0 else 1.05
             pg = -adv * torch.sigmoid(tau * (ratio - 1)) * 4 / tau * gap.exp().clamp(max=2.0)
