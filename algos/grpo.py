@@ -473,7 +473,7 @@ class LogProbs(torch.autograd.Function):
         elif weight.is_cuda:
             torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
         else:
-            out.copy_(hidden @ weight.t())
+            torch.mm(hidden.float(), weight.float().t(), out=out)
         if softcap:  # gemma-2 and gemma-4
             out.div_(softcap).tanh_().mul_(softcap)
         for token in never:

@@ -38,6 +38,15 @@ class LookUp(nn.Module):
         self.config = PreTrainedConfig()
 
 
+def test_logits_are_float32():
+    """Also those of a bfloat16 model, in trainer and sampler: nothing is rounded after the output layer."""
+    hidden, weight = torch.randn(5, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+    out = grpo.LogProbs.logits(hidden, weight, 1.0, None, (), torch.empty(5, 9))
+    assert torch.equal(out, hidden.float() @ weight.float().t())
+    config = families.build("qwen3").config
+    assert grpo.hf_overrides(config, sees=False)(config).head_dtype == "float32"
+
+
 @pytest.mark.parametrize("shares", (False, True))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
 def test_token_logps_of_a_lookup_table(shares, temperature):

@@ -86,6 +86,7 @@ def hf_overrides(config, sees):
     def change(given):
         changed = text if alone else given
         changed.__dict__.pop("quantization_config", None)  # a sync brings whole weights
+        changed.head_dtype = "float32"  # of the output layer, as in the trainer
         return changed
 
     return change
