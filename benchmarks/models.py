@@ -57,7 +57,7 @@ RUNS = {  # trainer, and its flags
 }
 NO_SIZE = {name: value for name, value in families.ATTENTION.items() if name != "head_dim"}
 TWO_OF_FOUR = dict(num_local_experts=4, num_experts_per_tok=2)
-families.FAMILIES |= {
+MORE = {  # besides those of the tests
     "phi3": ("Phi3", NO_SIZE),
     "smollm3": ("SmolLM3", NO_SIZE),
     "glm4": ("Glm4", families.ATTENTION),
@@ -218,6 +218,7 @@ def main(args):
     import vllm.entrypoints.llm
     import vllm.v1.worker.cpu_worker  # noqa: F401  so that no fork has to
 
+    families.FAMILIES |= MORE
     out, rows = args.output_dir.resolve(), {}
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

@@ -11,8 +11,6 @@ import time
 from fnmatch import fnmatch
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -127,6 +125,9 @@ def arithmetic(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pictures(arithmetic, tmp_path_factory):
     """A file of rows with a column `images`: a model that takes some is shown them."""
+    import pyarrow as pa  # here, because the sandbox's tests run where it cannot be loaded
+    import pyarrow.parquet as pq
+
     rows = pq.read_table(arithmetic / "val.parquet").to_pylist()
     table = pa.Table.from_pylist([row | dict(images=[dict(bytes=b"no picture", path=None)]) for row in rows])
     pq.write_table(table, out := tmp_path_factory.mktemp("pictures") / "rows.parquet")
