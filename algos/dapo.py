@@ -101,7 +101,7 @@ class Args:
     # tokens below max_response_length with a penalty from 0 to 1; None: a fifth of that length; 0: off
     overlong_buffer: int | None = None
     overlong_filtering: bool = False  # mask truncated responses out of the loss
-    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "dppo"] = "clip"  # loss of new and old policy
+    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "dppo"] = "clip"  # loss of the policy gradient
     clip_ratio_low: float | None = None  # clip ratios below 1 - this; None: 0.2, gspo 3e-4, cispo 1
     clip_ratio_high: float | None = None  # clip ratios above 1 + this; None: 0.28, gspo 4e-4, cispo 4
     clip_ratio_c: float = 3.0  # dual clip: bound of the ratio where the advantage is negative
@@ -450,7 +450,7 @@ PAPER = {  # defaults by --policy_loss of flags that are None; each script has t
     "sapo": dict(loss_agg="seq-mean-token-mean"),
     "dppo": dict(clip_ratio_low=0.15, clip_ratio_high=0.15, loss_agg="token-mean"),
 }
-DPPO_MAX_RATIO = 20.0
+DPPO_MAX_RATIO = 20.0  # of new to old policy, as a weight
 SAPO_TAU = 1.0, 1.05  # gate steepness where the advantage is positive, and where it is not
 
 
@@ -643,7 +643,7 @@ def token_logps(policy, rows, args, temperature):
 def rounding_limit(policy, args):
     """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
     experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
-    return {"float32": 1e-4, "bfloat16": 0.1}[args.compute_dtype] * (3 if experts else 1), experts
+    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
 
 
 def join(parts):

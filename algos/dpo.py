@@ -518,7 +518,7 @@ def token_logps(policy, rows, args, temperature):
 def rounding_limit(policy, args):
     """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
     experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
-    return {"float32": 1e-4, "bfloat16": 0.1}[args.compute_dtype] * (3 if experts else 1), experts
+    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
 
 
 def join(parts):

@@ -96,7 +96,7 @@ class Args:
     # ---- algorithm
     adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl"] = "grpo"  # advantage
     norm_adv_by_std: bool = True  # divide grpo's advantage by the standard deviation; off: Dr. GRPO
-    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "dppo"] = "clip"  # loss of new and old policy
+    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "dppo"] = "clip"  # loss of the policy gradient
     clip_ratio_low: float | None = None  # clip ratios below 1 - this; None: 0.2, gspo 3e-4, cispo 1
     clip_ratio_high: float | None = None  # clip ratios above 1 + this; None: 0.2, gspo 4e-4, cispo 4
     clip_ratio_c: float = 3.0  # dual clip: bound of the ratio where the advantage is negative
@@ -392,7 +392,7 @@ PAPER = {  # defaults by --policy_loss of flags that are None; each script has t
     "sapo": dict(loss_agg="seq-mean-token-mean"),
     "dppo": dict(clip_ratio_low=0.15, clip_ratio_high=0.15, loss_agg="token-mean"),
 }
-DPPO_MAX_RATIO = 20.0
+DPPO_MAX_RATIO = 20.0  # of new to old policy, as a weight
 SAPO_TAU = 1.0, 1.05  # gate steepness where the advantage is positive, and where it is not
 
 
@@ -585,7 +585,7 @@ def token_logps(policy, rows, args, temperature):
 def rounding_limit(policy, args):
     """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
     experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
-    return {"float32": 1e-4, "bfloat16": 0.1}[args.compute_dtype] * (3 if experts else 1), experts
+    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
 
 
 def join(parts):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# what programs import, but for this repository's own modules
+# what programs import, without this repository's own modules
 LIBRARIES = """
     datasets hypothesis peft psutil pyarrow.parquet tqdm transformers tyro vllm vllm.v1.engine.llm_engine
     torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.distributed.run

@@ -512,14 +512,14 @@ class TinyExperts(nn.Module):
     """As transformers names experts; a layer has them all."""
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 3e-4), ("bfloat16", 0.3)])
-def test_a_mixture_of_experts_may_differ_three_times_as_much(monkeypatch, dtype, limit):
-    """A router rounds, too; the line says so."""
+@pytest.mark.parametrize(("dtype", "dense", "limit"), [("float32", 1e-4, 1e-4), ("bfloat16", 0.1, 0.3)])
+def test_a_mixture_of_experts_may_differ_more_in_bfloat16(monkeypatch, dtype, dense, limit):
+    """A router rounds, too; the line says so. In float32 it has been seen to choose alike."""
     monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
     args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype=dtype)
     mixture = SimpleNamespace(lm=nn.Sequential(nn.Linear(1, 1), nn.Sequential(TinyExperts())))
     for model, allowed, words in (
-        (DENSE, limit / 3, "differently; log"),
+        (DENSE, dense, "differently; log"),
         (mixture, limit, "other experts; log"),
     ):
         row = dict(rollout_logp_t=np.zeros(1, np.float32), mask_t=np.ones(1, bool))
