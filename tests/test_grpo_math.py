@@ -1,7 +1,9 @@
 """The mathematics of GRPO against tables computed by hand."""
 
 import dataclasses
+import inspect
 import math
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from algos import dapo, grpo, ppo
+from algos import agent, dapo, grpo, ppo
 from tests import families
 from tests.conftest import ROOT
 
@@ -698,3 +700,12 @@ def test_a_constant_group_has_exactly_no_advantage(estimator, score):
     score_n = torch.tensor([score] * 3 + [0.0, 0.5, 0.1], dtype=torch.float64)
     adv_n = grpo.advantages(args, score_n, torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6))
     assert not adv_n[:3].any() and adv_n[3:].all()
+
+
+@pytest.mark.parametrize("script", (grpo, agent))
+def test_a_row_is_constant_only_if_its_whole_loss_is(script):
+    """With a KL loss or an entropy bonus a response without an advantage has a gradient all the same."""
+    [expression] = re.findall(r'row\["constant"\] = (.+)', inspect.getsource(script.main))
+    for adv, kl, entropy in ((0.0, False, 0.0), (0.0, True, 0.0), (0.0, False, 0.1), (1e-9, False, 0.0)):
+        names = dict(adv=adv, args=SimpleNamespace(use_kl_loss=kl, entropy_coeff=entropy))
+        assert bool(eval(expression, names)) == (not (adv or kl or entropy))
