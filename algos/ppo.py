@@ -67,7 +67,7 @@ class Args:
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     critic_model: str | None = None  # causal LM or sequence classifier to start from; None: model
     reward_model: tuple[str, ...] = ()  # sequence classifiers: the score of each is one more reward
-    attn_implementation: str | None = None  # attention; None: flash_attention_2 if installed, else sdpa
+    attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
     # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -127,8 +127,6 @@ class Args:
     reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
 
     def __post_init__(self):
-        flash = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-        self.attn_implementation = self.attn_implementation or flash
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
 
 
@@ -147,7 +145,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import is_flash_attn_2_available, logging
+from transformers.utils import logging
 
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
@@ -666,19 +664,19 @@ def one_row(prompts, responses):
     return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
 
 
-def piece_attention(module, query, key, value, mask, scaling, seen, shapes, borders, kernel, **_):
+def piece_attention(module, query, key, value, mask, scaling, seen, shapes, borders, **_):
     """Attention as transformers calls it, on a row made by `one_row`: query [1, H, T, D] -> [1, T, H, D].
 
     seen: positions that each piece sees, one piece after the other. shapes: (queries, keys) of each piece;
     its last query sees its last key. borders: their running sums.
     """
+    from torch.nn.attention.varlen import varlen_attn
+
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     key, value = key[seen], value[seen]
-    if kernel == "flash_attention_2":
-        from flash_attn import flash_attn_varlen_func
-
-        sizes = *borders, *shapes.max(0).tolist()
-        out = flash_attn_varlen_func(query, key, value, *sizes, softmax_scale=scaling, causal=True)
+    if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
+        options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
+        out = varlen_attn(query, key, value, *borders, *shapes.max(0).tolist(), **options)
     else:
         out = attend(query, key, value, shapes, scaling)
     return out[None], None
@@ -836,8 +834,8 @@ def read_config(args, share, **changes):
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     special = takes_images(args) or special_layers(config)
-    if share and attention in ("sdpa", "flash_attention_2") and not special:
-        AttentionInterface.register("pieces", partial(piece_attention, kernel=attention))
+    if share and attention == "sdpa" and not special:
+        AttentionInterface.register("pieces", piece_attention)
         attention = "pieces"
     return config, attention
 

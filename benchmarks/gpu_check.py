@@ -1,4 +1,4 @@
-"""What could go wrong on a GPU and nowhere else: ten minutes on one, more with more of them.
+"""What could go wrong on a GPU and nowhere else: minutes on one, more with more of them.
 
     python benchmarks/gpu_check.py                                     # random weights, no network
     python benchmarks/gpu_check.py --model Qwen/Qwen2.5-0.5B-Instruct
@@ -55,7 +55,7 @@ LIMITS = {  # of rounding, by dtype: a wrong layout, a stale weight or a lost ro
     "float32": dict(logp=1e-4, norm=1e-3, step=1e-3),
     "bfloat16": dict(logp=0.02, norm=0.02, step=0.05),
 }
-LAYOUTS = ("padded", "one row", "padded flash", "one row flash")
+LAYOUTS = "padded", "one row"
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------
@@ -105,12 +105,11 @@ def median(run, name):
     return statistics.median(metrics[name] for step, metrics in run.items() if step > 1)
 
 
-def checks(cuda, ranks, flash, trl):
+def checks(cuda, ranks, trl):
     """All lines. ranks: processes of the part for several GPUs, 0: there is one GPU."""
     limits, lines = LIMITS["bfloat16" if cuda else "float32"], []
     no_gpu = "" if cuda else "a CPU"
     no_ranks = "" if ranks else "one GPU"
-    no_flash = "" if flash else "flash-attn is not installed"
 
     def add(name, needs, value, limit, over=False, left_out=""):
         lines.append(Check(name, needs, value, limit, over, left_out))
@@ -120,8 +119,7 @@ def checks(cuda, ranks, flash, trl):
     worker = lambda key: lambda r: r["worker"][key]
     for layout in LAYOUTS:
         gap = lambda r, pair=f"{layout} : sampler": r["worker"]["gaps"][pair]
-        left_out = no_flash if "flash" in layout else ""
-        add(f"log-probs, {layout}, against the sampler", "worker", gap, limits["logp"], False, left_out)
+        add(f"log-probs, {layout}, against the sampler", "worker", gap, limits["logp"])
     inside = lambda r: max((gap, pair) for pair, gap in r["worker"]["gaps"].items() if "sampler" not in pair)
     add("log-probs, largest gap of two layouts", "worker", inside, limits["logp"])
     add("control: texts of one row that see one another", "worker", worker("borders"), limits["logp"], True)
@@ -302,7 +300,7 @@ def main(args):
             )
         launches = launch_all(model, Path(work), cuda, ranks, trl)
     launches.results["here"] = versions(cuda)
-    lines = checks(cuda, ranks, bool(find_spec("flash_attn")), trl)
+    lines = checks(cuda, ranks, trl)
     lines = [check.line(launches.results, launches.errors) for check in lines]
     here = machine()
     where = ", ".join(here["gpus"]) or f"CPU, {here['cores']} cores, {here['processor']}"

@@ -1,10 +1,11 @@
-"""Verdicts of benchmarks/gpu_check.py, on figures as its launches leave them; the run is `make gpu-check`."""
+"""Verdicts of benchmarks/gpu_check.py, on figures as its launches leave them, and one launch on a CPU."""
 
 import copy
+import json
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_check
@@ -31,8 +32,8 @@ GOOD |= {name: {i: dict(STEP) for i in steps} for name, steps in STEPS.items()}
 GOOD |= dict(ranks={"layout": "padded", "1": 2.0, "2": 2.0})
 
 
-def verdicts(results, errors=None, cuda=False, ranks=2, flash=True, trl=True):
-    checks = gpu_check.checks(cuda, ranks, flash, trl)
+def verdicts(results, errors=None, cuda=False, ranks=2, trl=True):
+    checks = gpu_check.checks(cuda, ranks, trl)
     return {check.name: check.line(results, errors or {}) for check in checks}
 
 
@@ -48,10 +49,9 @@ def test_all_good():
 
 
 def test_what_is_left_out_says_why():
-    lines = verdicts(GOOD, ranks=0, flash=False, trl=False).values()
+    lines = verdicts(GOOD, ranks=0, trl=False).values()
     reasons = [line["measured"] for line in lines if line["verdict"] == "left out"]
     assert {x: reasons.count(x) for x in reasons} == {
-        "flash-attn is not installed": 2,
         "a CPU": 4,
         "one GPU": 4,
         "TRL is not installed": 1,
@@ -89,6 +89,15 @@ def test_a_wrong_figure_fails_its_line_alone(path, value, line):
     there[path[-1]] = value
     [name] = failing(results, cuda=True)
     assert name.startswith(line)
+
+
+def test_the_worker_passes_on_a_cpu(tiny, tmp_path):
+    gpu_check.make_rows(tiny, tmp_path / "rows.parquet", 8, 24, 16)
+    run(ROOT / "benchmarks/lib/gpu_check_worker.py", tiny, tmp_path / "rows.parquet", tmp_path, 24, 16)
+    worker = json.loads((tmp_path / "worker.json").read_text())
+    lines = verdicts(GOOD | dict(worker=worker), ranks=0)
+    assert [name for name, line in lines.items() if line["verdict"] == "FAIL"] == []
+    assert worker["gaps"].keys() == set(PAIRS) and worker["norms"].keys() == set(gpu_check.LAYOUTS)
 
 
 def test_a_launch_that_fails_fails_its_lines_and_no_others():

@@ -5,7 +5,6 @@ import inspect
 import math
 import re
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention import varlen
 from transformers import AttentionInterface, PreTrainedConfig
 
 from algos import agent, dapo, grpo, ppo
@@ -129,19 +129,24 @@ def test_a_tree_by_hand():
     assert where.tolist() == [1, 5, 1, 2]  # predict 1, 2, 3 and 4
 
 
-def flash(query, key, value, borders_q, borders_k, longest_q, longest_k, softmax_scale, causal):
-    """In place of flash_attn_varlen_func: pieces by their borders, the last query sees the last key."""
+def flash(query, key, value, borders_q, borders_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """In place of varlen_attn, for GPUs: pieces by their borders, the last query sees the last key."""
     sizes_q, sizes_k = borders_q.diff().tolist(), borders_k.diff().tolist()
-    assert (
-        causal and borders_q.dtype == torch.int32 and [longest_q, longest_k] == [max(sizes_q), max(sizes_k)]
-    )
+    assert window_size == (-1, 0) and enable_gqa and borders_q.dtype == torch.int32
+    assert [longest_q, longest_k] == [max(sizes_q), max(sizes_k)]
     out = []
     for q, k, v in zip(query.split(sizes_q), key.split(sizes_k), value.split(sizes_k), strict=True):
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         bias = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]).bool()
-        options = dict(attn_mask=bias, scale=softmax_scale, enable_gqa=True)
+        options = dict(attn_mask=bias, scale=scale, enable_gqa=True)
         out.append(nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], **options)[0])
     return torch.cat([x.transpose(0, 1) for x in out])
+
+
+class Gpu(torch.Tensor):
+    """Says that it is one of bfloat16 on a GPU."""
+
+    is_cuda, dtype = True, torch.bfloat16
 
 
 SHARING = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
@@ -150,8 +155,13 @@ SHARING += ["mistral3", "qwen3_vl"]  # without images
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - {"phi"}))  # which is refused
 def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
-    """With the log-probs and gradients of rows of their own, by SDPA and by flash attention."""
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+    """With the log-probs and gradients of rows of their own, by SDPA and as on a GPU."""
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+
+    def on_a_gpu(module, query, *others, **pieces):
+        out, _ = grpo.piece_attention(module, query.as_subclass(Gpu), *others, **pieces)
+        return out.as_subclass(torch.Tensor), None
+
     lm = families.build(family)
     assert (not grpo.special_layers(lm.config)) == (family in SHARING)
     if family not in SHARING:
@@ -160,8 +170,8 @@ def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
     responses = [[1, 2], [3], [60, 4], [5, 6, 7, 8], [11, 12], [13], [14, 15], [16, 17], [18]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
     found = []
-    for kernel in (None, "sdpa", "flash_attention_2"):
-        AttentionInterface.register("test_pieces", partial(grpo.piece_attention, kernel=kernel))
+    for kernel in (None, grpo.piece_attention, on_a_gpu):
+        AttentionInterface.register("test_pieces", kernel)
         lm.set_attn_implementation("test_pieces" if kernel else "sdpa")
         lm.zero_grad()
         logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, ARGS, 0.7)

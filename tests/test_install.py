@@ -22,7 +22,7 @@ from rewards import check_sources
 # sys.platform stays as it is: third parties would look for files of another build.
 ELSEWHERE = """
 import os, resource, sys
-sys.modules |= dict.fromkeys(["vllm", "triton", "flash_attn", "uvloop", "reasoning_gym", "wandb", "gguf"])
+sys.modules |= dict.fromkeys(["vllm", "triton", "uvloop", "reasoning_gym", "wandb", "gguf"])
 for name in ("sched_getaffinity", "sched_setaffinity", "pidfd_open", "memfd_create"):
     delattr(os, name)
 def setrlimit(kind, limits, setrlimit=resource.setrlimit):
@@ -99,7 +99,7 @@ def test_requirements():
                     & everything.keys()
                 ):
                     missing.setdefault(name, path.name)
-    assert missing.keys() <= {"flash_attn", "liger_kernel", "vllm"}  # for GPUs, and by hand
+    assert missing.keys() <= {"liger_kernel", "vllm"}  # for GPUs, and by hand
 
 
 @pytest.fixture

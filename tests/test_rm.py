@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ def test_scores_are_those_of_transformers(family, tmp_path):
     lm = AutoModelForSequenceClassification.from_config(config).eval()
     shares = not rm.special_layers(config)
     assert shares == (family != "gemma2")
-    AttentionInterface.register("pieces", partial(rm.piece_attention, kernel="sdpa"))
+    AttentionInterface.register("pieces", rm.piece_attention)
     conversations = [[9, 8, 7, 6, 5, 4, 3, 2], [5], [0, 7, 0, 8], [3, 1]]
     with torch.no_grad():
         alone = [lm(input_ids=torch.tensor([ids])).logits.item() for ids in conversations]

@@ -472,7 +472,7 @@ def test_flash_attention_has_no_float32():
 @pytest.mark.parametrize("changes", (dict(packing=False), dict(attn_implementation="eager")))
 def test_sequence_parallelism_needs_one_row(monkeypatch, changes):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="--sp_size 2 needs --packing, and sdpa or flash_attention_2"):
+    with pytest.raises(SystemExit, match="--sp_size 2 needs --packing, and --attn_implementation sdpa"):
         sft.check_args(make_args(sp_size=2, **changes))
 
 

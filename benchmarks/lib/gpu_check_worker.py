@@ -4,7 +4,6 @@ Alone it samples rows, and writes them and worker.json. Under torchrun it writes
 norms of these rows with one and with two copies of the sharded model.
 """
 
-import dataclasses
 import json
 import sys
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from algos import grpo
 from data_prep.lib.cache import load_prompts
 
 PROMPTS, GROUP = 4, 4
-FLASH = "flash_attention_2"
 
 
 def used():
@@ -48,14 +46,9 @@ def norm(policy, rows, args):
     return step(policy, torch.optim.SGD(policy.parameters(), lr=0.0), rows, args)
 
 
-def layouts(config, args):
-    """name -> the kernel of attention, and whether texts are in one row."""
-    found = {"padded": ("sdpa", False)}
-    if not grpo.special_layers(config):
-        found["one row"] = "sdpa", True
-    if args.attn_implementation == FLASH:
-        found |= {f"{name} flash": (FLASH, share) for name, (_, share) in [*found.items()]}
-    return found
+def layouts(config):
+    """name -> whether texts are in one row."""
+    return {"padded": False} | ({} if grpo.special_layers(config) else {"one row": True})
 
 
 @torch.no_grad()
@@ -71,7 +64,8 @@ def without_borders():
     def wrong(prompts, responses):
         inputs, where = one_row(prompts, responses)
         n = inputs["input_ids"].shape[1]
-        whole = dict(seen=torch.arange(n), shapes=[(n, n)], borders=torch.tensor([[0, n]] * 2).int())
+        whole = dict(seen=torch.arange(n), shapes=np.array([(n, n)]))
+        whole |= dict(borders=torch.tensor([[0, n]] * 2).int())
         return inputs | whole, where
 
     grpo.one_row = wrong
@@ -89,8 +83,7 @@ def alone(args, train_files, work):
     engine.sleep(level=2)
     result |= dict(asleep=used() - empty, total=torch.cuda.mem_get_info()[1] / 2**30 if used() else 0.0)
 
-    sdpa = dataclasses.replace(args, attn_implementation="sdpa")
-    policy = grpo.load_model(sdpa, mesh, device, grpo.TokenLogps, share=False)
+    policy = grpo.load_model(args, mesh, device, grpo.TokenLogps, share=False)
     tokenizer = grpo.load_processor(args.model)
     prompts = load_prompts([train_files], tokenizer, args.max_prompt_length)[0][:PROMPTS]
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
@@ -112,31 +105,26 @@ def alone(args, train_files, work):
     logp_nt, models = {"sampler": grpo.pad([row["rollout_logp_t"] for row in rows])}, {}
     mask_nt = grpo.response_mask([len(row["response_ids"]) for row in rows])
     gap = lambda a_nt, b_nt: (a_nt - b_nt).abs()[mask_nt].mean().item()
-    for name, (kernel, share) in layouts(policy.lm.config, args).items():
-        flags = dataclasses.replace(args, attn_implementation=kernel)
-        models[name] = grpo.load_model(flags, mesh, device, grpo.TokenLogps, share=share)
-        logp_nt[name], result["norms"][name] = (
-            logps(models[name], rows, flags),
-            norm(models[name], rows, flags),
-        )
+    for name, share in layouts(policy.lm.config).items():
+        models[name] = grpo.load_model(args, mesh, device, grpo.TokenLogps, share=share)
+        logp_nt[name], result["norms"][name] = logps(models[name], rows, args), norm(models[name], rows, args)
     for a, b in combinations(reversed(logp_nt), 2):
         result["gaps"][f"{a} : {b}"] = gap(logp_nt[a], logp_nt[b])
     with without_borders():
         result["borders"] = gap(logps(models.get("one row", policy), rows, args), logp_nt["padded"])
 
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, weight_decay=0.0, fused=True)
-    before = step(policy, optimizer, rows, sdpa)
-    owned = [x for state in optimizer.state.values() for x in state.values() if x.dim()] + [
-        *policy.parameters()
-    ]
-    result["owned"] = sum(x.to_local().nbytes for x in owned) / 2**30
+    before = step(policy, optimizer, rows, args)
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+    result["owned"] = sum(x.to_local().nbytes for x in [*policy.parameters(), *moments]) / 2**30
+    del moments  # the list would keep them on the GPU
     here = used()
     grpo.move("cpu", [policy], optimizer)
     result["freed"] = (here - used()) / result["owned"]
     grpo.move(device, [policy], optimizer)
-    result["offloaded"] = step(policy, optimizer, rows, sdpa), before
+    result["offloaded"] = step(policy, optimizer, rows, args), before
     optimizer.param_groups[0]["lr"] = 1e-3
-    step(policy, optimizer, rows, sdpa)
+    step(policy, optimizer, rows, args)
     result["stale"] = gap(logps(policy, rows, args), logp_nt["sampler"])
     (work / "worker.json").write_text(json.dumps(result))
     grpo.leave()
@@ -144,8 +132,7 @@ def alone(args, train_files, work):
 
 def together(args, work):
     device, _ = grpo.setup_distributed(1)
-    flash, rows = args.attn_implementation == FLASH, json.loads((work / "rows.json").read_text())
-    result = dict(layout="one row flash" if flash else "one row")
+    rows, result = json.loads((work / "rows.json").read_text()), dict(layout="one row")
     for copies in (1, 2):
         shape = copies, dist.get_world_size() // copies
         mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

