@@ -123,7 +123,7 @@ from common.metrics import speed_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOLS, IDS, prepare
 from data_prep.lib.images import auto_class, load_processor, never_sampled, show_images, takes_images
-from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files
+from data_prep.lib.towers import copy_processor, decoder, dequantised, freeze_towers, from_files
 from data_prep.lib.turns import says_nothing, turns
 
 RESPONSES = "chosen", "rejected"  # of a pair
@@ -749,8 +749,8 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    config.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     special = takes_images(args) or special_layers(config)
@@ -1011,8 +1011,12 @@ def check_args(args):
 
 def check_model(config, args):
     """Stop where the model cannot be trained with these arguments, by a line, a ValueError or ImportError."""
-    if takes_images(args):
-        raise ValueError(f"{args.model} ({config.model_type}) takes images, which dpo.py does not")
+    name = f"{args.model} ({config.model_type})"
+    problems = {
+        f"{name} takes images, which dpo.py does not": takes_images(args),
+        f"--qlora rounds whole weights, and {name} has rounded ones": args.qlora and dequantised(config),
+    }
+    refuse(problems)
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
         TokenLogps(add_adapters(lm, args))  # TokenLogps refuses a bias of the output layer

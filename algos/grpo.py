@@ -816,8 +816,8 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    config.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     special = takes_images(args) or special_layers(config)

@@ -831,8 +831,8 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    config.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     special = takes_images(args) or special_layers(config)
@@ -1359,7 +1359,9 @@ def check_models(args):
     refuse(problems)
     try:
         names = args.critic_model or args.model, args.model
-        known, needed = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in names]
+        configs = [AutoConfig.from_pretrained(name) for name in names]
+        auto_class(configs[0], scores=True)  # stops on weights that cannot be made whole
+        known, needed = [config.get_text_config().vocab_size for config in configs]
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
         ours, theirs = AutoTokenizer.from_pretrained(args.tokenizer or args.model).get_vocab(), {}
@@ -1371,9 +1373,10 @@ def check_models(args):
             fail(f"--critic_model {args.critic_model} has another vocabulary: {problem}")
         tokenizers = [AutoTokenizer.from_pretrained(name) for name in args.reward_model]
         for name, tokenizer in zip(args.reward_model, tokenizers):
-            labels = AutoConfig.from_pretrained(name).num_labels
-            if labels != 1:
-                fail(f"--reward_model {name} gives {labels} numbers, not 1 score")
+            config = AutoConfig.from_pretrained(name)
+            auto_class(config, scores=True)  # stops on weights that cannot be made whole
+            if config.num_labels != 1:
+                fail(f"--reward_model {name} gives {config.num_labels} numbers, not 1 score")
             if tokenizer.chat_template is None:
                 fail(f"--reward_model {name}: its tokenizer has no chat template")
             load_prompts(args.train_files, tokenizer, math.inf)  # its chat template must take them too

@@ -127,7 +127,7 @@ from data_prep.lib.images import (
     show_images,
     takes_images,
 )
-from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files
+from data_prep.lib.towers import copy_processor, decoder, dequantised, freeze_towers, from_files
 from data_prep.lib.turns import says_nothing, turns
 from envs import load_env
 
@@ -667,8 +667,8 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    config.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     special = takes_images(args) or special_layers(config)
@@ -1205,6 +1205,7 @@ def check_model(config, args):
     flags = "--messages_key, --lora_rank, --liger, --truncation left and --sp_size"
     undivided = f"{name} has {heads} attention heads, which --sp_size {sp_size} does not divide"
     problems = {
+        f"--qlora rounds whole weights, and {name} has rounded ones": args.qlora and dequantised(config),
         f"{name} takes images, which {flags} do not": takes_images(args) and text_only,
         f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
         f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,
