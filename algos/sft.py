@@ -686,11 +686,11 @@ def add_adapters(lm, args):
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
     renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
-    layers = {}  # names of the linear layers, without experts, routers and the output layer
-    body = {*decoder(lm).modules()}
+    layers, body = {}, {*decoder(lm).modules()}  # linear layers; body: all but the output layer
+    left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
     for name, layer in lm.named_modules():
-        routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and layer in body and not routes:
+        linear = type(layer).__name__ in ("Linear", "Linear4bit")  # the latter with --qlora
+        if linear and layer in body and ".experts." not in name and not name.endswith(left_out):
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -1101,7 +1101,8 @@ def load_quantized(args, mesh, device, wrap, adapt, share):
     with torch.device("meta"):
         towers = freeze_towers(auto_class(config).from_config(config))
     whole = [f"{name.rpartition('.')[0]}$" for name in towers] + ["lm_head"]
-    lm = auto_class(config).from_pretrained(
+    lm = from_files(
+        auto_class(config),
         args.model,
         config=config,
         dtype=dtype,

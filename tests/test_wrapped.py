@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -63,6 +64,29 @@ def test_hf_is_the_same_model_with_another_language_model(trained, models):
         trained / "checkpoints/latest/hf", output_loading_info=True
     )
     assert not any(found.values())
+
+
+@pytest.mark.parametrize(("family", "rank"), (("gemma3", 0), ("qwen3_vl", 0), ("gemma4", 4)))
+def test_an_interrupted_run_equals_an_uninterrupted_one(family, rank, models, arithmetic, tmp_path):
+    """To the bit: language model or adapters, their optimizer state, and the tower, which is not in dcp/."""
+    out = tmp_path / "whole"
+    flags = "--total_steps 4 --save_freq 2 --keep_checkpoints 0 --train_batch_size 8 --max_length 32".split()
+    flags += "--lr", 1e-2, "--lora_rank", rank, "--model", models / family
+    flags += "--train_files", arithmetic / "train.parquet", "--output_dir"
+    run(ROOT / "algos/sft.py", *flags, out)
+    shutil.copytree(out, half := tmp_path / "half", symlinks=True)
+    (half / "checkpoints/latest").unlink()
+    (half / "checkpoints/latest").symlink_to("step_000002")
+    shutil.rmtree(half / "checkpoints/step_000004")
+    run(ROOT / "algos/sft.py", *flags, half)
+    assert "resumed from" in (half / "log.txt").read_text()
+    losses = [[m["train/loss"] for m in metrics(x).values()] for x in (out, half)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    wanted, found = (load_weights(x / "checkpoints/step_000004/hf") for x in (out, half))
+    assert wanted.keys() == found.keys() and all(torch.equal(found[name], x) for name, x in wanted.items())
+    before = load_weights(models / family)
+    changed = {name for name, x in before.items() if not torch.equal(x, found[name])}
+    assert changed and all(any(part in name for part in INSIDE) for name in changed)
 
 
 def test_generate_and_export_take_it(trained, models, arithmetic, tmp_path):

@@ -69,16 +69,17 @@ def from_files(auto, model, **changes):
     Its attribute `untied`: whether the files have weights apart that its configuration ties. That of Mistral
     Small 3.1 says nothing of its output layer, and transformers takes that for tied.
     """
-    options = dequantised(AutoConfig.from_pretrained(model))
-    lm, found = auto.from_pretrained(model, dtype="auto", output_loading_info=True, **options, **changes)
+    options = dict(dtype="auto") | dequantised(AutoConfig.from_pretrained(model)) | changes
+    lm, found = auto.from_pretrained(model, output_loading_info=True, **options)
     if missing := sorted({*found["missing_keys"]} - {"score.weight"}):  # a new critic's head is random
         fail(f"{model}: its files lack weights of the model, {len(missing)} in all, such as {missing[0]}")
-    if options and options["quantization_config"].quant_method == "compressed-tensors":
+    if getattr(options.get("quantization_config"), "quant_method", None) == "compressed-tensors":
         from compressed_tensors.quantization import QuantizationMetadata
 
         lm.apply(QuantizationMetadata.clear_quantization)  # scales
     tied = lm.get_expanded_tied_weights_keys(all_submodels=True)
     lm.untied = len(lm.all_tied_weights_keys) < len(tied)
+    lm.config.tie_word_embeddings &= not lm.untied
     return lm
 
 
