@@ -1105,6 +1105,8 @@ def build_engine(args, device):
     for name in Path("/dev/shm").glob(f"{run}-*"):
         name.unlink(missing_ok=True)
     torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+    # CAREFUL: with them vLLM's CPU kernel of Qwen3-Next wants packed convolutions, and a sync brings others
+    torch.cpu._is_avx512_bf16_supported = lambda: False
     torch.manual_seed(args.seed)  # vLLM overwrites the global generator
     engine.sleep(level=2)
     return engine
