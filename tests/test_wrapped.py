@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from algos import grpo, ppo, rm
 from data_prep.lib.images import auto_class, takes_images
 from data_prep.lib.schema import load_rows
-from data_prep.lib.towers import decoder, freeze_towers
+from data_prep.lib.towers import decoder, freeze_towers, hf_overrides
 from tests import families
 
 INSIDE = "language_model.", "lm_head."  # what names of the language model's weights begin with or have
@@ -177,3 +177,14 @@ def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_p
     hidden = decoder(causal)(input_ids=ids, attention_mask=mask).last_hidden_state
     wanted = hidden[torch.arange(2), mask.sum(1) - 1] @ whole["score.weight"][0]
     assert torch.allclose(model(input_ids=ids, attention_mask=mask).logits[:, 0], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ("qwen3_5", "qwen3_5_text", "qwen3_5_moe"))
+def test_qwen3_5_without_torchvision_is_one_line(family, models, monkeypatch):
+    """vLLM would say no more than that its architecture failed to be inspected."""
+    monkeypatch.setattr("data_prep.lib.towers.find_spec", lambda name: None)
+    if not (models / family).exists():
+        families.write(family, models / family)
+    line = rf"{family} \({family}\): vLLM needs torchvision: install the build for torch 2"
+    with pytest.raises(SystemExit, match=line):
+        hf_overrides(AutoConfig.from_pretrained(models / family), sees=False)

@@ -6,8 +6,10 @@ Trained on text alone, their language model runs and learns; all else is frozen,
 import copy
 import re
 import shutil
+from importlib.util import find_spec
 from types import SimpleNamespace
 
+import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -88,6 +90,9 @@ def hf_overrides(config, sees):
     from vllm import ModelRegistry
 
     text = copy.deepcopy(config).get_text_config()
+    if text.model_type.startswith("qwen3_5") and not find_spec("torchvision"):
+        need = f"vLLM needs torchvision: install the build for torch {torch.__version__}"
+        fail(f"{config.name_or_path} ({config.model_type}): {need}")
     architecture = getattr(AutoModelForCausalLM._model_mapping.get(type(text), None), "__name__", None)
     if text.model_type in PLAIN:
         architecture = PLAIN[text.model_type]
