@@ -489,7 +489,7 @@ class TokenLogps(nn.Module):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
         options = temperature / self.scale, self.softcap, self.never, self.entropy
-        return LogProbs.apply(hidden.to(weight.dtype), weight, target, *options)  # Mamba's is float32
+        return LogProbs.apply(hidden.to(weight.dtype), weight, target, *options)  # float32 in Mamba
 
 
 def token_logps(policy, rows, args, temperature):

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT, load_weights, metrics, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from algos import agent, dapo, distill, dpo, grpo, ppo, quantize, rm, sft
 from data_prep.lib.towers import dequantised
 from tests import families
 
@@ -45,6 +45,17 @@ def test_they_are_trained_as_whole_weights(name, models, arithmetic, tmp_path):
     assert {x.dtype for x in saved.values()} == {torch.float32}
     _, found = AutoModelForCausalLM.from_pretrained(hf, output_loading_info=True)
     assert not any(found.values())
+
+
+@pytest.mark.parametrize(("scheme", "error"), (("w8a8", 0.01), ("w4a16", 0.15), ("fp8", 0.04)))
+def test_what_quantize_py_writes_is_trained_again(scheme, error, mesh, tmp_path):
+    families.write("qwen3", tmp_path / "whole")
+    quantize.main(quantize.Args(str(tmp_path / "whole"), str(tmp_path / scheme), scheme=scheme))
+    args = grpo.Args(model=str(tmp_path / scheme), train_files=(), output_dir="", attn_implementation="sdpa")
+    policy = grpo.load_model(args, mesh, torch.device("cpu"), grpo.TokenLogps)
+    weights = dict(grpo.whole_weights(policy.lm, torch.float32))
+    for name, x in load_weights(tmp_path / "whole").items():
+        assert (weights[name] - x).norm() < error * x.norm(), name
 
 
 @pytest.mark.parametrize("rank", (0, 1))

@@ -85,10 +85,22 @@ def from_files(auto, model, **changes):
     return lm
 
 
+def flatten_rotary(ops):
+    """CAREFUL: vLLM's rotary kernel for a CPU reads LFM2's queries [tokens, heads, size] at wrong positions."""
+    kernel = ops.rotary_embedding
+
+    def flat(positions, query, key, *options):
+        key = None if key is None else key.view(len(key), -1)
+        kernel(positions, query.view(len(query), -1), key, *options)  # in place
+
+    ops.rotary_embedding = kernel if torch.cuda.is_available() else flat
+
+
 def hf_overrides(config, sees):
     """For vLLM: a model that sees no images is its language model, where vLLM has a class for that."""
-    from vllm import ModelRegistry
+    from vllm import ModelRegistry, _custom_ops
 
+    flatten_rotary(_custom_ops)
     text = copy.deepcopy(config).get_text_config()
     if text.model_type.startswith("qwen3_5") and not find_spec("torchvision"):
         need = f"vLLM needs torchvision: install the build for torch {torch.__version__}"
