@@ -81,17 +81,19 @@ def from_files(auto, model, **changes):
         lm.apply(QuantizationMetadata.clear_quantization)  # scales
     tied = lm.get_expanded_tied_weights_keys(all_submodels=True)
     lm.untied = len(lm.all_tied_weights_keys) < len(tied)
-    lm.config.tie_word_embeddings &= not lm.untied
+    if lm.untied:
+        lm.config.tie_word_embeddings = False
     return lm
 
 
 def flatten_rotary(ops):
-    """CAREFUL: vLLM's rotary kernel for a CPU reads LFM2's queries [tokens, heads, size] at wrong positions."""
+    """CAREFUL: vLLM's rotary kernel for a CPU reads LFM2's [tokens, heads, size] at wrong positions."""
     kernel = ops.rotary_embedding
 
     def flat(positions, query, key, *options):
-        key = None if key is None else key.view(len(key), -1)
-        kernel(positions, query.view(len(query), -1), key, *options)  # in place
+        tokens = positions.numel()
+        key = None if key is None else key.view(tokens, -1)
+        kernel(positions, query.view(tokens, -1), key, *options)  # in place
 
     ops.rotary_embedding = kernel if torch.cuda.is_available() else flat
 
