@@ -121,7 +121,7 @@ from common.metrics import speed_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOLS, IDS, prepare
 from data_prep.lib.images import auto_class, load_processor, never_sampled, show_images, takes_images
-from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files
+from data_prep.lib.towers import copy_processor, decoder, dequantised, freeze_towers, from_files
 from data_prep.lib.turns import says_nothing, turns
 
 RESPONSES = "chosen", "rejected"  # of a pair
@@ -487,7 +487,7 @@ class TokenLogps(nn.Module):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
         options = temperature / self.scale, self.softcap, self.never, self.entropy
-        return LogProbs.apply(hidden, weight, target, *options)
+        return LogProbs.apply(hidden.to(weight.dtype), weight, target, *options)  # float32 in Mamba
 
 
 def token_logps(policy, rows, args, temperature):
@@ -747,8 +747,8 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    config.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     special = takes_images(args) or special_layers(config)
@@ -766,11 +766,11 @@ def add_adapters(lm, args):
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
     renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
-    layers = {}  # names of the linear layers, without experts, routers and the output layer
-    body = {*decoder(lm).modules()}
+    layers, body = {}, {*decoder(lm).modules()}  # linear layers; body: all but the output layer
+    left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
     for name, layer in lm.named_modules():
-        routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and layer in body and not routes:
+        linear = type(layer).__name__ in ("Linear", "Linear4bit")  # the latter with --qlora
+        if linear and layer in body and ".experts." not in name and not name.endswith(left_out):
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -923,7 +923,8 @@ def load_quantized(args, mesh, device, wrap, adapt, share):
     with torch.device("meta"):
         towers = freeze_towers(auto_class(config).from_config(config))
     whole = [f"{name.rpartition('.')[0]}$" for name in towers] + ["lm_head"]
-    lm = auto_class(config).from_pretrained(
+    lm = from_files(
+        auto_class(config),
         args.model,
         config=config,
         dtype=dtype,
@@ -1009,8 +1010,12 @@ def check_args(args):
 
 def check_model(config, args):
     """Stop where the model cannot be trained with these arguments, by a line, a ValueError or ImportError."""
-    if takes_images(args):
-        raise ValueError(f"{args.model} ({config.model_type}) takes images, which dpo.py does not")
+    name = f"{args.model} ({config.model_type})"
+    problems = {
+        f"{name} takes images, which dpo.py does not": takes_images(args),
+        f"--qlora rounds whole weights, and {name} has rounded ones": args.qlora and dequantised(config),
+    }
+    refuse(problems)
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
         TokenLogps(add_adapters(lm, args))  # TokenLogps refuses a bias of the output layer

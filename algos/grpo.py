@@ -554,7 +554,7 @@ class TokenLogps(nn.Module):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
         options = temperature / self.scale, self.softcap, self.never, self.entropy
-        return LogProbs.apply(hidden, weight, target, *options)
+        return LogProbs.apply(hidden.to(weight.dtype), weight, target, *options)  # float32 in Mamba
 
 
 def token_logps(policy, rows, args, temperature):
@@ -814,8 +814,8 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    config.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     special = takes_images(args) or special_layers(config)
@@ -833,11 +833,11 @@ def add_adapters(lm, args):
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
     renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
-    layers = {}  # names of the linear layers, without experts, routers and the output layer
-    body = {*decoder(lm).modules()}
+    layers, body = {}, {*decoder(lm).modules()}  # linear layers; body: all but the output layer
+    left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
     for name, layer in lm.named_modules():
-        routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and layer in body and not routes:
+        linear = type(layer).__name__ in ("Linear", "Linear4bit")  # the latter with --qlora
+        if linear and layer in body and ".experts." not in name and not name.endswith(left_out):
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -1088,6 +1088,8 @@ def build_engine(args, device):
     for name in Path("/dev/shm").glob(f"{run}-*"):
         name.unlink(missing_ok=True)
     torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
+    # CAREFUL: with them vLLM's CPU kernel of Qwen3-Next wants packed convolutions, and a sync brings others
+    torch.cpu._is_avx512_bf16_supported = lambda: False
     torch.manual_seed(args.seed)  # vLLM overwrites the global generator
     engine.sleep(level=2)
     return engine

@@ -125,7 +125,7 @@ from data_prep.lib.images import (
     show_images,
     takes_images,
 )
-from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files
+from data_prep.lib.towers import copy_processor, decoder, dequantised, freeze_towers, from_files
 from data_prep.lib.turns import says_nothing, turns
 from envs import load_env
 
@@ -405,7 +405,7 @@ class TokenLogps(nn.Module):
         """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
         options = temperature / self.scale, self.softcap, self.never, self.entropy
-        return LogProbs.apply(hidden, weight, target, *options)
+        return LogProbs.apply(hidden.to(weight.dtype), weight, target, *options)  # float32 in Mamba
 
 
 def token_logps(policy, rows, args, temperature):
@@ -665,8 +665,8 @@ def read_config(args, share, **changes):
     """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
     config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
-    config.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
         for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
             setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
     special = takes_images(args) or special_layers(config)
@@ -684,11 +684,11 @@ def add_adapters(lm, args):
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
     renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
-    layers = {}  # names of the linear layers, without experts, routers and the output layer
-    body = {*decoder(lm).modules()}
+    layers, body = {}, {*decoder(lm).modules()}  # linear layers; body: all but the output layer
+    left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
     for name, layer in lm.named_modules():
-        routes = ".experts." in name or name.endswith(("gate", "router"))
-        if type(layer) is nn.Linear and layer in body and not routes:
+        linear = type(layer).__name__ in ("Linear", "Linear4bit")  # the latter with --qlora
+        if linear and layer in body and ".experts." not in name and not name.endswith(left_out):
             layers[name] = name.rpartition(".")[2]
     known, chosen = {*layers.values()}, {*args.lora_target_modules}
     if wrong := chosen - known - {"all-linear"}:
@@ -1099,7 +1099,8 @@ def load_quantized(args, mesh, device, wrap, adapt, share):
     with torch.device("meta"):
         towers = freeze_towers(auto_class(config).from_config(config))
     whole = [f"{name.rpartition('.')[0]}$" for name in towers] + ["lm_head"]
-    lm = auto_class(config).from_pretrained(
+    lm = from_files(
+        auto_class(config),
         args.model,
         config=config,
         dtype=dtype,
@@ -1203,6 +1204,7 @@ def check_model(config, args):
     flags = "--messages_key, --lora_rank, --liger, --truncation left and --sp_size"
     undivided = f"{name} has {heads} attention heads, which --sp_size {sp_size} does not divide"
     problems = {
+        f"--qlora rounds whole weights, and {name} has rounded ones": args.qlora and dequantised(config),
         f"{name} takes images, which {flags} do not": takes_images(args) and text_only,
         f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
         f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,

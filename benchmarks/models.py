@@ -55,6 +55,7 @@ RUNS = {  # trainer, and its flags
     "bfloat16": (grpo, SAMPLE | dict(lr=0.02, compute_dtype="bfloat16")),
     "LoRA": (grpo, SAMPLE | dict(lr=0.02, lora_rank=4)),
 }
+PACKED = re.compile(r"_(scale_inv|packed|scale|shape|blocks|scales)$")
 NO_SIZE = {name: value for name, value in families.ATTENTION.items() if name != "head_dim"}
 TWO_OF_FOUR = dict(num_local_experts=4, num_experts_per_tok=2)
 MORE = {  # besides those of the tests
@@ -115,12 +116,12 @@ def fork(log, function, *args):
 
 
 def names(directory):
-    """Names of the weights of a checkpoint."""
+    """Names of the weights of a checkpoint; of quantised ones those of the whole weights."""
     found = set()
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             found |= {*file.keys()}
-    return found
+    return {PACKED.sub("", name) for name in found}
 
 
 def reload(model, hf):
@@ -158,7 +159,9 @@ def try_family(family, directory, data, runs):
     directory.mkdir()
     if stopped := fork(directory / "write.txt", families.write, family, directory / "model"):
         raise SystemExit(f"error: {family} cannot be written: {stopped}")
-    special = sft.special_layers(AutoConfig.from_pretrained(directory / "model"))
+    config = AutoConfig.from_pretrained(directory / "model")
+    config.__dict__.pop("quantization_config", None)  # some are refused by all that reads it
+    special = sft.special_layers(config)
     row, options = dict(special=special, attention="sdpa"), dict(attn_implementation="sdpa")
     sdpa = attempt("SFT", directory, data, **options)
     if sdpa["stopped"]:
@@ -177,7 +180,7 @@ def try_family(family, directory, data, runs):
 # ---- the page ------------------------------------------------------------------------------------
 def short(line):
     """A line without what differs between families, and without what libraries add."""
-    line = re.sub(r" \(model_type='\w+'\)| Incompatible modules: .*| \[type=.*", "", line)
+    line = re.sub(r"(?<=MODEL) \(\w+\)| \(model_type='\w+'\)| Incompatible modules: .*| \[type=.*", "", line)
     return re.sub(r"^1 validation error for ModelConfig Value error, | Please check the logs.*", "", line)
 
 
@@ -218,13 +221,14 @@ def main(args):
     import vllm.entrypoints.llm
     import vllm.v1.worker.cpu_worker  # noqa: F401  so that no fork has to
 
+    every = families.FAMILIES | MORE | families.QUANTISED
     families.FAMILIES |= MORE
     out, rows = args.output_dir.resolve(), {}
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     sums = arithmetic.Args(local_save_dir=str(out / "data"), train_size=128, val_size=16, test_size=1)
     fork(out / "data.txt", arithmetic.main, sums)
-    for family in args.families or [name for name in families.FAMILIES if name != "qwen2_window"]:
+    for family in args.families or [name for name in every if name != "qwen2_window"]:
         rows[family] = row = try_family(family, out / family, out / "data", args.runs or RUNS)
         print(family, {name: row[name]["stopped"] or "yes" for name in RUNS if name in row}, flush=True)
         (out / "models.json").write_text(json.dumps(rows, indent=1))

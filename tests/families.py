@@ -6,10 +6,12 @@ Each has every kind of layer of its family, and whatever the family does to its 
 is set so that leaving it out shows: soft caps, scales, biases, windows of WINDOW tokens.
 """
 
+import json
 import sys
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
@@ -201,7 +203,71 @@ def build(family, **changes):
     return lm
 
 
+def fp8(weight):
+    """Blocks of 32 by 32 have a scale each -> {ending of the name: tensor}, and the whole weight."""
+    blocks = weight.unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+    scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+    packed = (blocks / scale).to(torch.float8_e4m3fn)
+    whole = (packed.float() * scale).view_as(weight)
+    return {"": packed.view_as(weight), "_scale_inv": scale[:, 0, :, 0].contiguous()}, whole
+
+
+def mxfp4(weight):
+    """32 inputs share a power of 2; a number has a sign, 2 bits of exponent and 1 of mantissa."""
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.mT.unflatten(-1, (-1, 32))  # [experts, outputs, groups, 32]
+    exponent = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
+    scaled = groups / 2**exponent
+    code = (scaled.abs()[..., None] - sizes).abs().argmin(-1)
+    whole = (sizes[code] * scaled.sign() * 2**exponent).flatten(-2).mT
+    code = code + 8 * (scaled < 0)
+    blocks = code[..., ::2] + 16 * code[..., 1::2]
+    return dict(_blocks=blocks.byte(), _scales=(exponent[..., 0] + 127).byte()), whole
+
+
+def int4(weight):
+    """32 inputs share a scale; eight numbers, each plus 8, are in an int32, the first in its low bits."""
+    groups = weight.unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    number = (groups / scale).round()
+    code = (number + 8).flatten(-2).unflatten(-1, (-1, 8)).long()
+    packed = (code << 4 * torch.arange(8)).sum(-1)
+    packed = packed.where(packed < 2**31, packed - 2**32).int()
+    shape = torch.tensor(weight.shape)
+    return dict(_packed=packed, _scale=scale[..., 0], _shape=shape), (number * scale).flatten(-2)
+
+
+GROUP = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+PACKED = dict(quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed")
+PACKED |= dict(config_groups=dict(group_0=dict(targets=["Linear"], weights=GROUP)))
+WHOLE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+QUANTISED = {  # family, how its `_proj` weights are packed, and its quantization_config
+    "qwen3_fp8": ("qwen3", fp8, dict(quant_method="fp8", weight_block_size=[32, 32], fmt="e4m3")),
+    "gpt_oss_mxfp4": ("gpt_oss", mxfp4, dict(quant_method="mxfp4", modules_to_not_convert=WHOLE)),
+    "qwen3_moe_int4": ("qwen3_moe", int4, PACKED | dict(ignore=["lm_head", "re:.*mlp.gate$"])),
+    # of the forms that are refused: a configuration, and whole weights, which nobody reads
+    "qwen3_awq": ("qwen3", None, dict(quant_method="awq", bits=4, group_size=128, zero_point=True)),
+    "qwen3_gptq": ("qwen3", None, dict(quant_method="gptq", bits=4, group_size=128)),
+    "qwen3_bitsandbytes": ("qwen3", None, dict(quant_method="bitsandbytes", load_in_4bit=True)),
+}
+
+
 def write(family, directory, **changes):
-    """Save the model and the tokenizer of data_prep/tiny_model.py, whose tokens all fit."""
+    """Save the model and the tokenizer of data_prep/tiny_model.py, whose tokens all fit.
+
+    Of one in QUANTISED -> {name: weight} that its packed weights stand for.
+    """
+    family, pack, form = QUANTISED.get(family, (family, None, None))
     build(family, **changes).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
+    if not form:
+        return {}
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | dict(quantization_config=form)))
+    weights, whole = load_file(directory / "model.safetensors"), {}
+    ending = "_proj" if pack is mxfp4 else "_proj.weight"  # the former are experts alone
+    for name in [name for name in weights if name.endswith(ending) and pack]:
+        packed, whole[name] = pack(weights.pop(name))
+        weights |= {f"{name}{end}": x for end, x in packed.items()}
+    save_file(weights, directory / "model.safetensors", dict(format="pt"))
+    return whole

@@ -27,3 +27,17 @@ def test_runs_of_families(tmp_path):
     }
     assert "its output layer has a bias" in stopped["phi", "GRPO"]
     assert max(rows["glm4_moe"]["LoRA"]["gap"]) < 1e-5 < rows["glm4_moe"]["SFT"]["loss"][-1]
+
+
+def test_states_in_bfloat16(tmp_path):
+    """vLLM's CPU kernels took Qwen3-Next's convolutions for packed, and LFM2's positions from other tokens.
+
+    Hidden states of Mamba-2 are float32.
+    """
+    names = "qwen3_next", "mamba2", "lfm2"
+    flags = "--families", *names, "--runs", "bfloat16", "--output_dir", tmp_path / "out"
+    run(ROOT / "benchmarks/models.py", *flags)
+    rows = json.loads((tmp_path / "out/models.json").read_text())
+    assert [rows[name]["bfloat16"]["stopped"] for name in names] == ["", ""]
+    gaps = {name: max(rows[name]["bfloat16"]["gap"]) for name in names}
+    assert max(gaps.values()) < 0.1 and gaps["lfm2"] < 0.03

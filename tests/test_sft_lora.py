@@ -5,10 +5,10 @@ import shutil
 import families
 import pytest
 import torch
-from conftest import ROOT, metrics, run
+from conftest import ROOT, load_weights, metrics, run
 from test_sft import loss_of, make_args
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from algos import sft
 from algos.export import read_weights
@@ -96,6 +96,50 @@ def test_qlora(tiny, arithmetic, tmp_path):
     for out in outs:
         expected = metrics(out)[STEPS]["val/loss"]
         assert val_loss(out / "checkpoints/latest/hf", arithmetic) == pytest.approx(expected, abs=1e-5)
+
+
+def test_qlora_of_a_model_with_a_vision_tower(arithmetic, tmp_path):
+    """All linear layers of the language model learn; the tower is neither rounded nor trained."""
+    pytest.importorskip("bitsandbytes")
+    families.write("mistral3", tmp_path / "base")
+    train(tmp_path / "base", arithmetic, tmp_path / "run", "--qlora")
+    steps, hf = metrics(tmp_path / "run"), tmp_path / "run/checkpoints/latest/hf"
+    assert steps[STEPS]["train/loss"] < steps[1]["train/loss"] - 0.1
+    before, after = load_weights(tmp_path / "base"), load_weights(hf)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "language_model.model.layers" in name and "_proj" in name}
+    lm, tokenizer = AutoModelForImageTextToText.from_pretrained(hf), AutoTokenizer.from_pretrained(hf)
+    lm.towers = {"vision_tower"}  # trained on text: no token is masked
+    rows, *_ = sft.load_examples([str(arithmetic / "val.parquet")], make_args(), tokenizer)
+    assert loss_of(lm, rows) == pytest.approx(steps[STEPS]["val/loss"], abs=1e-5)
+
+
+def test_all_linear_are_those_in_4_bits_too(tiny):
+    """bitsandbytes has a class of its own for them, which a test without it would miss."""
+    kind = type("Linear4bit", (torch.nn.Linear,), {})
+    lm = AutoModelForCausalLM.from_pretrained(tiny)
+    for name, layer in lm.named_modules():
+        if name.endswith("_proj"):
+            layer.__class__ = kind
+    sft.add_adapters(lm, make_args(model=str(tiny), lora_rank=2))
+    assert sum(name.endswith("lora_A.default.weight") for name, _ in lm.named_parameters()) == 14
+
+
+@pytest.mark.parametrize("family", ("falcon_h1", "nemotron_h", "granitemoehybrid"))
+def test_the_output_layer_of_mamba_has_no_adapters(family):
+    """Its kernels on a GPU read the weight past them, and peft refuses it in some families."""
+    lm, again = (families.build(family) for _ in range(2))
+    layers = {name: type(layer) for name, layer in lm.named_modules()}
+    sft.add_adapters(lm, make_args(model=family, lora_rank=2))
+    adapted = {name for name, layer in lm.named_modules() if hasattr(layer, "lora_A")}
+    states = {name for name in layers if name.endswith(("mamba.in_proj", "mixer.in_proj"))}
+    attention = {name for name in layers if name.endswith(("q_proj", "o_proj"))}
+    assert states and attention and adapted >= states | attention
+    assert not any(name.endswith("out_proj") for name in adapted)
+    args = make_args(model=family, lora_rank=2, lora_target_modules=("out_proj",))
+    with pytest.raises(ValueError, match=r"out_proj are not among its linear layers, .*in_proj"):
+        sft.add_adapters(again, args)
 
 
 OF_ALL = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from data_prep.lib.schema import open_parquet
-from data_prep.lib.towers import auto_classifier, wrapped
+from data_prep.lib.towers import auto_classifier, dequantised, wrapped
 from data_prep.lib.turns import MARK, check_calls, plain
 
 BROKEN = (OSError, SyntaxError, Image.DecompressionBombError)  # what PIL raises on a file that is no picture
@@ -69,7 +69,11 @@ def check_known(largest, tokenizer):
 
 
 def auto_class(config, scores=False):
-    """What loads a model of text, or of text and images; scores: with a head for a score as output layer."""
+    """What loads a model of text, or of text and images; scores: with a head for a score as output layer.
+
+    Stops with a line if it does not load them whole.
+    """
+    dequantised(config)
     if scores:
         return auto_classifier(config)
     return AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
