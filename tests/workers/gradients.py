@@ -37,6 +37,7 @@ LOSSES = {
 LOSSES["gspo"] |= dict(rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=(1.3,))
 LOSSES["cispo"] |= dict(rollout_is=None, rollout_rs="token", rollout_rs_threshold=(1.25,))
 LOSSES["sapo"] |= dict(rollout_rs="sequence", rollout_rs_threshold=(0.95, 1.3))
+LOSSES["dppo"] |= dict(rollout_rs="off_policy", rollout_rs_threshold=(0.02,))
 if sys.argv[1] != "dapo":
     LOSSES["sapo"]["kl_kind"] = "k3+"
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
@@ -132,6 +133,7 @@ def naive(policy, args):
             moved = (logp.exp() - old.exp()).detach()
             kept = moved <= 2e-4 if adv > 0 else moved >= -2e-4
             pg = -ratio.detach().clamp(max=20) * adv * logp * kept * gap.exp().clamp(max=2.0)
+            pg = pg * (adv >= 0 or (rollout - logp.detach()).mean() <= 0.02)
         else:
             tau = 1.0 if adv > 0 else 1.05
             pg = -adv * torch.sigmoid(tau * (ratio - 1)) * 4 / tau * gap.exp().clamp(max=2.0)
