@@ -100,9 +100,9 @@ class Args:
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
+    norm_adv_by_std: bool = True  # divide grpo's advantage by the standard deviation; off: Dr. GRPO
     # advantage; gdpo: grpo's of each --reward_fn, then their sum
     adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "gdpo"] = "grpo"
-    norm_adv_by_std: bool = True  # divide grpo's advantage by the standard deviation; off: Dr. GRPO
     policy_loss: Literal["clip", "gspo", "cispo", "sapo", "dppo"] = "clip"  # loss of the policy gradient
     clip_ratio_low: float | None = None  # clip below 1 - this; None: 0.2, gspo 3e-4, cispo 1, dppo 0.15
     clip_ratio_high: float | None = None  # clip above 1 + this; None: 0.2, gspo 4e-4, cispo 4, dppo 0.15
