@@ -63,7 +63,13 @@ class Args:
     max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
-    teacher: str  # Hugging Face directory or hub name of the teacher, which has the same vocabulary
+    teacher: tuple[str, ...]  # Hugging Face directories or hub names, with the same vocabulary
+    teacher_sources: tuple[str, ...] = ()  # data_source of each teacher's rows; none: one teacher of all
+    # after each step the teacher goes this share of the way to the student; 0: frozen, 1: the student itself
+    teacher_update_rate: float = 0.0
+    # what the teacher reads as last message: the first of these all of whose fields a row has; {prompt},
+    # {answer}: extra_info.answer, {solution}: a correct response of the group, {feedback}: of the reward
+    teacher_prompt: tuple[str, ...] = ()
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     attn_implementation: str | None = None  # attention; None: flash_attention_2 if installed, else sdpa
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
@@ -148,6 +154,7 @@ from common.run import Logger, digests, fail, in_one_line, leave, open_run, rank
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
 from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files, hf_overrides, vllm_names
+from data_prep.lib.turns import plain
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
@@ -247,6 +254,49 @@ def actor_loss(args, logp_nt, other_nt, batch):
 
 
 # ---- The step --------------------------------------------------------------------------
+def show_teacher(args, rows, tokenizer):
+    """Give each row the prompt of its teacher (2601.19897, 2601.20802) -> share of the rows that have one.
+
+    A correct and a wrong response, templates "{solution} {prompt}", "{feedback} {prompt}": the wrong response
+    is taught with the correct one; that with its feedback, and without any it is not trained.
+    """
+    for _, group in groupby(rows, key=itemgetter("group")):
+        group = list(group)
+        right = [row for row in group if row["reward"].get("acc", row["reward"]["score"]) >= 1]
+        for row in group:
+            others = [other["sampled"]["solution_str"] for other in right if other is not row]
+            known = {"{answer}": row["extra_info"].get("answer"), "{feedback}": row["reward"].get("feedback")}
+            known |= {"{solution}": others[0] if others else "", "{prompt}": row["prompt"][-1]["content"]}
+            fit = [text for text in args.teacher_prompt if all(known[x] for x in known if x in text)]
+            text = fit[0] if fit else "{prompt}"
+            for field, value in known.items():  # not str.format: \boxed{} stays as it is
+                text = text.replace(field, value or "")
+            messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
+            messages = plain(messages, tokenizer)
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            row["teacher"] = dict(prompt_ids=ids, prompt_length=len(ids))
+            row["mask_t"] &= bool(fit)
+    return np.mean([row["mask_t"].any() for row in rows])
+
+
+def ask_teachers(args, teachers, mini_batches):
+    """teacher_logp_t of this rank's rows, each by the teacher of its data_source (2606.30406)."""
+    rows = [row for sequences, _ in mini_batches for row in chain(*sequences)]
+    for source, teacher in zip(args.teacher_sources or [None], teachers):
+        own = [row for row in rows if source in (None, row["data_source"])]
+        seen = [row | row.get("teacher", {}) for row in own]
+        store_logps(teacher, [([[row] for row in seen], None)], "teacher_logp_t", args)
+        for row, copy in zip(own, seen):
+            row["teacher_logp_t"] = copy["teacher_logp_t"]
+
+
+@torch.no_grad()
+def follow(teacher, policy, rate):
+    """An exponential moving average of the student's weights; rate 1: a copy."""
+    for q, p in zip(teacher.parameters(), policy.parameters(), strict=True):
+        q.mul_(1 - rate).add_(p, alpha=rate)  # eq: distill.average
+
+
 def update_actor(policy, optimizer, mini_batches, args):
     """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`."""
     sums, norms = 0.0, []
@@ -291,8 +341,10 @@ def main(args):
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas)
     engine = build_engine(args, device)
-    policy, teacher = load_models(args, mesh, device)
-    models, trained = [policy, teacher], dict(hf=policy.lm)
+    policy, teachers = load_models(args, mesh, device)
+    models, trained = [policy, *teachers], dict(hf=policy.lm)
+    if args.teacher_update_rate:
+        trained["teacher"] = teachers[0].lm
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(resume_from, trained, optimizer)
@@ -330,6 +382,7 @@ def main(args):
         # ---- reward: from here on every rank has the rows of all ranks
         with timed(timing, "reward"):
             rows = score_rows(rows, manager, tokenizer)
+        shown = show_teacher(args, rows, tokenizer) if args.teacher_prompt else 1.0
         # ---- balance over the ranks
         mini_batches, own_rows, load = deal(rows, policy.shares, args)
         # ---- log-probs: the old ones only if there is a second optimizer step
@@ -338,12 +391,14 @@ def main(args):
                 store_logps(policy, mini_batches, "old_logp_t", args)
         if args.kl == "sampled":
             with timed(timing, "ref"):
-                store_logps(teacher, mini_batches, "teacher_logp_t", args)
+                ask_teachers(args, teachers, mini_batches)
         # ---- update
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
+            if args.teacher_update_rate:
+                follow(teachers[0], policy, args.teacher_update_rate)
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
@@ -355,6 +410,7 @@ def main(args):
         metrics |= step_metrics(rows, load, policy, timing, args)
         metrics |= {
             "actor/lr": learning_rate(args, step, total_steps),
+            "training/taught": shown,
             "training/global_step": step,
             "training/epoch": epoch,
         }
@@ -492,6 +548,7 @@ def token_logps(policy, rows, args, temperature):
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
+    policy.rows = rows  # of which the student of distill.py shows its teacher more
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
     logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
     mask_nt = response_mask([len(response) for response in responses]).to(device)
@@ -1255,7 +1312,8 @@ class Teacher(TokenLogps):
 class Student(TokenLogps):
     """The policy with --kl full: its forward returns log-probs and, in place of the entropy, the KL.
 
-    Teacher and student read the same rows in the same layout, so equal models have equal bits.
+    Teacher and student read the same rows in the same layout, so equal models have equal bits; with
+    --teacher_prompt the teacher reads other prompts.
     """
 
     def __init__(self, lm, shares, teacher):
@@ -1266,9 +1324,14 @@ class Student(TokenLogps):
         if not torch.is_grad_enabled():
             return super().forward(where, target, temperature, **inputs)
         [teacher] = self.teacher
+        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
+        shown = [row | row["teacher"] for row in self.rows if "teacher" in row]
+        if shown:
+            layout, device = one_row if self.shares else padded, where.device
+            inputs, where = layout(*([row[x] for row in shown] for x in ("prompt_ids", "response_ids")))
+            inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
         with torch.no_grad():
             hidden_q, weight_q = teacher(where, **inputs)
-        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
         chunks = [x.split(LOGIT_CHUNK // 4) for x in (hidden, hidden_q, target)]
         parts = []
         for h, h_q, t in zip(*chunks):
@@ -1280,42 +1343,56 @@ class Student(TokenLogps):
 
 
 def load_models(args, mesh, device):
-    """-> student and frozen teacher, with the same layout of rows: one that both can read."""
-    configs = [AutoConfig.from_pretrained(name) for name in (args.model, args.teacher)]
-    share = not any(special_layers(config) for config in configs)
-    frozen = replace(args, model=args.teacher, param_dtype=args.compute_dtype)
-    frozen = replace(frozen, gradient_checkpointing=False, lora_rank=0)
-    full = args.kl == "full"
-    teacher = load_model(frozen, mesh, device, Teacher if full else TokenLogps, share=share)
-    teacher.eval().requires_grad_(False)
-    wrap = partial(Student, teacher=teacher) if full else TokenLogps
-    return load_model(args, mesh, device, wrap, share=share), teacher
+    """-> student and teachers, with the same layout of rows: one that all can read."""
+    configs = [AutoConfig.from_pretrained(name) for name in (args.model, *args.teacher)]
+    share, follows = not any(special_layers(config) for config in configs), args.teacher_update_rate > 0
+    dtype = args.param_dtype if follows else args.compute_dtype  # small steps are lost in bfloat16
+    frozen = replace(args, param_dtype=dtype, gradient_checkpointing=False, lora_rank=0)
+    wrap, teachers = Teacher if args.kl == "full" else TokenLogps, []
+    for name in args.teacher:
+        teacher = load_model(replace(frozen, model=name), mesh, device, wrap, share=share)
+        teachers.append(teacher.eval().requires_grad_(follows))  # what requires one is in a checkpoint
+    wrap = partial(Student, teacher=teachers[0]) if args.kl == "full" else TokenLogps
+    return load_model(args, mesh, device, wrap, share=share), teachers
 
 
 def check_teacher(args, tokenizer, rows):
-    """Stop before a model is loaded if the teacher has other tokens, or rows lack the answers asked for."""
-    try:
-        config = AutoConfig.from_pretrained(args.teacher)
-        check_model(config, replace(args, model=args.teacher, lora_rank=0), images=False)
-        theirs = AutoTokenizer.from_pretrained(args.teacher).get_vocab()
-    except (ValueError, OSError, ImportError) as error:
-        fail(f"--teacher {args.teacher}: {' '.join(str(error).split())}")
-    ours = tokenizer.get_vocab()
-    other = sorted({token for token, _ in ours.items() ^ theirs.items()})
-    if other:
-        here, there = (vocabulary.get(other[0], "none") for vocabulary in (ours, theirs))
-        first = f"{other[0]!r} is number {there} there, {here} in --model"
-        fail(f"--teacher {args.teacher} has another vocabulary: {len(other)} tokens differ, {first}")
-    configs = AutoConfig.from_pretrained(args.model), config
-    size, their_size = [config.get_text_config().vocab_size for config in configs]
-    if args.kl == "full" and size != their_size:
-        fail(f"--kl full: {size} logits of --model, {their_size} of --teacher: use --kl sampled")
-    if args.lam < 1 and (args.kl == "sampled" or args.group_size > 1):
-        fail(f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1")
-    missing = [row["index"] for row in rows if args.lam < 1 and not row["extra_info"].get("answer")]
-    if missing:
-        lack = f"{len(missing)} rows have no extra_info.answer, the first is row {missing[0]}"
-        fail(f"--lam {args.lam}: {lack}")
+    """Stop before a model is loaded if a teacher has other tokens, or rows lack what is asked for."""
+    ours, sources, several = tokenizer.get_vocab(), args.teacher_sources, len(args.teacher) > 1
+    follows = args.teacher_update_rate > 0
+    for name in args.teacher:
+        try:
+            config = AutoConfig.from_pretrained(name)
+            check_model(config, replace(args, model=name, lora_rank=0), images=False)
+            theirs = AutoTokenizer.from_pretrained(name).get_vocab()
+        except (ValueError, OSError, ImportError) as error:
+            fail(f"--teacher {name}: {' '.join(str(error).split())}")
+        other = sorted({token for token, _ in ours.items() ^ theirs.items()})
+        if other:
+            here, there = (vocabulary.get(other[0], "none") for vocabulary in (ours, theirs))
+            first = f"{other[0]!r} is number {there} there, {here} in --model"
+            fail(f"--teacher {name} has another vocabulary: {len(other)} tokens differ, {first}")
+        configs = AutoConfig.from_pretrained(args.model), config
+        size, their_size = [config.get_text_config().vocab_size for config in configs]
+        if args.kl == "full" and size != their_size:
+            fail(f"--kl full: {size} logits of --model, {their_size} of --teacher: use --kl sampled")
+    lacking = sorted(rows.unique("data_source") - {*sources}) if sources else []
+    uneven = (several or sources) and len(sources) != len(args.teacher)
+    same = os.path.realpath(args.teacher[0]) == os.path.realpath(args.model) and not (
+        args.lora_rank or several
+    )
+    asked = args.lam < 1 or any("{answer}" in text for text in args.teacher_prompt)
+    missing = [row["index"] for row in rows if asked and not row["extra_info"].get("answer")]
+    alone = args.lam == 1 or args.kl == "full" and args.group_size == 1
+    problems = {
+        f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1": not alone,
+        f"{len(missing)} rows have no extra_info.answer, the first is row {min(missing, default=0)}": missing,
+        "several --teacher need --kl sampled": several and args.kl == "full",
+        f"{len(args.teacher)} --teacher and {len(sources)} --teacher_sources: give one for each": uneven,
+        f"--teacher_sources: no teacher for rows of {', '.join(lacking)}": lacking,
+        "--teacher_update_rate needs the --model as --teacher, no --lora_rank": follows and not same,
+    }
+    refuse(problems)
 
 
 def data_rows(prompts, tokenizer, args):
