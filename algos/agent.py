@@ -115,6 +115,7 @@ class Args:
     kl_loss_coef: float = 0.001  # weight of the KL loss
     kl_kind: Literal["k1+", "abs", "k2", "k3", "k3+"] = "k3"  # KL estimator; +: gradient of k2
     entropy_coeff: float = 0.0  # weight of the entropy bonus
+    echo_coef: float = 0.0  # weight of the cross-entropy of what the environment wrote; ECHO: 0.05
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
     # reject by this importance ratio; off_policy: negative responses that the policy has left
@@ -264,6 +265,14 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
 
 
 # ---- The step --------------------------------------------------------------------------
+def echo_weights(rows, size):
+    """echo_t: 1 / n on the n tokens that environments wrote in an optimizer step of `size` rows, else 0."""
+    for start in range(0, len(rows), size):
+        tokens = sum((~row["mask_t"]).sum() for row in rows[start : start + size])
+        for row in rows[start : start + size]:
+            row["echo_t"] = ~row["mask_t"] / max(tokens, 1)
+
+
 ENV_WORKERS = 8  # environments of a rank that work at the same time
 
 
@@ -314,10 +323,15 @@ def update_actor(policy, optimizer, mini_batches, args):
             weight_nt = loss_weights(batch["mask_nt"], args.loss_agg, args.max_response_length, totals)
             # FSDP averages gradients over the ranks, and the totals count all ranks: so times the world size
             loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
+            if args.echo_coef:  # predict the environment too (2605.24517)
+                terms["echo_loss"] = -logp_nt  # eq: agent.echo
+                echo = args.echo_coef * (batch["echo_nt"] * terms["echo_loss"]).sum()
+                loss = loss + echo * dist.get_world_size()
             if loss.requires_grad:
                 loss.backward()
             mean_nt = loss_weights(batch["mask_nt"], "token-mean", None, totals)
             weights = [weight_nt if "loss" in name else mean_nt for name in terms]
+            weights[-1] = batch["echo_nt"] if args.echo_coef else weights[-1]
             sums += torch.stack([(w * x.detach()).sum() for w, x in zip(weights, terms.values())])
             for row, logp_t in zip(rows, logp_nt.detach()):  # with one optimizer step these are the old ones
                 row.setdefault("old_logp_t", logp_t[: row["length"]])
@@ -402,7 +416,8 @@ def main(args):
             adv_n = advantages(args, score_n, group_n, tokens_n, parts)
             for row, adv in zip(rows, adv_n.tolist()):  # every token of a response has its advantage
                 row["adv_t"] = np.full(row["length"], adv, np.float32)
-                row["constant"] = adv == 0 and not (args.use_kl_loss or args.entropy_coeff)
+                row["constant"] = adv == 0 and not (args.use_kl_loss or args.entropy_coeff or args.echo_coef)
+            echo_weights(rows, args.ppo_mini_batch_size * args.group_size)
             mini_batches, own_rows, load = deal(rows, policy.shares, args)
         # ---- log-probs: the old ones only if there is a second optimizer step
         if len(mini_batches) * args.ppo_epochs > 1:

@@ -36,7 +36,7 @@ LIMITS = {  # of a trainer: lines above the banner "The system", lines in all, f
     "sft.py": (313, 1346, 45),
     "rm.py": (303, 851, 45),
     "dpo.py": (388, 1101, 45),
-    "agent.py": (450, 1501, 64),
+    "agent.py": (465, 1516, 65),
     "distill.py": (430, 1414, 60),
 }
 REGION = re.compile(r"^# region ([\w -]+)\n(.*?)^# endregion\n", re.M | re.S)
@@ -76,13 +76,13 @@ def test_regions_and_functions_are_equal():
 
 
 def test_agents_learn_as_grpo():
-    """What grpo.py's tables and runs test is so in agent.py too."""
+    """What grpo.py's tables and runs test is so in agent.py too, without ECHO."""
     for name in ("advantages", "actor_loss", "update_actor"):
         grpo, agent = (
             re.search(rf"^def {name}\(.*?(?=^def |^# )", (ALGOS / script).read_text(), re.M | re.S)[0]
             for script in ("grpo.py", "agent.py")
         )
-        assert grpo == agent, name
+        assert grpo == re.sub(r".*(?:echo|ECHO).*\n", "", agent), name
 
 
 def test_a_hang_shows_in_every_trainer():

@@ -742,5 +742,7 @@ def test_a_row_is_constant_only_if_its_whole_loss_is(script):
     """With a KL loss or an entropy bonus a response without an advantage has a gradient all the same."""
     [expression] = re.findall(r'row\["constant"\] = (.+)', inspect.getsource(script.main))
     for adv, kl, entropy in ((0.0, False, 0.0), (0.0, True, 0.0), (0.0, False, 0.1), (1e-9, False, 0.0)):
-        names = dict(adv=adv, args=SimpleNamespace(use_kl_loss=kl, entropy_coeff=entropy))
-        assert bool(eval(expression, names)) == (not (adv or kl or entropy))
+        flags = SimpleNamespace(use_kl_loss=kl, entropy_coeff=entropy, echo_coef=0.0)
+        assert bool(eval(expression, dict(adv=adv, args=flags))) == (not (adv or kl or entropy))
+    flags = SimpleNamespace(use_kl_loss=False, entropy_coeff=0.0, echo_coef=0.05)
+    assert bool(eval(expression, dict(adv=0.0, args=flags))) == (script is grpo)
