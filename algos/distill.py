@@ -270,7 +270,7 @@ def show_teacher(args, rows, tokenizer):
             fit = [text for text in args.teacher_prompt if all(known[x] for x in known if x in text)]
             text = fit[0] if fit else "{prompt}"
             for field, value in known.items():  # not str.format: \boxed{} stays as it is
-                text = text.replace(field, value or "")
+                text = text.replace(field, str(value or ""))
             messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
             messages = plain(messages, tokenizer)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
