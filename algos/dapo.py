@@ -102,8 +102,8 @@ class Args:
     overlong_buffer: int | None = None
     overlong_filtering: bool = False  # mask truncated responses out of the loss
     policy_loss: Literal["clip", "gspo", "cispo", "sapo", "dppo"] = "clip"  # loss of the policy gradient
-    clip_ratio_low: float | None = None  # clip ratios below 1 - this; None: 0.2, gspo 3e-4, cispo 1
-    clip_ratio_high: float | None = None  # clip ratios above 1 + this; None: 0.28, gspo 4e-4, cispo 4
+    clip_ratio_low: float | None = None  # clip below 1 - this; None: 0.2, gspo 3e-4, cispo 1, dppo 0.15
+    clip_ratio_high: float | None = None  # clip above 1 + this; None: 0.28, gspo 4e-4, cispo 4, dppo 0.15
     clip_ratio_c: float = 3.0  # dual clip: bound of the ratio where the advantage is negative
     # average of token losses; None: token-mean, with gspo and sapo seq-mean-token-mean; ...-norm: Dr. GRPO
     loss_agg: (
@@ -111,8 +111,9 @@ class Args:
     ) = None
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
-    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by this importance ratio
-    # bounds of rollout_rs: one value h keeps ratios from 1/h to h; two values are smallest and largest
+    # reject by this importance ratio; off_policy: negative responses that the policy has left
+    rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None
+    # one value h keeps ratios from 1/h to h; two are smallest and largest; off_policy: the paper's delta
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
@@ -226,9 +227,11 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     mask_nt, old_nt = batch["mask_nt"], batch.get("old_logp_nt", logp_nt.detach())
     token_loss = POLICY_LOSSES[args.policy_loss]
     pg_nt, clipped_nt, lower_nt = token_loss(args, logp_nt, old_nt, batch["adv_nt"], mask_nt)
-    pg_nt = pg_nt * rollout_weights(args, old_nt, batch["rollout_logp_nt"], mask_nt)
+    weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, batch["adv_nt"])
+    pg_nt = pg_nt * weight_nt
     terms = dict(pg_loss=pg_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
-    return pg_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+    terms |= dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+    return pg_nt, terms | dict(rollout_rs_masked=weight_nt == 0)
 
 
 # ---- The step --------------------------------------------------------------------------
@@ -629,6 +632,7 @@ def token_logps(policy, rows, args, temperature):
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
+    policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
     logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
     mask_nt = response_mask([len(response) for response in responses]).to(device)
@@ -1098,6 +1102,7 @@ def check_args(args, sp_size=1):
     flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
     level, bounds = args.rollout_rs, args.rollout_rs_threshold
     fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
+    fit = len(bounds) == 1 and bounds[0] >= 0 if level == "off_policy" else fit
     cut_off, copies = args.top_p < 1 and (args.rollout_is or args.rollout_rs), args.hsdp_replicas
     problems = {
         f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
@@ -1108,7 +1113,8 @@ def check_args(args, sp_size=1):
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
         f"--temperature {args.temperature}: vLLM samples at 0.01 or above": args.temperature < 0.01,
         f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH": level and not fit,
+        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH; with off_policy"
+        " one value, at least 0": level and not fit,
         "--offload needs a GPU": args.offload and not torch.cuda.is_available(),
     }
     refuse(problems)
@@ -1379,11 +1385,12 @@ def collate(rows, device):
 
 # endregion
 # region sampler against trainer
-def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
+def rollout_weights(args, logp_nt, old_nt, rollout_logp_nt, mask_nt, adv_nt=0.0):
     """Factors of the token losses that correct for the log-probs of the sampler; without a gradient.
 
     --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
     Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.
+    off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
     """
     d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
     d_n1, length_n1 = d_nt.sum(-1, keepdim=True), mask_nt.sum(-1, keepdim=True).clamp(min=1)
@@ -1392,7 +1399,11 @@ def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
     weight_nt = torch.ones_like(d_nt)
     if args.rollout_is:
         weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
-    if args.rollout_rs:
+    if args.rollout_rs == "off_policy":  # of the policy that is trained (DeepSeek-V3.2, 2512.02556, 3.1)
+        behind_nt = (rollout_logp_nt - logp_nt.detach()).where(mask_nt.bool(), 0.0)
+        far_n1 = behind_nt.sum(-1, keepdim=True) / length_n1 > args.rollout_rs_threshold[0]
+        weight_nt = weight_nt * ~(far_n1 & (adv_nt < 0))  # eq: grpo.off_policy
+    elif args.rollout_rs:
         ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold[-1]
         low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
         weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
@@ -1405,13 +1416,13 @@ def check_sampler(policy, rows, args, step):
     for part in (rows[i : i + 64] for i in range(0, len(rows), 64)):  # no more are padded at a time
         batch = collate(part, "cpu")
         ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
-        weight_nt = rollout_weights(args, ours_nt, theirs_nt, mask_nt)
+        weight_nt = rollout_weights(args, ours_nt, ours_nt, theirs_nt, mask_nt)
         older_nt = pad([np.full(len(row["mask_t"]), row.get("carried_over", 0), bool) for row in part])
         for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, ~older_nt)):
             column.append(x.expand(mask_nt.shape)[mask_nt])
     ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
-    sums = weight.sum(), (weight**2).sum(), (weight == 0).sum(), len(weight), fresh.sum()
-    total, squares, rejected, tokens, count = all_reduce(sums)
+    sums = weight.sum(), (weight**2).sum(), len(weight), fresh.sum()
+    total, squares, tokens, count = all_reduce(sums)
     gap, prob_gap = (x[fresh > 0].abs() for x in (ours - theirs, ours.exp() - theirs.exp()))
     gap, mean = (x / max(count, 1) for x in all_reduce([gap.sum(), prob_gap.sum()]))
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
@@ -1427,7 +1438,6 @@ def check_sampler(policy, rows, args, step):
         "training/rollout_logp_diff_mean": gap,
         "rollout_corr/rollout_is_mean": total / max(tokens, 1),
         "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
-        "rollout_corr/rollout_rs_masked_fraction": rejected / max(tokens, 1),
     }
 
 

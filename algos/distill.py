@@ -63,7 +63,13 @@ class Args:
     max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
-    teacher: str  # Hugging Face directory or hub name of the teacher, which has the same vocabulary
+    teacher: tuple[str, ...]  # Hugging Face directories or hub names, with the same vocabulary
+    teacher_sources: tuple[str, ...] = ()  # data_source of each teacher's rows; none: one teacher of all
+    # after each step the teacher goes this share of the way to the student; 0: frozen, 1: the student itself
+    teacher_update_rate: float = 0.0
+    # what the teacher reads as last message: the first of these all of whose fields a row has; {prompt},
+    # {answer}: extra_info.answer, {solution}: a correct response of the group, {feedback}: of the reward
+    teacher_prompt: tuple[str, ...] = ()
     tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
@@ -108,8 +114,9 @@ class Args:
     # --kl sampled: importance weights of trainer over sampler
     rollout_is: Literal["token", "sequence"] | None = "token"
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
-    rollout_rs: Literal["token", "sequence", "geometric"] | None = None  # reject by this importance ratio
-    # bounds of rollout_rs: one value h keeps ratios from 1/h to h; two values are smallest and largest
+    # reject by this importance ratio; off_policy: negative responses that the policy has left
+    rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None
+    # one value h keeps ratios from 1/h to h; two are smallest and largest; off_policy: the paper's delta
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
@@ -145,6 +152,7 @@ from common.run import Logger, digests, fail, in_one_line, leave, open_run, rank
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
 from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files, hf_overrides, vllm_names
+from data_prep.lib.turns import plain
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
@@ -236,12 +244,57 @@ def actor_loss(args, logp_nt, other_nt, batch):
     adv_nt = batch["teacher_logp_nt"] - logp_nt.detach()  # eq: distill.advantage
     clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
     pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, *clip)
-    pg_nt = pg_nt * rollout_weights(args, old_nt, batch["rollout_logp_nt"], mask_nt)
+    weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
+    pg_nt = pg_nt * weight_nt
     terms = dict(pg_loss=pg_nt, teacher_kl=-adv_nt, entropy=other_nt, ppo_kl=old_nt - logp_nt)
-    return pg_nt, terms | dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+    terms |= dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+    return pg_nt, terms | dict(rollout_rs_masked=weight_nt == 0)
 
 
 # ---- The step --------------------------------------------------------------------------
+def show_teacher(args, rows, tokenizer):
+    """Give each row the prompt of its teacher (2601.19897, 2601.20802) -> share of the rows that have one.
+
+    A correct and a wrong response, templates "{solution} {prompt}", "{feedback} {prompt}": the wrong response
+    is taught with the correct one; that with its feedback, and without any it is not trained.
+    """
+    for _, group in groupby(rows, key=itemgetter("group")):
+        group = list(group)
+        right = [row for row in group if row["reward"].get("acc", row["reward"]["score"]) >= 1]
+        for row in group:
+            others = [other["sampled"]["solution_str"] for other in right if other is not row]
+            known = {"{answer}": row["extra_info"].get("answer"), "{feedback}": row["reward"].get("feedback")}
+            known |= {"{solution}": others[0] if others else "", "{prompt}": row["prompt"][-1]["content"]}
+            fit = [text for text in args.teacher_prompt if all(known[x] for x in known if x in text)]
+            text = fit[0] if fit else "{prompt}"
+            for field, value in known.items():  # not str.format: \boxed{} stays as it is
+                text = text.replace(field, str(value or ""))
+            messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
+            messages = plain(messages, tokenizer)
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            row["teacher"] = dict(prompt_ids=ids, prompt_length=len(ids))
+            row["mask_t"] &= bool(fit)
+    return np.mean([row["mask_t"].any() for row in rows])
+
+
+def ask_teachers(args, teachers, mini_batches):
+    """teacher_logp_t of this rank's rows, each by the teacher of its data_source (2606.30406)."""
+    rows = [row for sequences, _ in mini_batches for row in chain(*sequences)]
+    for source, teacher in zip(args.teacher_sources or [None], teachers):
+        own = [row for row in rows if source in (None, row["data_source"])]
+        seen = [row | row.get("teacher", {}) for row in own]
+        store_logps(teacher, [([[row] for row in seen], None)], "teacher_logp_t", args)
+        for row, copy in zip(own, seen):
+            row["teacher_logp_t"] = copy["teacher_logp_t"]
+
+
+@torch.no_grad()
+def follow(teacher, policy, rate):
+    """An exponential moving average of the student's weights; rate 1: a copy."""
+    for q, p in zip(teacher.parameters(), policy.parameters(), strict=True):
+        q.mul_(1 - rate).add_(p, alpha=rate)  # eq: distill.average
+
+
 def update_actor(policy, optimizer, mini_batches, args):
     """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`."""
     sums, norms = 0.0, []
@@ -286,8 +339,10 @@ def main(args):
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas)
     engine = build_engine(args, device)
-    policy, teacher = load_models(args, mesh, device)
-    models, trained = [policy, teacher], dict(hf=policy.lm)
+    policy, teachers = load_models(args, mesh, device)
+    models, trained = [policy, *teachers], dict(hf=policy.lm)
+    if args.teacher_update_rate:
+        trained["teacher"] = teachers[0].lm
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     state = load_checkpoint(resume_from, trained, optimizer)
@@ -325,6 +380,7 @@ def main(args):
         # ---- reward: from here on every rank has the rows of all ranks
         with timed(timing, "reward"):
             rows = score_rows(rows, manager, tokenizer)
+        shown = show_teacher(args, rows, tokenizer) if args.teacher_prompt else 1.0
         # ---- balance over the ranks
         mini_batches, own_rows, load = deal(rows, policy.shares, args)
         # ---- log-probs: the old ones only if there is a second optimizer step
@@ -333,12 +389,14 @@ def main(args):
                 store_logps(policy, mini_batches, "old_logp_t", args)
         if args.kl == "sampled":
             with timed(timing, "ref"):
-                store_logps(teacher, mini_batches, "teacher_logp_t", args)
+                ask_teachers(args, teachers, mini_batches)
         # ---- update
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
+            if args.teacher_update_rate:
+                follow(teachers[0], policy, args.teacher_update_rate)
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
@@ -350,6 +408,7 @@ def main(args):
         metrics |= step_metrics(rows, load, policy, timing, args)
         metrics |= {
             "actor/lr": learning_rate(args, step, total_steps),
+            "training/taught": shown,
             "training/global_step": step,
             "training/epoch": epoch,
         }
@@ -487,6 +546,7 @@ def token_logps(policy, rows, args, temperature):
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
+    policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
     logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
     mask_nt = response_mask([len(response) for response in responses]).to(device)
@@ -899,6 +959,7 @@ def check_args(args, sp_size=1):
     flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
     level, bounds = args.rollout_rs, args.rollout_rs_threshold
     fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
+    fit = len(bounds) == 1 and bounds[0] >= 0 if level == "off_policy" else fit
     cut_off, copies = args.top_p < 1 and (args.rollout_is or args.rollout_rs), args.hsdp_replicas
     problems = {
         f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
@@ -909,7 +970,8 @@ def check_args(args, sp_size=1):
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
         f"--temperature {args.temperature}: vLLM samples at 0.01 or above": args.temperature < 0.01,
         f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH": level and not fit,
+        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH; with off_policy"
+        " one value, at least 0": level and not fit,
         "--offload needs a GPU": args.offload and not torch.cuda.is_available(),
     }
     refuse(problems)
@@ -1180,11 +1242,12 @@ def collate(rows, device):
 
 # endregion
 # region sampler against trainer
-def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
+def rollout_weights(args, logp_nt, old_nt, rollout_logp_nt, mask_nt, adv_nt=0.0):
     """Factors of the token losses that correct for the log-probs of the sampler; without a gradient.
 
     --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
     Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.
+    off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
     """
     d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
     d_n1, length_n1 = d_nt.sum(-1, keepdim=True), mask_nt.sum(-1, keepdim=True).clamp(min=1)
@@ -1193,7 +1256,11 @@ def rollout_weights(args, old_nt, rollout_logp_nt, mask_nt):
     weight_nt = torch.ones_like(d_nt)
     if args.rollout_is:
         weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
-    if args.rollout_rs:
+    if args.rollout_rs == "off_policy":  # of the policy that is trained (DeepSeek-V3.2, 2512.02556, 3.1)
+        behind_nt = (rollout_logp_nt - logp_nt.detach()).where(mask_nt.bool(), 0.0)
+        far_n1 = behind_nt.sum(-1, keepdim=True) / length_n1 > args.rollout_rs_threshold[0]
+        weight_nt = weight_nt * ~(far_n1 & (adv_nt < 0))  # eq: grpo.off_policy
+    elif args.rollout_rs:
         ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold[-1]
         low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
         weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
@@ -1206,13 +1273,13 @@ def check_sampler(policy, rows, args, step):
     for part in (rows[i : i + 64] for i in range(0, len(rows), 64)):  # no more are padded at a time
         batch = collate(part, "cpu")
         ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
-        weight_nt = rollout_weights(args, ours_nt, theirs_nt, mask_nt)
+        weight_nt = rollout_weights(args, ours_nt, ours_nt, theirs_nt, mask_nt)
         older_nt = pad([np.full(len(row["mask_t"]), row.get("carried_over", 0), bool) for row in part])
         for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, ~older_nt)):
             column.append(x.expand(mask_nt.shape)[mask_nt])
     ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
-    sums = weight.sum(), (weight**2).sum(), (weight == 0).sum(), len(weight), fresh.sum()
-    total, squares, rejected, tokens, count = all_reduce(sums)
+    sums = weight.sum(), (weight**2).sum(), len(weight), fresh.sum()
+    total, squares, tokens, count = all_reduce(sums)
     gap, prob_gap = (x[fresh > 0].abs() for x in (ours - theirs, ours.exp() - theirs.exp()))
     gap, mean = (x / max(count, 1) for x in all_reduce([gap.sum(), prob_gap.sum()]))
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
@@ -1228,7 +1295,6 @@ def check_sampler(policy, rows, args, step):
         "training/rollout_logp_diff_mean": gap,
         "rollout_corr/rollout_is_mean": total / max(tokens, 1),
         "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
-        "rollout_corr/rollout_rs_masked_fraction": rejected / max(tokens, 1),
     }
 
 
@@ -1246,7 +1312,8 @@ class Teacher(TokenLogps):
 class Student(TokenLogps):
     """The policy with --kl full: its forward returns log-probs and, in place of the entropy, the KL.
 
-    Teacher and student read the same rows in the same layout, so equal models have equal bits.
+    Teacher and student read the same rows in the same layout, so equal models have equal bits; with
+    --teacher_prompt the teacher reads other prompts.
     """
 
     def __init__(self, lm, shares, teacher):
@@ -1257,9 +1324,14 @@ class Student(TokenLogps):
         if not torch.is_grad_enabled():
             return super().forward(where, target, temperature, **inputs)
         [teacher] = self.teacher
+        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
+        shown = [row | row["teacher"] for row in self.rows if "teacher" in row]
+        if shown:
+            layout, device = one_row if self.shares else padded, where.device
+            inputs, where = layout(*([row[x] for row in shown] for x in ("prompt_ids", "response_ids")))
+            inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
         with torch.no_grad():
             hidden_q, weight_q = teacher(where, **inputs)
-        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
         chunks = [x.split(LOGIT_CHUNK // 4) for x in (hidden, hidden_q, target)]
         parts = []
         for h, h_q, t in zip(*chunks):
@@ -1271,42 +1343,56 @@ class Student(TokenLogps):
 
 
 def load_models(args, mesh, device):
-    """-> student and frozen teacher, with the same layout of rows: one that both can read."""
-    configs = [AutoConfig.from_pretrained(name) for name in (args.model, args.teacher)]
-    share = not any(special_layers(config) for config in configs)
-    frozen = replace(args, model=args.teacher, param_dtype=args.compute_dtype)
-    frozen = replace(frozen, gradient_checkpointing=False, lora_rank=0)
-    full = args.kl == "full"
-    teacher = load_model(frozen, mesh, device, Teacher if full else TokenLogps, share=share)
-    teacher.eval().requires_grad_(False)
-    wrap = partial(Student, teacher=teacher) if full else TokenLogps
-    return load_model(args, mesh, device, wrap, share=share), teacher
+    """-> student and teachers, with the same layout of rows: one that all can read."""
+    configs = [AutoConfig.from_pretrained(name) for name in (args.model, *args.teacher)]
+    share, follows = not any(special_layers(config) for config in configs), args.teacher_update_rate > 0
+    dtype = args.param_dtype if follows else args.compute_dtype  # small steps are lost in bfloat16
+    frozen = replace(args, param_dtype=dtype, gradient_checkpointing=False, lora_rank=0)
+    wrap, teachers = Teacher if args.kl == "full" else TokenLogps, []
+    for name in args.teacher:
+        teacher = load_model(replace(frozen, model=name), mesh, device, wrap, share=share)
+        teachers.append(teacher.eval().requires_grad_(follows))  # what requires one is in a checkpoint
+    wrap = partial(Student, teacher=teachers[0]) if args.kl == "full" else TokenLogps
+    return load_model(args, mesh, device, wrap, share=share), teachers
 
 
 def check_teacher(args, tokenizer, rows):
-    """Stop before a model is loaded if the teacher has other tokens, or rows lack the answers asked for."""
-    try:
-        config = AutoConfig.from_pretrained(args.teacher)
-        check_model(config, replace(args, model=args.teacher, lora_rank=0), images=False)
-        theirs = AutoTokenizer.from_pretrained(args.teacher).get_vocab()
-    except (ValueError, OSError, ImportError) as error:
-        fail(f"--teacher {args.teacher}: {' '.join(str(error).split())}")
-    ours = tokenizer.get_vocab()
-    other = sorted({token for token, _ in ours.items() ^ theirs.items()})
-    if other:
-        here, there = (vocabulary.get(other[0], "none") for vocabulary in (ours, theirs))
-        first = f"{other[0]!r} is number {there} there, {here} in --model"
-        fail(f"--teacher {args.teacher} has another vocabulary: {len(other)} tokens differ, {first}")
-    configs = AutoConfig.from_pretrained(args.model), config
-    size, their_size = [config.get_text_config().vocab_size for config in configs]
-    if args.kl == "full" and size != their_size:
-        fail(f"--kl full: {size} logits of --model, {their_size} of --teacher: use --kl sampled")
-    if args.lam < 1 and (args.kl == "sampled" or args.group_size > 1):
-        fail(f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1")
-    missing = [row["index"] for row in rows if args.lam < 1 and not row["extra_info"].get("answer")]
-    if missing:
-        lack = f"{len(missing)} rows have no extra_info.answer, the first is row {missing[0]}"
-        fail(f"--lam {args.lam}: {lack}")
+    """Stop before a model is loaded if a teacher has other tokens, or rows lack what is asked for."""
+    ours, sources, several = tokenizer.get_vocab(), args.teacher_sources, len(args.teacher) > 1
+    follows = args.teacher_update_rate > 0
+    for name in args.teacher:
+        try:
+            config = AutoConfig.from_pretrained(name)
+            check_model(config, replace(args, model=name, lora_rank=0), images=False)
+            theirs = AutoTokenizer.from_pretrained(name).get_vocab()
+        except (ValueError, OSError, ImportError) as error:
+            fail(f"--teacher {name}: {' '.join(str(error).split())}")
+        other = sorted({token for token, _ in ours.items() ^ theirs.items()})
+        if other:
+            here, there = (vocabulary.get(other[0], "none") for vocabulary in (ours, theirs))
+            first = f"{other[0]!r} is number {there} there, {here} in --model"
+            fail(f"--teacher {name} has another vocabulary: {len(other)} tokens differ, {first}")
+        configs = AutoConfig.from_pretrained(args.model), config
+        size, their_size = [config.get_text_config().vocab_size for config in configs]
+        if args.kl == "full" and size != their_size:
+            fail(f"--kl full: {size} logits of --model, {their_size} of --teacher: use --kl sampled")
+    lacking = sorted(rows.unique("data_source") - {*sources}) if sources else []
+    uneven = (several or sources) and len(sources) != len(args.teacher)
+    same = os.path.realpath(args.teacher[0]) == os.path.realpath(args.model) and not (
+        args.lora_rank or several
+    )
+    asked = args.lam < 1 or any("{answer}" in text for text in args.teacher_prompt)
+    missing = [row["index"] for row in rows if asked and not row["extra_info"].get("answer")]
+    alone = args.lam == 1 or args.kl == "full" and args.group_size == 1
+    problems = {
+        f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1": not alone,
+        f"{len(missing)} rows have no extra_info.answer, the first is row {min(missing, default=0)}": missing,
+        "several --teacher need --kl sampled": several and args.kl == "full",
+        f"{len(args.teacher)} --teacher and {len(sources)} --teacher_sources: give one for each": uneven,
+        f"--teacher_sources: no teacher for rows of {', '.join(lacking)}": lacking,
+        "--teacher_update_rate needs the --model as --teacher, no --lora_rank": follows and not same,
+    }
+    refuse(problems)
 
 
 def data_rows(prompts, tokenizer, args):

@@ -504,6 +504,7 @@ def token_logps(policy, rows, args, temperature):
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
+    policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
     logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
     mask_nt = response_mask([len(response) for response in responses]).to(device)

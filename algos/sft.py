@@ -4,6 +4,7 @@ Differences from other trainers:
 1. The denominator counts the tokens of all ranks and micro-batches, so neither split changes the gradient.
 2. Every response token is trained, EOS included, and nothing else (verl: the last prompt token, and no EOS).
 3. Rows are balanced over the ranks by tokens, not by their number.
+Continued pre-training, in which every token of plain texts is trained: --text_key.
 LoRA (arXiv 2106.09685): --lora_rank. AdaLoRA (2303.10512): --lora_kind. QLoRA (2305.14314): --qlora.
 Long rows over several ranks (Ulysses, 2309.14509; ring attention, 2310.01889): --sp_size.
 
@@ -56,6 +57,7 @@ class Args:
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
     response_key: str = "extra_info.answer"  # column of the response, a string; dots reach into structs
     messages_key: str | None = None  # column of conversations, instead of prompt_key and response_key
+    text_key: str | None = None  # column of plain texts, instead: every token is trained
     env: str | None = None  # environment whose tools the chat template shows, FILE.py:NAME; None: no tools
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
     truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut this side
@@ -115,7 +117,7 @@ from transformers.utils import logging
 
 from common.metrics import speed_metrics, timed
 from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
-from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, prepare
+from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare
 from data_prep.lib.chats import answer
 from data_prep.lib.images import (
     auto_class,
@@ -227,13 +229,16 @@ def update(policy, optimizer, rows, args, step=1, total_steps=1):
 
 @torch.no_grad()
 def evaluate(policy, rows, args):
-    """The loss over all rows, each token weighing the same."""
+    """The loss over all rows, each token weighing the same; of texts also in bits per byte -> metrics."""
     loss, tokens = 0.0, 0
     for logp_nt, trained_nt in micro_batches(policy, rows, args):
         loss += sft_loss(logp_nt, trained_nt, 1).item()
         tokens += trained_nt.sum().item()
     loss, tokens = all_reduce([loss, tokens])
-    return loss / tokens
+    metrics = {"val/loss": loss / tokens}
+    if args.text_key:
+        metrics["val/bits_per_byte"] = loss / tokens / math.log(2) * rows.tokens_per_byte  # eq: sft.bits
+    return metrics
 
 
 def main(args):
@@ -262,7 +267,7 @@ def main(args):
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
     if val_rows and not state["step"]:
-        log.log({"val/loss": evaluate(policy, val_rows, args), "training/global_step": 0}, 0)
+        log.log(evaluate(policy, val_rows, args) | {"training/global_step": 0}, 0)
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
@@ -280,7 +285,7 @@ def main(args):
         last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
-                metrics["val/loss"] = evaluate(policy, val_rows, args)
+                metrics |= evaluate(policy, val_rows, args)
             log.say(f"step {step}: validation loss {metrics['val/loss']:.4f}")
         # ---- metrics
         timing["step"] = time.perf_counter() - begin
@@ -422,6 +427,7 @@ def token_logps(policy, rows, args, temperature):
     texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
+    policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
     logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
     mask_nt = response_mask([len(response) for response in responses]).to(device)
@@ -1148,7 +1154,7 @@ def own_logps(policy, rows):
 
 def check_layout(policy, rows, args):
     """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
-    ids = [row["prompt_ids"] + row["response_ids"] for row in (rows[:4] * 2)[:4]]  # equal on all ranks
+    ids = [row["prompt_ids"] + row["response_ids"] for row in (rows[i % len(rows)] for i in range(4))]
     ids = [[x for x in row if x not in policy.never][:32] for row in ids]
     short = [dict(prompt_ids=row[:1], response_ids=row[1:]) for row in ids]
     with torch.no_grad():
@@ -1182,6 +1188,7 @@ def check_args(args):
         f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
         f"--sp_size {sp_size} needs --packing, and --attn_implementation sdpa": sp_size > 1 and apart,
         f"{short} is less than --max_length {args.max_length}": budget * sp_size < args.max_length,
+        "--text_key: pass no --messages_key and no --env": args.text_key and (args.messages_key or args.env),
         "--qlora and --lora_kind adalora need --lora_rank": no_adapters,
         "--qlora needs bitsandbytes: pip install bitsandbytes": args.qlora and not find_spec("bitsandbytes"),
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
@@ -1200,8 +1207,9 @@ def check_model(config, args):
     special, known = " and ".join(special_layers(config)), {config.model_type}
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
-    text_only = args.messages_key or args.lora_rank or args.liger or args.truncation == "left" or sp_size > 1
-    flags = "--messages_key, --lora_rank, --liger, --truncation left and --sp_size"
+    text_only = args.text_key or args.messages_key or args.lora_rank or args.liger
+    text_only = text_only or args.truncation == "left" or sp_size > 1
+    flags = "--text_key, --messages_key, --lora_rank, --liger, --truncation left and --sp_size"
     undivided = f"{name} has {heads} attention heads, which --sp_size {sp_size} does not divide"
     problems = {
         f"--qlora rounds whole weights, and {name} has rounded ones": args.qlora and dequantised(config),
@@ -1232,6 +1240,8 @@ def load_data(args):
 
 def load_examples(paths, args, tokenizer, tools=None):
     """-> rows as `split` makes them, the tokens that end responses, numbers of cut and of dropped rows."""
+    if args.text_key:
+        return load_texts(paths, args, tokenizer)
     columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     read = encode_messages if args.messages_key else encode
     keep = slice(args.max_length) if args.truncation == "right" else slice(-args.max_length, None)
@@ -1265,8 +1275,44 @@ def load_examples(paths, args, tokenizer, tools=None):
     return rows, ends, pc.sum(rows.column("truncated"), min_count=0).as_py(), dropped
 
 
+class Texts:
+    """Texts one after the other, cut into rows of `length` tokens, the last shorter; ids stay on disk.
+
+    Two texts of 3 and 4 tokens, EOS included, length 5: rows of 5 and 2 tokens. One alone teaches nothing.
+    """
+
+    def __init__(self, rows, length):
+        self.ids, self.length = pc.list_flatten(rows.column("ids")), length
+        self.lengths = [min(length, len(self.ids) - i) for i in range(0, len(self.ids) - 1, length)]
+        self.tokens_per_byte = len(self.ids) / max(1, pc.sum(rows.column("bytes"), min_count=0).as_py())
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        ids = self.ids[i * self.length :][: self.lengths[i]].to_pylist()
+        return split(ids, [True] * len(ids))
+
+
+def load_texts(paths, args, tokenizer):
+    """As `load_examples`: Texts, with EOS after each."""
+
+    def example(record, i):
+        text = record[args.text_key]
+        if not isinstance(text, str):
+            raise ValueError(f"{', '.join(paths)}: row {i}: {args.text_key} is no text: {text!r:.60}")
+        ids = tokenizer(text, verbose=False)["input_ids"]  # with BOS, if it has one
+        return dict(ids=ids + [tokenizer.eos_token_id], bytes=len(text.encode())) if text else None
+
+    fields, encode = dict(ids=IDS, bytes=INT), partial(map, example)
+    rows, dropped = prepare(paths, tokenizer, [args.text_key], (), fields, encode, (), (load_texts,))
+    return Texts(rows, args.max_length), {tokenizer.eos_token_id}, 0, dropped
+
+
 def lengths(rows):
     """Tokens of each row; for rows on disk without reading them."""
+    if isinstance(rows, Texts):
+        return rows.lengths
     if isinstance(rows, list):
         return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
     return pc.add(*(pc.list_value_length(rows.column(x)) for x in ("prompt_ids", "response_ids"))).to_pylist()

@@ -29,7 +29,7 @@ RANGES = {  # smallest (1e-9: above 0) and largest value: flags, of a tuple each
     " cliprange_value kl_target kl_horizon lam_alpha beta",
     (1 + 1e-9, math.inf): "clip_ratio_c",
     (1e-9, 1): "top_p gpu_memory_utilization",
-    (0, 1): "gamma lam critic_lam",
+    (0, 1): "gamma lam critic_lam teacher_update_rate echo_coef",
 }
 IDLE = {  # a flag and its value: flags that have no effect with it
     ("lora_rank", 0): "lora_alpha lora_target_modules",

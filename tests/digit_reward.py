@@ -1,4 +1,8 @@
-"""A reward that a random model can climb: the share of digits in the response."""
+"""Rewards that a random model can climb: the share of digits in the response, and its shortness."""
+
+
+def shortness(solution_str, **_):
+    return 1 / (1 + len(solution_str))
 
 
 def digits(data_source, solution_str, ground_truth, extra_info=None):

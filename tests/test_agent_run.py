@@ -35,6 +35,7 @@ def flags(model, arithmetic):
         sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --total_steps 4 --save_freq 2"
         sizes += " --max_prompt_length 16 --max_response_length 96 --max_tokens_per_microbatch 500"
         rest = "--lr 3e-3 --test_freq 2 --rollout_dump --keep_checkpoints 0 --env_timeout_s 20"
+        rest += " --echo_coef 0.05"
         return ["--model", model, "--output_dir", out, *files, *talk, *sizes.split(), *rest.split(), *more]
 
     return flags

@@ -338,6 +338,14 @@ def test_a_nan_of_the_sampler_stops_the_run(monkeypatch, logp):
     assert agent.check_sampler(dense, [row], args, 3)["training/rollout_logp_diff_mean"] == 0
 
 
+def test_weights_of_observations():
+    """Each optimizer step has its own mean; a step in which no environment spoke has none."""
+    masks = ([True, False, False], [False, True], [True, True], [True])
+    rows = [dict(mask_t=np.array(mask)) for mask in masks]
+    agent.echo_weights(rows, 2)
+    assert [row["echo_t"].tolist() for row in rows] == [[0, 1 / 3, 1 / 3], [1 / 3, 0], [0, 0], [0]]
+
+
 def test_observations_have_no_gradient():
     """Exactly none, whatever stands in the columns there."""
     args = agent.Args(model="", env="", train_files=(), output_dir="", entropy_coeff=0.1, use_kl_loss=True)

@@ -112,7 +112,7 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
         theirs = torch.randn(positions, 4), torch.randn(999, 4)
         student = SimpleNamespace(scale=1, softcap=None, hidden=lambda where, _: hidden[where])
         student.lm = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight))
-        teacher = SimpleNamespace(scale=1, softcap=None)
+        student.rows, teacher = [], SimpleNamespace(scale=1, softcap=None)
         student.teacher = [type("", (SimpleNamespace,), dict(__call__=lambda *_: theirs))(**vars(teacher))]
         target = torch.zeros(positions, dtype=torch.long)
         with torch.profiler.profile(profile_memory=True) as profile:
@@ -139,15 +139,59 @@ def test_rows_of_the_data(tiny, monkeypatch):
     assert rows[0]["response_ids"].dtype == np.int32 and "length" not in prompts[1]
 
 
+class Letters:
+    """A tokenizer with a letter a token; its chat template is the last message in brackets."""
+
+    all_special_tokens = ()
+
+    def apply_chat_template(self, messages, add_generation_prompt, return_dict):
+        assert messages[0] == dict(role="system", content="s") and messages[1]["role"] == "user"
+        return list(f"[{messages[1]['content']}]")
+
+
+def test_what_a_teacher_is_shown(monkeypatch):
+    """Two groups: one has two right responses, in the other the right one has only its feedback."""
+    monkeypatch.setattr(distill, "plain", lambda messages, tokenizer: messages)
+    args = SimpleNamespace(teacher_prompt=("{solution}\\boxed{}{prompt}", "{feedback}+{prompt}"))
+    rows = []
+    for group, text, reward in (
+        (0, "a", dict(score=1.0)),
+        (0, "b", dict(score=-1.0, feedback="no")),
+        (0, "c", dict(score=0.0, acc=1.0)),
+        (1, "d", dict(score=1.0, feedback="ok")),
+        (1, "e", dict(score=0.5)),
+        (2, "f", dict(score=0.0, feedback="")),
+    ):
+        prompt = [dict(role="system", content="s"), dict(role="user", content=f"x{group}")]
+        row = dict(group=group, prompt=prompt, sampled=dict(solution_str=text), reward=reward, extra_info={})
+        rows.append(row | dict(mask_t=np.array([True, False])))
+    assert distill.show_teacher(args, rows, Letters()) == 5 / 6
+    shown = ["".join(row["teacher"]["prompt_ids"]) for row in rows]
+    box = "\\boxed{}"
+    assert shown == [f"[c{box}x0]", f"[a{box}x0]", f"[a{box}x0]", "[ok+x1]", f"[d{box}x1]", "[x2]"]
+    assert [row["mask_t"].tolist() for row in rows] == [[True, False]] * 5 + [[False, False]]
+    assert [row["teacher"]["prompt_length"] for row in rows] == [*map(len, shown)]
+    assert rows[1]["prompt"][1]["content"] == "x0"  # the student's
+
+
+def test_a_teacher_follows():
+    teacher, student = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    teacher.weight.data.fill_(1.0), student.weight.data.fill_(3.0)
+    for rate, expected in ((0.25, 1.5), (0.25, 1.875), (1.0, 3.0)):
+        distill.follow(teacher, student, rate)
+        assert teacher.weight.item() == expected and student.weight.item() == 3.0
+
+
 # ---- what it refuses
 @pytest.fixture
 def refused(tiny, arithmetic, tmp_path, monkeypatch):
     """Run main with changed flags -> the line that it stops with; loading a model fails the test."""
 
     def main(*more, **changed):
-        given = dict(model=tiny, teacher=tiny, train_files=arithmetic / "train.parquet")
+        given = dict(model=tiny, teacher=(tiny,), train_files=arithmetic / "train.parquet")
         given |= dict(output_dir=tmp_path / "out") | changed
-        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        lists = {name: x if isinstance(x, tuple) else (x,) for name, x in given.items()}
+        words = [word for name, values in lists.items() for word in (f"--{name}", *map(str, values))]
         monkeypatch.setattr("sys.argv", ["distill.py", *words, *map(str, more)])
         for name in ("setup_distributed", "build_engine", "load_model"):
             monkeypatch.setattr(distill, name, lambda *_: pytest.fail("went on to load a model"))
@@ -199,6 +243,18 @@ def test_the_share_of_the_student(refused, arithmetic, tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bare.parquet")
     line = refused("--lam", 0.5, train_files=tmp_path / "bare.parquet")
     assert "1 rows have no extra_info.answer, the first is row 3" in line
+    assert line in refused("--teacher_prompt", "{answer} {prompt}", train_files=tmp_path / "bare.parquet")
+
+
+def test_teachers_that_do_not_fit(refused, tiny, tmp_path):
+    other = write_model(tiny, tmp_path / "other")
+    assert "several --teacher need --kl sampled" in refused(teacher=(tiny, other))
+    line = refused("--kl", "sampled", teacher=(tiny, other))
+    assert "2 --teacher and 0 --teacher_sources: give one for each" in line
+    line = refused("--kl", "sampled", "--teacher_sources", "x", "y", teacher=(tiny, other))
+    assert "--teacher_sources: no teacher for rows of arithmetic" in line
+    assert "--teacher_update_rate needs the --model" in refused("--teacher_update_rate", 0.5, teacher=other)
+    assert "--teacher_update_rate needs the --model" in refused("--teacher_update_rate", 1, "--lora_rank", 4)
 
 
 # ---- from end to end
@@ -210,18 +266,27 @@ def flags(tiny, teacher, arithmetic, out, *more):
     return [*files, *sizes.split(), *rest.split(), *more]
 
 
-def test_resumed_equals_straight(tiny, arithmetic, tmp_path):
-    """Half of the responses are the data's; two optimizer steps a rollout; a teacher of another width."""
-    teacher = write_model(
-        tiny, tmp_path / "teacher", hidden_size=96, num_attention_heads=3, num_key_value_heads=3
+@pytest.mark.parametrize("itself", (False, True))
+def test_resumed_equals_straight(tiny, arithmetic, tmp_path, itself):
+    """Half of the responses are the data's; two optimizer steps a rollout; a teacher of another width.
+
+    Or the student itself, which reads the answer and follows: a checkpoint holds its average.
+    """
+    teacher, more = (
+        tiny,
+        ("--lam", 0.5, "--teacher_prompt", "{answer} {prompt}", "--teacher_update_rate", 0.3),
     )
+    if not itself:
+        sizes = dict(hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
+        teacher, more = write_model(tiny, tmp_path / "teacher", **sizes), more[:2]
     script, out, again = ROOT / "algos/distill.py", tmp_path / "straight", tmp_path / "again"
-    run(script, *flags(tiny, teacher, arithmetic, out, "--lam", 0.5))
+    run(script, *flags(tiny, teacher, arithmetic, out, *more))
     steps = metrics(out)
     assert list(steps) == [0, 1, 2, 3, 4]
     assert all(math.isfinite(x) for m in steps.values() for x in m.values())
     assert not {name for m in steps.values() for name in m if not documented(name)}
-    assert steps[4]["actor/teacher_kl"] < steps[1]["actor/teacher_kl"]
+    assert itself or steps[4]["actor/teacher_kl"] < steps[1]["actor/teacher_kl"]
+    assert not itself or steps[1]["actor/teacher_kl"] > 1e-4
     assert all(m["training/rollout_probs_diff_max"] < 1e-4 for s, m in steps.items() if s)
     assert all(m["rollout_corr/rollout_is_mean"] == 1 for s, m in steps.items() if s)  # no correction
     tokenizer = AutoTokenizer.from_pretrained(tiny)
@@ -234,7 +299,7 @@ def test_resumed_equals_straight(tiny, arithmetic, tmp_path):
     shutil.copy(out / "args.json", again)
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (again / "metrics.jsonl").write_text("".join(lines[:4]))
-    run(script, *flags(tiny, teacher, arithmetic, again, "--lam", 0.5))
+    run(script, *flags(tiny, teacher, arithmetic, again, *more))
     assert list(metrics(again)) == [0, 1, 2, 3, 4]
     for step in (3, 4):
         assert [x["response_ids"] for x in rollouts(again, step)] == [

@@ -15,7 +15,7 @@ def gradients(tiny, tmp_path_factory):
     return {name: torch.load(out / f"{name}.pt") for name in RANKS}
 
 
-@pytest.mark.parametrize("mode", ("full", "sampled", "lora", "window"))
+@pytest.mark.parametrize("mode", ("full", "sampled", "lora", "window", "shown", "shown sampled", "sources"))
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("budget", (70, 200, 100_000))
 @pytest.mark.parametrize("layout", ("padded", "one_row"))

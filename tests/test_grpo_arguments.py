@@ -111,6 +111,8 @@ def test_truncated_sampling_with_importance_weights(refused):
         "--rollout_rs token --rollout_rs_threshold -1 2",
         "--rollout_rs token --rollout_rs_threshold 1 2 3",
         "--rollout_rs token --rollout_rs_threshold 0",
+        "--rollout_rs off_policy --rollout_rs_threshold 0.1 2",
+        "--rollout_rs off_policy --rollout_rs_threshold -0.1",
     ),
 )
 def test_rejection_needs_bounds(refused, flags):

@@ -232,6 +232,19 @@ def test_rloo_reinforce_plus_plus_baseline_and_maxrl():
     assert tokens.var().item() == pytest.approx(1)
 
 
+def test_gdpo():
+    """Two rewards: in the first group both speak, in the second only the one whose weight is 1/2."""
+    args, group_n = SimpleNamespace(adv_estimator="gdpo"), torch.tensor([0, 1, 0, 1, 0, 1])
+    parts = [(2.0, [1, 0, 0, 0, 0, 0]), (0.5, [0, 10, 30, 20, 60, 30])]
+    one, two = np.array([2, -1, -1]) / 3**0.5, np.array([-1, 0, 1])
+    sums = np.stack([2 * one + 0.5 * two, 0.5 * two], 1).ravel()  # (1, 0, 0) has the std 1 / sqrt(3)
+    expected = sums / sums.std(ddof=1)
+    adv_n = grpo.advantages(args, None, group_n, None, parts)
+    assert adv_n.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    same = grpo.advantages(args, None, group_n, None, [(weight, [0.1] * 6) for weight, _ in parts])
+    assert same.tolist() == [0] * 6  # exactly: such rows are not trained
+
+
 def test_policy_loss():
     ratio, high, low = [0.5, 1.0, 1.5, 5.0], 0.3, 0.2
     logp, old = torch.tensor([ratio]).log(), torch.zeros(1, 4)
@@ -379,13 +392,36 @@ def test_rollout_weights(level, cap, rejection, high, low, expected):
     args = SimpleNamespace(rollout_is=level, rollout_is_threshold=cap, rollout_rs=rejection)
     args.rollout_rs_threshold = (high,) if low is None else (low, high)
     logp_nt, old_nt = torch.full((3, 2), -3.0), torch.tensor(RATIOS).log() - 3
-    weight_nt = grpo.rollout_weights(args, old_nt, logp_nt, OF_RESPONSES)
+    weight_nt = grpo.rollout_weights(args, old_nt, old_nt, logp_nt, OF_RESPONSES)
     assert weight_nt.expand(3, 2)[OF_RESPONSES].tolist() == pytest.approx(expected)
     for wrong in (-1e4, 1e4, -INF):  # of one token
         logp_nt[0, 0] = wrong
-        weight_nt = grpo.rollout_weights(args, old_nt, logp_nt, OF_RESPONSES)
+        weight_nt = grpo.rollout_weights(args, old_nt, old_nt, logp_nt, OF_RESPONSES)
         assert weight_nt.isfinite().all()
         assert weight_nt[1:].expand(2, 2)[OF_RESPONSES[1:]].tolist() == pytest.approx(expected[2:])
+
+
+@pytest.mark.parametrize("script", (grpo, dapo, ppo, agent))
+def test_the_off_policy_mask(script):
+    """Without what is good, near, or only looks far by what an environment wrote between the tokens."""
+    args = SimpleNamespace(rollout_is=None, rollout_rs="off_policy", rollout_rs_threshold=(0.3,))
+    sampler_nt = torch.zeros(5, 3)
+    logp_nt = -f64([0.1, 0.6, 0], [0.1, 0.6, 0], [0.1, 0.4, 9], [-0.5, -0.5, 0], [1, 1, 0])
+    mask_nt, adv_nt = torch.tensor([[True, True, False]] * 5), f64([-1], [1], [-1], [-1], [0]).expand(5, 3)
+    logp_nt.requires_grad_()
+    old_nt = logp_nt.detach() + 5  # of the last policy: another question
+    weight_nt = script.rollout_weights(args, logp_nt, old_nt, sampler_nt, mask_nt, adv_nt)
+    assert not weight_nt.requires_grad and weight_nt[:, 0].tolist() == [0, 1, 1, 1, 1]
+    assert (weight_nt == weight_nt[:, :1]).all()
+    flags = (
+        vars(args) | dict(clip_ratio_low=0.2, clip_ratio_high=0.2) | (dict(env="") if script is agent else {})
+    )
+    args = script.Args(model="", train_files=(), output_dir="", **flags)
+    batch = dict(mask_nt=mask_nt, adv_nt=adv_nt, rollout_logp_nt=sampler_nt, nll_weight_nt=0 * adv_nt)
+    loss_nt, terms = script.actor_loss(args, logp_nt, torch.zeros(5, 3), batch)
+    [grad_nt] = torch.autograd.grad((loss_nt * mask_nt).sum(), [logp_nt])
+    assert terms["rollout_rs_masked"].any(-1).tolist() == [True, False, False, False, False]
+    assert grad_nt[:, 0].tolist() == [0, -1, 1, 1, 0]
 
 
 def test_weight_metrics(monkeypatch):
@@ -398,9 +434,7 @@ def test_weight_metrics(monkeypatch):
     found = grpo.check_sampler(DENSE, [row] * 65 + [odd | dict(carried_over=True)], args, 1)
     assert [found[f"training/rollout_{x}"] for x in ("logp_diff_mean", "probs_diff_max")] == [0, 0]
     found = {name.removeprefix("rollout_corr/rollout_"): x for name, x in found.items() if "corr" in name}
-    assert found == pytest.approx(
-        dict(is_mean=65.5 / 67, is_eff_sample_size=65.5**2 / 67 / 65.25, rs_masked_fraction=1 / 67)
-    )
+    assert found == pytest.approx(dict(is_mean=65.5 / 67, is_eff_sample_size=65.5**2 / 67 / 65.25))
 
 
 def test_ratio_is_bounded():
@@ -654,7 +688,7 @@ def test_rows_are_sorted_by_prompt(monkeypatch):
 
 def test_a_rank_sees_the_rows_of_the_others(monkeypatch):
     """Its own two tokens agree; one of another rank has a log-prob that differs by 0.3."""
-    others = {5: [1, 1, 0, 1, 1], 2: [0.3, 0.1], 1: [0.1]}  # by the number of sums
+    others = {4: [1, 1, 1, 1], 2: [0.3, 0.1], 1: [0.1]}  # by the number of sums
     add = lambda values, op=None: [float(a) + b for a, b in zip(values, others[len(values)], strict=True)]
     monkeypatch.setattr(grpo, "all_reduce", add)
     args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
@@ -675,7 +709,7 @@ def test_a_batch_without_rows_has_all_columns():
         loss_nt, terms = grpo.actor_loss(
             dataclasses.replace(args, policy_loss=loss), logp_nt, logp_nt, grpo.collate([], "cpu")
         )
-        assert loss_nt.sum() == 0 and loss_nt.requires_grad and len(terms) == 6
+        assert loss_nt.sum() == 0 and loss_nt.requires_grad and len(terms) == 7
 
 
 def test_a_failed_reward_beats_no_wrong_answer_of_its_group(monkeypatch):
@@ -702,13 +736,14 @@ def test_attention_in_bfloat16_is_computed_in_float32():
     assert torch.equal(out, wide.bfloat16())
 
 
-@pytest.mark.parametrize("estimator", ("grpo", "rloo", "maxrl"))
+@pytest.mark.parametrize("estimator", ("grpo", "rloo", "maxrl", "gdpo"))
 @pytest.mark.parametrize("score", (0.0, 0.1, 0.7, 1 / 3, 1e6 + 0.1))
 def test_a_constant_group_has_exactly_no_advantage(estimator, score):
     """The mean of three times 0.1 is not 0.1, and a rest of 1e-17 would be trained."""
     args = SimpleNamespace(adv_estimator=estimator, norm_adv_by_std=True, group_size=3)
     score_n = torch.tensor([score] * 3 + [0.0, 0.5, 0.1], dtype=torch.float64)
-    adv_n = grpo.advantages(args, score_n, torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6))
+    parts = [(1.0, score_n.tolist())]
+    adv_n = grpo.advantages(args, score_n, torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6), parts)
     assert not adv_n[:3].any() and adv_n[3:].all()
 
 
@@ -717,5 +752,7 @@ def test_a_row_is_constant_only_if_its_whole_loss_is(script):
     """With a KL loss or an entropy bonus a response without an advantage has a gradient all the same."""
     [expression] = re.findall(r'row\["constant"\] = (.+)', inspect.getsource(script.main))
     for adv, kl, entropy in ((0.0, False, 0.0), (0.0, True, 0.0), (0.0, False, 0.1), (1e-9, False, 0.0)):
-        names = dict(adv=adv, args=SimpleNamespace(use_kl_loss=kl, entropy_coeff=entropy))
-        assert bool(eval(expression, names)) == (not (adv or kl or entropy))
+        flags = SimpleNamespace(use_kl_loss=kl, entropy_coeff=entropy, echo_coef=0.0)
+        assert bool(eval(expression, dict(adv=adv, args=flags))) == (not (adv or kl or entropy))
+    flags = SimpleNamespace(use_kl_loss=False, entropy_coeff=0.0, echo_coef=0.05)
+    assert bool(eval(expression, dict(adv=0.0, args=flags))) == (script is grpo)

@@ -148,6 +148,26 @@ def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_p
     assert metrics(tmp_path)[4]["training/rollout_probs_diff_max"] < 1e-4
 
 
+def test_several_rewards_and_the_off_policy_mask(tiny, arithmetic, tmp_path):
+    """gdpo, recomputed from the dumped scores; the mask acts in the second of two mini-batches alone."""
+    files = [f"{ROOT}/tests/digit_reward.py:{name}" for name in ("digits", "shortness")]
+    more = "--reward_weights", 0.5, 2, "--adv_estimator", "gdpo", "--total_steps", 2, "--reward_fn", *files
+    mask = "--rollout_rs", "off_policy", "--rollout_rs_threshold", 0.003
+    run(GRPO, *flags(tiny, arithmetic, tmp_path, *more, *mask, "--lr", 0.01, "--warmup_steps", 0))
+    _, first, second = metrics(tmp_path).values()
+    for step, found in enumerate((first, second), 1):
+        rows = rollouts(tmp_path, step)
+        index_n, sum_n = torch.tensor([row["index"] for row in rows]), 0
+        for weight, name in ((0.5, "digits"), (2, "shortness")):
+            score_n = torch.tensor([row[f"score/digit_reward.{name}"] for row in rows]).double()
+            sum_n = sum_n + weight * group_advantages(score_n, index_n)
+        adv_n = sum_n / sum_n.std()
+        for name in ("max", "min"):
+            expected = getattr(adv_n, name)().item()
+            assert found[f"critic/advantages/{name}"] == pytest.approx(expected, abs=1e-4)
+        assert 0 < found["actor/rollout_rs_masked"] < 0.5
+
+
 def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", GRPO]
     command += flags(tiny, arithmetic, tmp_path, "--total_steps", 1000, "--save_freq", 0, "--test_freq", 0)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from common.metrics import failure_metrics
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
 from rewards.manager import RewardManager, demote_failures, validation_metrics
-from rewards.manager.combined import CombinedReward, load_rewards
+from rewards.manager.combined import CombinedReward, load_rewards, score_parts
 from rewards.sandbox import SandboxError
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
@@ -634,7 +634,12 @@ def test_combined_rewards(tmp_path):
         assert result == {"score": 2 * 2 - 3, "acc": 1, "pred": "a", "score/a.f": 2, "score/b.f": -3.0}
     [result] = RewardManager("naive", load_rewards(["rewards", specs[0]], [])).score([make_row("5")])
     assert (result["score"], result["score/rewards"], result["score/a.f"]) == (3, 1, 2)
+    rows = [dict(reward=x) for x in ({"score": -1, "score/a.f": 1, "score/b.f": -3}, failed())]
+    assert score_parts(reward, rows) == [(2.0, [1, 0]), (1.0, [-3, 0])]
+    demoted = demote_failures([dict(row, group=0) for row in rows])  # a failure is as bad in each of them
+    assert score_parts(reward, demoted) == [(2.0, [1, 0]), (1.0, [-3, -3])]
     assert load_rewards(["rewards"], []) is compute_score
+    assert score_parts(compute_score, rows) == [(1.0, [-1, 0])]
     for mode in ("naive", "prime"):
         assert RewardManager(mode, load_rewards(["none"], [])).score([make_row("5")]) == [{"score": 0.0}]
     for wrong, weights, what in (

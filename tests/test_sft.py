@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, documented, metrics, run
@@ -242,6 +245,35 @@ def test_rows_over_the_limit(rows_file):
         load(max_length=6, truncation="right")
 
 
+def write_texts(path, texts):
+    pq.write_table(pa.table(dict(extra=[dict(text=text) for text in texts])), path)
+    return str(path)
+
+
+def test_texts_are_cut_and_packed(tmp_path):
+    """Every token is in one row, and each is trained that has another before it in its row."""
+    tokenizer, load = make_tokenizer(), partial(sft.load_examples, tokenizer=make_tokenizer())
+    path, args = write_texts(tmp_path / "texts.parquet", ["12", "", "3456"]), make_args(text_key="extra.text")
+    for length, cut in (
+        (5, ["12<|eos|>34", "56<|eos|>"]),
+        (7, ["12<|eos|>3456"]),
+        (8, ["12<|eos|>3456<|eos|>"]),
+    ):
+        args.max_length = length
+        rows, ends, truncated, dropped = load([path], args)
+        assert [tokenizer.decode(row["prompt_ids"] + row["response_ids"]) for row in rows] == cut
+        assert all(len(row["prompt_ids"]) == 1 and all(row["trained"]) for row in rows)
+        assert sft.lengths(rows) == sft.lengths([*rows]) and len(rows) == len(cut)
+        assert (ends, truncated, dropped) == ({tokenizer.eos_token_id}, 0, 1)
+        assert rows.tokens_per_byte == 8 / 6
+    nothing, *_ = load([], args)
+    assert not nothing and not [*nothing]
+    path = write_texts(tmp_path / "bytes.parquet", ["12", "\u00e9\u20ac"])  # of two and three bytes
+    assert load([path], args)[0].tokens_per_byte == (2 + len(tokenizer.encode("\u00e9\u20ac")) + 2) / 7
+    with pytest.raises(ValueError, match=r"row 0: extra.text is no text: 1"):
+        load([write_texts(tmp_path / "numbers.parquet", [1])], args)
+
+
 # ---- whole runs
 
 
@@ -297,6 +329,31 @@ def test_two_ranks_and_large_microbatches_change_nothing(straight, tiny, arithme
     one, two = metrics(straight)[STEPS], metrics(tmp_path / "two")[STEPS]
     assert two["val/loss"] == pytest.approx(one["val/loss"], abs=1e-5)
     assert two["perf/total_num_tokens"] == one["perf/total_num_tokens"]
+
+
+def test_texts_are_learned(tiny, tmp_path):
+    """On two ranks as on one; the loss of the saved model, written out, is that of the log, and its bits."""
+    sums = [f"{i}+{i}={2 * i}" for i in range(1, 80)]
+    texts = dict(train_files=write_texts(tmp_path / "train.parquet", sums * 3), text_key="extra.text")
+    texts |= dict(val_files=write_texts(tmp_path / "val.parquet", sums[::7]), train_batch_size=16, lr=1e-2)
+    for ranks in (0, 2):
+        run(SCRIPT, *flags(tiny, tmp_path, tmp_path / f"run{ranks}", **texts), ranks=ranks)
+    one, two = (metrics(tmp_path / f"run{ranks}") for ranks in (0, 2))
+    assert losses(tmp_path / "run2") == pytest.approx(losses(tmp_path / "run0"), abs=1e-5)
+    assert two[STEPS]["val/bits_per_byte"] == pytest.approx(one[STEPS]["val/bits_per_byte"], abs=1e-5)
+    assert one[1]["perf/total_num_tokens"] == 16 * 32  # full rows
+    assert one[STEPS]["val/loss"] < one[0]["val/loss"] - 0.5
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "run0/checkpoints/latest/hf")
+    eos = make_tokenizer().eos_token_id
+    ids = [x for text in sums[::7] for x in [*make_tokenizer().encode(text), eos]]
+    nats = trained = 0
+    for row in (torch.tensor([ids[i : i + 32]]) for i in range(0, len(ids), 32)):
+        nats += lm(input_ids=row, labels=row).loss.item() * (row.numel() - 1)
+        trained += row.numel() - 1
+    assert one[STEPS]["val/loss"] == pytest.approx(nats / trained, abs=1e-5)
+    per_byte = nats / trained * len(ids) / len("".join(sums[::7])) / math.log(2)
+    assert one[STEPS]["val/bits_per_byte"] == pytest.approx(per_byte, abs=1e-4)
+    assert all(documented(name) for m in one.values() for name in m)
 
 
 def test_a_killed_run_resumes(straight, tiny, arithmetic, tmp_path):
@@ -447,6 +504,7 @@ def test_adalora_needs_steps_to_choose_ranks_in(tiny, arithmetic, tmp_path):
     [
         (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is less than --max_length 32"),
         (dict(sp_size=2), "1 ranks are not a multiple of --sp_size 2"),
+        (dict(text_key="text", env="x"), "--text_key: pass no --messages_key and no --env"),
         (dict(qlora=True), "--qlora and --lora_kind adalora need --lora_rank"),
         (dict(lora_kind="adalora"), "--qlora and --lora_kind adalora need --lora_rank"),
         (dict(liger=True), "--liger needs a GPU and Liger's kernels"),
@@ -508,5 +566,5 @@ def test_models_that_do_not_fit(tiny, changes, model, message):
 def test_a_model_of_images_and_text(pictures, tmp_path):
     (config := Gemma3Config()).save_pretrained(tmp_path)
     args = make_args(truncation="left", model=str(tmp_path), train_files=(pictures,))
-    with pytest.raises((SystemExit, ValueError), match="takes images, which --messages_key, --lora_rank"):
+    with pytest.raises((SystemExit, ValueError), match="takes images, which --text_key, --messages_key"):
         sft.check_model(config, args)

@@ -40,7 +40,7 @@ ACCURACY = "val-core/arithmetic/acc/mean@1"
 SEEN = {  # means over the steps; what is not logged without a correction
     "gap of log-probs": ("training/rollout_logp_diff_mean", None),
     "effective sample size": ("rollout_corr/rollout_is_eff_sample_size", 1.0),
-    "rejected": ("rollout_corr/rollout_rs_masked_fraction", 0.0),
+    "rejected": ("actor/rollout_rs_masked", 0.0),
 }
 
 

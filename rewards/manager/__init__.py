@@ -177,7 +177,8 @@ def demote_failures(rows):
             lowest[row["group"]] = min(known, row["reward"], key=lambda result: result["score"])
 
     def demoted(result, floor):
-        return result | {k: min(result.get(k, 0.0), floor[k]) for k in ("score", "acc") if k in floor}
+        names = [k for k in floor if k in ("score", "acc") or k.startswith("score/")]
+        return result | {k: min(result.get(k, 0.0), floor[k]) for k in names}
 
     return [
         row | dict(reward=demoted(row["reward"], lowest.get(row["group"], {})))

@@ -31,6 +31,15 @@ class CombinedReward:
         return extras | scores | {"score": total}
 
 
+def score_parts(reward_fn, rows):
+    """(weight, [score of each row]) of each function of `load_rewards`; 0 where all of a group failed."""
+    results = [row["reward"] for row in rows]
+    if not isinstance(reward_fn, CombinedReward):
+        return [(1.0, [result["score"] for result in results])]
+    parts = zip(reward_fn.weights, reward_fn.functions, strict=True)
+    return [(weight, [result.get(f"score/{name}", 0.0) for result in results]) for weight, name in parts]
+
+
 def no_rule(**_):
     """Beside another judge: 0 for every response."""
     return 0.0

@@ -14,13 +14,28 @@ distill.LOGIT_CHUNK = 16  # fewer than the positions of most micro-batches
 LAYOUTS = dict(padded="eager", one_row="sdpa")
 
 
-def naive(student, teacher, args):
-    """The loss of each row alone, written out with plain logits."""
+def rows_of(args):
+    """Of two sources; with --teacher_prompt the teacher reads more, and not the same in a group."""
     rows = make_rows()
+    for i, row in enumerate(rows):
+        row["data_source"] = "odd" if row["group"] % 2 else "even"
+        ids = (
+            row["prompt_ids"] if args.teacher_prompt == ("{prompt}",) else [7 + i % 2, *row["prompt_ids"], 9]
+        )
+        row |= dict(teacher=dict(prompt_ids=ids, prompt_length=len(ids))) if args.teacher_prompt else {}
+    return rows
+
+
+def naive(student, teachers, args):
+    """The loss of each row alone, written out with plain logits."""
+    rows = rows_of(args)
     tokens, loss = sum(row["length"] for row in rows), 0.0
     for row in rows:
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-        logits = [m(input_ids=ids).logits[0, row["prompt_length"] - 1 : -1] for m in (student, teacher)]
+        teacher = teachers[args.teacher_sources.index(row["data_source"]) if len(teachers) > 1 else 0]
+        logits = []
+        for model, prompt in ((student, row), (teacher, row | row.get("teacher", {}))):
+            ids = torch.tensor([prompt["prompt_ids"] + row["response_ids"]])
+            logits.append(model(input_ids=ids).logits[0, prompt["prompt_length"] - 1 : -1])
         logp, logq = ((x / args.temperature).log_softmax(-1) for x in logits)
         if args.kl == "full":
             loss = loss + (logp.exp() * (logp - logq)).sum()
@@ -35,10 +50,10 @@ def naive(student, teacher, args):
     return [p.grad.clone() for p in trained(student)]
 
 
-def gradient(policy, teacher, args):
-    mini_batches, optimizer = deal(make_rows(), policy, args), Capture(trained(policy), lr=1.0)
+def gradient(policy, teachers, args):
+    mini_batches, optimizer = deal(rows_of(args), policy, args), Capture(trained(policy), lr=1.0)
     if args.kl == "sampled":
-        distill.store_logps(teacher, mini_batches, "teacher_logp_t", args)
+        distill.ask_teachers(args, teachers, mini_batches)
     metrics = distill.update_actor(policy, optimizer, mini_batches, args)
     return optimizer.grads, float(metrics["actor/teacher_kl"])
 
@@ -60,29 +75,34 @@ def main(_, model, out, hsdp_replicas):
     if dist.get_rank() == 0:
         write_teachers(model, wide, window)
     dist.barrier()
-    base = distill.Args(model=model, teacher=wide, train_files=(), output_dir="", clip_ratio_high=0.3)
+    base = distill.Args(model=model, teacher=(wide,), train_files=(), output_dir="", clip_ratio_high=0.3)
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
-    modes = dict(full=dict(), sampled=dict(kl="sampled"), lora=dict(lora_rank=4), window=dict(teacher=window))
+    modes = dict(
+        full=dict(), sampled=dict(kl="sampled"), lora=dict(lora_rank=4), window=dict(teacher=(window,))
+    )
+    modes |= dict(shown=dict(teacher_prompt=("x",)))
+    modes["shown sampled"] = modes["shown"] | modes["sampled"]
+    modes["sources"] = dict(kl="sampled", teacher=(wide, model), teacher_sources=("odd", "even"))
     for mode, changes in modes.items():
         for layout, attention in LAYOUTS.items():
             args = dataclasses.replace(base, **changes, attn_implementation=attention)
-            policy, teacher = distill.load_models(args, mesh, device)
-            assert policy.shares == teacher.shares == (layout == "one_row" and mode != "window")
+            policy, teachers = distill.load_models(args, mesh, device)
+            assert policy.shares == teachers[0].shares == (layout == "one_row" and mode != "window")
             set_adapters(policy.lm)
             for budget in (70, 200, 100_000):
                 args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
-                results[mode, budget, layout] = gradient(policy, teacher, args)
+                results[mode, budget, layout] = gradient(policy, teachers, args)
         if dist.get_world_size() == 1:
             plain = [
-                AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, args.teacher)
+                AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, *args.teacher)
             ]
             set_adapters(distill.add_adapters(plain[0], args))
-            results[mode, "naive"] = naive(*plain, args)
+            results[mode, "naive"] = naive(plain[0], plain[1:], args)
 
     # taught by itself there is nothing to learn, to the bit
-    for dtype in ("float32", "bfloat16"):
-        args = dataclasses.replace(base, teacher=model, compute_dtype=dtype)
+    for dtype, shown in (("float32", ()), ("float32", ("{prompt}",)), ("bfloat16", ("{prompt}",))):
+        args = dataclasses.replace(base, teacher=(model,), compute_dtype=dtype, teacher_prompt=shown)
         grads, kl = gradient(*distill.load_models(args, mesh, device), args)
         assert all((x == 0).all() for x in grads) and kl == 0, dtype
     if dist.get_rank() == 0:

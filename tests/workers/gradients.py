@@ -37,8 +37,11 @@ LOSSES = {
 LOSSES["gspo"] |= dict(rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=(1.3,))
 LOSSES["cispo"] |= dict(rollout_is=None, rollout_rs="token", rollout_rs_threshold=(1.25,))
 LOSSES["sapo"] |= dict(rollout_rs="sequence", rollout_rs_threshold=(0.95, 1.3))
+LOSSES["dppo"] |= dict(rollout_rs="off_policy", rollout_rs_threshold=(0.02,))
 if sys.argv[1] != "dapo":
     LOSSES["sapo"]["kl_kind"] = "k3+"
+if sys.argv[1] == "agent":
+    LOSSES["cispo"]["echo_coef"] = 0.5
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
 LAYOUTS = "padded", "one_row"
 EVERY = [(budget, layout) for budget in (70, 200, 100_000) for layout in LAYOUTS]  # 200: two of three share
@@ -63,6 +66,8 @@ def make_rows(loss="clip"):
             row["mask_t"][others] = False
             row |= dict(prompt_length=prompt, length=n, rank=len(rows) % dist.get_world_size())
             rows.append(row | dict(finish_reason="stop", carried_over=False))
+    if sys.argv[1] == "agent":
+        grpo.echo_weights(rows, len(rows))
     for row, adv in zip(rows, torch.randn(len(rows), generator=generator)):
         row["adv_t"] = adv.expand(row["length"])
     return rows
@@ -112,6 +117,9 @@ def naive(policy, args):
         entropy = -(logp.exp() * logp).sum(-1)
         logp = logp[range(len(logp)), row["response_ids"]]
         own = torch.as_tensor(row["mask_t"])
+        loss = loss - getattr(args, "echo_coef", 0) * logp[~own].sum() / sum(
+            r["length"] - n for r, n in zip(rows, lengths)
+        )
         logp, entropy, rollout = logp[own], entropy[own], row["rollout_logp_t"][own]
         gap, ref = ahead(len(own), args.policy_loss)[own], rollout - 0.1
         old = rollout + gap
@@ -132,6 +140,7 @@ def naive(policy, args):
             moved = (logp.exp() - old.exp()).detach()
             kept = moved <= 2e-4 if adv > 0 else moved >= -2e-4
             pg = -ratio.detach().clamp(max=20) * adv * logp * kept * gap.exp().clamp(max=2.0)
+            pg = pg * (adv >= 0 or (rollout - logp.detach()).mean() <= 0.02)
         else:
             tau = 1.0 if adv > 0 else 1.05
             pg = -adv * torch.sigmoid(tau * (ratio - 1)) * 4 / tau * gap.exp().clamp(max=2.0)

@@ -190,7 +190,7 @@ def main(model, out, sp_size, *kinds):
                 args = sft.replace(args, max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained(policy), lr=1.0)
                 found = sft.update(policy, optimizer, make_rows(), args)
-                loss = sft.evaluate(policy, make_rows(), args)
+                loss = sft.evaluate(policy, make_rows(), args)["val/loss"]
                 results[name, slices, packing, budget] = [found["train/loss"], loss], optimizer.grads
         args = sft.replace(args, grad_clip=1e-3)
         found = sft.update(policy, optimizer, make_rows(), args, step=3, total_steps=10)
