@@ -155,11 +155,12 @@ def test_no_hub_and_no_word(file, tmp_path):
     program = "import socket, sys; socket.socket.connect = lambda *x: sys.exit(f'asked {x}');"
     program += "from data_prep.lib.cache import load_prompts;"
     program += "from data_prep.tiny_model import make_tokenizer;"
-    program += f"print(len(load_prompts([{str(file)!r}], make_tokenizer(), 99)[0]))"
+    program += f"print(len(load_prompts([{str(file)!r}], make_tokenizer(), 99)[0]), 'pandas' in sys.modules)"
     env = dict(os.environ, HF_DATASETS_CACHE=str(tmp_path / "elsewhere"))
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
-    assert (result.stdout, result.stderr) == ("20\n", "")
+    for made in (True, False):  # the second start finds the rows, and loads no pandas
+        result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+        assert (result.stdout, result.stderr) == (f"20 {made}\n", "")
 
 
 def test_no_files():

@@ -123,7 +123,9 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
             remedy = "set HF_DATASETS_CACHE or HF_HOME to a directory with space that you may write to"
             sys.exit(f"error: {entry.parent}: tokenised rows cannot be written ({error}); {remedy}")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else every later fork gives a warning
-    batches = [pa.RecordBatch.from_pylist([], pa.schema([*((name, pa.null()) for name in kept), *fields]))]
+    none = pa.schema([*((name, pa.null()) for name in kept), *fields])
+    # CAREFUL: to make an array from Python's values, pyarrow loads pandas
+    batches = [pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in none], schema=none)]
     for n in range(len(paths)):
         batches += pa.ipc.open_stream(pa.memory_map(str(entry / f"{n}.arrow")))
     rows = Rows(batches)
