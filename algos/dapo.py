@@ -1164,6 +1164,7 @@ def build_engine(args, device):
     os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(device.type == "cpu")))  # it needs a C++ compiler
     import vllm
     from vllm.model_executor.models.transformers.base import Base as Transformers
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
     # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
@@ -1178,7 +1179,7 @@ def build_engine(args, device):
     gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
     with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
         try:
-            engine = vllm.LLM(
+            options = vllm.EngineArgs(
                 model=args.model,
                 tokenizer=args.tokenizer,
                 hf_overrides=hf_overrides(config, sees),
@@ -1202,7 +1203,9 @@ def build_engine(args, device):
                 # CAREFUL: the processor normalises pixels: buffers in the model are in no sync
                 mm_device_do_normalize=False,
                 mm_hasher_algorithm="sha256",
+                disable_log_stats=True,
             )
+            engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
         except ValueError as error:  # a response that is longer than the model's positions, for one
             fail(" ".join(str(error).split()))
     dist.barrier()  # all have opened each other's shared memory: without its name a kill leaves none behind
@@ -1237,7 +1240,7 @@ def sync_weights(engine, lm):
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     def load(model):
-        config = engine.llm_engine.model_config
+        config = engine.model_config
         weights = whole_weights(lm, config.dtype, towers=False)
         model.load_weights(vllm_names(weights, lm.config, config.hf_config))
         for layer in model.modules():  # CPU only: packed copies make sampling twice as fast
@@ -1248,7 +1251,7 @@ def sync_weights(engine, lm):
 
     engine.apply_model(load)
     engine.reset_prefix_cache()
-    engine.llm_engine.reset_encoder_cache()  # what the vision tower has made of images
+    engine.reset_encoder_cache()  # what the vision tower has made of images
 
 
 def move(device, models, optimizer):
@@ -1268,22 +1271,22 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    rank, world, core = dist.get_rank(), dist.get_world_size(), engine.llm_engine
+    rank, world = dist.get_rank(), dist.get_world_size()
     own = prompts[rank // args.tp_size :: world // args.tp_size]
     rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
-    never = never_sampled(core.model_config.hf_config) if takes_images(args) else []
+    never = never_sampled(engine.model_config.hf_config) if takes_images(args) else []
     options = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
     options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
     options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)
-    waiting, at_once = [*range(len(rows))][::-1], core.vllm_config.scheduler_config.max_num_seqs
+    waiting, at_once = [*range(len(rows))][::-1], engine.vllm_config.scheduler_config.max_num_seqs
     with timed(timing, "gen"):
-        while waiting or core.has_unfinished_requests():
-            while waiting and core.get_num_unfinished_requests() < at_once:  # few decoded images
+        while waiting or engine.has_unfinished_requests():
+            while waiting and engine.get_num_unfinished_requests() < at_once:  # few decoded images
                 row = rows[waiting[-1]]
                 seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
                 params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
-                core.add_request(str(waiting.pop()), request(row), params)
-            for answer in core.step():  # converted at once, because vLLM's lists take 200 bytes a token
+                engine.add_request(str(waiting.pop()), request(row), params)
+            for answer in engine.step():  # converted at once, because vLLM's lists take 200 bytes a token
                 row, [response] = rows[int(answer.request_id)], answer.outputs
                 if answer.prompt_token_ids != row["prompt_ids"]:
                     raise ValueError(f"{args.model}: vLLM makes other tokens of an image than its processor")
@@ -1517,16 +1520,16 @@ def partial_rollout(engine, args, timing, rows, step, enough, **sampling):
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import FinishReason
 
-    core, samplers = engine.llm_engine, dist.get_world_size() // args.tp_size
+    samplers = dist.get_world_size() // args.tp_size
     mine, rank = divmod(dist.get_rank(), args.tp_size)
     rows = [dict(row, rank=dist.get_rank(), prompt_length=len(row["prompt_ids"])) for row in rows]
-    never = never_sampled(core.model_config.hf_config)
+    never = never_sampled(engine.model_config.hf_config)
     options = dict(detokenize=False, logprobs=0, flat_logprobs=True)
     options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
     options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)
     waiting = [i for i, row in enumerate(rows) if row["finish_reason"] == "abort"][::-1]
     places = max(enough, args.train_batch_size) * args.group_size
-    places = min(places, samplers * core.vllm_config.scheduler_config.max_num_seqs)
+    places = min(places, samplers * engine.vllm_config.scheduler_config.max_num_seqs)
     sampler_n, running = np.arange(len(rows)) % samplers, set()  # the sampler of each row
     complete_n, used, room = np.zeros(len(rows)), 0, 0
     with timed(timing, "gen"):
@@ -1542,18 +1545,18 @@ def partial_rollout(engine, args, timing, rows, step, enough, **sampling):
                     seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"], len(done)))
                     options |= dict(seed=int(seed.generate_state(1)[0]))
                     options |= dict(max_tokens=args.max_response_length - len(done))
-                    core.add_request(str(i), request(row, done), SamplingParams(**options))
+                    engine.add_request(str(i), request(row, done), SamplingParams(**options))
             for _ in range(max(args.max_response_length // 64, 1)):  # steps between looks at the books
-                used, room = used + core.get_num_unfinished_requests(), room + places
-                for answer in core.step() if core.has_unfinished_requests() else ():
+                used, room = used + engine.get_num_unfinished_requests(), room + places
+                for answer in engine.step() if engine.has_unfinished_requests() else ():
                     extend(rows, answer, step)
             finished_n = np.array(all_reduce([row["finish_reason"] != "abort" for row in rows])) > 0
             running -= {*np.flatnonzero(finished_n)}
             complete_n = finished_n.reshape(-1, args.group_size).all(1).repeat(args.group_size)
-        states = [*core.output_processor.request_states.values()]
+        states = [*engine.output_processor.request_states.values()]
         for state in states:  # the answer that vLLM itself makes of an aborted request
             extend(rows, state.make_request_output([], None, FinishReason.ABORT, None), step)
-        core.abort_request([state.external_req_id for state in states])
+        engine.abort_request([state.external_req_id for state in states])
     own = np.flatnonzero(sampler_n == mine)[rank :: args.tp_size]
     unfinished = [[rows[i] for i in own if not complete_n[i]]]
     if dist.get_world_size() > 1:  # as in score_rows

@@ -143,6 +143,7 @@ def build_engine(args):
     import vllm
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
     # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
@@ -159,9 +160,9 @@ def build_engine(args):
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
     Loader.get_all_weights = lambda self, to, lm: vllm_names(load(self, to, lm), config, to.hf_config)
     gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
-    return vllm.LLM(
+    options = vllm.EngineArgs(
         model=args.model,
-        hf_overrides=None if quantized else hf_overrides(config, sees),
+        hf_overrides={} if quantized else hf_overrides(config, sees),
         language_model_only=not sees,
         skip_tokenizer_init=not sees,
         mm_hasher_algorithm="sha256",  # of images: the default is a package of its own
@@ -177,7 +178,9 @@ def build_engine(args):
         use_tqdm_on_load=False,
         generation_config="vllm",  # not the model's own sampling defaults, but its EOS tokens
         seed=args.seed,  # equal in a tensor-parallel group
+        disable_log_stats=True,
     )
+    return vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
 
 
 # region turns
@@ -192,13 +195,13 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
     """
     from vllm.distributed import get_tp_group
 
-    core, tp_group, waiting, idle = engine.llm_engine, get_tp_group(), set(), 0.0
+    tp_group, waiting, idle = get_tp_group(), set(), 0.0
     for i, row in enumerate(rows):
         row |= dict(response_ids=[], rollout_logp_t=[], mask_t=[], turns=0, messages=[])
         row |= dict(cut_observations=0, env_reward=None, failure=None)
-        ask(core, i, row, args, sampling)
-    while core.has_unfinished_requests() or waiting:
-        for done in core.step() if core.has_unfinished_requests() else ():
+        ask(engine, i, row, args, sampling)
+    while engine.has_unfinished_requests() or waiting:
+        for done in engine.step() if engine.has_unfinished_requests() else ():
             i = int(done.request_id)
             text = add_turn(rows[i], done.outputs[0], tokenizer)
             if pool and rows[i]["finish_reason"] == "stop":
@@ -207,7 +210,7 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
                     pool.step(i, text, rows[i]["extra_info"])
         if not waiting:
             continue
-        begin, answers, free = time.perf_counter(), [], not core.has_unfinished_requests()
+        begin, answers, free = time.perf_counter(), [], not engine.has_unfinished_requests()
         if tp_group.is_first_rank:
             answers = pool.answers(wait=free)
         answers = tp_group.broadcast_object(answers)
@@ -217,13 +220,13 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
             i = answer["key"]
             waiting.remove(i)
             if add_answer(rows[i], answer, pool.tools, tokenizer, args):
-                ask(core, i, rows[i], args, sampling)
+                ask(engine, i, rows[i], args, sampling)
     if pool:
         pool.clear()
     return idle
 
 
-def ask(core, i, row, args, sampling):
+def ask(engine, i, row, args, sampling):
     """Request the next turn of row number i."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -233,7 +236,7 @@ def ask(core, i, row, args, sampling):
     room = args.max_response_length - len(row["response_ids"])
     options = dict(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
     params = SamplingParams(seed=int(seed), max_tokens=room, **options, **sampling)
-    core.add_request(str(i), request(row, row["response_ids"]), params)
+    engine.add_request(str(i), request(row, row["response_ids"]), params)
 
 
 def add_turn(row, output, tokenizer):
@@ -282,7 +285,7 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     sampling["stop_token_ids"] = [tokenizer.eos_token_id]
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
-    never = never_sampled(engine.llm_engine.model_config.hf_config) if takes_images(args) else []
+    never = never_sampled(engine.model_config.hf_config) if takes_images(args) else []
     sampling["logit_bias"] = dict.fromkeys(never, -100.0)
     talks = [dict(prompts[row], extra_info=about[row]) for row, _ in jobs]
     talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # what programs import, without this repository's own modules
 LIBRARIES = """
-    datasets hypothesis peft psutil pyarrow.parquet tqdm transformers tyro vllm vllm.v1.engine.llm_engine
+    hypothesis peft psutil pyarrow.parquet tqdm transformers tyro vllm vllm.v1.engine.llm_engine
     torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.distributed.run
     transformers.models.auto.modeling_auto vllm.v1.worker.cpu_worker
 """.split()
@@ -84,7 +84,7 @@ def rollouts(out, step):
 def pytest_configure(config):
     """Tokenised rows are not those of earlier sessions; programs that are started inherit it."""
     config.rows = tempfile.TemporaryDirectory(prefix="rows_")
-    os.environ["HF_DATASETS_CACHE"] = config.rows.name  # datasets reads it when it is imported
+    os.environ["HF_DATASETS_CACHE"] = config.rows.name
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,7 @@ class Engine:
     """In place of vLLM: row i says texts[i][0], then texts[i][1] ...; who is done first is chance."""
 
     def __init__(self, texts, tokenizer, seed=0):
-        self.llm_engine, self.rng, self.queue, self.prompts, self.seeds = (
-            self,
-            random.Random(seed),
-            [],
-            {},
-            [],
-        )
+        self.rng, self.queue, self.prompts, self.seeds = random.Random(seed), [], {}, []
         self.texts, self.tokenizer = [iter(said) for said in texts], tokenizer
 
     def add_request(self, i, prompt, params):

@@ -106,10 +106,10 @@ def test_driver_sampler():
     params = [SimpleNamespace(seed=seed, max_tokens=40) for seed in range(30)]
     at_once = [engine.answer(str(i), {}, p) for i, p in enumerate(params)]
     for i, p in enumerate(params):
-        engine.llm_engine.add_request(str(i), {}, p)
+        engine.add_request(str(i), {}, p)
     one_by_one = {}
-    while engine.llm_engine.has_unfinished_requests():
-        one_by_one |= {int(done.request_id): done for done in engine.llm_engine.step()}
+    while engine.has_unfinished_requests():
+        one_by_one |= {int(done.request_id): done for done in engine.step()}
     assert [one_by_one[i].outputs for i in range(30)] == [done.outputs for done in at_once]
     ids = [done.outputs[0].token_ids for done in at_once]
     assert all(b == (a + 1) % 9 for part in ids for a, b in pairwise(part)) and len({x[0] for x in ids}) > 3

@@ -18,7 +18,7 @@ from algos import dpo, generate, quantize, rm, sft
 from data_prep import preference, sft_chat
 from data_prep.lib import source
 from data_prep.lib.cache import load_prompts, prepare
-from data_prep.lib.chats import conversation
+from data_prep.lib.chats import conversation, plain_rows
 from data_prep.lib.schema import ROW_GROUP, load_rows, write_parquet
 
 CALLS = CONVERSATION.replace(
@@ -311,7 +311,7 @@ def test_a_type_that_is_not_read_is_named(tmp_path):
     pq.write_table(pa.table(dict(messages=messages)), path)
     args = sft.Args(model="", train_files=(), output_dir="", messages_key="messages")
     with pytest.raises(
-        ValueError, match=r"x.parquet: Arrow type map.*\. Write structs, lists, or JSON text\."
+        ValueError, match=r"x.parquet: column 'messages' has a map; write structs, lists, or JSON text"
     ):
         sft.load_examples([str(path)], args, tokenizer_with())
 
@@ -439,15 +439,16 @@ def test_structs_of_any_writer(writer, talks, tmp_path_factory):
 @pytest.mark.parametrize("writer", STRUCTS)
 @given(talks=TALKS)
 def test_trainers_read_what_all_others_read(writer, talks, tmp_path_factory):
-    """Through the cache of `datasets`, of a column of any name."""
+    """Through the cache, of a column of any name."""
     path, text = tmp_path_factory.mktemp("x") / "x.parquet", dict(text=pa.string())
     try:
         pq.write_table(STRUCTS[writer](talks).rename_columns(["said"]), path)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return
     encode = lambda rows, numbers: [dict(text=json.dumps(row["said"])) for row in rows]
-    found, dropped = prepare([path], TOKENIZER, ["said"], (), text, encode, path.name)
+    found, dropped = prepare([path], TOKENIZER, ["said"], ["said"], text, encode, path.name)
     assert [json.loads(row["text"]) for row in found] == [row["said"] for row in load_rows(path, ["said"])]
+    assert [row["said"] for row in found] == [row["said"] for row in plain_rows(pq.read_table(path))]
     assert dropped == 0
 
 

@@ -22,19 +22,24 @@ ids, (eight, four) = [*range(3, 19)], sys.argv[1:]
 sizes = dict(enforce_eager=True, max_model_len=32, kv_cache_memory_bytes=1 << 26)
 args = generate.Args(model=four, data="", output="", max_prompt_length=24, max_response_length=8)
 try:
-    with mock.patch.object(vllm, "LLM"):
+    with mock.patch.object(vllm, "LLMEngine"):
         generate.build_engine(args)
 except ValueError as error:
     print(error)
 print("kernels of this processor:", hasattr(torch.ops._C, "silu_and_mul"))
 dtype = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"  # AMX: no other for 8 bits
-engines = [lambda: vllm.LLM(eight, skip_tokenizer_init=True, dtype=dtype, **sizes)]
+options = vllm.EngineArgs(eight, skip_tokenizer_init=True, dtype=dtype, **sizes)
+engines = [lambda: vllm.LLMEngine.from_engine_args(options)]
 if hasattr(torch.ops._C, "cpu_gemm_wna16"):
     engines.append(lambda: generate.build_engine(args))  # which leaves the dtype to the model
 for make in engines:
     params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    [out] = make().generate([dict(prompt_token_ids=ids)], params, use_tqdm=False)
-    print("logps", *[at[i].logprob for i, at in zip(ids[1:], out.prompt_logprobs[1:])])
+    engine, done = make(), []
+    engine.add_request("0", dict(prompt_token_ids=ids), params)
+    while not done:
+        done = engine.step()
+    print("logps", *[at[i].logprob for i, at in zip(ids[1:], done[0].prompt_logprobs[1:])])
+    del engine  # its end, which ends the process group too
 torch.ops._C = types.SimpleNamespace()  # as where a processor has no AVX-512
 try:
     generate.build_engine(args)

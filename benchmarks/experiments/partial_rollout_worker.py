@@ -13,20 +13,20 @@ def count_steps():
 
     def counted(rollout):
         def measured(engine, *rest, temperature, **sampling):
-            core, before = engine.llm_engine, counts["steps"]
-            step = type(core).step
+            before = counts["steps"]
+            step = type(engine).step
 
             def one_more():
                 counts["steps"] += 1
-                return step(core)
+                return step(engine)
 
-            core.step = one_more
+            engine.step = one_more
             found = rollout(engine, *rest, temperature=temperature, **sampling)
-            del core.step
+            del engine.step
             if not temperature:  # validation is greedy
                 counts["steps"] = before
             elif isinstance(found, list):
-                places = min(len(found), core.vllm_config.scheduler_config.max_num_seqs)
+                places = min(len(found), engine.vllm_config.scheduler_config.max_num_seqs)
                 counts["used"] += sum(row["length"] for row in found)
                 counts["room"] += places * (counts["steps"] - before)
             return found

@@ -75,14 +75,16 @@ def speed(args, model):
     from algos import generate
 
     sizes = dict(max_prompt_length=32, max_response_length=args.max_response_length)
-    llm = generate.build_engine(generate.Args(model=str(model), data="", output="", **sizes))
+    engine = generate.build_engine(generate.Args(model=str(model), data="", output="", **sizes))
     from vllm import SamplingParams
 
     params, found = SamplingParams(max_tokens=args.max_response_length, ignore_eos=True, detokenize=False), []
     for rows in (16, 16, 1):  # the first is a warm-up
         begin = time.process_time()
-        prompts = [dict(prompt_token_ids=[*range(3 + i, 35 + i)]) for i in range(rows)]
-        llm.generate(prompts, params, use_tqdm=False)
+        for i in range(rows):
+            engine.add_request(str(i), dict(prompt_token_ids=[*range(3 + i, 35 + i)]), params)
+        while engine.has_unfinished_requests():
+            engine.step()
         found.append(rows * args.max_response_length / (time.process_time() - begin))
     return found[1:]
 

@@ -77,7 +77,7 @@ class Engine:
     """
 
     def __init__(self, clock, text, barrier):
-        self.llm_engine, self.text, self.queue = self, np.array(text), []
+        self.text, self.queue = np.array(text), []
         self.model_config = SimpleNamespace(dtype=None, hf_config=None)
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=256))
         self.wake_up = self.apply_model = self.reset_prefix_cache = lambda *args, **kwargs: None

@@ -1,7 +1,7 @@
-"""Rows that one rank of a machine reads, checks and tokenises, once: Datasets that all ranks map.
+"""Rows that one rank of a machine reads, checks and tokenises, once: Arrow files that all ranks map.
 
-An entry of the cache is a directory CACHE/KEY, in which N/*.arrow are the rows of the parquet file N, as
-`Dataset.map` wrote them. The key is a hash of all that the entry depends on.
+An entry of the cache is a directory CACHE/KEY, in which N.arrow has the rows of the parquet file N. The key
+is a hash of all that the entry depends on.
 """
 
 import hashlib
@@ -11,21 +11,21 @@ import shutil
 import sys
 import tempfile
 import time
+from bisect import bisect
 from contextlib import suppress
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 
-import datasets
 import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 import tokenizers
 import transformers
 import xxhash
-from datasets import Dataset, Features, concatenate_datasets
-from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
-from torch.utils.data import ConcatDataset
+from huggingface_hub.constants import HF_HOME
+from tqdm import tqdm
 
 from data_prep.lib import chats, images, schema, turns
 
@@ -35,23 +35,31 @@ BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(p
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
 
 
-class Rows(ConcatDataset):
-    """The rows of a Dataset for each file: their structs may differ, so they are not one Dataset."""
+class Rows:
+    """Rows of record batches; those of two files may have other structs."""
+
+    def __init__(self, batches):
+        self.batches, self.ends = batches, [*accumulate(map(len, batches))]
+
+    def __len__(self):
+        return self.ends[-1]
 
     def __getitem__(self, i):
         if isinstance(i, slice):
             return [self[j] for j in range(len(self))[i]]
-        [row] = chats.plain_rows(super().__getitem__(i))
+        i = range(len(self))[i]
+        n = bisect(self.ends, i)
+        [row] = chats.plain_rows(self.batches[n].slice(i - self.ends[n] + len(self.batches[n]), 1))
         if "prompt" in row:
             row["prompt"] = chats.conversation(row["prompt"], "prompt")
         return row
 
     def column(self, name):
         """A column, in Arrow: without a Python object for each row."""
-        return concatenate_datasets([part.select_columns(name) for part in self.datasets]).data.column(name)
+        return pa.chunked_array([batch.column(name) for batch in self.batches])
 
     def unique(self, name):
-        return {value for part in self.datasets for value in part.unique(name)}
+        return {value for batch in self.batches for value in batch.column(name).unique().to_pylist()}
 
 
 def load_prompts(paths, tokenizer, max_length, tools=None):
@@ -104,7 +112,7 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
     """
     columns = *columns, "images"
     files, fields = [(path, *schema.open_parquet(path, columns)) for path in paths], pa.schema(fields)
-    entry = Path(datasets.config.HF_DATASETS_CACHE, "post_training")
+    entry = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "post_training")
     entry /= key_of(paths, tokenizer, (columns, kept, str(fields), about), code)
     while int(os.environ.get("LOCAL_RANK", 0)) and not entry.is_dir():
         time.sleep(0.05)  # if LOCAL_RANK 0 fails, the launcher ends this one
@@ -115,10 +123,12 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
             remedy = "set HF_DATASETS_CACHE or HF_HOME to a directory with space that you may write to"
             sys.exit(f"error: {entry.parent}: tokenised rows cannot be written ({error}); {remedy}")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else every later fork gives a warning
-    found = [sorted((entry / str(n)).glob("*.arrow")) for n in range(len(paths))]
-    parts = [concatenate_datasets([Dataset.from_file(str(x)) for x in some]) for some in found]
-    none = pa.schema([*((name, pa.null()) for name in kept), *fields]).empty_table()
-    rows = Rows([part.with_format("arrow") for part in parts or [Dataset(none)]])
+    none = pa.schema([*((name, pa.null()) for name in kept), *fields])
+    # CAREFUL: to make an array from Python's values, pyarrow loads pandas
+    batches = [pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in none], schema=none)]
+    for n in range(len(paths)):
+        batches += pa.ipc.open_stream(pa.memory_map(str(entry / f"{n}.arrow")))
+    rows = Rows(batches)
     for field in fields:
         if field.type == IDS and len(rows):
             images.check_known(pc.max(pc.list_flatten(rows.column(field.name))).as_py() or 0, tokenizer)
@@ -127,7 +137,7 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
 
 def key_of(paths, tokenizer, about, code):
     """Hash of the files, the tokenizer and its chat template, other arguments, and code."""
-    about = *about, transformers.__version__, tokenizers.__version__, datasets.__version__
+    about = *about, transformers.__version__, tokenizers.__version__, pa.__version__
     about += tuple(inspect.getsource(x) for x in (sys.modules[__name__], chats, schema, turns, images, *code))
     if "strftime_now" in str(tokenizer.chat_template):
         about += (date.today(),)  # which the template writes into the prompt
@@ -155,55 +165,44 @@ def build(entry, files, *how):
             new.mkdir()
             before = 0
             for n, source in enumerate(files):
-                before += tokenise(new / str(n), before, *source, *how)
-            for path in new.rglob("*.arrow"):  # so that a power cut leaves no entry with holes
-                with open(path) as file:
-                    os.fsync(file.fileno())
+                before += tokenise(new / f"{n}.arrow", before, *source, *how)
             os.replace(new, entry)
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
 
 def tokenise(new, before, path, file, names, columns, kept, fields, encode):
-    """Write Arrow files of a parquet file's rows into the directory `new` -> how many there were."""
+    """Write the Arrow file `new` of a parquet file's rows -> how many there were."""
+    first, count = 0, file.metadata.num_rows
+    quiet = count < QUIET_ROWS or int(os.environ.get("RANK", 0)) or not sys.stderr.isatty()
+    types = pa.schema([*map(file.schema_arrow.field, kept), *fields])
+    bar = tqdm(desc="tokenising", total=count, disable=quiet)
+    with bar, open(new, "wb") as out, pa.ipc.new_stream(out, types) as stream:
+        for batch in batches(path, file, names):
+            rows = [*schema.checked(batch, columns, path, first)]
+            blind = [i for i, row in enumerate(rows, first) if row["images"] and "images" not in fields.names]
+            if blind:
+                remedy = "take a model with a vision tower, or drop the column 'images' and the marks <image>"
+                raise ValueError(f"{path}: row {blind[0]} has images, which are not read here: {remedy}")
+            values = [*encode(rows, range(before + first, before + first + len(rows)))]
+            made = pa.RecordBatch.from_pylist([x for x in values if x is not None], fields)
+            if len(made):  # CAREFUL: Arrow cannot filter a string_view, as polars writes
+                one = [batch.slice(i, 1) for i, x in enumerate(values) if x is not None]
+                old = [pa.concat_arrays([x.column(name) for x in one]) for name in kept]
+                stream.write(pa.RecordBatch.from_arrays([*old, *made.columns], schema=types))
+            first += len(rows)
+            bar.update(len(rows))
+        out.flush()
+        os.fsync(out.fileno())  # so that a power cut leaves no entry with holes
+    return count
 
-    def encode_batch(table, numbers):
-        rows = [*schema.checked(table, columns, path, numbers[0])]
-        blind = [i for i, row in zip(numbers, rows) if row["images"] and "images" not in fields.names]
-        if blind:
-            remedy = "take a model with a vision tower, or drop the column 'images' and the marks <image>"
-            raise ValueError(f"{path}: row {blind[0]} has images, which are not read here: {remedy}")
-        values = [*encode(rows, [before + i for i in numbers])]
-        old = table.select(kept).filter(pa.array([x is not None for x in values]))
-        made = pa.Table.from_pylist([x for x in values if x is not None], fields)
-        return pa.table([*old.columns, *made.columns], [*kept, *fields.names])
 
-    # without the metadata of datasets, which would make other values of what pyarrow reads
+def batches(path, file, names):
+    """Yield record batches of the columns `names` of a parquet file."""
     try:
-        types = Features.from_arrow_schema(pa.schema([file.schema_arrow.field(name) for name in names]))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error} Write structs, lists, or JSON text.") from None
-    quiet = file.metadata.num_rows < QUIET_ROWS or int(os.environ.get("RANK", 0)) or not sys.stderr.isatty()
-    (datasets.disable_progress_bars if quiet else datasets.enable_progress_bars)()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    raw = new.with_suffix(".raw")
-    try:
-        rows = Dataset.from_parquet(str(path), columns=names, features=types, cache_dir=str(raw))
-        # CAREFUL: no num_proc. Its processes outlive a killed run, and map may wait for ever for one that is
-        # killed; the tokenizer has threads of its own
-        rows.with_format("arrow").map(
-            encode_batch,
-            with_indices=True,
-            batched=True,
-            batch_size=max(1, min(BATCH_ROWS, BATCH_BYTES * len(rows) // rows.data.nbytes)),
-            cache_file_name=str(new / "rows.arrow"),
-            new_fingerprint=new.name,  # else a hash of all that encode refers to
-            desc="tokenising",
-        )
-    except DatasetGenerationError as error:
-        if getattr(error.__cause__, "errno", None):  # of the disk
-            raise error.__cause__ from None
-        problem = str(error.__cause__).splitlines()[0]
+        for batch in file.iter_batches(BATCH_ROWS, columns=names):
+            size = max(1, BATCH_BYTES * len(batch) // max(batch.nbytes, 1))
+            yield from (batch.slice(i, size) for i in range(0, len(batch), size))
+    except (pa.ArrowException, OSError) as error:
+        problem = str(error).splitlines()[0]
         raise ValueError(f"{path}: damaged ({problem}); write it again") from None
-    shutil.rmtree(raw)
-    return len(rows)

@@ -38,6 +38,11 @@ def _are_messages(kind):
     return "role" in _fields(_fields(kind).get(None))
 
 
+def has_map(kind):
+    """Whether a type of Arrow has a map in it, at any depth."""
+    return isinstance(kind, pa.MapType) or any(map(has_map, _fields(kind).values()))
+
+
 @cache
 def _has_messages(kind):
     """Whether a type of Arrow has messages or JSON in it, at any depth."""

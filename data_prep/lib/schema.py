@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import replacing
-from data_prep.lib.chats import conversation, plain_rows, storable
+from data_prep.lib.chats import conversation, has_map, plain_rows, storable
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGES = ("prompt", "messages", "chosen", "rejected")
@@ -68,6 +68,8 @@ def open_parquet(path, columns):
     for name in wanted:
         if name not in names:
             raise ValueError(f"{path}: no column {name!r}; it has {', '.join(names)}")
+        if has_map(file.schema_arrow.field(name).type):  # Arrow gives pairs, not a dict
+            raise ValueError(f"{path}: column {name!r} has a map; write structs, lists, or JSON text")
     if not file.metadata.num_rows:
         raise ValueError(f"{path}: no rows; write it again with at least one")
     return file, wanted

@@ -42,8 +42,8 @@ def main(directory, *families):
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
     import vllm
 
-    big = vllm.LLM  # all engines stay: with the cache of a run they would fill the memory of a machine
-    vllm.LLM = lambda **options: big(**options | dict(kv_cache_memory_bytes=1 << 25))
+    big = vllm.EngineArgs  # all engines stay: with the cache of a run they would fill the memory of a machine
+    vllm.EngineArgs = lambda **options: big(**options | dict(kv_cache_memory_bytes=1 << 25))
     engines = []  # the process group ends with the first one
     for family in families:
         name, *options = family.split(":")

@@ -73,8 +73,8 @@ def main(model, file):
         print("MISSING", error)
     # what the vision tower made of images before an update is not used after it
     found = []
-    for reset in (engine.llm_engine.reset_encoder_cache, lambda: None):
-        engine.llm_engine.reset_encoder_cache = reset
+    for reset in (engine.reset_encoder_cache, lambda: None):
+        engine.reset_encoder_cache = reset
         with grpo.awake(engine, [policy], None, args, {}, temperature=0.7) as sample:
             sample(kinds["one"], 1, 1)
             optimizer.zero_grad()
