@@ -2,6 +2,7 @@
 
     pip install --no-deps -r requirements-bench.txt
     python benchmarks/peer.py --model models/smollm2 --algo grpo --ranks 1 2
+    python benchmarks/peer.py --model models/smollm2 --real --group_size 8 --response_length 96
     python benchmarks/peer.py --model models/smollm2 --algo sft --prompts 32
     python benchmarks/peer.py --model models/smollm2 --algo dpo --prompts 16 --max_tokens_per_microbatch 4096
     python benchmarks/peer.py --model models/smollm2 --algo agent --response_length 256 --max_length 1024
@@ -56,6 +57,8 @@ class Args:
     """Turns of an agent."""
     turn_length: int = 24
     """One token in so many ends an agent's turn."""
+    real: bool = False
+    """GRPO: lengths with a mean of about a quarter of the limit, and every second group constant."""
     temperature: float = 1.0
     """Sampling temperature; a low one makes a random model so confident that it does not sample EOS."""
     max_tokens_per_microbatch: int = 2048
@@ -86,6 +89,8 @@ def ours(args, work):
         flags |= dict(ppo_mini_batch_size=args.prompts, temperature=args.temperature)
         flags |= dict(max_prompt_length=room, max_response_length=args.response_length)
         flags |= dict(group_size=args.group_size)
+    if args.real:
+        flags |= dict(reward_fn=f"{ROOT}/benchmarks/lib/alternating.py:half_constant")
     if args.algo == "agent":
         flags |= dict(env=f"{ROOT}/benchmarks/lib/talk_env.py:Calls", max_turns=args.turns)
     words = [x for k, v in flags.items() for x in (f"--{k}", v)]
@@ -136,6 +141,8 @@ def main():
     variants = {"TRL": (), "TRL, vLLM": ("--vllm",)}
     if args.algo == "sft":
         variants = {"TRL, padded": (), "TRL, packed": ("--packing",)}
+    if args.real:  # with Hugging Face generation TRL counts only one kind of EOS
+        variants = {"TRL, vLLM": ("--vllm",)}
     pairs_of = args.algo in ("rm", "dpo")
     if pairs_of:
         variants = {"TRL": ()}
@@ -143,7 +150,8 @@ def main():
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         agent = args.algo == "agent"
-        make_model(args.model, work / "model", args.config, args.turn_length if agent else None)
+        ends = args.response_length // 4 if args.real else args.turn_length if agent else None
+        make_model(args.model, work / "model", args.config, ends)
         if agent:
             trl_files = Path(importlib.util.find_spec("trl").origin).parent
             template = trl_files / "chat_templates/qwen2_5.jinja"
