@@ -64,7 +64,7 @@ def test_other_forms_are_refused_before_anything_is_loaded(script, rank, models,
     """By every rank of every trainer, with the rows: before the sampler and before weights."""
     monkeypatch.setenv("RANK", str(rank))
     files = dict(train_files=(str(arithmetic / "train.parquet"),), output_dir="")
-    more = {agent: dict(env=f"{ROOT}/envs/calculator.py:Calculator"), distill: dict(teacher="")}
+    more = {agent: dict(env=f"{ROOT}/envs/calculator.py:Calculator"), distill: dict(teacher=("",))}
     for form in REFUSED:
         args = script.Args(model=str(models[0] / f"qwen3_{form}"), **files, **more.get(script, {}))
         line = f"error: .*qwen3_{form} has weights in {form}, which cannot be trained: take the checkpoint"
@@ -77,7 +77,7 @@ def test_so_are_teachers_critics_and_reward_models(models, tiny, arithmetic):
     files = dict(model=str(tiny), train_files=(str(arithmetic / "train.parquet"),), output_dir="")
     tokenizer = grpo.load_processor(str(tiny))
     with pytest.raises(SystemExit, match="has weights in gptq, which cannot be trained"):
-        distill.check_teacher(distill.Args(**files, teacher=refused), tokenizer, [])
+        distill.check_teacher(distill.Args(**files, teacher=(refused,)), tokenizer, [])
     for part in (dict(critic_model=refused), dict(reward_model=(refused,))):
         with pytest.raises(SystemExit, match="has weights in gptq, which cannot be trained"):
             ppo.check_models(ppo.Args(**files, **part))

@@ -139,7 +139,7 @@ def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
     (
         (grpo, dict(lora_rank=4), "takes images, which only grpo.py and sft.py do, and without --lora_rank"),
         (dapo, {}, "takes images, which only grpo.py and sft.py do"),
-        (sft, dict(lora_rank=4), "takes images, which --messages_key, --lora_rank, --liger"),
+        (sft, dict(lora_rank=4), "takes images, which --text_key, --messages_key, --lora_rank, --liger"),
     ),
 )
 def test_what_images_do_not_go_with(vlm, shapes, tmp_path, script, flags, problem):
