@@ -69,7 +69,7 @@ class Args:
     # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    gradient_checkpointing: bool = True  # recompute activations in the backward pass
+    gradient_checkpointing: bool = True  # recompute activations: slower, with less memory
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     offload: bool = False  # keep parameters and optimizer state in host memory during sampling (GPU)
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model

@@ -72,7 +72,7 @@ class Args:
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
     sp_size: int = 1  # ranks that share the tokens of a row
     sp_attention: Literal["ulysses", "ring"] = "ulysses"  # attention between the slices of a row
-    gradient_checkpointing: bool = True  # recompute activations in the backward pass
+    gradient_checkpointing: bool = True  # recompute activations: slower, with less memory
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     liger: bool = False  # Liger's Triton kernels for norm, rotary embedding and MLP; needs a GPU
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model

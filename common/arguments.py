@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields
 import tyro
 
 # before torch is loaded: notes of libraries on NUMA nodes, Triton and their plans, on which nobody can act
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ.setdefault("TORCH_LOGS", "-torch._library")
+os.environ |= dict(TORCH_CPP_LOG_LEVEL="ERROR", TORCH_LOGS="-torch._library") | os.environ
 warnings.filterwarnings("ignore", category=FutureWarning)
 gc.set_threshold(50_000)  # with 700 a sixth of the imports' time is a search for garbage in what stays
 atexit.register(gc.freeze)  # the search at Python's end would take a second

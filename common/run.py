@@ -161,7 +161,7 @@ def leave():
 
 
 def ranks_on(device, lm):
-    """How many ranks on what, and what they train, for a run's first lines; on a CPU also idle cores."""
+    """A run's first lines: how many ranks on what, and what they train; what would be faster."""
     ranks, threads = dist.get_world_size(), torch.get_num_threads()
     here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
     cores = psutil.cpu_count(logical=False) or here * threads  # unknown on some machines
@@ -171,4 +171,5 @@ def ranks_on(device, lm):
     trained = {name: p.numel() for name, p in lm.named_parameters() if p.requires_grad}
     layers = " ".join(sorted({n.split(".lora_")[0].rpartition(".")[2] for n in trained if ".lora_" in n}))
     part = f"{sum(trained.values()) / 1e6:.3g}M of {sum(p.numel() for p in lm.parameters()) / 1e6:.4g}M"
-    return f"{text}\nLoRA trains {part} weights: {layers}" if layers else f"{text}\ntrains {part} weights"
+    text += f"\nLoRA trains {part} weights: {layers}" if layers else f"\ntrains {part} weights"
+    return text + "; faster, with more memory: --no-gradient_checkpointing" * lm.is_gradient_checkpointing
