@@ -20,6 +20,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -252,6 +253,9 @@ def actor_loss(args, logp_nt, other_nt, batch):
 
 
 # ---- The step --------------------------------------------------------------------------
+FIELD = re.compile(r"\{(prompt|answer|solution|feedback)\}")  # not str.format: \boxed{} stays as it is
+
+
 def show_teacher(args, rows, tokenizer):
     """Give each row the prompt of its teacher (2601.19897, 2601.20802) -> share of the rows that have one.
 
@@ -263,17 +267,17 @@ def show_teacher(args, rows, tokenizer):
         right = [row for row in group if row["reward"].get("acc", row["reward"]["score"]) >= 1]
         for row in group:
             others = [other["sampled"]["solution_str"] for other in right if other is not row]
-            known = {"{answer}": row["extra_info"].get("answer"), "{feedback}": row["reward"].get("feedback")}
-            known |= {"{solution}": others[0] if others else "", "{prompt}": row["prompt"][-1]["content"]}
-            fit = [text for text in args.teacher_prompt if all(known[x] for x in known if x in text)]
-            text = fit[0] if fit else "{prompt}"
-            for field, value in known.items():  # not str.format: \boxed{} stays as it is
-                text = text.replace(field, str(value or ""))
+            known = dict(answer=row["extra_info"].get("answer"), feedback=row["reward"].get("feedback"))
+            known |= dict(solution=others[0] if others else "", prompt=row["prompt"][-1]["content"])
+            fit = [text for text in args.teacher_prompt if all(known[x] for x in FIELD.findall(text))]
+            text = FIELD.sub(lambda field, known=known: str(known[field[1]]), fit[0] if fit else "{prompt}")
             messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
             messages = plain(messages, tokenizer)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            shown = bool(fit) and len(ids) <= args.max_tokens_per_microbatch - args.max_response_length
+            ids = ids if shown else row["prompt_ids"]
             row["teacher"] = dict(prompt_ids=ids, prompt_length=len(ids))
-            row["mask_t"] &= bool(fit)
+            row["mask_t"] &= shown
     return np.mean([row["mask_t"].any() for row in rows])
 
 
@@ -1387,9 +1391,14 @@ def check_teacher(args, tokenizer, rows):
     asked = args.lam < 1 or any("{answer}" in text for text in args.teacher_prompt)
     missing = [row["index"] for row in rows if asked and not row["extra_info"].get("answer")]
     alone = args.lam == 1 or args.kl == "full" and args.group_size == 1
+    no_rule, templates = args.reward_fn == ("none",), args.teacher_prompt
+    empty = [text for text in templates if "{solution}" in text and (no_rule or args.group_size == 1)]
+    empty += [text for text in templates if "{feedback}" in text and no_rule]
     problems = {
         f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1": not alone,
         f"{len(missing)} rows have no extra_info.answer, the first is row {min(missing, default=0)}": missing,
+        "--teacher_prompt: {solution} needs --group_size above 1, both it and {feedback} a rule": templates
+        and {*templates} <= {*empty},
         "several --teacher need --kl sampled": several and args.kl == "full",
         f"{len(args.teacher)} --teacher and {len(sources)} --teacher_sources: give one for each": uneven,
         f"--teacher_sources: no teacher for rows of {', '.join(lacking)}": lacking,

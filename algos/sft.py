@@ -1188,6 +1188,7 @@ def check_args(args):
         f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
         f"--sp_size {sp_size} needs --packing, and --attn_implementation sdpa": sp_size > 1 and apart,
         f"{short} is less than --max_length {args.max_length}": budget * sp_size < args.max_length,
+        f"--max_length {args.max_length} is less than two tokens": args.max_length < 2,
         "--text_key: pass no --messages_key and no --env": args.text_key and (args.messages_key or args.env),
         "--qlora and --lora_kind adalora need --lora_rank": no_adapters,
         "--qlora needs bitsandbytes: pip install bitsandbytes": args.qlora and not find_spec("bitsandbytes"),
@@ -1302,7 +1303,8 @@ def load_texts(paths, args, tokenizer):
         if not isinstance(text, str):
             raise ValueError(f"{', '.join(paths)}: row {i}: {args.text_key} is no text: {text!r:.60}")
         ids = tokenizer(text, verbose=False)["input_ids"]  # with BOS, if it has one
-        return dict(ids=ids + [tokenizer.eos_token_id], bytes=len(text.encode())) if text else None
+        ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
+        return dict(ids=ids, bytes=len(text.encode())) if text else None
 
     fields, encode = dict(ids=IDS, bytes=INT), partial(map, example)
     rows, dropped = prepare(paths, tokenizer, [args.text_key], (), fields, encode, (), (load_texts,))

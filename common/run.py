@@ -23,7 +23,7 @@ MUST_AGREE = set(  # for a run to resume: its data, its model and its objective
     "tokenizer env lora_rank lora_alpha lora_target_modules lora_kind train_files seed prompt_key loss kl"
     " response_key messages_key chosen_key rejected_key bad_pairs max_length truncation max_prompt_length"
     " max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn policy_loss"
-    " center_rewards_coef text_key teacher_prompt teacher_sources echo_coef".split()
+    " center_rewards_coef text_key teacher_prompt teacher_sources teacher_update_rate echo_coef".split()
 )
 
 
@@ -43,9 +43,10 @@ def refuse(problems):
 def open_run(args):
     """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
     out, latest = Path(args.output_dir), Path(args.output_dir, "checkpoints/latest")
+    real = lambda name: os.path.realpath(name) if os.path.isdir(name) else name
     for flag in MODELS:  # not by symbolic links, which may move, as `latest` of another run does
-        if os.path.isdir(path := str(getattr(args, flag, None))):
-            setattr(args, flag, os.path.realpath(path))
+        if name := getattr(args, flag, None):
+            setattr(args, flag, real(name) if isinstance(name, str) else (*map(real, name),))
     if args.tracker != "none" and not find_spec(args.tracker):
         fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
     if (out / "args.json").exists():
@@ -61,13 +62,12 @@ def open_run(args):
         return None
     if checkpoint != latest and not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    saved = {}
     with suppress(OSError, ValueError):  # a damaged checkpoint is refused when it is loaded
         saved = json.loads((checkpoint / "trainer_state.json").read_text()).get("digests", {})
-    for flag, digest in digests(args).items():
-        if saved.get(flag, digest) != digest:
-            problem = f"--{flag} {getattr(args, flag)} has other weights than when {checkpoint} was written"
-            fail(f"{problem}: put those back, or start a new run in another --output_dir")
+        for flag, digest in digests(args).items():
+            if saved.get(flag, digest) != digest:
+                problem = f"--{flag} {vars(args)[flag]} has other weights than when {checkpoint} was written"
+                fail(f"{problem}: put those back, or start a new run in another --output_dir")
     return checkpoint.resolve()
 
 

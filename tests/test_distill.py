@@ -153,23 +153,26 @@ def test_what_a_teacher_is_shown(monkeypatch):
     """Two groups: one has two right responses, in the other the right one has only its feedback."""
     monkeypatch.setattr(distill, "plain", lambda messages, tokenizer: messages)
     args = SimpleNamespace(teacher_prompt=("{solution}\\boxed{}{prompt}", "{feedback}+{prompt}"))
+    args.max_tokens_per_microbatch, args.max_response_length = 30, 10  # 20 tokens are for the prompt
     rows = []
     for group, text, reward in (
         (0, "a", dict(score=1.0)),
         (0, "b", dict(score=-1.0, feedback="no")),
         (0, "c", dict(score=0.0, acc=1.0)),
-        (1, "d", dict(score=1.0, feedback="ok")),
+        (1, "{prompt}", dict(score=1.0, feedback="ok")),  # what is put in is not filled again
         (1, "e", dict(score=0.5)),
         (2, "f", dict(score=0.0, feedback="")),
+        (3, "g", dict(score=0.0, feedback="long " * 5)),
     ):
         prompt = [dict(role="system", content="s"), dict(role="user", content=f"x{group}")]
         row = dict(group=group, prompt=prompt, sampled=dict(solution_str=text), reward=reward, extra_info={})
+        row["prompt_ids"] = [*f"[x{group}]"]
         rows.append(row | dict(mask_t=np.array([True, False])))
-    assert distill.show_teacher(args, rows, Letters()) == 5 / 6
+    assert distill.show_teacher(args, rows, Letters()) == 5 / 7
     shown = ["".join(row["teacher"]["prompt_ids"]) for row in rows]
     box = "\\boxed{}"
-    assert shown == [f"[c{box}x0]", f"[a{box}x0]", f"[a{box}x0]", "[ok+x1]", f"[d{box}x1]", "[x2]"]
-    assert [row["mask_t"].tolist() for row in rows] == [[True, False]] * 5 + [[False, False]]
+    assert shown == [f"[c{box}x0]", f"[a{box}x0]", f"[a{box}x0]", "[ok+x1]", f"[{{prompt}}{box}x1]", "[x2]", "[x3]"]
+    assert [row["mask_t"].tolist() for row in rows] == [[True, False]] * 5 + [[False, False]] * 2
     assert [row["teacher"]["prompt_length"] for row in rows] == [*map(len, shown)]
     assert rows[1]["prompt"][1]["content"] == "x0"  # the student's
 
@@ -249,6 +252,7 @@ def test_the_share_of_the_student(refused, arithmetic, tmp_path):
 def test_teachers_that_do_not_fit(refused, tiny, tmp_path):
     other = write_model(tiny, tmp_path / "other")
     assert "several --teacher need --kl sampled" in refused(teacher=(tiny, other))
+    assert "{solution} needs --group_size above 1" in refused("--group_size", 1, "--teacher_prompt", "{solution}")
     line = refused("--kl", "sampled", teacher=(tiny, other))
     assert "2 --teacher and 0 --teacher_sources: give one for each" in line
     line = refused("--kl", "sampled", "--teacher_sources", "x", "y", teacher=(tiny, other))

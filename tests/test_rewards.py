@@ -637,7 +637,7 @@ def test_combined_rewards(tmp_path):
     rows = [dict(reward=x) for x in ({"score": -1, "score/a.f": 1, "score/b.f": -3}, failed())]
     assert score_parts(reward, rows) == [(2.0, [1, 0]), (1.0, [-3, 0])]
     demoted = demote_failures([dict(row, group=0) for row in rows])  # a failure is as bad in each of them
-    assert score_parts(reward, demoted) == [(2.0, [1, 0]), (1.0, [-3, -3])]
+    assert score_parts(reward, demoted) == [(2.0, [1, 1]), (1.0, [-3, -3])]
     assert load_rewards(["rewards"], []) is compute_score
     assert score_parts(compute_score, rows) == [(1.0, [-1, 0])]
     for mode in ("naive", "prime"):
@@ -646,6 +646,7 @@ def test_combined_rewards(tmp_path):
         (specs, [1.0], "1 --reward_weights for 2"),
         (specs[:1] * 2, [], "two --reward_fn"),
         ([], [], "at least one"),
+        (specs, [1.0, math.nan], "--reward_weights 1.0 nan: give numbers"),
     ):
         with pytest.raises(ValueError, match=what):
             load_rewards(wrong, weights)

@@ -126,8 +126,11 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
     none = pa.schema([*((name, pa.null()) for name in kept), *fields])
     # CAREFUL: to make an array from Python's values, pyarrow loads pandas
     batches = [pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in none], schema=none)]
-    for n in range(len(paths)):
-        batches += pa.ipc.open_stream(pa.memory_map(str(entry / f"{n}.arrow")))
+    try:
+        for n in range(len(paths)):
+            batches += pa.ipc.open_stream(pa.memory_map(str(entry / f"{n}.arrow")))
+    except (pa.ArrowException, OSError) as error:
+        sys.exit(f"error: {entry} is damaged ({str(error).splitlines()[0]}): delete it")
     rows = Rows(batches)
     for field in fields:
         if field.type == IDS and len(rows):

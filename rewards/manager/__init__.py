@@ -178,7 +178,8 @@ def demote_failures(rows):
 
     def demoted(result, floor):
         names = [k for k in floor if k in ("score", "acc") or k.startswith("score/")]
-        return result | {k: min(result.get(k, 0.0), floor[k]) for k in names}
+        low = {k: floor[k] if k.startswith("score/") else min(result.get(k, 0.0), floor[k]) for k in names}
+        return result | low  # parts: those of the lowest response, because weights may be negative
 
     return [
         row | dict(reward=demoted(row["reward"], lowest.get(row["group"], {})))

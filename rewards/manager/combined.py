@@ -1,5 +1,6 @@
 """Several rewards as one: the weighted sum of their scores."""
 
+import math
 from dataclasses import dataclass
 
 from rewards import compute_score, load_reward_fn
@@ -59,6 +60,8 @@ def load_rewards(specs, weights):
         raise ValueError("--reward_fn: give at least one")
     if len(weights) != len(specs):
         raise ValueError(f"{len(weights)} --reward_weights for {len(specs)} --reward_fn: give one for each")
+    if not all(map(math.isfinite, weights)):
+        raise ValueError(f"--reward_weights {' '.join(map(str, weights))}: give numbers")
     functions = {}
     for spec in specs:
         name = spec.replace("\\", "/").rpartition("/")[2].replace(".py:", ".")
