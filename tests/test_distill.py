@@ -171,7 +171,8 @@ def test_what_a_teacher_is_shown(monkeypatch):
     assert distill.show_teacher(args, rows, Letters()) == 5 / 7
     shown = ["".join(row["teacher"]["prompt_ids"]) for row in rows]
     box = "\\boxed{}"
-    assert shown == [f"[c{box}x0]", f"[a{box}x0]", f"[a{box}x0]", "[ok+x1]", f"[{{prompt}}{box}x1]", "[x2]", "[x3]"]
+    expected = [f"[c{box}x0]", f"[a{box}x0]", f"[a{box}x0]", "[ok+x1]", f"[{{prompt}}{box}x1]"]
+    assert shown == [*expected, "[x2]", "[x3]"]
     assert [row["mask_t"].tolist() for row in rows] == [[True, False]] * 5 + [[False, False]] * 2
     assert [row["teacher"]["prompt_length"] for row in rows] == [*map(len, shown)]
     assert rows[1]["prompt"][1]["content"] == "x0"  # the student's
@@ -252,7 +253,8 @@ def test_the_share_of_the_student(refused, arithmetic, tmp_path):
 def test_teachers_that_do_not_fit(refused, tiny, tmp_path):
     other = write_model(tiny, tmp_path / "other")
     assert "several --teacher need --kl sampled" in refused(teacher=(tiny, other))
-    assert "{solution} needs --group_size above 1" in refused("--group_size", 1, "--teacher_prompt", "{solution}")
+    line = refused("--group_size", 1, "--teacher_prompt", "{solution}")
+    assert "{solution} needs --group_size above 1" in line
     line = refused("--kl", "sampled", teacher=(tiny, other))
     assert "2 --teacher and 0 --teacher_sources: give one for each" in line
     line = refused("--kl", "sampled", "--teacher_sources", "x", "y", teacher=(tiny, other))
