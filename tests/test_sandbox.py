@@ -59,7 +59,7 @@ def nothing_is_left(tmp_path, monkeypatch):
     descriptors, memory = os.listdir("/proc/self/fd"), memory_mb()
     yield
     wait_until_gone(os.getpid())
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert {*os.listdir("/proc/self/fd")} <= {*descriptors}  # garbage of earlier tests may go meanwhile
     assert memory_mb() < memory + 40
     assert os.listdir(tmp_path) == ["data"] and (tmp_path / "data").read_text() == SECRET
 
