@@ -141,6 +141,31 @@ class Tracked:
     resume: str = "auto"
 
 
+@dataclass
+class Taught(Tracked):
+    teacher: tuple = ()
+    reward_model: tuple = ()
+    critic_model: str | None = None
+    teacher_update_rate: float = 0.1
+
+
+def test_links_to_models_are_followed(tmp_path):
+    """Of one flag all, and a hub's name stays."""
+    (tmp_path / "model").mkdir()
+    (link := tmp_path / "link").symlink_to(tmp_path / "model")
+    args = Taught(str(tmp_path / "run"), teacher=(str(link), "hub/name"), critic_model=str(link))
+    assert open_run(args) is None
+    assert args.teacher == (str(tmp_path / "model"), "hub/name")
+    assert args.critic_model == str(tmp_path / "model") and args.reward_model == ()
+
+
+def test_a_run_resumes_with_its_teacher(tmp_path):
+    (tmp_path / "args.json").write_text('{"teacher_update_rate": 0.1}')
+    assert open_run(Taught(str(tmp_path))) is None
+    with pytest.raises(SystemExit, match=r"\(--teacher_update_rate 0.1 there, 0.0 now\)"):
+        open_run(Taught(str(tmp_path), teacher_update_rate=0.0))
+
+
 def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
     assert open_run(Tracked(str(tmp_path))) is None
     monkeypatch.setattr("common.run.find_spec", lambda name: None)

@@ -163,6 +163,15 @@ def test_no_hub_and_no_word(file, tmp_path):
         assert (result.stdout, result.stderr) == (f"20 {made}\n", "")
 
 
+@pytest.mark.parametrize("left", [0, 400])
+def test_an_entry_that_is_damaged(file, home, left):
+    load_prompts([file], make_tokenizer(), 99)
+    [rows] = home.glob("*/*.arrow")
+    os.truncate(rows, left)
+    with pytest.raises(SystemExit, match=rf"error: {rows.parent} is damaged \([^\n]+\): delete it$"):
+        load_prompts([file], make_tokenizer(), 99)
+
+
 def test_no_files():
     rows, dropped = load_prompts((), make_tokenizer(), 16)
     assert not rows and dropped == 0 and rows.unique("data_source") == set()

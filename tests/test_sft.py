@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, documented, metrics, run
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig
 
 from algos import sft
@@ -270,6 +271,11 @@ def test_texts_are_cut_and_packed(tmp_path):
     assert not nothing and not [*nothing]
     path = write_texts(tmp_path / "bytes.parquet", ["12", "\u00e9\u20ac"])  # of two and three bytes
     assert load([path], args)[0].tokens_per_byte == (2 + len(tokenizer.encode("\u00e9\u20ac")) + 2) / 7
+    twice = make_tokenizer()  # one that ends texts with EOS itself, as T5's does
+    ends = TemplateProcessing(single="$A <|eos|>", special_tokens=[("<|eos|>", twice.eos_token_id)])
+    twice.backend_tokenizer.post_processor = ends
+    args.max_length, path = 8, write_texts(tmp_path / "again.parquet", ["12", "", "3456"])
+    assert [*sft.load_examples([path], args, twice)[0]] == [*load([path], args)[0]]
     with pytest.raises(ValueError, match=r"row 0: extra.text is no text: 1"):
         load([write_texts(tmp_path / "numbers.parquet", [1])], args)
 
@@ -520,6 +526,11 @@ def test_qlora_without_bitsandbytes(monkeypatch):
     monkeypatch.setattr(sft, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="--qlora needs bitsandbytes"):
         sft.check_args(make_args(qlora=True, lora_rank=4))
+
+
+def test_a_row_has_two_tokens():
+    with pytest.raises(SystemExit, match="--max_length 1 is less than two tokens"):
+        sft.check_args(make_args(max_length=1))
 
 
 def test_flash_attention_has_no_float32():

@@ -25,16 +25,9 @@ from data_prep.lib.schema import write_parquet
 
 ROUNDS, STEPS, PAIRS = 5, 6, 768  # rounds of a run, steps of PPO in a round, new pairs of a round
 JUDGE = "--max_length 64 --train_batch_size 64 --total_epochs 2 --lr 3e-4 --warmup_steps 5"
-POLICY = "--critic_lr 1e-3 --critic_warmup 2 --reward_weights 0 1 --warmup_steps 2 --test_freq".split() + [
-    STEPS
-]
-TASKS = {  # flags of the stages; responses to a prompt
-    "demo": (FLAGS["tiny"], 1),
-    "sums": (
-        dict(model="data_prep/tiny_model.py", data="data_prep/arithmetic.py --test_size 512", **sums.FLAGS),
-        8,
-    ),
-}
+POLICY = "--critic_lr 1e-3 --critic_warmup 2 --reward_weights 0 1 --warmup_steps 2 --save_freq 0"
+SUMS = dict(model="data_prep/tiny_model.py", data="data_prep/arithmetic.py --test_size 512")
+TASKS = {"demo": (FLAGS["tiny"], 1), "sums": (SUMS | sums.FLAGS, 8)}  # flags, and responses to a prompt
 
 
 @dataclass
@@ -51,20 +44,17 @@ def pairs(answers):
     """Rows for rm.py: what the data answers, against a sampled response that differs."""
     rows = []
     for row in pq.read_table(answers).to_pylist():
-        said = [
-            [dict(role="assistant", content=x)] for x in (row["extra_info"]["answer"], row["responses"][0])
-        ]
-        if said[0] != said[1] and said[1][0]["content"]:
-            rows.append(dict(prompt=row["prompt"], chosen=said[0], rejected=said[1]))
+        answer, own = row["extra_info"]["answer"], row["responses"][0]
+        if own and own != answer:
+            chosen, rejected = ([dict(role="assistant", content=text)] for text in (answer, own))
+            rows.append(dict(prompt=row["prompt"], chosen=chosen, rejected=rejected))
     return rows
 
 
 def main(args):
     (flags, group), out = TASKS[args.task], args.output_dir / args.task
-    flags, hf = (
-        {name: x.split() for name, x in flags.items()},
-        lambda name: out / name / "checkpoints/latest/hf",
-    )
+    flags = {name: words.split() for name, words in flags.items()}
+    hf = lambda name: out / name / "checkpoints/latest/hf"
     stages, common = Stages(out, 3 + 3 * ROUNDS + 2 + ROUNDS), ("--seed", args.seed, "--save_freq", 0)
     train, test, taught = (out / f"data/{name}.parquet" for name in ("train", "test", "sft"))
     stages.run("data", "data", *flags["data"], "--local_save_dir", out / "data")
@@ -86,14 +76,14 @@ def main(args):
                 rows += pairs(answers)
                 write_parquet(rows, out / "pairs.parquet")
                 files = "--model", hf("sft"), "--train_files", out / "pairs.parquet", "--output_dir", judge
-                stages.run(
-                    judge.name, f"{name} {number}: judge", "algos/rm.py", *files, *common, *JUDGE.split()
-                )
+                title = f"{name} {number}: judge"
+                stages.run(judge.name, title, "algos/rm.py", *files, *common, *JUDGE.split())
                 reward_model = hf(judge.name)
             files = "--train_files", train, "--val_files", test, "--output_dir", out / f"{name}_{number}"
             models = "--model", hf(policy), "--reward_model", reward_model, "--total_steps", STEPS
-            more = *flags["grpo"], *POLICY, "--group_size", group, "--seed", args.seed + number, *common[2:]
-            stages.run(files[-1].name, f"{name} {number}: PPO", "algos/ppo.py", *files, *models, *more)
+            more = "--group_size", group, "--test_freq", STEPS, "--seed", args.seed + number
+            words = *files, *models, *flags["grpo"], *POLICY.split(), *more
+            stages.run(files[-1].name, f"{name} {number}: PPO", "algos/ppo.py", *words)
             policy = f"{name}_{number}"
             lines.append(read_metrics(out / policy, 0))
         key = next(key for key in lines[0][0] if "acc/mean@1" in key)
