@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, PreTrainedConfig
 
-from algos import agent, dapo, grpo, ppo
+from algos import agent, dapo, distill, grpo, ppo
 from tests import families
 from tests.conftest import ROOT
 
@@ -401,7 +401,7 @@ def test_rollout_weights(level, cap, rejection, high, low, expected):
         assert weight_nt[1:].expand(2, 2)[OF_RESPONSES[1:]].tolist() == pytest.approx(expected[2:])
 
 
-@pytest.mark.parametrize("script", (grpo, dapo, ppo, agent))
+@pytest.mark.parametrize("script", (grpo, dapo, ppo, agent, distill))
 def test_the_off_policy_mask(script):
     """Without what is good, near, or only looks far by what an environment wrote between the tokens."""
     args = SimpleNamespace(rollout_is=None, rollout_rs="off_policy", rollout_rs_threshold=(0.3,))
@@ -416,8 +416,10 @@ def test_the_off_policy_mask(script):
     flags = (
         vars(args) | dict(clip_ratio_low=0.2, clip_ratio_high=0.2) | (dict(env="") if script is agent else {})
     )
+    flags |= dict(teacher=("",), kl="sampled") if script is distill else {}
     args = script.Args(model="", train_files=(), output_dir="", **flags)
     batch = dict(mask_nt=mask_nt, adv_nt=adv_nt, rollout_logp_nt=sampler_nt, nll_weight_nt=0 * adv_nt)
+    batch["teacher_logp_nt"] = logp_nt.detach() + adv_nt
     loss_nt, terms = script.actor_loss(args, logp_nt, torch.zeros(5, 3), batch)
     [grad_nt] = torch.autograd.grad((loss_nt * mask_nt).sum(), [logp_nt])
     assert terms["rollout_rs_masked"].any(-1).tolist() == [True, False, False, False, False]
