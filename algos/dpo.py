@@ -506,10 +506,9 @@ def token_logps(policy, rows, args, temperature):
     inputs, where = layout(prompts, responses)
     policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
-    mask_nt = response_mask([len(response) for response in responses]).to(device)
-    zero_nt = logp.new_zeros(mask_nt.shape)
-    return [zero_nt.masked_scatter(mask_nt, x)[: len(rows)] for x in (logp, entropy)]
+    columns = policy(where.to(device), join(responses).to(device), temperature, **inputs)
+    lengths = [len(response) for response in responses]
+    return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
 
 # endregion

@@ -3,7 +3,7 @@ where A is the generalised advantage estimate (1506.02438) from a learned critic
 
 Differences from the papers with the default flags:
 1. Actor and critic are two models.
-2. There is no KL term (`--use_kl_in_reward` adds it).
+2. There is no KL term (`--kl_coef` adds it).
 3. Both losses are means over all tokens of the optimizer step, not means over responses.
 4. Truncated importance sampling corrects the sampler's rounding (`--rollout_is`, Yao et al. 2025).
 5. Dual clip bounds the loss where the advantage is negative (1912.09729, eq. 5).
@@ -106,13 +106,13 @@ class Args:
     # lambda of the advantages: 1 - 1 / (lam_alpha * tokens of the response), at least 0; None: --lam
     lam_alpha: float | None = None
     cliprange_value: float = 0.5  # how far a step may move a value before its gradient ends
+    value_quantiles: int = 1  # quantiles of the return that the critic learns; 1: its mean
+    uncertainty_bonus: float = 0.0  # weight of the quantiles' standard deviation in advantages
     clip_ratio_low: float = 0.2  # clip ratios below 1 - this
     clip_ratio_high: float = 0.2  # clip ratios above 1 + this
     clip_ratio_c: float = 3.0  # dual clip: bound of the ratio where the advantage is negative
-    use_kl_in_reward: bool = False  # subtract the KL from the initial model from token rewards
-    kl_coef: float = 0.001  # weight of the KL in the reward; with kl_target, its first value
-    kl_target: float | None = None  # KL per token that the weight is adapted to; None: the weight is fixed
-    kl_horizon: float = 10000.0  # responses over which the adaptive weight reacts
+    kl_coef: float = 0.0  # weight of the KL from the initial model in token rewards; 0: no KL
+    kl_target: float | None = None  # KL per token that kl_coef is adapted to; None: it is fixed
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     positive_nll_coef: float = 0.0  # weight of -log p of correct responses: acc, else score, above 0
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
@@ -192,30 +192,20 @@ def adaptive_lam(mask_nt, alpha):
     return (1 - 1 / (alpha * mask_nt.sum(-1).clamp(min=1))).clamp(min=0)  # eq: ppo.lam_alpha
 
 
-def masked_whiten(x_nt, mask_nt, reduce=lambda sums: sums):
-    """Zero mean and unit variance (unbiased) over the tokens of the mask, 0 elsewhere: 1 3 -> -0.71 0.71.
-
-    reduce: how lists of sums become those of all ranks.
-    """
+def masked_whiten(x_nt, mask_nt):
+    """Zero mean and unit variance (unbiased) over the tokens of all ranks, 0 elsewhere: 1 3 -> -0.71 0.71."""
     mask_nt = mask_nt.to(x_nt)
-    total, tokens = reduce([(x_nt * mask_nt).sum().item(), mask_nt.sum().item()])
+    total, tokens = all_reduce([(x_nt * mask_nt).sum().item(), mask_nt.sum().item()])
     centred_nt = (x_nt - total / tokens) * mask_nt
-    [squares] = reduce([(centred_nt**2).sum().item()])
+    [squares] = all_reduce([(centred_nt**2).sum().item()])
     return centred_nt * (squares / max(tokens - 1, 1) + 1e-8) ** -0.5  # eq: ppo.whiten
 
 
-class AdaptiveKL:
-    """Weight of the KL in the reward; target None: it is fixed."""
-
-    def __init__(self, value, target, horizon):
-        self.value, self.target, self.horizon = value, target, horizon
-
-    def update(self, kl, n):
-        """After n responses with a KL of `kl`: at most 20 % in `horizon` responses (1909.08593, 2.2)."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            # CAREFUL: without the bound a step of over five times the horizon could make the weight negative
-            self.value *= 1 + error * min(n, self.horizon) / self.horizon  # eq: ppo.adaptive_kl
+def adapt(kl_coef, kl, target, n, horizon=10_000):
+    """Weight of the KL after n responses with a KL of `kl`: at most 20 % in `horizon` (1909.08593, 2.2)."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    # CAREFUL: without the bound a step of over five times the horizon could make the weight negative
+    return kl_coef * (1 + error * min(n, horizon) / horizon)  # eq: ppo.adaptive_kl
 
 
 def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
@@ -266,38 +256,51 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     return loss_nt, terms | dict(rollout_rs_masked=weight_nt == 0)
 
 
-def value_loss(value_nt, old_value_nt, return_nt, clip):
-    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: V gains nothing by going further than c.
+def value_loss(value_ntq, old_value_ntq, return_nt, clip):
+    """max(d(V), d(clip(V, V_old - c, V_old + c))): V gains nothing by going further than c.
 
+    One V is the mean: d = (R - V)^2 / 2. Q of them are quantiles, with tau from 1 / 2Q to 1 - 1 / 2Q:
+    d = (tau - [R < V]) (R - V) (1710.10044, 3.1). Returns loss_nt, and the share of the V that are clipped.
     V = 2, V_old = 1, R = 2, c = 0.5: the clipped value 1.5 decides, loss 0.125, and no gradient.
     """
-    clipped_nt = value_nt.clamp(old_value_nt - clip, old_value_nt + clip)
-    return torch.maximum((value_nt - return_nt) ** 2, (clipped_nt - return_nt) ** 2) / 2  # eq: ppo.value_loss
+    quantiles, held_ntq = value_ntq.shape[-1], value_ntq.clamp(old_value_ntq - clip, old_value_ntq + clip)
+    error = return_nt[..., None] - torch.stack([value_ntq, held_ntq])
+    plain_ntq, clip_ntq = error**2 / 2
+    if quantiles > 1:
+        tau_q = (torch.arange(quantiles, device=error.device) + 0.5) / quantiles
+        plain_ntq, clip_ntq = (tau_q - (error < 0).float()) * error  # eq: ppo.quantiles
+    loss_nt = torch.maximum(plain_ntq, clip_ntq).mean(-1)  # eq: ppo.value_loss
+    return loss_nt, (clip_ntq > plain_ntq).float().mean(-1)
 
 
-def critic_loss(args, value_nt, _, batch):
+def critic_loss(args, value_ntq, _, batch):
     """The critic's loss of each token -> loss_nt, and the terms whose means are metrics."""
-    loss_nt = value_loss(value_nt, batch["value_nt"], batch["return_nt"], args.cliprange_value)
-    clipped_nt = loss_nt > (value_nt - batch["return_nt"]) ** 2 / 2
-    return loss_nt, dict(vf_loss=loss_nt, vf_clipfrac=clipped_nt, vpred_mean=value_nt)
+    old_ntq = batch["value_nt"].reshape(value_ntq.shape)  # a rank may have no rows
+    loss_nt, clipped_nt = value_loss(value_ntq, old_ntq, batch["return_nt"], args.cliprange_value)
+    return loss_nt, dict(vf_loss=loss_nt, vf_clipfrac=clipped_nt, vpred_mean=value_ntq.mean(-1))
 
 
 # ---- The step --------------------------------------------------------------------------
 def advantages(rows, kl_coef, args):
     """Token rewards, advantages (whitened over all ranks) and returns of this rank's rows, [N, T]."""
     batch = collate(rows, "cpu")
-    mask_nt, value_nt = batch["mask_nt"].bool(), batch["value_nt"]
+    mask_nt = batch["mask_nt"].bool()
+    value_ntq = batch["value_nt"].reshape(*mask_nt.shape, args.value_quantiles)
+    value_nt, spread_nt = value_ntq.mean(-1), value_ntq.std(-1, correction=0)
     score_n = torch.tensor([row["reward"]["score"] for row in rows])
     kl_nt = torch.zeros(mask_nt.shape)
-    if args.use_kl_in_reward:
+    if args.kl_coef:
         kl_nt = batch["old_logp_nt"] - batch["ref_logp_nt"]  # k1 (Schulman 2020)
     reward_nt = token_rewards(score_n, kl_nt, mask_nt, kl_coef)
     lam = args.lam if args.lam_alpha is None else adaptive_lam(mask_nt, args.lam_alpha)
     critic_lam = args.lam if args.critic_lam is None else args.critic_lam
     raw_adv_nt, _ = gae(reward_nt, value_nt, mask_nt, args.gamma, lam)
     _, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, critic_lam)  # eq: ppo.critic_lam
-    adv_nt = masked_whiten(raw_adv_nt, mask_nt, all_reduce)
-    return batch | dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, adv_nt=adv_nt, return_nt=return_nt)
+    after_nt = nn.functional.pad(spread_nt * mask_nt, (0, 1))[:, 1:]  # before it: a baseline
+    raw_adv_nt = raw_adv_nt + args.uncertainty_bonus * after_nt  # eq: ppo.uncertainty
+    adv_nt = masked_whiten(raw_adv_nt, mask_nt)
+    batch |= dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, adv_nt=adv_nt, return_nt=return_nt)
+    return batch | dict(value_nt=value_nt, spread_nt=spread_nt)
 
 
 def update(model, optimizer, mini_batches, token_loss, name, args):
@@ -351,7 +354,7 @@ def main(args):
     engine = build_engine(args, device)
     policy = load_model(args, mesh, device, TokenLogps)
     models, frozen = [policy], replace(args, param_dtype=args.compute_dtype)
-    if args.use_kl_in_reward and not args.lora_rank:  # with LoRA the model without adapters is the reference
+    if args.kl_coef and not args.lora_rank:  # with LoRA the model without adapters is the reference
         models.append(load_model(frozen, mesh, device, TokenLogps).eval().requires_grad_(False))
     reference, critic = models[-1], load_critic(args, mesh, device)
     reward_models = load_reward_models(frozen, mesh, device)
@@ -363,7 +366,7 @@ def main(args):
     values = [p for p in critic.parameters() if p.requires_grad]
     critic_optimizer = adamw(values, lr=args.critic_lr, weight_decay=args.weight_decay)
     state = load_checkpoint(resume_from, trained, [optimizer, critic_optimizer])
-    kl_weight = AdaptiveKL(state.get("kl_coef", args.kl_coef), args.kl_target, args.kl_horizon)
+    kl_coef = state["kl_coef"] if args.kl_target and state["step"] else args.kl_coef
     if args.offload:  # critic and reward models are on the GPU only while they are used
         move("cpu", [critic, *reward_models], critic_optimizer)
     log = Logger(args, state["step"], total_steps)
@@ -400,10 +403,10 @@ def main(args):
         mini_batches, own_rows, load = deal(rows, policy.shares and critic.shares, args)
         # ---- log-probs: the old ones only if more than the first optimizer step of the actor needs them
         learns = step > args.critic_warmup
-        if args.use_kl_in_reward or not learns or len(mini_batches) * args.ppo_epochs > 1:
+        if args.kl_coef or not learns or len(mini_batches) * args.ppo_epochs > 1:
             with timed(timing, "old_log_prob"):
                 store_logps(policy, mini_batches, "old_logp_t", args)
-        if args.use_kl_in_reward:
+        if args.kl_coef:
             with timed(timing, "ref"), without_adapters(reference.lm):
                 store_logps(reference, mini_batches, "ref_logp_t", args)
         # ---- values
@@ -413,16 +416,12 @@ def main(args):
             store_logps(critic, mini_batches, "value_t", args)
         # ---- advantage
         with timed(timing, "adv"):
-            kl_coef = kl_weight.value * args.use_kl_in_reward
             # with a lower lambda a critic that warms up would learn its own first values
             step_nt = advantages(own_rows, kl_coef, args if learns else replace(args, critic_lam=1.0))
             for row, adv_t, return_t in zip(own_rows, step_nt["adv_nt"], step_nt["return_nt"]):
                 row["adv_t"], row["return_t"] = adv_t[: row["length"]], return_t[: row["length"]]
             for row, weight in zip(rows, nll_weights(rows, args)):
                 row["nll_weight_t"] = weight.expand(row["length"])
-            if learns:
-                kl, *_ = moments(step_nt["kl_nt"][step_nt["mask_nt"]])
-                kl_weight.update(kl, len(rows))
         # ---- update: the critic, then the actor
         critic_lr = learning_rate(replace(args, lr=args.critic_lr), step, total_steps)
         critic_optimizer.param_groups[0]["lr"] = critic_lr
@@ -455,13 +454,15 @@ def main(args):
             "training/epoch": epoch,
         }
         log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
+        if learns and args.kl_target:
+            kl_coef = adapt(kl_coef, metrics["actor/reward_kl_penalty"], args.kl_target, len(rows))
         if args.rollout_dump and dist.get_rank() == 0:
             dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
             optimizers = [optimizer, critic_optimizer]
             with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizers, tokenizer, kl_coef=kl_weight.value)
+                save_checkpoint(args, step, trained, optimizers, tokenizer, kl_coef=kl_coef)
         if last:
             break
     log.close()
@@ -591,10 +592,9 @@ def token_logps(policy, rows, args, temperature):
     inputs, where = layout(prompts, responses)
     policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    logp, entropy = policy(where.to(device), join(responses).to(device), temperature, **inputs)
-    mask_nt = response_mask([len(response) for response in responses]).to(device)
-    zero_nt = logp.new_zeros(mask_nt.shape)
-    return [zero_nt.masked_scatter(mask_nt, x)[: len(rows)] for x in (logp, entropy)]
+    columns = policy(where.to(device), join(responses).to(device), temperature, **inputs)
+    lengths = [len(response) for response in responses]
+    return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
 
 # endregion
@@ -1352,8 +1352,8 @@ class TokenValues(TokenLogps):
     """A critic, called as TokenLogps is: the value of the state in which each target was sampled."""
 
     def forward(self, where, target, temperature, **inputs):
-        """-> value [L], float32, in the places of log-prob and entropy: `token_logps` lays out two."""
-        value = self.lm.score(self.hidden(where, inputs)).float()[:, 0]  # [L, 1]
+        """-> values [L, Q], float32, in the places of log-prob and entropy."""
+        value = self.lm.score(self.hidden(where, inputs)).float()
         return value, value
 
 
@@ -1377,6 +1377,9 @@ def check_models(args):
         known, needed = [config.get_text_config().vocab_size for config in configs]
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
+        values, wanted = configs[0].num_labels, args.value_quantiles
+        if "SequenceClassification" in str(configs[0].architectures) and values != wanted:
+            fail(f"--critic_model {args.critic_model} gives {values} values, --value_quantiles is {wanted}")
         ours, theirs = AutoTokenizer.from_pretrained(args.tokenizer or args.model).get_vocab(), {}
         with suppress(ValueError, OSError):  # critic/ of a checkpoint has no tokenizer
             theirs = AutoTokenizer.from_pretrained(args.critic_model or args.model).get_vocab()
@@ -1401,8 +1404,8 @@ def check_models(args):
 def load_critic(args, mesh, device):
     """The critic, sharded. A new value head starts at 0, so the first advantages are the returns."""
     args = replace(args, lora_rank=0, model=args.critic_model or args.model)
-    critic = load_model(args, mesh, device, TokenValues, scores=True, num_labels=1)
-    if not any("SequenceClassification" in name for name in critic.lm.config.architectures or []):
+    critic = load_model(args, mesh, device, TokenValues, scores=True, num_labels=args.value_quantiles)
+    if "SequenceClassification" not in str(critic.lm.config.architectures):
         nn.init.zeros_(critic.lm.score.weight)
     return critic
 
@@ -1495,10 +1498,11 @@ def moments(x):
 
 def critic_metrics(rows, step_nt, args):
     """Rewards, advantages, returns and values of a step, and how much of the returns the values explain."""
-    names, metrics = ("kl_nt", "adv_nt", "return_nt", "value_nt"), {}
-    kl, adv, returns, values = (step_nt[name][step_nt["mask_nt"]] for name in names)
+    names, metrics = ("kl_nt", "adv_nt", "return_nt", "value_nt", "spread_nt"), {}
+    kl, adv, returns, values, spread = (step_nt[name][step_nt["mask_nt"]] for name in names)
     rewards = step_nt["reward_nt"].sum(-1)
-    for name, x in dict(rewards=rewards, advantages=adv, returns=returns, values=values).items():
+    columns = dict(rewards=rewards, advantages=adv, returns=returns, values=values)
+    for name, x in (columns | dict(values_std=spread)).items():
         mean, _, top, bottom = moments(x)
         metrics |= {f"critic/{name}/mean": mean, f"critic/{name}/max": top, f"critic/{name}/min": bottom}
     for name in score_names(len(args.reward_model)) if args.reward_model else ():

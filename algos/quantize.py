@@ -1,8 +1,8 @@
 """A model with weights of 8 or 4 bits: a directory of compressed-tensors, which vLLM loads.
 
-Each weight is rounded to the nearest value. With --calibration GPTQ (2210.17323) rounds layer by layer. It
-holds the model, the states of the calibration rows between two layers, and the sums of one layer. One
-process, no GPU. transformers loads w8a8 and w4a16 too; fp8 is for GPUs.
+Each weight is rounded to the nearest value. With --calibration GPTQ (2210.17323) rounds layer by layer, or
+AWQ (2306.00978) scales first. Both hold the model, the states of the calibration rows between two layers, and
+the sums of one layer. One process, no GPU. transformers loads w8a8 and w4a16 too; fp8 is for GPUs.
 
 Command:    python algos/quantize.py runs/grpo/checkpoints/latest/hf models/mine_w8a8
             python algos/quantize.py models/mine models/mine_w4 --scheme w4a16 --calibration data/sft.parquet
@@ -33,7 +33,9 @@ class Args:
     ignore: tuple[str, ...] = ("lm_head",)
     """Linear layers that stay as they are: names, or re:PATTERN."""
     calibration: str | None = None
-    """Parquet of conversations for GPTQ; None: round every weight to the nearest value."""
+    """Parquet of conversations for --method; None: round every weight to the nearest value."""
+    method: Literal["gptq", "awq"] = "gptq"
+    """How the weights are rounded; awq: for w4a16."""
     calibration_rows: int = 128
     """Number of rows of the calibration file to use, from the first."""
     held_out: str | None = None
@@ -60,7 +62,7 @@ from compressed_tensors.utils import match_named_modules
 from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from common.files import replacing
@@ -124,12 +126,65 @@ def nearest(weight, args):
     return scale_of(weight.unflatten(1, (-1, args.group_size or weight.shape[1])), args)
 
 
+def rounded(weight, scales, args):
+    """weight [outputs, inputs], scales [outputs, groups] -> each value at the nearest that can be stored."""
+    weight, scales = weight.unflatten(1, (scales.shape[1], -1)), scales[..., None]
+    steps = (weight / scales).round().clamp(*calculate_range(args, weight.device))
+    return (steps * scales).flatten(1)  # eq: quantize.nearest
+
+
+def awq(block, inside, sums, states, run, args):
+    """Scale inputs of linear layers before they are rounded, and what makes these inputs the other way (3.2).
+
+    The scales are the inputs' root mean squares to the power with the least error. A source stays as it is if
+    twice and half its scale change the layer: its output has another reader, or a norm adds 1 to its weight.
+    """
+    for source, names in sources(block, inside, states, run):
+        hessian, weights = sums[names[0]], [inside[name].weight for name in names]
+        before = run(states[:1])[0]
+        rescale(source, weights, 2.0)  # exact: what is equal has equal bits
+        equal = torch.equal(run(states[:1])[0], before)
+        rescale(source, weights, 0.5)
+        if equal:
+            size = (hessian.diagonal() / hessian.diagonal().mean()).sqrt().clamp(min=1e-4)
+            tried = [size ** (i / 20) for i in range(20)]
+            errors = [sum(scaled_error(w, scale, hessian, args) for w in weights) for scale in tried]
+            rescale(source, weights, tried[errors.index(min(errors))])
+
+
+def rescale(source, weights, scale):
+    """Divide what a layer makes by `scale`, a number or one for each channel, and multiply what reads it."""
+    for x in source.parameters():
+        x.data = (x.data.t() / scale).t().to(x.dtype)
+    for weight in weights:
+        weight.data = (weight * scale).to(weight.dtype)
+
+
+def scaled_error(weight, scale, hessian, args):
+    """Squared error of a layer's outputs over the calibration if its inputs are scaled (eq. 4)."""
+    error = rounded(weight * scale, nearest(weight * scale, args), args) / scale - weight
+    return ((error @ hessian) * error).sum().item()  # eq: quantize.awq
+
+
+def sources(block, inside, states, run):
+    """Norms and the `up_proj` of each `down_proj`, with the names of the linear layers that read them."""
+    calls = {}
+    hooks = [m.register_forward_hook(lambda m, *call: calls.update({m: call})) for m in block.modules()]
+    run(states[:1])
+    for hook in hooks:
+        hook.remove()
+    norms = [m for m in calls if getattr(m, "weight", None) is not None and m.weight.dim() == 1]
+    found = [(m, [n for n, linear in inside.items() if calls[linear][0][0] is calls[m][1]]) for m in norms]
+    ups = {name.replace("down_proj", "up_proj"): name for name in inside if name.endswith("down_proj")}
+    return [x for x in found if x[1]] + [(inside[up], [ups[up]]) for up in ups if up in inside]
+
+
 def gptq(weight, hessian, args):
     """Inputs one after the other, each rounding's error made good by those that follow (algorithm 1).
 
     weight [outputs, inputs], hessian [inputs, inputs]: sum of x x^T -> rounded weight, scales as `nearest`.
     """
-    dtype, inputs, (low, high) = weight.dtype, len(hessian), calculate_range(args, weight.device)
+    dtype, inputs = weight.dtype, len(hessian)
     weight, scales, group = weight.float().clone(), [], args.group_size or inputs
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(inputs)
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
@@ -139,10 +194,9 @@ def gptq(weight, hessian, args):
         for i in range(start, stop):
             if i % group == 0:
                 scales.append(scale_of(weight[:, i : i + group], args).to(dtype).float())
-            scale = scales[-1]
-            rounded = (weight[:, i] / scale).round().clamp(low, high) * scale  # eq: quantize.nearest
-            error[:, i - start] = (weight[:, i] - rounded) / inverse[i, i]
-            weight[:, i] = rounded
+            value = rounded(weight[:, i, None], scales[-1][:, None], args)[:, 0]
+            error[:, i - start] = (weight[:, i] - value) / inverse[i, i]
+            weight[:, i] = value
             lost = error[:, i - start, None]
             weight[:, i + 1 : stop] -= lost * inverse[i, i + 1 : stop]  # eq: quantize.gptq
         weight[:, stop:] -= error @ inverse[start:stop, stop:]
@@ -165,8 +219,8 @@ def seen(lm, blocks, ids):
 
 
 @torch.no_grad()
-def round_layers(lm, linears, texts, args):
-    """Round the weights of these linear layers -> {name: scales}; with texts by GPTQ, layer by layer.
+def round_layers(lm, linears, texts, args, method="gptq"):
+    """Round the weights of these linear layers -> {name: scales}; with texts by GPTQ or AWQ, layer by layer.
 
     Held besides the model: the states of all texts between two layers, and the sums of one layer.
     """
@@ -175,23 +229,30 @@ def round_layers(lm, linears, texts, args):
     blocks = {name: m for name, m in lm.named_modules() if type(m).__name__ in lm._no_split_modules}
     states, given = zip(*(seen(lm, blocks, ids) for ids, _ in tqdm(texts, desc="calibration")))
     scales = {}
-    for prefix, block in tqdm(blocks.items(), desc="GPTQ"):
+    for prefix, block in tqdm(blocks.items(), desc=method.upper()):
         inside = {name: m for name, m in linears.items() if name.startswith(f"{prefix}.")}
         sums = {name: torch.zeros(m.in_features, m.in_features) for name, m in inside.items()}
         hooks = [m.register_forward_pre_hook(partial(add_product, sums[name])) for name, m in inside.items()]
-        run = lambda states, block=block, name=prefix: [block(x, **o[name]) for x, o in zip(states, given)]
+        run = partial(run_block, block, [options[prefix] for options in given])
         run(states)
         if unseen := [name for name, total in sums.items() if not total.any()]:
             mend = "leave it out by --ignore, or --calibration"
             raise ValueError(f"{unseen[0]}: no calibration row reaches it as a layer, {mend}")
         for hook in hooks:
             hook.remove()
+        if method == "awq":
+            awq(block, inside, sums, states, run, args)
+            sums = {name: torch.eye(len(total)) for name, total in sums.items()}  # then to the nearest
         for name, linear in inside.items():
             linear.weight.data, scales[name] = gptq(linear.weight, sums.pop(name), args)
-        states = [
-            x[0] if isinstance(x, tuple) else x for x in run(states)
-        ]  # the next layer sees what the rounded one makes
+        states = run(states)  # the next layer sees what the rounded one makes
     return scales | {n: nearest(m.weight, args) for n, m in linears.items() if n not in scales}
+
+
+def run_block(block, given, states):
+    """The states [1, L, H] after a layer; given: what else it is given for each."""
+    outputs = [block(x, **options) for x, options in zip(states, given)]
+    return [x[0] if isinstance(x, tuple) else x for x in outputs]
 
 
 def add_product(total, _, inputs):
@@ -232,10 +293,9 @@ def quantize(lm, tokenizer, args, output):
         raise ValueError(f"{args.held_out}: no row has a turn of the assistant, so there is no loss to print")
     texts = read_texts(args.calibration, tokenizer, args, args.calibration_rows) if args.calibration else []
     before = dict(MB=sum(x.nbytes for x in lm.parameters()) / 1e6) | mean_loss(lm, held_out)
-    scales = round_layers(lm, linears, texts, scheme.weights)
-    apply_quantization_config(
-        lm, QuantizationConfig(config_groups={"group_0": scheme}, ignore=[*args.ignore])
-    )
+    scales = round_layers(lm, linears, texts, scheme.weights, args.method)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=[*args.ignore])
+    apply_quantization_config(lm, config)
     for name, linear in linears.items():
         linear.weight_scale.data.copy_(scales[name])
     compressor = ModelCompressor.from_pretrained_model(lm)
@@ -257,11 +317,15 @@ def main(args):
         sys.exit(f"error: {args.output} exists: choose another directory, or remove it")
     try:
         if args.scheme == "fp8" and args.calibration:
+            raise ValueError("--calibration: fp8 rounds every weight to the nearest, by itself")
+        if args.method == "awq" and not (args.calibration and args.scheme == "w4a16"):
+            raise ValueError("--method awq needs --scheme w4a16 and --calibration")
+        config = AutoConfig.from_pretrained(args.model)
+        if config.get_text_config() is not config:
             raise ValueError(
-                "--calibration: GPTQ is for w8a8 and w4a16, fp8 rounds every weight to the nearest"
+                f"{args.model} ({config.model_type}) has more than a language model: not supported"
             )
-        # vLLM's kernels for 4 bits take no float32
-        dtype = torch.bfloat16 if args.scheme == "w4a16" else "auto"
+        dtype = torch.bfloat16 if args.scheme == "w4a16" else "auto"  # vLLM's kernels take no float32
         lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         with replacing(args.output) as new:

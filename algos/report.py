@@ -286,7 +286,7 @@ class Run:
     def check_kl_first_step(self):
         """KL to the reference before the first update: over 1e-6 wrong, in bfloat16 over 1e-3"""
         names = ["actor/kl_loss"] if self.args.get("use_kl_loss") and self.one_update() else []
-        names += ["actor/reward_kl_penalty"] if self.args.get("use_kl_in_reward") else []
+        names += ["actor/reward_kl_penalty"] if self.args.get("kl_coef") else []
         curves = [zip(*self.curve(name, least=0)) for name in names]
         values = [abs(value) for points in curves for step, value in points if step == 1]
         need(values, "no reference, no step 1, or several updates in step 1")
@@ -357,7 +357,7 @@ class Run:
         if "critic/grad_norm" in names and not trains:
             return Verdict("wrong", f"the actor rests in all steps: --critic_warmup {warmup}")
         names += ["actor/kl_loss"] if args.get("use_kl_loss") else []
-        names += ["actor/reward_kl_penalty"] if args.get("use_kl_in_reward") else []
+        names += ["actor/reward_kl_penalty"] if args.get("kl_coef") else []
         names += ["actor/ppo_kl"] if "ppo_epochs" in args and not self.one_update() else []
         for name in names:
             steps, values = self.curve(name, least=3)

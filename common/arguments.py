@@ -20,20 +20,21 @@ RANGES = {  # smallest (1e-9: above 0) and largest value: flags, of a tuple each
     (1, math.inf): "total_epochs total_steps train_batch_size ppo_mini_batch_size ppo_epochs group_size"
     " val_group_size n_samples batch_size max_prompt_length max_response_length max_length max_turns"
     " max_observation_length max_tokens_per_microbatch max_gen_batches hsdp_replicas tp_size sp_size k"
-    " reward_workers calibration_rows",
+    " reward_workers calibration_rows value_quantiles",
     (0, math.inf): "seed save_freq test_freq keep_checkpoints max_staleness lora_rank critic_lr warmup_steps"
     " lr decay_steps critic_warmup weight_decay overlong_buffer temperature val_temperature clip_ratio_low"
     " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma",
     (1e-9, math.inf): "lora_alpha grad_clip env_timeout_s reward_timeout_s rollout_is_threshold"
-    " cliprange_value kl_target kl_horizon lam_alpha beta",
+    " cliprange_value kl_target lam_alpha beta",
     (1 + 1e-9, math.inf): "clip_ratio_c",
     (1e-9, 1): "top_p gpu_memory_utilization",
-    (0, 1): "gamma lam critic_lam teacher_update_rate echo_coef",
+    (0, 1): "gamma lam critic_lam teacher_update_rate echo_coef uncertainty_bonus",
 }
 IDLE = {  # a flag and its value: flags that have no effect with it
     ("lora_rank", 0): "lora_alpha lora_target_modules",
     ("use_kl_loss", False): "kl_loss_coef kl_kind",
-    ("use_kl_in_reward", False): "kl_coef kl_target kl_horizon",
+    ("kl_coef", 0): "kl_target",
+    ("value_quantiles", 1): "uncertainty_bonus",
     ("rollout_is", None): "rollout_is_threshold",
     ("rollout_rs", None): "rollout_rs_threshold",
     ("loss", "sigmoid"): "simpo_gamma",
@@ -45,10 +46,7 @@ IDLE = {  # a flag and its value: flags that have no effect with it
 
 
 def parse(args_class, words=None):
-    """The command line (or `words`) -> the values of the fields of `args_class`, a dict.
-
-    --help begins with the first paragraph of the script. One line says what value or flag cannot be used.
-    """
+    """The command line (or `words`) -> {field of `args_class`: value}; what cannot be used is one line."""
 
     @dataclass(kw_only=True)
     class Flags(args_class):
@@ -56,7 +54,7 @@ def parse(args_class, words=None):
             """The defaults that depend on the machine need torch, which is not loaded yet."""
 
     rank = int(os.environ.get("RANK", 0))
-    about = sys.modules[args_class.__module__].__doc__.partition("\n\n")[0]
+    about = sys.modules[args_class.__module__].__doc__.partition("\n\n")[0]  # --help begins with it
     flags = tyro.cli(Flags, args=words, description=about, use_underscores=True, console_outputs=rank == 0)
     if problem := unusable(vars(flags), {field.name: field.default for field in fields(args_class)}):
         raise SystemExit(1 if rank else f"error: {problem}")

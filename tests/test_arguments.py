@@ -64,19 +64,20 @@ def test_every_number_has_a_range():
         (dict(lr=math.nan), "--lr nan must be at least 0"),
         (dict(clip_ratio_c=1.0), "--clip_ratio_c 1.0 must be above 1"),
         (dict(k=(1, 0)), "--k 0 must be at least 1"),
+        (dict(kl_target=0.2, kl_coef=0.0), "--kl_target 0.2 has no effect with --kl_coef 0"),
         (
-            dict(kl_coef=0.2, use_kl_in_reward=False),
-            "--kl_coef 0.2 has no effect with --use_kl_in_reward False",
+            dict(kl_loss_coef=0.2, use_kl_loss=False),
+            "--kl_loss_coef 0.2 has no effect with --use_kl_loss False",
         ),
         (
             dict(decay_steps=4, lr_schedule="constant"),
             "--decay_steps 4 has no effect with --lr_schedule constant",
         ),
-        (dict(total_steps=None, grad_clip=math.inf, kl_coef=0.2, use_kl_in_reward=True), None),
+        (dict(total_steps=None, grad_clip=math.inf, kl_target=0.2, kl_coef=0.1), None),
     ),
 )
 def test_values_out_of_range_and_flags_without_effect(values, line):
-    assert unusable(values, dict(kl_coef=0.001, decay_steps=0)) == line
+    assert unusable(values, dict(kl_loss_coef=0.001, decay_steps=0)) == line
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -14,11 +14,14 @@ TEXTS = ["7", "1234", "", "a9", "no digit", "5 and a long end 3"]  # as in the w
 def results(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("ppo")
     torch.manual_seed(0)
-    critic = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1, dtype=torch.float32)
-    critic.save_pretrained(out / "critic")  # with a head that is not 0
+    for name, labels in dict(critic=1, quantile_critic=3).items():  # with heads that are not 0
+        critic = AutoModelForSequenceClassification.from_pretrained(
+            tiny, num_labels=labels, dtype=torch.float32
+        )
+        critic.save_pretrained(out / name)
     write_reward_model(out / "reward_model")
     for ranks in (2, 1):  # two write the checkpoint that one reads
-        models = tiny, out / "critic", out / "reward_model"
+        models = tiny, out / "critic", out / "quantile_critic", out / "reward_model"
         run(ROOT / "tests/workers/ppo_gradients.py", *models, out / f"{ranks}.pt", ranks=ranks)
     return {ranks: torch.load(out / f"{ranks}.pt") for ranks in (1, 2)}
 
@@ -38,7 +41,7 @@ def test_updates_with_replicas(results, model):
 
 @pytest.mark.parametrize("model", (0, 1), ids=("adapters", "critic"))
 @pytest.mark.parametrize("ranks", (1, 2))
-def test_updates_with_adapters_of_the_actor(results, model, ranks):
+def test_updates_with_adapters_of_the_actor_and_quantiles(results, model, ranks):
     expected = results[1]["naive_lora"][model]
     assert len(expected) == (28, 21)[model]
     assert distance(results[ranks]["lora"][model], expected) < 1e-5
@@ -75,9 +78,10 @@ def test_failures_of_a_reward_model(results):
 
 def test_the_critic_learns_a_fixed_batch(results):
     for ranks in (1, 2):
-        explained = results[ranks]["explained"]
-        assert abs(explained[0]) < 1e-3  # a new head starts at 0
-        assert explained[-1] > 0.8
+        for name in ("explained", "explained_by_quantiles"):
+            explained = results[ranks][name]
+            assert abs(explained[0]) < 1e-3  # a new head starts at 0
+            assert explained[-1] > 0.8
 
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(results):

@@ -18,6 +18,9 @@ from rewards.manager.combined import load_rewards
 ROW = "data_source", "solution_str", "ground_truth"
 
 
+ONE_VALUE = dict(value_quantiles=1, uncertainty_bonus=0.0)
+
+
 def f64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
@@ -61,7 +64,7 @@ def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
     """gamma 1, alpha .5: lambda .5 and 0 for 4 and 2 tokens, and .25 for the critic."""
     values = f64(0.5, 0.5, 0, 0), f64(0.5, 0)
     rows = [dict(mask_t=np.ones(len(x), bool), value_t=x, reward=dict(score=1.0)) for x in values]
-    flags = dict(gamma=1.0, lam=0.9, critic_lam=0.25, lam_alpha=0.5, use_kl_in_reward=False)
+    flags = ONE_VALUE | dict(gamma=1.0, lam=0.9, critic_lam=0.25, lam_alpha=0.5, kl_coef=0.0)
     monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
     step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags))
     # deltas 0 -.5 0 1 and -.5 1: with .5 and 0 -> -.125 -.25 .5 1 and -.5 1
@@ -79,10 +82,37 @@ def test_the_kl_in_the_reward_is_taken_off(monkeypatch):
     monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
     row = dict(mask_t=np.ones(2, bool), value_t=torch.zeros(2), reward=dict(score=1.0))
     row |= dict(old_logp_t=torch.tensor([-1.0, -1]), ref_logp_t=torch.tensor([-2.0, -3]))
-    flags = dict(gamma=1.0, lam=1.0, critic_lam=None, lam_alpha=None, use_kl_in_reward=True)
+    flags = ONE_VALUE | dict(gamma=1.0, lam=1.0, critic_lam=None, lam_alpha=None, kl_coef=0.1)
     step_nt = ppo.advantages([row], 0.1, SimpleNamespace(**flags))
     assert step_nt["kl_nt"].tolist() == [[1, 2]]
     assert step_nt["return_nt"][0].tolist() == pytest.approx([0.7, 0.8])
+
+
+def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeypatch):
+    """Means .5 .5 and 1, standard deviations .5 0 and 1, scores 1 and 0: A is .5 .5 and -1.
+
+    A bonus of 2 adds twice the deviation after a token: 0 after the first, or .5 if the two are swapped.
+    """
+    monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
+    values = [[0.0, 1.0], [0.5, 0.5]], [[0.0, 2.0]]
+    rows = [
+        dict(mask_t=np.ones(len(x), bool), value_t=f64(*x), reward=dict(score=score))
+        for x, score in zip(values, (1.0, 0.0), strict=True)
+    ]
+    flags = dict(gamma=1.0, lam=1.0, critic_lam=None, lam_alpha=None, kl_coef=0.0, value_quantiles=2)
+    for reverse, bonus, adv in (
+        (False, 2.0, [0.5, 0.5, -1]),
+        (True, 0.0, [0.5, 0.5, -1]),
+        (True, 2.0, [1.5, 0.5, -1]),
+    ):
+        if reverse:  # the uncertain state is now the second
+            rows[0]["value_t"] = f64([0.5, 0.5], [0.0, 1.0])
+        step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags, uncertainty_bonus=bonus))
+        assert step_nt["value_nt"].tolist() == [[0.5, 0.5], [1, 0]]
+        assert step_nt["spread_nt"].tolist() == [[0, 0.5] if reverse else [0.5, 0], [1, 0]]
+        adv, mask_nt = torch.tensor(adv), step_nt["mask_nt"]
+        assert torch.allclose(step_nt["adv_nt"][mask_nt].float(), (adv - adv.mean()) / adv.std())
+        assert step_nt["return_nt"][mask_nt].tolist() == [1, 1, 0]  # the critic learns no bonus
 
 
 def test_nll_weights():
@@ -95,7 +125,8 @@ def test_nll_weights():
     assert ppo.nll_weights(rows, flags).tolist() == pytest.approx(expected)
 
 
-def test_masked_whiten():
+def test_masked_whiten(monkeypatch):
+    monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
     # 1 3 5: mean 3, unbiased variance 4
     white_nt = ppo.masked_whiten(f64([1, 3, 100], [5, -7, 0]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool())
     assert white_nt.flatten().tolist() == pytest.approx([-1, 0, 0, 1, 0, 0], abs=1e-7)
@@ -113,18 +144,45 @@ def test_masked_whiten():
     ),
 )
 def test_value_loss(value, loss, gradient):
-    value_nt = torch.tensor([[value]], requires_grad=True)
-    loss_nt = ppo.value_loss(value_nt, torch.ones(1, 1), torch.full((1, 1), 2.0), 0.5)
+    value_ntq = torch.tensor([[[value]]], requires_grad=True)
+    loss_nt, clipped_nt = ppo.value_loss(value_ntq, torch.ones(1, 1, 1), torch.full((1, 1), 2.0), 0.5)
     assert loss_nt.shape == (1, 1) and loss_nt.item() == pytest.approx(loss)
+    assert clipped_nt.tolist() == [[float(gradient == 0)]]
     loss_nt.sum().backward()
-    assert value_nt.grad.item() == pytest.approx(gradient)
+    assert value_ntq.grad.item() == pytest.approx(gradient)
+
+
+def test_quantile_loss():
+    """tau 1/6 1/2 5/6, return 1; the third gains nothing by its way from .2 to .9: it is held at .7."""
+    value_ntq = torch.tensor([[[3.0, 0.5, 0.9]]], requires_grad=True)
+    old_ntq = torch.tensor([[[3.0, 0.5, 0.2]]])
+    # (1/6 - 1) (1 - 3) = 5/3; 1/2 * .5 = 1/4; 5/6 * .3 = 1/4
+    loss_nt, clipped_nt = ppo.value_loss(value_ntq, old_ntq, torch.ones(1, 1), 0.5)
+    assert loss_nt.item() == pytest.approx((5 / 3 + 1 / 4 + 1 / 4) / 3)
+    assert clipped_nt.item() == pytest.approx(1 / 3)
+    loss_nt.sum().backward()
+    assert value_ntq.grad.flatten().tolist() == pytest.approx([5 / 18, -1 / 6, 0])
+
+
+def test_quantiles_of_samples():
+    """Of returns 0 0 0 1 the quantiles 1/16 to 15/16 are six times 0 and twice 1: mean 1/4, as theirs."""
+    value_q, far = torch.full((8,), 0.4, requires_grad=True), 10.0  # no value is clipped
+    optimizer = torch.optim.SGD([value_q], lr=0.1)
+    returns_nt = torch.tensor([[0.0, 0, 0, 1]])
+    for step in range(4000):
+        optimizer.param_groups[0]["lr"] = 0.3 / (1 + step / 40)
+        optimizer.zero_grad()
+        value_ntq = value_q.expand(1, 4, 8)
+        ppo.value_loss(value_ntq, value_ntq.detach(), returns_nt, far)[0].sum().backward()
+        optimizer.step()
+    assert value_q.tolist() == pytest.approx([0] * 6 + [1] * 2, abs=0.02)
 
 
 def test_the_critic_is_held_by_its_values_before_the_step():
     """V = 2, V_old = 1, R = 2, clip .5, as in the first line above."""
-    batch = dict(value_nt=torch.ones(1, 1), return_nt=torch.full((1, 1), 2.0))
+    batch = dict(value_nt=torch.ones(1, 1, 1), return_nt=torch.full((1, 1), 2.0))
     args = SimpleNamespace(cliprange_value=0.5)
-    loss_nt, terms = ppo.critic_loss(args, torch.full((1, 1), 2.0), None, batch)
+    loss_nt, terms = ppo.critic_loss(args, torch.full((1, 1, 1), 2.0), None, batch)
     assert loss_nt.item() == 0.125 and terms["vf_clipfrac"].item()
 
 
@@ -135,21 +193,17 @@ def test_token_rewards():
 
 
 def test_adaptive_kl():
-    weight = ppo.AdaptiveKL(0.1, 2.0, 100)
+    weight = 0.1
     for kl, n, expected in ((2.2, 50, 0.105), (10, 50, 0.1155), (0, 100, 0.0924)):  # +10 %, at most +-20 %
-        weight.update(kl, n)
-        assert weight.value == pytest.approx(expected)
-    fixed = ppo.AdaptiveKL(0.1, None, 100)
-    fixed.update(10, 50)
-    assert fixed.value == 0.1
+        weight = ppo.adapt(weight, kl, 2.0, n, horizon=100)
+        assert weight == pytest.approx(expected)
 
 
 @given(st.floats(0, 10), st.integers(1, 10**6), st.floats(0.1, 1e5))
 def test_adaptive_kl_stays_positive(kl, n, horizon):
     """However large a step is: it changes the weight by 20 % at most."""
-    weight = ppo.AdaptiveKL(0.1, 2.0, horizon)
-    weight.update(kl, n)
-    assert 0.08 - 1e-9 <= weight.value <= 0.12 + 1e-9
+    weight = ppo.adapt(0.1, kl, 2.0, n, horizon)
+    assert 0.08 - 1e-9 <= weight <= 0.12 + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -193,18 +247,20 @@ def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group():
     assert failure_metrics(rewards)["reward/errors"] == 2
 
 
+@pytest.mark.parametrize("quantiles", (1, 2))
 @pytest.mark.parametrize("shares", (False, True))
-def test_values_of_a_lookup_table(shares):
+def test_values_of_a_lookup_table(shares, quantiles):
     """V of a response token is that of the state before it: of the token that predicts it."""
     lm = nn.Module()
-    lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, 1, bias=False)
+    lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, quantiles, bias=False)
     lm.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=lm.embed(input_ids))
     lm.get_output_embeddings = lambda: None  # as transformers has it for a model without an output layer
     lm.config = PreTrainedConfig()
     texts = ([1, 2], [5, 1, 3]), ([1, 2], [4]), ([3], [2])
     rows = [dict(prompt_ids=prompt, response_ids=response) for prompt, response in texts]
     args = SimpleNamespace(model="", train_files=(), val_files=())
-    value_nt, _ = ppo.token_logps(ppo.TokenValues(lm, shares), rows, args, 1.0)
-    table = lm.score(lm.embed.weight)[:, 0].tolist()
-    expected = [table[2], table[5], table[1], table[2], 0, 0, table[3], 0, 0]
-    assert value_nt.flatten().tolist() == pytest.approx(expected)
+    value_ntq, _ = ppo.token_logps(ppo.TokenValues(lm, shares), rows, args, 1.0)
+    table = lm.score(lm.embed.weight)
+    end = torch.zeros(quantiles)
+    expected = [table[2], table[5], table[1], table[2], end, end, table[3], end, end]
+    assert torch.allclose(value_ntq, torch.stack(expected).view(3, 3, quantiles))

@@ -23,7 +23,7 @@ def flags(tiny, arithmetic, tmp_path_factory):
         " --train_batch_size 8 --ppo_mini_batch_size 4 --group_size 8 --max_prompt_length 16"
         " --max_response_length 12 --lr 4e-3 --critic_lr 4e-3 --critic_warmup 3 --warmup_steps 4 --lam 0.95"
         " --critic_lam 0.9 --lam_alpha 0.5 --positive_nll_coef 0.1"
-        " --use_kl_in_reward --kl_coef 0.01 --kl_target 0.05 --kl_horizon 640"
+        " --kl_coef 0.01 --kl_target 0.05 --value_quantiles 4"
         " --save_freq 3 --test_freq 3 --rollout_dump --total_steps 9 --max_tokens_per_microbatch 300"
         f" --keep_checkpoints 0 --reward_fn {ROOT}/tests/digit_reward.py:digits"
         f" --reward_model {reward_model} --reward_weights 1 0.25"
@@ -103,7 +103,7 @@ def test_kl_in_the_reward(straight):
             beta * m["actor/reward_kl_penalty"] * m["response_length/mean"], rel=1e-3, abs=1e-6
         )
         if step > 3:
-            beta *= 1 + min(max(m["actor/reward_kl_penalty"] / 0.05 - 1, -0.2), 0.2) * 64 / 640
+            beta *= 1 + min(max(m["actor/reward_kl_penalty"] / 0.05 - 1, -0.2), 0.2) * 64 / 10_000
     assert steps[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)  # the actor is the reference
     assert steps[9]["actor/reward_kl_penalty"] > 0.01
 

@@ -83,6 +83,39 @@ def test_gptq_over_several_blocks():
     assert loss(rounded) < 0.5 * loss(plain.flatten(1))
 
 
+def test_awq_by_hand():
+    """Scale 1 (7.5 becomes 7): .4 becomes 0, and 8 times .4 becomes 3, the weight of an input of size 10."""
+    weight, hessian = torch.tensor([[7.5, 0.4]]), torch.diag(torch.tensor([1.0, 100]))
+    error = lambda scale: quantize.scaled_error(weight, torch.tensor(scale), hessian, four_bits(2))
+    assert error([1.0, 1.0]) == pytest.approx(0.5**2 + 0.4**2 * 100)
+    assert error([1.0, 8.0]) == pytest.approx(0.5**2 + 0.025**2 * 100)
+
+
+# what is changed: up_proj is also the source of down_proj. Gemma's norms add 1 to their weight; the norm
+# before experts has their router as another reader
+AWQ = dict(llama="q k v gate up down", gemma2="up down", glm4_moe="q k v up down")
+
+
+@pytest.mark.parametrize("family", AWQ)
+def test_awq_scales_what_may_be_scaled_and_changes_no_output(family, monkeypatch):
+    torch.manual_seed(0)
+    lm, args = families.build(family).eval(), four_bits(32)
+    linears = dict(quantize.match_named_modules(lm, ["Linear"], ("lm_head",)))
+    for linear in linears.values():
+        linear.weight.data *= 4
+    texts = [(torch.randint(2, 100, (1, 12)), None) for _ in range(3)]
+    old = {name: linear.weight.clone() for name, linear in linears.items()}
+    monkeypatch.setattr(quantize, "gptq", lambda weight, *_: (weight.data, None))  # no rounding
+    monkeypatch.setattr(quantize, "scaled_error", lambda weight, scale, *_: -scale.max().item())
+    with torch.no_grad():
+        before = lm(texts[0][0]).logits
+        quantize.round_layers(lm, linears, texts, args, "awq")
+        torch.testing.assert_close(lm(texts[0][0]).logits, before, atol=1e-4, rtol=1e-3)
+    scaled = [name for name, linear in linears.items() if not torch.equal(linear.weight, old[name])]
+    last = [name.rpartition(".")[2].removesuffix("_proj") for name in scaled if "layers.1." in name]
+    assert last == AWQ[family].split()
+
+
 @pytest.mark.parametrize("family", ("qwen3_next", "falcon_h1", "mamba"))
 def test_layers_of_other_families(family):
     """Mixed layers, layers that return a tuple; mamba reads a weight without calling its layer: one line."""
@@ -136,16 +169,22 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, caps
     """
     data = dict(calibration=str(arithmetic / "train.parquet"), calibration_rows=16)
     true, bounds = logps(AutoModelForCausalLM.from_pretrained(model)), dict(w8a8=0.1, w4a16=0.6, fp8=0.3)
-    for scheme, bound in bounds.items():
-        more = dict(scheme=scheme, held_out=str(arithmetic / "val.parquet")) | (
-            data if scheme != "fp8" else {}
-        )
-        quantize.main(quantize.Args(str(model), str(tmp_path / scheme), **more))
+    for name, bound, more in [
+        ("w8a8", bounds["w8a8"], data),
+        ("w4a16", bounds["w4a16"], data | dict(scheme="w4a16")),
+        ("awq", bounds["w4a16"], data | dict(scheme="w4a16", method="awq")),
+        ("fp8", bounds["fp8"], dict(scheme="fp8")),
+    ]:
+        held_out = str(arithmetic / "val.parquet")
+        quantize.main(quantize.Args(str(model), str(tmp_path / name), held_out=held_out, **more))
         mb, loss = capsys.readouterr().out.rstrip().split("; ")[1].split(", ")
         (before, after), (large, small) = ([float(x) for x in y.split()[1::2]] for y in (loss, mb))
         assert abs(before - after) < bound and small < large
-        assert '"temperature": 0.9' in (tmp_path / scheme / "generation_config.json").read_text()
-        assert len({file.stat().st_mode for file in (tmp_path / scheme).iterdir()}) == 1
+        assert '"temperature": 0.9' in (tmp_path / name / "generation_config.json").read_text()
+        assert len({file.stat().st_mode for file in (tmp_path / name).iterdir()}) == 1
+    assert (logps(AutoModelForCausalLM.from_pretrained(tmp_path / "awq")) - true).abs().mean() < bounds[
+        "w4a16"
+    ]
     paths = tmp_path / "w8a8", tmp_path / "w4a16"
     done = run("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{LOADED}", *paths)
     theirs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("logps")]
@@ -178,13 +217,17 @@ def test_errors_are_one_line(model, arithmetic, tmp_path):
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(odd)
     AutoTokenizer.from_pretrained(model).save_pretrained(odd)
     families.write("mixtral", tmp_path / "experts")
+    families.write("gemma3", tmp_path / "tower")
     for source, path, more, part in [
         (model, odd, {}, "exists: choose another"),
         (tmp_path / "experts", out, {}, "mlp.experts.gate_up_proj holds several experts in one weight"),
+        (tmp_path / "tower", out, {}, "(gemma3) has more than a language model: not supported"),
         (model, out, dict(ignore=()), "lm_head shares its weight with the embedding"),
         (odd, out, dict(scheme="w4a16"), "8 inputs, no multiple of 128, 64 or 32"),
         (model, out, dict(calibration=train, max_length=4), "row 0 has"),
         (model, out, dict(calibration=train, scheme="fp8"), "--calibration"),
+        (model, out, dict(calibration=train, method="awq"), "--method awq needs --scheme w4a16"),
+        (model, out, dict(scheme="w4a16", method="awq"), "--method awq needs --scheme w4a16"),
         (tmp_path, out, {}, "config.json"),
         (model, out, dict(held_out=train, response_key=None), "no row has a turn of the assistant"),
     ]:

@@ -33,6 +33,7 @@ WAYS = {
     "w8a8, GPTQ": "--scheme w8a8 --calibration {}",
     "w4a16": "--scheme w4a16",
     "w4a16, GPTQ": "--scheme w4a16 --calibration {}",
+    "w4a16, AWQ": "--scheme w4a16 --calibration {} --method awq",
 }
 
 

@@ -3,7 +3,7 @@
     python benchmarks/experiments/sums.py  # the random model
     python benchmarks/experiments/vapo.py      # three quarters of an hour on one core
 
-Every run begins from one SFT model. Writes runs/vapo: results.json, vapo.png, a run directory each; what is
+Every run begins from one SFT model. Writes runs/vapo: results.json, curves.png, a run directory each; what is
 there already is not run again.
 """
 
@@ -64,25 +64,26 @@ def stage(out, script, *flags, directory="--output_dir"):
     return out
 
 
-def plot(runs, path):
+def plot(runs, outs_of, path):
     """Mean over the seeds, and the range of the first and of the last."""
     figure, panels = plt.subplots(1, len(KEYS), figsize=(16, 4.5), layout="constrained")
     for axes, (title, key) in zip(panels, KEYS.items()):
-        for name, outs in runs.items():
+        for name, outs in outs_of.items():
             curves = [curve(out, key) for out in outs]
-            steps = np.array(curves[0][0]) - WARM_UP * ("critic_warmup" in RUNS[name])
+            steps = np.array(curves[0][0]) - WARM_UP * ("critic_warmup" in runs[name])
             values = np.array([values for _, values in curves])
             [line] = axes.plot(steps, values.mean(0), label=name, lw=1 if name[0] == "+" else 2)
             if name[0] != "+":
                 axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.1)
         axes.set(xlabel="step of the actor; below 0 of the critic alone", title=title)
     axes.legend(fontsize=8)
-    figure.suptitle(f"Sums of 2 to 7 numbers: mean of {len(outs)} seeds; of PPO and VAPO their range")
+    figure.suptitle(f"Sums of 2 to 7 numbers: mean of {len(outs)} seeds; thick lines have their range")
     figure.savefig(path, dpi=100)
 
 
-def main():
-    args, runs = tyro.cli(Args), {}
+def compare(args, runs):
+    """Run PPO with the flags of each of `runs` from one SFT model; a table, a plot and a JSON file."""
+    outs_of = {}
     out, chain = args.output_dir, "--operation chain --digits 1 --terms 7".split()
     data = stage(out / "data", "data_prep/arithmetic.py", *chain, directory="--local_save_dir")
     files = "--train_files", data / "train.parquet", "--val_files"
@@ -90,14 +91,14 @@ def main():
     sft = stage(out / "sft", "algos/sft.py", *flags)
     files = "--model", sft / "checkpoints/latest/hf", *files, data / "test.parquet"
     for seed in args.seeds:
-        for number, (name, more) in enumerate(RUNS.items()):
+        for number, (name, more) in enumerate(runs.items()):
             steps = STEPS + WARM_UP * ("critic_warmup" in more)
             flags = f"{PPO} {more} --seed {seed} --total_steps {steps}".split()
             done = stage(out / f"ppo_{number}_{seed}", "algos/ppo.py", *files, *flags)
-            runs.setdefault(name, []).append(done)
-    plot(runs, out / "vapo.png")
+            outs_of.setdefault(name, []).append(done)
+    plot(runs, outs_of, out / "curves.png")
     table, results = Table("", *(f"seed {x}" for x in args.seeds), "mean", "sd", *[*KEYS][1:]), {}
-    for name, outs in runs.items():
+    for name, outs in outs_of.items():
         ends = [[curve(out, key)[1][-10:] for out in outs] for key in KEYS.values()]  # 10 steps
         last, score, explained = [x[-1] for x in ends[0]], np.mean(ends[1]), np.mean(ends[2])
         results[name] = dict(held_out=last, score=score, explained=explained)
@@ -108,4 +109,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    compare(tyro.cli(Args), RUNS)

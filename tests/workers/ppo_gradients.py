@@ -1,4 +1,4 @@
-"""PPO on fixed rows, on one rank or two: MODEL CRITIC REWARD_MODEL OUT.
+"""PPO on fixed rows, on one rank or two: MODEL CRITIC CRITIC_OF_QUANTILES REWARD_MODEL OUT.
 
 Writes the gradients of both updates, for many ways to split the same work, and clipped ones; results of
 the reward model; how a critic learns a fixed batch; what is in a checkpoint that two ranks write and one
@@ -70,7 +70,7 @@ def prepare(policy, critic, args, kl_coef=0.2, moved=0.0):
     mini_batches, own_rows, _ = ppo.deal(rows, policy.shares and critic.shares, args)
     ppo.store_logps(critic, mini_batches, "value_t", args)
     for row in own_rows:
-        row["value_t"] = row["value_t"] + moved * (-1.0) ** torch.arange(row["length"])
+        row["value_t"] = row["value_t"] + moved * (-1.0) ** torch.arange(row["length"])[:, None]
     step_nt = ppo.advantages(own_rows, kl_coef, args)
     for row, adv_t, return_t in zip(own_rows, step_nt["adv_nt"], step_nt["return_nt"], strict=True):
         row["adv_t"], row["return_t"] = adv_t[: row["length"]], return_t[: row["length"]]
@@ -94,11 +94,12 @@ def naive(lm, critic, args):
     for row in rows:
         ids, n = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["response_ids"])
         hidden = critic.model(input_ids=ids).last_hidden_state[0, -n - 1 : -1]
-        values.append(critic.score(hidden)[:, 0])
-        old_values.append(values[-1].detach() + MOVED * torch.tensor([(-1.0) ** t for t in range(n)]))
-        scored, lam = (row["reward"]["score"], old_values[-1], args.gamma), 1 - 1 / (args.lam_alpha * n)
-        advs.append(plain_gae(*scored, max(lam, 0)))
-        returns.append(plain_gae(*scored, args.critic_lam) + old_values[-1])
+        values.append(critic.score(hidden))
+        old_values.append(values[-1].detach() + MOVED * torch.tensor([[(-1.0) ** t] for t in range(n)]))
+        mean, spread = old_values[-1].mean(1), [*old_values[-1].std(1, correction=0).tolist(), 0.0]
+        scored, lam = (row["reward"]["score"], mean, args.gamma), 1 - 1 / (args.lam_alpha * n)
+        advs.append(plain_gae(*scored, max(lam, 0)) + args.uncertainty_bonus * torch.tensor(spread[1:]))
+        returns.append(plain_gae(*scored, args.critic_lam) + mean)
     every, loss, value_loss = torch.cat(advs), 0.0, 0.0
     correct = [row["reward"].get("acc", row["reward"]["score"]) > 0 for row in rows]
     correct_tokens = sum(row["length"] for row, good in zip(rows, correct, strict=True) if good)
@@ -115,9 +116,12 @@ def naive(lm, critic, args):
         pg = torch.where(adv < 0, torch.minimum(pg, -3.0 * adv), pg) * 2.718281828**0.05
         loss = loss + (pg - 0.01 * entropy).sum() / len(every)
         loss = loss - 0.5 * good * logp.sum() / correct_tokens
-        clipped = torch.minimum(torch.maximum(value, old_value - 0.2), old_value + 0.2)
-        worst = torch.maximum((value - return_) ** 2, (clipped - return_) ** 2)
-        value_loss = value_loss + (worst / 2).sum() / len(every)
+        for i, (v, old) in enumerate(zip(value.unbind(1), old_value.unbind(1), strict=True)):
+            losses, tau = [], (i + 0.5) / args.value_quantiles
+            for x in (v, torch.minimum(torch.maximum(v, old - 0.2), old + 0.2)):
+                pinball = torch.maximum(tau * (return_ - x), (tau - 1) * (return_ - x))
+                losses.append(pinball if args.value_quantiles > 1 else (x - return_) ** 2 / 2)
+            value_loss = value_loss + torch.maximum(*losses).sum() / len(every) / args.value_quantiles
     loss.backward()
     value_loss.backward()
     return [[p.grad for p in trained(model)] for model in (lm, critic)]
@@ -215,15 +219,14 @@ def checkpoint(policy, critic, critic_optimizer, args):
 
     Of the actor, adapters: one rank starts with others.
     """
-    weight, optimizer = ppo.AdaptiveKL(0.1, 1.0, 7), torch.optim.AdamW(trained(policy), lr=1e-3)
+    optimizer = torch.optim.AdamW(trained(policy), lr=1e-3)
     models, optimizers = dict(hf=policy.lm, critic=critic.lm), [optimizer, critic_optimizer]
     if dist.get_world_size() == 2:
         mini_batches, _ = prepare(policy, critic, args)
         ppo.update(policy, optimizer, mini_batches, ppo.actor_loss, "actor", args)
-        weight.update(5.0, 1)
+        state = dict(step=7, kl_coef=ppo.adapt(0.1, 5.0, 1.0, 1, horizon=7))
         tokenizer = ppo.load_processor(args.model)
-        ppo.save_checkpoint(args, 7, models, optimizers, tokenizer, kl_coef=weight.value)
-        state = dict(step=7, kl_coef=weight.value)
+        ppo.save_checkpoint(args, 7, models, optimizers, tokenizer, kl_coef=state["kl_coef"])
     else:
         state = ppo.load_checkpoint(Path(args.output_dir) / "checkpoints/latest", models, optimizers)
     moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
@@ -231,7 +234,7 @@ def checkpoint(policy, critic, critic_optimizer, args):
     return dict(weights=weights, moments=moments, step=state["step"], kl_coef=state["kl_coef"])
 
 
-def main(model, critic_model, reward_model, out):
+def main(model, critic_model, quantile_critic, reward_model, out):
     device, mesh = ppo.setup_distributed(1)
     args = ppo.Args(model=model, train_files=(), output_dir=str(Path(out).parent), attn_implementation="sdpa")
     args = dataclasses.replace(args, critic_model=critic_model, reward_model=(reward_model,), grad_clip=1e9)
@@ -240,21 +243,27 @@ def main(model, critic_model, reward_model, out):
     )
     plain = dataclasses.replace(args, critic_model=None, reward_model=(), grad_clip=1.0)
     plain = dataclasses.replace(plain, lora_rank=4, seed=dist.get_world_size())
-    args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, use_kl_in_reward=True)
+    args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, kl_coef=0.2)
     args = dataclasses.replace(args, entropy_coeff=0.01, clip_ratio_low=0.1, clip_ratio_high=0.3)
     args = dataclasses.replace(args, cliprange_value=0.2, critic_lam=0.95, lam_alpha=0.2)
     args = dataclasses.replace(args, positive_nll_coef=0.5)
-    lora = dataclasses.replace(args, lora_rank=4)
+    lora = dataclasses.replace(args, lora_rank=4, critic_model=quantile_critic, value_quantiles=3)
+    lora = dataclasses.replace(lora, uncertainty_bonus=0.5)
     results = gradients(args, lora, mesh, device) | dict(scores=scores(args, mesh, device))
     policy, critic = load(plain, mesh, device)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
     results["explained"] = fit(policy, critic, optimizer, plain)
+    eight = dataclasses.replace(plain, value_quantiles=8)
+    other = ppo.load_critic(eight, mesh, device)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=3e-3)
+    results["explained_by_quantiles"] = fit(policy, other, other_optimizer, eight)
     results["checkpoint"] = checkpoint(policy, critic, optimizer, plain)
     if dist.get_world_size() == 1:
         for name, way in dict(naive=args, naive_lora=lora).items():
             lm = ppo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
             set_adapters(ppo.add_adapters(lm, way))
-            head = AutoModelForSequenceClassification.from_pretrained(critic_model, dtype=torch.float32)
+            of = way.critic_model
+            head = AutoModelForSequenceClassification.from_pretrained(of, dtype=torch.float32)
             results[name] = naive(lm, head, way)
     if dist.get_rank() == 0:
         torch.save(results, out)
