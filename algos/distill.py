@@ -121,7 +121,7 @@ class Args:
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
-    # FILE.py:NAME; rewards: the scorer of each row's data_source; none. They measure and do not train
+    # FILE.py:NAME; rewards: the scorer of each row's data_source; none. They only measure
     reward_fn: tuple[str, ...] = ("rewards",)
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
     reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
@@ -271,13 +271,13 @@ def show_teacher(args, rows, tokenizer):
             known |= dict(solution=others[0] if others else "", prompt=row["prompt"][-1]["content"])
             fit = [text for text in args.teacher_prompt if all(known[x] for x in FIELD.findall(text))]
             text = FIELD.sub(lambda field, known=known: str(known[field[1]]), fit[0] if fit else "{prompt}")
-            messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
-            messages = plain(messages, tokenizer)
+            messages = plain([*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)], tokenizer)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             shown = bool(fit) and len(ids) <= args.max_tokens_per_microbatch - args.max_response_length
             ids = ids if shown else row["prompt_ids"]
             row["teacher"] = dict(prompt_ids=ids, prompt_length=len(ids))
             row["mask_t"] &= shown
+            row["sampled"] |= dict(teacher_prompt_str=text if shown else None)
     return np.mean([row["mask_t"].any() for row in rows])
 
 
@@ -1382,11 +1382,10 @@ def check_teacher(args, tokenizer, rows):
         size, their_size = [config.get_text_config().vocab_size for config in configs]
         if args.kl == "full" and size != their_size:
             fail(f"--kl full: {size} logits of --model, {their_size} of --teacher: use --kl sampled")
-    lacking = sorted(rows.unique("data_source") - {*sources}) if sources else []
+    odd = sorted(rows.unique("data_source") ^ {*sources}) if sources else []
     uneven = (several or sources) and len(sources) != len(args.teacher)
-    same = os.path.realpath(args.teacher[0]) == os.path.realpath(args.model) and not (
-        args.lora_rank or several
-    )
+    paths = {os.path.realpath(name) for name in (args.model, *args.teacher)}
+    same = len(paths) == 1 and not (args.lora_rank or several)
     asked = args.lam < 1 or any("{answer}" in text for text in args.teacher_prompt)
     missing = [row["index"] for row in rows if asked and not row["extra_info"].get("answer")]
     alone = args.lam == 1 or args.kl == "full" and args.group_size == 1
@@ -1395,12 +1394,12 @@ def check_teacher(args, tokenizer, rows):
     empty += [text for text in templates if "{feedback}" in text and no_rule]
     problems = {
         f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1": not alone,
-        f"{len(missing)} rows have no extra_info.answer, the first is row {min(missing, default=0)}": missing,
+        f"{len(missing)} rows have no extra_info.answer, the first is {min(missing, default=0)}": missing,
         "--teacher_prompt: {solution} needs --group_size above 1, both it and {feedback} a rule": templates
         and {*templates} <= {*empty},
         "several --teacher need --kl sampled": several and args.kl == "full",
         f"{len(args.teacher)} --teacher and {len(sources)} --teacher_sources: give one for each": uneven,
-        f"--teacher_sources: no teacher for rows of {', '.join(lacking)}": lacking,
+        f"--teacher_sources: a data_source without a teacher or without rows: {', '.join(odd)}": odd,
         "--teacher_update_rate needs the --model as --teacher, no --lora_rank": follows and not same,
     }
     refuse(problems)

@@ -296,7 +296,7 @@ def advantages(rows, kl_coef, args):
     critic_lam = args.lam if args.critic_lam is None else args.critic_lam
     raw_adv_nt, _ = gae(reward_nt, value_nt, mask_nt, args.gamma, lam)
     _, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, critic_lam)  # eq: ppo.critic_lam
-    after_nt = nn.functional.pad(spread_nt * mask_nt, (0, 1))[:, 1:]  # before it: a baseline
+    after_nt = nn.functional.pad(spread_nt * mask_nt, (0, 1))[:, 1:]  # of the state after a token
     raw_adv_nt = raw_adv_nt + args.uncertainty_bonus * after_nt  # eq: ppo.uncertainty
     adv_nt = masked_whiten(raw_adv_nt, mask_nt)
     batch |= dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, adv_nt=adv_nt, return_nt=return_nt)

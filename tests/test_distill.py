@@ -176,6 +176,11 @@ def test_what_a_teacher_is_shown(monkeypatch):
     assert [row["mask_t"].tolist() for row in rows] == [[True, False]] * 5 + [[False, False]] * 2
     assert [row["teacher"]["prompt_length"] for row in rows] == [*map(len, shown)]
     assert rows[1]["prompt"][1]["content"] == "x0"  # the student's
+    assert [row["sampled"]["teacher_prompt_str"] for row in rows[3:6]] == [
+        "ok+x1",
+        "{prompt}\\boxed{}x1",
+        None,
+    ]
 
 
 def test_a_teacher_follows():
@@ -246,7 +251,7 @@ def test_the_share_of_the_student(refused, arithmetic, tmp_path):
     rows[3]["extra_info"]["answer"] = ""
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bare.parquet")
     line = refused("--lam", 0.5, train_files=tmp_path / "bare.parquet")
-    assert "1 rows have no extra_info.answer, the first is row 3" in line
+    assert "1 rows have no extra_info.answer, the first is 3" in line
     assert line in refused("--teacher_prompt", "{answer} {prompt}", train_files=tmp_path / "bare.parquet")
 
 
@@ -257,8 +262,9 @@ def test_teachers_that_do_not_fit(refused, tiny, tmp_path):
     assert "{solution} needs --group_size above 1" in line
     line = refused("--kl", "sampled", teacher=(tiny, other))
     assert "2 --teacher and 0 --teacher_sources: give one for each" in line
-    line = refused("--kl", "sampled", "--teacher_sources", "x", "y", teacher=(tiny, other))
-    assert "--teacher_sources: no teacher for rows of arithmetic" in line
+    for names, odd in ((("x", "y"), "arithmetic, x, y"), (("arithmetic", "y"), "y")):
+        line = refused("--kl", "sampled", "--teacher_sources", *names, teacher=(tiny, other))
+        assert line.endswith(f"--teacher_sources: a data_source without a teacher or without rows: {odd}")
     assert "--teacher_update_rate needs the --model" in refused("--teacher_update_rate", 0.5, teacher=other)
     assert "--teacher_update_rate needs the --model" in refused("--teacher_update_rate", 1, "--lora_rank", 4)
 
