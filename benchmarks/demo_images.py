@@ -93,7 +93,7 @@ def main():
     results = json.loads((out / "eval/results.json").read_text()).values()
     summary = {name: file["all"]["mean@1"] for name, file in zip(tests, results, strict=True)}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    table = Table("", "right", title="512 held-out pictures, greedy")
+    table = Table("", "accuracy", title="512 held-out pictures, greedy")
     for name, right in summary.items():
         table.add_row(name, f"{right:.1%}")
     Console().print(table)
