@@ -260,7 +260,7 @@ def value_loss(value_ntq, old_value_ntq, return_nt, clip):
     """max(d(V), d(clip(V, V_old - c, V_old + c))): V gains nothing by going further than c.
 
     One V is the mean: d = (R - V)^2 / 2. Q of them are quantiles, with tau from 1 / 2Q to 1 - 1 / 2Q:
-    d = (tau - [R < V]) (R - V) (1710.10044, 3.1). Returns loss_nt, and the share of the V that are clipped.
+    d = max(tau (R - V), (tau - 1) (R - V)) (1710.10044, 3.1). Returns loss_nt, and the share of clipped V.
     V = 2, V_old = 1, R = 2, c = 0.5: the clipped value 1.5 decides, loss 0.125, and no gradient.
     """
     quantiles, held_ntq = value_ntq.shape[-1], value_ntq.clamp(old_value_ntq - clip, old_value_ntq + clip)
@@ -268,7 +268,7 @@ def value_loss(value_ntq, old_value_ntq, return_nt, clip):
     plain_ntq, clip_ntq = error**2 / 2
     if quantiles > 1:
         tau_q = (torch.arange(quantiles, device=error.device) + 0.5) / quantiles
-        plain_ntq, clip_ntq = (tau_q - (error < 0).float()) * error  # eq: ppo.quantiles
+        plain_ntq, clip_ntq = torch.maximum(tau_q * error, (tau_q - 1) * error)  # eq: ppo.quantiles
     loss_nt = torch.maximum(plain_ntq, clip_ntq).mean(-1)  # eq: ppo.value_loss
     return loss_nt, (clip_ntq > plain_ntq).float().mean(-1)
 
@@ -286,7 +286,8 @@ def advantages(rows, kl_coef, args):
     batch = collate(rows, "cpu")
     mask_nt = batch["mask_nt"].bool()
     value_ntq = batch["value_nt"].reshape(*mask_nt.shape, args.value_quantiles)
-    value_nt, spread_nt = value_ntq.mean(-1), value_ntq.std(-1, correction=0)
+    value_nt = value_ntq.mean(-1)
+    spread_nt = (value_ntq - value_nt[..., None]).square().mean(-1).sqrt()
     score_n = torch.tensor([row["reward"]["score"] for row in rows])
     kl_nt = torch.zeros(mask_nt.shape)
     if args.kl_coef:
@@ -296,7 +297,7 @@ def advantages(rows, kl_coef, args):
     critic_lam = args.lam if args.critic_lam is None else args.critic_lam
     raw_adv_nt, _ = gae(reward_nt, value_nt, mask_nt, args.gamma, lam)
     _, return_nt = gae(reward_nt, value_nt, mask_nt, args.gamma, critic_lam)  # eq: ppo.critic_lam
-    after_nt = nn.functional.pad(spread_nt * mask_nt, (0, 1))[:, 1:]  # of the state after a token
+    after_nt = nn.functional.pad(spread_nt, (0, 1))[:, 1:]  # of the state after a token
     raw_adv_nt = raw_adv_nt + args.uncertainty_bonus * after_nt  # eq: ppo.uncertainty
     adv_nt = masked_whiten(raw_adv_nt, mask_nt)
     batch |= dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, adv_nt=adv_nt, return_nt=return_nt)
@@ -366,7 +367,7 @@ def main(args):
     values = [p for p in critic.parameters() if p.requires_grad]
     critic_optimizer = adamw(values, lr=args.critic_lr, weight_decay=args.weight_decay)
     state = load_checkpoint(resume_from, trained, [optimizer, critic_optimizer])
-    kl_coef = state["kl_coef"] if args.kl_target and state["step"] else args.kl_coef
+    kl_coef = args.kl_target and state.get("kl_coef") or args.kl_coef
     if args.offload:  # critic and reward models are on the GPU only while they are used
         move("cpu", [critic, *reward_models], critic_optimizer)
     log = Logger(args, state["step"], total_steps)
@@ -1500,8 +1501,7 @@ def critic_metrics(rows, step_nt, args):
     """Rewards, advantages, returns and values of a step, and how much of the returns the values explain."""
     names, metrics = ("kl_nt", "adv_nt", "return_nt", "value_nt", "spread_nt"), {}
     kl, adv, returns, values, spread = (step_nt[name][step_nt["mask_nt"]] for name in names)
-    rewards = step_nt["reward_nt"].sum(-1)
-    columns = dict(rewards=rewards, advantages=adv, returns=returns, values=values)
+    columns = dict(rewards=step_nt["reward_nt"].sum(-1), advantages=adv, returns=returns, values=values)
     for name, x in (columns | dict(values_std=spread)).items():
         mean, _, top, bottom = moments(x)
         metrics |= {f"critic/{name}/mean": mean, f"critic/{name}/max": top, f"critic/{name}/min": bottom}

@@ -10,6 +10,7 @@ Docs: docs/guides/export-quantize.md
 """
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -137,14 +138,14 @@ def awq(block, inside, sums, states, run, args):
     """Scale inputs of linear layers before they are rounded, and what makes these inputs the other way (3.2).
 
     The scales are the inputs' root mean squares to the power with the least error. A source stays as it is if
-    twice and half its scale change the layer: its output has another reader, or a norm adds 1 to its weight.
+    scales of 1 and 2 in turn change the layer: it has another reader, or is a norm that adds 1 to its weight.
     """
     for source, names in sources(block, inside, states, run):
         hessian, weights = sums[names[0]], [inside[name].weight for name in names]
-        before = run(states[:1])[0]
-        rescale(source, weights, 2.0)  # exact: what is equal has equal bits
+        before, probe = run(states[:1])[0], 2.0 ** (torch.arange(len(hessian)) % 2)
+        rescale(source, weights, probe)  # exact: what is equal has equal bits
         equal = torch.equal(run(states[:1])[0], before)
-        rescale(source, weights, 0.5)
+        rescale(source, weights, 1 / probe)
         if equal:
             size = (hessian.diagonal() / hessian.diagonal().mean()).sqrt().clamp(min=1e-4)
             tried = [size ** (i / 20) for i in range(20)]
@@ -153,7 +154,7 @@ def awq(block, inside, sums, states, run, args):
 
 
 def rescale(source, weights, scale):
-    """Divide what a layer makes by `scale`, a number or one for each channel, and multiply what reads it."""
+    """Divide what a layer makes by `scale` [channels], and multiply the weights of what reads it."""
     for x in source.parameters():
         x.data = (x.data.t() / scale).t().to(x.dtype)
     for weight in weights:
@@ -276,6 +277,9 @@ def quantize(lm, tokenizer, args, output):
     preset = {"w8a8": "W8A8", "w4a16": "W4A16", "fp8": "FP8_DYNAMIC"}[args.scheme]
     scheme = preset_name_to_scheme(preset, ["Linear"])
     linears = dict(match_named_modules(lm, ["Linear"], args.ignore))
+    for name in args.ignore:
+        if name != "lm_head" and not any(match_named_modules(lm, [name])):
+            raise ValueError(f"--ignore {name}: no layer of the model has that name, or matches re:PATTERN")
     fused = [name for name, weight in lm.named_parameters() if "experts" in name and weight.dim() == 3]
     if fused:
         raise ValueError(f"{fused[0]} holds several experts in one weight, which is not supported")
@@ -331,7 +335,7 @@ def main(args):
         with replacing(args.output) as new:
             tokenizer.save_pretrained(new)
             done = quantize(lm, tokenizer, args, new)
-    except (ValueError, OSError, SafetensorError, jinja2.TemplateError) as error:
+    except (ValueError, OSError, SafetensorError, jinja2.TemplateError, re.error) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     print(f"{args.output}: {done}")
 

@@ -8,6 +8,7 @@ from conftest import ROOT, load_weights, metrics, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, quantize, rm, sft
+from data_prep.lib.images import auto_class
 from data_prep.lib.towers import dequantised
 from tests import families
 
@@ -56,6 +57,8 @@ def test_what_quantize_py_writes_is_trained_again(scheme, error, mesh, tmp_path)
     weights = dict(grpo.whole_weights(policy.lm, torch.float32))
     for name, x in load_weights(tmp_path / "whole").items():
         assert (weights[name] - x).norm() < error * x.norm(), name
+    with pytest.raises(SystemExit, match="to which no head for scores is added"):  # a critic
+        auto_class(AutoConfig.from_pretrained(tmp_path / scheme), scores=True)
 
 
 @pytest.mark.parametrize("rank", (0, 1))

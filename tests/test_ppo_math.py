@@ -93,7 +93,7 @@ def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeyp
 
     A bonus of 2 adds twice the deviation after a token: 0 after the first, or .5 if the two are swapped.
     """
-    monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
+    monkeypatch.setattr(ppo, "all_reduce", lambda sums, _=None: sums)
     values = [[0.0, 1.0], [0.5, 0.5]], [[0.0, 2.0]]
     rows = [
         dict(mask_t=np.ones(len(x), bool), value_t=f64(*x), reward=dict(score=score))
@@ -113,6 +113,8 @@ def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeyp
         adv, mask_nt = torch.tensor(adv), step_nt["mask_nt"]
         assert torch.allclose(step_nt["adv_nt"][mask_nt].float(), (adv - adv.mean()) / adv.std())
         assert step_nt["return_nt"][mask_nt].tolist() == [1, 1, 0]  # the critic learns no bonus
+        found = ppo.critic_metrics(rows, step_nt, SimpleNamespace(reward_model=()))
+        assert [found[f"critic/values_std/{x}"] for x in ("mean", "max", "min")] == [0.5, 1, 0]
 
 
 def test_nll_weights():
@@ -162,6 +164,13 @@ def test_quantile_loss():
     assert clipped_nt.item() == pytest.approx(1 / 3)
     loss_nt.sum().backward()
     assert value_ntq.grad.flatten().tolist() == pytest.approx([5 / 18, -1 / 6, 0])
+
+
+def test_a_correct_value_does_not_move():
+    """Quantiles at the return, as those of a new head where all scores are 0, spread around it."""
+    value_ntq = torch.zeros(1, 1, 4, requires_grad=True)
+    ppo.value_loss(value_ntq, torch.zeros(1, 1, 4), torch.zeros(1, 1), 0.5)[0].sum().backward()
+    assert (4 * value_ntq.grad).flatten().tolist() == [0.375, 0.125, -0.125, -0.375]
 
 
 def test_quantiles_of_samples():

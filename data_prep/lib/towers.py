@@ -143,6 +143,10 @@ def score_text(lm, *inputs, **options):
 
 def auto_classifier(config):
     """AutoModelForSequenceClassification, which also knows wrapped models that transformers leaves out."""
+    method = getattr(dequantised(config).get("quantization_config"), "quant_method", None)
+    if method == "compressed-tensors" and "SequenceClassification" not in str(config.architectures):
+        problem = f"{config.name_or_path} has weights in {method}, to which no head for scores is added"
+        fail(f"{problem}: take the checkpoint that it was made of, in bfloat16")
     known, kind = AutoModelForSequenceClassification._model_mapping, type(config)
     if wrapped(config) and known.get(kind, None) is None:
         base = AutoModel._model_mapping[kind]
