@@ -62,6 +62,7 @@ def stop():
     while not (out / "run/metrics.jsonl").exists():
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 threading.Thread(target=stop, daemon=True).start()
 Stages(out, 1).run("train", "train", script, "--output_dir", out / "run", "--total_steps", 3)
 """
