@@ -168,14 +168,14 @@ def scaled_error(weight, scale, hessian, args):
 
 
 def sources(block, inside, states, run):
-    """Norms and the `up_proj` of each `down_proj`, with the names of the linear layers that read them."""
+    """What makes inputs of linear layers, as a norm or `up_proj`, with the names of those that read it."""
     calls = {}
     hooks = [m.register_forward_hook(lambda m, *call: calls.update({m: call})) for m in block.modules()]
     run(states[:1])
     for hook in hooks:
         hook.remove()
-    norms = [m for m in calls if getattr(m, "weight", None) is not None and m.weight.dim() == 1]
-    found = [(m, [n for n, linear in inside.items() if calls[linear][0][0] is calls[m][1]]) for m in norms]
+    inputs = {name: calls[linear][0][0] for name, linear in inside.items()}
+    found = [(m, [name for name, x in inputs.items() if x is out]) for m, (_, out) in calls.items()]
     ups = {name.replace("down_proj", "up_proj"): name for name in inside if name.endswith("down_proj")}
     return [x for x in found if x[1]] + [(inside[up], [ups[up]]) for up in ups if up in inside]
 
@@ -234,11 +234,14 @@ def round_layers(lm, linears, texts, args, method="gptq"):
         inside = {name: m for name, m in linears.items() if name.startswith(f"{prefix}.")}
         sums = {name: torch.zeros(m.in_features, m.in_features) for name, m in inside.items()}
         hooks = [m.register_forward_pre_hook(partial(add_product, sums[name])) for name, m in inside.items()]
-        run = partial(run_block, block, [options[prefix] for options in given])
+
+        def run(states, block=block, name=prefix):
+            outputs = [block(x, **options[name]) for x, options in zip(states, given)]
+            return [x[0] if isinstance(x, tuple) else x for x in outputs]
+
         run(states)
         if unseen := [name for name, total in sums.items() if not total.any()]:
-            mend = "leave it out by --ignore, or --calibration"
-            raise ValueError(f"{unseen[0]}: no calibration row reaches it as a layer, {mend}")
+            raise ValueError(f"{unseen[0]}: no calibration row reaches it as a layer, so --ignore it")
         for hook in hooks:
             hook.remove()
         if method == "awq":
@@ -248,12 +251,6 @@ def round_layers(lm, linears, texts, args, method="gptq"):
             linear.weight.data, scales[name] = gptq(linear.weight, sums.pop(name), args)
         states = run(states)  # the next layer sees what the rounded one makes
     return scales | {n: nearest(m.weight, args) for n, m in linears.items() if n not in scales}
-
-
-def run_block(block, given, states):
-    """The states [1, L, H] after a layer; given: what else it is given for each."""
-    outputs = [block(x, **options) for x, options in zip(states, given)]
-    return [x[0] if isinstance(x, tuple) else x for x in outputs]
 
 
 def add_product(total, _, inputs):
