@@ -427,8 +427,7 @@ def main(args):
             with timed(timing, "ref"), without_adapters(reference.lm):
                 store_logps(reference, mini_batches, "ref_logp_t", args)
         # ---- update
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = learning_rate(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
         metrics |= check_sampler(policy, own_rows, args, step)
@@ -444,7 +443,7 @@ def main(args):
         metrics |= turn_metrics(rows)
         metrics |= {
             "critic/advantages/zero": (adv_n == 0).double().mean().item(),
-            "actor/lr": learning_rate(args, step, total_steps),
+            "actor/lr": optimizer.param_groups[0]["lr"],
             "actor/kl_coef": args.kl_loss_coef * args.use_kl_loss,
             "training/global_step": step,
             "training/epoch": epoch,

@@ -394,8 +394,7 @@ def main(args):
             with timed(timing, "old_log_prob"):
                 store_logps(policy, mini_batches, "old_logp_t", args)
         # ---- update
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = learning_rate(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
         metrics |= check_sampler(policy, own_rows, args, step)
@@ -410,7 +409,7 @@ def main(args):
         metrics |= step_metrics(rows, load, policy, timing, args, sampled=sampled)
         metrics |= stats("critic/rewards", reward_n) | stats("critic/advantages", adv_n)
         metrics |= {
-            "actor/lr": learning_rate(args, step, total_steps),
+            "actor/lr": optimizer.param_groups[0]["lr"],
             "dapo/gen_batches": gen_batches,
             "dapo/dropped_all_right": all_correct,
             "dapo/dropped_all_wrong": all_wrong,

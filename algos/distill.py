@@ -395,8 +395,7 @@ def main(args):
             with timed(timing, "ref"):
                 ask_teachers(args, teachers, mini_batches)
         # ---- update
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = learning_rate(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = learning_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
             if args.teacher_update_rate:
@@ -411,7 +410,7 @@ def main(args):
         timing["step"] = time.perf_counter() - begin
         metrics |= step_metrics(rows, load, policy, timing, args)
         metrics |= {
-            "actor/lr": learning_rate(args, step, total_steps),
+            "actor/lr": optimizer.param_groups[0]["lr"],
             "training/taught": shown,
             "training/global_step": step,
             "training/epoch": epoch,

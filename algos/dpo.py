@@ -352,8 +352,7 @@ def main(args):
         numbers = order_of(epoch)[number * args.train_batch_size :][: args.train_batch_size]
         [rows] = in_steps(train_rows, numbers, args, reference=reference)
         # ---- update
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = scheduled_rate(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = scheduled_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args)
         # ---- validation
@@ -368,7 +367,7 @@ def main(args):
         lengths = [len(text["prompt_ids"]) + len(text["response_ids"]) for text in responses(rows)]
         metrics |= speed_metrics(lengths, policy, timing, args)
         metrics |= {
-            "train/lr": scheduled_rate(args, step, total_steps),
+            "train/lr": optimizer.param_groups[0]["lr"],
             "training/global_step": step,
             "training/epoch": epoch,
         }

@@ -268,8 +268,7 @@ def main(args):
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         rows = [train_rows[i] for i in order[number * args.train_batch_size :][: args.train_batch_size]]
         # ---- update
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = scheduled_rate(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = scheduled_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args)
         # ---- validation
@@ -283,7 +282,7 @@ def main(args):
         lengths = [len(row[name]) for row in rows for name in ("chosen_ids", "rejected_ids")]
         metrics |= speed_metrics(lengths, policy, timing, args)
         metrics |= {
-            "train/lr": scheduled_rate(args, step, total_steps),
+            "train/lr": optimizer.param_groups[0]["lr"],
             "training/global_step": step,
             "training/epoch": epoch,
         }

@@ -30,14 +30,14 @@ MANIFEST = {
 OWN = {"main", "advantages", "actor_loss", "update_actor", "micro_batches", "check_args"}
 OWN |= {"update", "evaluate", "load_policy", "load_data", "check_model", "check_layout"}
 LIMITS = {  # of a trainer: lines above the banner "The system", lines in all, flags; limits do not rise
-    "grpo.py": (393, 1352, 60),
-    "dapo.py": (445, 1581, 60),
+    "grpo.py": (391, 1351, 60),
+    "dapo.py": (443, 1580, 60),
     "ppo.py": (473, 1527, 67),
-    "sft.py": (310, 1337, 45),
-    "rm.py": (302, 849, 45),
-    "dpo.py": (387, 1103, 45),
-    "agent.py": (465, 1520, 65),
-    "distill.py": (432, 1425, 60),
+    "sft.py": (308, 1336, 45),
+    "rm.py": (300, 848, 45),
+    "dpo.py": (385, 1102, 45),
+    "agent.py": (464, 1519, 65),
+    "distill.py": (431, 1423, 60),
 }
 REGION = re.compile(r"^# region ([\w -]+)\n(.*?)^# endregion\n", re.M | re.S)
 
