@@ -148,6 +148,7 @@ class Taught(Tracked):
     reward_model: tuple = ()
     critic_model: str | None = None
     teacher_update_rate: float = 0.1
+    value_quantiles: int = 1
 
 
 def test_links_to_models_are_followed(tmp_path):
@@ -160,11 +161,13 @@ def test_links_to_models_are_followed(tmp_path):
     assert args.critic_model == str(tmp_path / "model") and args.reward_model == ()
 
 
-def test_a_run_resumes_with_its_teacher(tmp_path):
-    (tmp_path / "args.json").write_text('{"teacher_update_rate": 0.1}')
+def test_a_run_resumes_with_its_teacher_and_its_critic(tmp_path):
+    (tmp_path / "args.json").write_text('{"teacher_update_rate": 0.1, "value_quantiles": 1}')
     assert open_run(Taught(str(tmp_path))) is None
     with pytest.raises(SystemExit, match=r"\(--teacher_update_rate 0.1 there, 0.0 now\)"):
         open_run(Taught(str(tmp_path), teacher_update_rate=0.0))
+    with pytest.raises(SystemExit, match=r"\(--value_quantiles 1 there, 8 now\)"):
+        open_run(Taught(str(tmp_path), value_quantiles=8))
 
 
 def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
