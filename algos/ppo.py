@@ -193,7 +193,7 @@ def adaptive_lam(mask_nt, alpha):
 
 
 def masked_whiten(x_nt, mask_nt):
-    """Zero mean and unit variance (unbiased) over the tokens of all ranks, 0 elsewhere: 1 3 -> -0.71 0.71."""
+    """Zero mean, unit variance (unbiased) over the mask, all ranks; 0 elsewhere: 1 3 -> -0.71 0.71."""
     mask_nt = mask_nt.to(x_nt)
     total, tokens = all_reduce([(x_nt * mask_nt).sum().item(), mask_nt.sum().item()])
     centred_nt = (x_nt - total / tokens) * mask_nt

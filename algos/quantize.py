@@ -168,14 +168,15 @@ def scaled_error(weight, scale, hessian, args):
 
 
 def sources(block, inside, states, run):
-    """What makes inputs of linear layers, as a norm or `up_proj`, with the names of those that read it."""
+    """Norms and the `up_proj` of each `down_proj`, with the names of the linear layers that read them."""
     calls = {}
     hooks = [m.register_forward_hook(lambda m, *call: calls.update({m: call})) for m in block.modules()]
     run(states[:1])
     for hook in hooks:
         hook.remove()
+    norms = [m for m in calls if getattr(m, "weight", None) is not None and m.weight.dim() == 1]
     inputs = {name: calls[linear][0][0] for name, linear in inside.items()}
-    found = [(m, [name for name, x in inputs.items() if x is out]) for m, (_, out) in calls.items()]
+    found = [(m, [name for name, x in inputs.items() if x is calls[m][1]]) for m in norms]
     ups = {name.replace("down_proj", "up_proj"): name for name in inside if name.endswith("down_proj")}
     return [x for x in found if x[1]] + [(inside[up], [ups[up]]) for up in ups if up in inside]
 

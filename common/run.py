@@ -63,7 +63,7 @@ def open_run(args):
         return None
     if checkpoint != latest and not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    with suppress(OSError, ValueError):  # a damaged checkpoint is refused when it is loaded
+    with suppress(OSError, ValueError):  # what is damaged, checkpoint or model, is refused when it is loaded
         saved = json.loads((checkpoint / "trainer_state.json").read_text()).get("digests", {})
         for flag, digest in digests(args).items():
             if saved.get(flag, digest) != digest:

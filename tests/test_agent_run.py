@@ -35,7 +35,7 @@ def flags(model, arithmetic):
         sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --total_steps 4 --save_freq 2"
         sizes += " --max_prompt_length 16 --max_response_length 96 --max_tokens_per_microbatch 500"
         rest = "--lr 3e-3 --test_freq 2 --rollout_dump --keep_checkpoints 0 --env_timeout_s 20"
-        rest += " --echo_coef 0.05"
+        rest += " --echo_coef 0.05 --warmup_steps 2"
         return ["--model", model, "--output_dir", out, *files, *talk, *sizes.split(), *rest.split(), *more]
 
     return flags
@@ -56,6 +56,7 @@ def weights(out):
 def test_it_runs_and_reports(straight, model):
     steps = metrics(straight)
     assert list(steps) == [0, 1, 2, 3, 4]
+    assert [steps[step]["actor/lr"] for step in range(1, 5)] == [1.5e-3, 3e-3, 3e-3, 3e-3]  # of the optimizer
     assert all(math.isfinite(value) for m in steps.values() for value in m.values())
     assert not {name for m in steps.values() for name in m if not documented(name)}
     assert (

@@ -274,6 +274,7 @@ def flags(tiny, teacher, arithmetic, out, *more):
     files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
     sizes = "--train_batch_size 16 --ppo_mini_batch_size 8 --max_prompt_length 16 --max_response_length 12"
     rest = "--lr 1e-2 --total_steps 4 --save_freq 2 --test_freq 0 --keep_checkpoints 0 --rollout_dump"
+    rest += " --lr_schedule linear"
     files = "--model", tiny, "--teacher", teacher, "--output_dir", out, *files
     return [*files, *sizes.split(), *rest.split(), *more]
 
@@ -295,6 +296,7 @@ def test_resumed_equals_straight(tiny, arithmetic, tmp_path, itself):
     run(script, *flags(tiny, teacher, arithmetic, out, *more))
     steps = metrics(out)
     assert list(steps) == [0, 1, 2, 3, 4]
+    assert [steps[step]["actor/lr"] for step in range(1, 5)] == [1e-2, 7.5e-3, 5e-3, 2.5e-3]  # of the optimizer
     assert all(math.isfinite(x) for m in steps.values() for x in m.values())
     assert not {name for m in steps.values() for name in m if not documented(name)}
     assert itself or steps[4]["actor/teacher_kl"] < steps[1]["actor/teacher_kl"]

@@ -221,6 +221,7 @@ def test_the_first_step_is_at_the_reference(straight):
 def test_it_learns(straight, tiny):
     by_step = metrics(straight)
     assert list(by_step) == list(range(STEPS + 1))
+    assert by_step[2]["train/lr"] == 3e-3 and by_step[1]["train/lr"] == 1.5e-3 > by_step[STEPS]["train/lr"]
     assert by_step[STEPS]["train/loss"] < by_step[1]["train/loss"] - 0.02
     assert by_step[STEPS]["val/loss"] < by_step[4]["val/loss"] < by_step[0]["val/loss"]
     assert by_step[STEPS]["val/rewards/accuracies"] > 0.8

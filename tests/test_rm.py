@@ -223,6 +223,7 @@ def losses(out):
 def test_it_learns(straight, tiny):
     by_step = metrics(straight)
     assert list(by_step) == list(range(STEPS + 1))
+    assert by_step[2]["train/lr"] == 3e-3 and by_step[1]["train/lr"] == 1.5e-3 > by_step[STEPS]["train/lr"]
     assert by_step[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6) and by_step[0]["val/margin"] == 0
     assert by_step[STEPS]["val/loss"] < by_step[4]["val/loss"] < by_step[0]["val/loss"]
     assert by_step[STEPS]["val/accuracy"] == 1 and by_step[0]["val/accuracy"] == 0.5

@@ -1,7 +1,7 @@
 """A critic that learns quantiles of the return, not its mean, on chains of sums: what does it do to PPO?
 
     python data_prep/tiny_model.py --local_save_dir runs/sums/model
-    python benchmarks/experiments/quantiles.py      # half an hour on one core
+    python benchmarks/experiments/quantiles.py      # a quarter of an hour on one core
 
 Writes runs/quantiles as vapo.py does.
 """

@@ -3,8 +3,8 @@
     python benchmarks/experiments/sums.py  # the random model
     python benchmarks/experiments/vapo.py      # three quarters of an hour on one core
 
-Every run begins from one SFT model. Writes runs/vapo: results.json, curves.png, a run directory each; what is
-there already is not run again.
+Every run begins from one SFT model. Writes runs/vapo: results.json, curves.png, a run directory each;
+what is there already is not run again.
 """
 
 import sys
@@ -103,7 +103,7 @@ def compare(args, runs):
         last, score, explained = [x[-1] for x in ends[0]], np.mean(ends[1]), np.mean(ends[2])
         results[name] = dict(held_out=last, score=score, explained=explained)
         cells = [f"{x:.1%}" for x in (*last, np.mean(last), np.std(last, ddof=1), score)]
-        table.add_row(name, *cells, f"{explained:.2f}")
+        table.add_row(name, *cells, *(f"{np.mean(x):.2f}" if x[0] else "" for x in ends[2:]))
     Console().print(table)
     save(out / "results.json", args, results)
 
