@@ -296,7 +296,12 @@ def test_resumed_equals_straight(tiny, arithmetic, tmp_path, itself):
     run(script, *flags(tiny, teacher, arithmetic, out, *more))
     steps = metrics(out)
     assert list(steps) == [0, 1, 2, 3, 4]
-    assert [steps[step]["actor/lr"] for step in range(1, 5)] == [1e-2, 7.5e-3, 5e-3, 2.5e-3]  # of the optimizer
+    assert [steps[step]["actor/lr"] for step in range(1, 5)] == [
+        1e-2,
+        7.5e-3,
+        5e-3,
+        2.5e-3,
+    ]  # of the optimizer
     assert all(math.isfinite(x) for m in steps.values() for x in m.values())
     assert not {name for m in steps.values() for name in m if not documented(name)}
     assert itself or steps[4]["actor/teacher_kl"] < steps[1]["actor/teacher_kl"]
