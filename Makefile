@@ -25,7 +25,7 @@ test: .venv/installed-extra .venv/installed-reasoning-gym lint
 quick: .venv/installed lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -k "not (grpo_gradients and dapo or two_ranks)" \
 	    tests/test_*_gradients.py tests/test_*_math.py tests/test_checkpoints.py tests/test_updates.py \
-	    tests/test_copies.py tests/test_docs.py
+	    tests/test_copies.py tests/test_fix_copies.py tests/test_docs.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -53,6 +53,6 @@ bench: .venv/installed-extra .venv/installed-bench
 	$(BIN)/python data_prep/smollm2.py --local_save_dir models/smollm2
 	cd benchmarks && sh all.sh ../$(BIN)/python
 
-# carry the fenced regions of one script over to the others: make fix-copies FROM=algos/grpo.py
+# merge what changed in one script since the last commit into the copies: make fix-copies FROM=algos/grpo.py
 fix-copies: .venv/installed
 	$(BIN)/python tests/test_copies.py $(FROM)

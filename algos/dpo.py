@@ -2,24 +2,21 @@
 h = log(p(chosen) / ref(chosen)) - log(p(rejected) / ref(rejected)), where ref is the model before training.
 
 Differences from the paper with the default flags:
-1. The reference runs once, before training; its log-probs are kept in output_dir, it is never a second model.
+1. The reference runs once, before training. Its log-probs are kept in output_dir: no second model.
 2. The optimizer is AdamW, not RMSprop.
 IPO (2310.12036) and SimPO (2405.14734, no reference): --loss. An NLL term (2404.19733): --nll_coef.
 LoRA (2106.09685): --lora_rank. QLoRA (2305.14314): --qlora.
 
 CPU:        python algos/dpo.py --model models/tiny --train_files data/train.parquet --output_dir runs/dpo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/dpo.py ...
-Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 algos/dpo.py
+Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
 Docs: docs/algorithms/dpo.md
 """
 
-import ctypes
 import faulthandler
 import hashlib
-import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -35,8 +32,8 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.arguments import parse
 
-# Shapes: n pairs, N = 2 n responses (chosen, rejected, chosen ...), T response tokens, V vocabulary. A suffix
-# names the axes (logp_nt, reward_n2). T is aligned with the response: column t belongs to response token t.
+# Shapes: n pairs, N = 2 n responses, T response tokens, V vocabulary. A suffix names the axes
+# (logp_nt, reward_n2). T is aligned with the response: column t belongs to response token t.
 # A row is a dict of one pair: prompt_ids, and ids of both responses and which of them are trained.
 
 
@@ -63,9 +60,7 @@ class Args:
     bad_pairs: Literal["error", "drop"] = "error"
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train, which is also the reference
-    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
@@ -73,9 +68,7 @@ class Args:
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    # layers that get adapters; all-linear: all linear layers except experts, routers and output layer
-    lora_target_modules: tuple[str, ...] = ("all-linear",)
-    qlora: bool = False  # frozen weights in 4 bits (bitsandbytes), whole on every rank; needs lora_rank
+    qlora: bool = False  # frozen weights in 4 bits, whole on every rank; needs lora_rank
     # ---- optimizer
     train_batch_size: int = 64  # pairs of a step, over all ranks
     lr: float = 1e-6  # peak learning rate
@@ -91,7 +84,7 @@ class Args:
     simpo_gamma: float = 0.5  # margin between the rewards of chosen and rejected that simpo wants
     nll_coef: float = 0.0  # weight of the negative log-likelihood of the chosen responses
 
-    def __post_init__(self):
+    def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
 
 
@@ -101,27 +94,25 @@ if __name__ == "__main__":
 import jinja2
 import numpy as np
 import pyarrow.compute as pc
-import safetensors
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
-from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from common import cpu, families
+from common.checkpoints import load_checkpoint, save_checkpoint
 from common.files import replacing, weights_digest
 from common.metrics import speed_metrics, timed
-from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOLS, IDS, prepare
-from data_prep.lib.images import auto_class, load_processor, never_sampled, show_images, takes_images
-from data_prep.lib.towers import copy_processor, decoder, dequantised, freeze_towers, from_files
+from data_prep.lib.images import load_processor
 from data_prep.lib.turns import says_nothing, turns
 
 RESPONSES = "chosen", "rejected"  # of a pair
@@ -129,10 +120,10 @@ RESPONSES = "chosen", "rejected"  # of a pair
 
 # ---- The mathematics -------------------------------------------------------------------
 def preference_loss(args, logp_n2, reference_n2, tokens_n2):
-    """Log-probs of chosen and rejected responses -> the loss of each pair, the rewards of its responses.
+    """Log-probs of chosen and rejected responses -> the loss of each pair, rewards of its responses.
 
-    beta 0.1, log-probs -10 -12, the reference's -11 -11: rewards 0.1 -0.1, sigmoid: -log sigma(0.2) = 0.598;
-    of 2 and 4 tokens, ipo: (1/2 + 1/4 - 5)^2 = 18.06; simpo: rewards -0.5 -0.3, -log sigma(-0.7) = 1.103.
+    beta 0.1, log-probs -10 -12, reference -11 -11: rewards 0.1 -0.1, sigmoid -log sigma(0.2) = 0.598;
+    2 and 4 tokens: ipo (1/2 + 1/4 - 5)^2 = 18.06, simpo rewards -0.5 -0.3, -log sigma(-0.7) = 1.103.
     """
     ratio_n2 = logp_n2 - reference_n2
     reward_n2 = args.beta * ratio_n2  # eq: dpo.reward
@@ -152,31 +143,29 @@ def scheduled_rate(args, step, total_steps):
     Ten steps, two of warm-up, three of linear decay -> 1/2 1 | 1 1 1 1 1 | 1 2/3 1/3 of the peak.
     """
     held = max(0, total_steps - args.warmup_steps - args.decay_steps) if args.decay_steps else 0
-    return learning_rate(args, max(min(step, args.warmup_steps + 1), step - held), total_steps - held)
+    step = max(min(step, args.warmup_steps + 1), step - held)
+    return learning_rate(args, step, total_steps - held)
 
 
 # ---- The step --------------------------------------------------------------------------
 def encode_pair(prompt, chosen, rejected, tokenizer, max_length):
-    """Messages, or strings -> a row: ids of the prompt and of both responses, and which of these are trained.
+    """Messages, or strings -> a row: ids of the prompt and both responses; which of these are trained.
 
-    ValueError where there is nothing to prefer. What is trained are the assistant's turns of a response.
+    ValueError where there is nothing to prefer. The assistant's turns of a response are trained.
     """
-    if isinstance(prompt, str):
-        prompt = [dict(role="user", content=prompt)]
+    prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
     earlier = 0  # trained tokens of the prompt's own turns
     if any(message["role"] == "assistant" for message in prompt):
         earlier = sum(encode_messages(prompt, tokenizer)[1])
     row = dict(tokens=[])
     for name, reply in zip(RESPONSES, (chosen, rejected)):
-        if isinstance(reply, str):
-            reply = [dict(role="assistant", content=reply)]
+        reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
         if says_nothing(reply):
             raise ValueError(f"{name!r} is empty, or has an empty turn")
         ids, trained = encode_messages(prompt + reply, tokenizer)
         if len(ids) > max_length:
-            raise ValueError(
-                f"{name!r} has {len(ids)} tokens with its prompt, over --max_length {max_length}"
-            )
+            size = f"{len(ids)} tokens with its prompt"
+            raise ValueError(f"{name!r} has {size}, over --max_length {max_length}")
         for i in np.flatnonzero(trained)[:earlier]:
             trained[i] = False
         text = split(ids, trained)
@@ -184,7 +173,8 @@ def encode_pair(prompt, chosen, rejected, tokenizer, max_length):
             raise ValueError(f"{name!r} has no turn of the assistant")
         if text["prompt_ids"] != row.setdefault("prompt_ids", text["prompt_ids"]):
             raise ValueError("the prompts of 'chosen' and 'rejected' differ after the chat template")
-        row |= {f"{name}_ids": text["response_ids"], f"{name}_trained": text["trained"]}
+        row[f"{name}_ids"] = text["response_ids"]
+        row[f"{name}_trained"] = text["trained"]
         row["tokens"].append(sum(text["trained"]))
     if row["chosen_ids"] == row["rejected_ids"]:
         raise ValueError("'chosen' and 'rejected' are equal")
@@ -201,37 +191,37 @@ def responses(pairs):
     return rows
 
 
-def pair_sizes(rows, shares):
-    """Tokens that each pair takes in the layout of the model, padding of its shorter response included."""
+def pair_sizes(rows, packed):
+    """Tokens of each pair in the layout of the model, padding of its shorter response included."""
     sizes = [[len(row[f"{name}_ids"]) for name in ("prompt", *RESPONSES)] for row in rows]
-    return [p + a + b if shares else 2 * (p + max(a, b)) for p, a, b in sizes]
+    return [p + a + b if packed else 2 * (p + max(a, b)) for p, a, b in sizes]
 
 
 def micro_batches(policy, rows, args):
-    """Run this rank's share of the pairs, which are equal on all ranks -> those of each micro-batch, logp_n2.
+    """Cut this rank's share of the pairs, which are equal on all ranks -> those of each micro-batch."""
+    sizes = pair_sizes(rows, policy.packed)
+    own = balance(sizes, dist.get_world_size())[dist.get_rank()]
+    batches = pack([sizes[i] for i in own], args.max_tokens_per_microbatch, policy.packed)
+    for number, batch in enumerate(batches, 1):
+        policy.set_requires_all_reduce(number == len(batches))  # over the replicas of HSDP
+        yield [rows[own[i]] for i in batch]
 
-    logp_n2: sums over the trained tokens. An empty micro-batch yields [0, 2], whose sum has a gradient of 0.
-    """
-    own = balance(pair_sizes(rows, policy.shares), dist.get_world_size())[dist.get_rank()]
-    own = [rows[i] for i in own]
-    parts = pack(pair_sizes(own, policy.shares), args.max_tokens_per_microbatch, policy.shares)
-    for number, part in enumerate(parts, 1):
-        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
-        batch = [own[i] for i in part]
-        logp_nt, _ = token_logps(policy, responses(batch), args, 1.0)
-        trained_nt = pad([text["trained"] for text in responses(batch)] or [[False]]).to(logp_nt.device)
-        yield batch, (logp_nt * trained_nt).sum(-1).view(-1, 2)
+
+def pair_logps(policy, pairs, args):
+    """Sums of the log-probs of trained tokens: logp_n2; of no pairs [0, 2], with a gradient of 0."""
+    texts = responses(pairs)
+    [logp_nt] = token_logps(policy, texts, args)
+    trained_nt = pad([text["trained"] for text in texts] or [[False]]).to(logp_nt.device)
+    return (logp_nt * trained_nt).sum(-1).view(-1, 2)
 
 
 def objective(args, rows, logp_n2, pairs, tokens):
-    """The share of a micro-batch in loss and metrics: sums over `pairs`, the number of pairs of the step.
+    """What a micro-batch adds to loss and metrics: sums over `pairs`, the number of pairs of the step.
 
     tokens: number of trained tokens of all chosen responses.
     """
-    reference_n2, tokens_n2 = (
-        torch.tensor(np.array([row[name] for row in rows])).view(-1, 2).to(logp_n2)
-        for name in ("reference", "tokens")
-    )
+    reference_n2 = torch.tensor(np.array([row["reference"] for row in rows])).view(-1, 2).to(logp_n2)
+    tokens_n2 = torch.tensor([row["tokens"] for row in rows]).view(-1, 2).to(logp_n2)
     loss_n, reward_n2 = preference_loss(args, logp_n2, reference_n2, tokens_n2)
     nll = -logp_n2[:, 0].sum() / tokens  # eq: dpo.nll
     loss = loss_n.sum() / pairs + args.nll_coef * nll  # eq: dpo.loss
@@ -248,9 +238,11 @@ def objective(args, rows, logp_n2, pairs, tokens):
 
 
 def update(policy, optimizer, rows, args):
-    """One optimizer step -> metrics. Every rank knows all rows: the denominators need no communication."""
-    sums, tokens = 0.0, sum(row["tokens"][0] for row in rows)
-    for batch, logp_n2 in micro_batches(policy, rows, args):
+    """One optimizer step -> metrics. Every rank knows all rows, and so the denominators."""
+    sums = 0.0
+    tokens = sum(row["tokens"][0] for row in rows)
+    for batch in micro_batches(policy, rows, args):
+        logp_n2 = pair_logps(policy, batch, args)
         terms = objective(args, batch, logp_n2, len(rows), tokens)
         # FSDP averages gradients over the ranks, but the denominators already count all ranks
         (terms["loss"] * dist.get_world_size()).backward()
@@ -265,17 +257,20 @@ def update(policy, optimizer, rows, args):
 
 
 def in_steps(rows, order, args, **columns):
-    """The rows in this order, as many at a time as a step has, each with its number and values of columns."""
-    for numbers in np.array_split(order, range(args.train_batch_size, len(order), args.train_batch_size)):
+    """The rows in this order, as many at a time as a step has, each with its number and columns."""
+    for start in range(0, len(order), args.train_batch_size):
+        numbers = order[start : start + args.train_batch_size]
         yield [rows[i] | dict(number=i) | {name: x[i] for name, x in columns.items()} for i in numbers]
 
 
 @torch.no_grad()
 def evaluate(policy, rows, reference, args):
     """Loss and metrics over all rows, each pair weighing the same."""
-    sums, tokens = 0.0, sum(chosen for chosen, _ in rows.column("tokens").to_pylist())
+    sums = 0.0
+    tokens = sum(chosen for chosen, _ in rows.column("tokens").to_pylist())
     for step in in_steps(rows, range(len(rows)), args, reference=reference):
-        for batch, logp_n2 in micro_batches(policy, step, args):
+        for batch in micro_batches(policy, step, args):
+            logp_n2 = pair_logps(policy, batch, args)
             terms = objective(args, batch, logp_n2, len(rows), tokens)
             sums += torch.stack([*terms.values()])
     return {f"val/{name}": value for name, value in zip(terms, all_reduce(sums.tolist()))}
@@ -283,18 +278,20 @@ def evaluate(policy, rows, reference, args):
 
 @torch.no_grad()
 def reference_logps(policy, rows, order, args):
-    """Log-probs of both responses to each row, [rows, 2], by the model as it was loaded; kept in output_dir.
+    """Log-probs of both responses to each row, [rows, 2], by the model as it was loaded; kept.
 
     Before training, in the order and micro-batches of the first epoch, which finds the same bits.
     """
     if args.loss == "simpo" or not rows:
         return np.zeros((len(rows), 2), np.float32)
-    digest, found = hashlib.sha256(weights_digest(args.model).encode()), [None]
+    digest = hashlib.sha256(weights_digest(args.model).encode())
     for name in ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_trained", "rejected_trained"):
         column = rows.column(name)
         for part in (pc.list_flatten(column), pc.list_value_length(column)):
             digest.update(part.to_numpy().tobytes())
-    path, rank = Path(args.output_dir, f"reference/{digest.hexdigest()[:32]}.npy"), dist.get_rank()
+    path = Path(args.output_dir, f"reference/{digest.hexdigest()[:32]}.npy")
+    rank = dist.get_rank()
+    found = [None]
     with suppress(OSError, ValueError, EOFError):  # the file is missing or damaged
         found = [None if rank else np.load(path)]
     dist.broadcast_object_list(found)
@@ -303,8 +300,8 @@ def reference_logps(policy, rows, order, args):
     logp_n2 = torch.zeros(len(rows), 2)
     with tqdm(total=len(rows), desc="reference", disable=rank > 0) as bar:
         for step in in_steps(rows, order, args):
-            for batch, part_n2 in micro_batches(policy, step, args):
-                logp_n2[[row["number"] for row in batch]] = part_n2.cpu()
+            for batch in micro_batches(policy, step, args):
+                logp_n2[[row["number"] for row in batch]] = pair_logps(policy, batch, args).cpu()
             bar.update(len(step))
     dist.all_reduce(logp_n2)  # each row is one rank's, and 0 on the others
     if rank == 0:
@@ -329,12 +326,13 @@ def main(args):
     device, mesh = setup_distributed(args.hsdp_replicas)
     policy = load_policy(args, mesh, device)
     check_layout(policy, train_rows, args)
-    # CAREFUL: before a checkpoint is loaded, for the weights are the reference's only until then
+    # CAREFUL: the weights are the reference's only until a checkpoint is loaded
     reference = reference_logps(policy, train_rows, order_of(0), args)
     val_reference = reference_logps(policy, val_rows, range(len(val_rows)), args)
-    trained, parameters = dict(hf=policy.lm), [p for p in policy.parameters() if p.requires_grad]
-    betas = 0.9, 0.95
-    optimizer = torch.optim.AdamW(parameters, args.lr, betas, weight_decay=args.weight_decay, fused=True)
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
+    trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
     state = load_checkpoint(resume_from, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
@@ -346,7 +344,8 @@ def main(args):
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
-        timing, saving, begin = saving, {}, time.perf_counter()
+        timing, saving = saving, {}
+        begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
         numbers = order_of(epoch)[number * args.train_batch_size :][: args.train_batch_size]
@@ -364,7 +363,7 @@ def main(args):
             log.say(f"step {step}: validation loss {metrics['val/loss']:.4f}, accuracy {accuracy:.3f}")
         # ---- metrics
         timing["step"] = time.perf_counter() - begin
-        lengths = [len(text["prompt_ids"]) + len(text["response_ids"]) for text in responses(rows)]
+        lengths = [len(x["prompt_ids"]) + len(x["response_ids"]) for x in responses(rows)]
         metrics |= speed_metrics(lengths, policy, timing, args)
         metrics |= {
             "train/lr": optimizer.param_groups[0]["lr"],
@@ -375,7 +374,7 @@ def main(args):
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizer, tokenizer)
+                save_checkpoint(args, step, trained, optimizer, tokenizer, whole_weights)
         if last:
             break
     log.close()
@@ -385,139 +384,119 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # The system
 # --------------------------------------------------------------------------------------------------
+# Above: the algorithm, change it freely. Below: regions that other scripts have too, each with the lines
+# that it needs. After a change there, `make fix-copies FROM=algos/dpo.py` carries it to the others.
+
 # region log-probs
 LOGIT_CHUNK = 1024  # response positions whose logits exist at the same time
 
 
 class LogProbs(torch.autograd.Function):
-    """hidden [L, H], weight [V, H], target [L] -> log-prob of the targets, entropy [L], in float32.
+    """hidden [L, H], weight [V, H], target [L] -> log-prob of the targets [L], in float32.
 
     Logits exist for one chunk at a time, in two buffers; the backward pass computes them again.
     """
 
     @staticmethod
-    def logits(hidden, weight, temperature, softcap, never, out):
+    def logits(hidden, weight, policy, args, out):
         """Write the logits of a chunk to `out` [chunk, V]: float32, also where the model is bfloat16."""
-        if weight.dtype is out.dtype:
-            torch.mm(hidden, weight.t(), out=out)
-        elif weight.is_cuda:
-            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        if weight.is_cuda and weight.dtype is not torch.float32:
+            torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
         else:
             torch.mm(hidden.float(), weight.float().t(), out=out)
-        if softcap:  # gemma-2 and gemma-4
-            out.div_(softcap).tanh_().mul_(softcap)
-        for token in never:
-            out[:, token] = -1e4  # finite, because 0 * -inf is NaN
-        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-        return out if temperature == 1 else out.div_(temperature)
+        if policy.softcap:  # gemma-2 and gemma-4
+            out.div_(policy.softcap).tanh_().mul_(policy.softcap)
+        scale = policy.scale
+        return out if scale == 1 else out.mul_(scale)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap, never, with_entropy):
+    def forward(ctx, hidden, weight, target, policy, args):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
+        logp = torch.zeros(len(target), device=target.device)
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for chunk in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[chunk])]
-            logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
+            logits_lv = LogProbs.logits(hidden[chunk], weight, policy, args, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            if with_entropy:
-                entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
-        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
-        return logp, entropy
+        ctx.save_for_backward(hidden, weight, target, buffers)
+        ctx.policy, ctx.args = policy, args
+        return (logp,)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_logp, d_entropy):
-        """p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
-        hidden, weight, target, entropy, buffers = ctx.saved_tensors
-        temperature, softcap, _ = ctx.options
-        d_logp, d_entropy = d_logp[:, None] / temperature, d_entropy[:, None] / temperature
+    def backward(ctx, d_logp):
+        """p the softmax: d log p(target) = onehot(target) - p."""
+        hidden, weight, target, buffers = ctx.saved_tensors
+        scale = ctx.policy.scale
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for number, chunk in enumerate(reversed(ctx.chunks)):
             p_lv, logp_lv = buffers[:, : len(target[chunk])]
             if number:  # the buffers still hold the last chunk
-                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
+                logits_lv = LogProbs.logits(hidden[chunk], weight, ctx.policy, ctx.args, p_lv)
                 torch.log_softmax(logits_lv, -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
-            d_lv = -d_logp[chunk]
-            if ctx.with_entropy:
-                d_lv = logp_lv.add_(entropy[chunk, None]).mul_(-d_entropy[chunk]).add_(d_lv)
-            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_logp[chunk])
-            if softcap:  # d tanh = 1 - tanh^2
-                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
-                d_lv = d_lv.addcmul_(d_lv, logits_lv.mul_(temperature / softcap).square_(), value=-1)
+            d_target = d_logp[chunk, None] * scale
+            d_lv = -d_target
+            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_target)
+            if ctx.policy.softcap:  # d tanh = 1 - tanh^2
+                logits_lv = LogProbs.logits(hidden[chunk], weight, ctx.policy, ctx.args, p_lv)
+                d_lv = d_lv.addcmul_(d_lv, logits_lv.div_(scale * ctx.policy.softcap).square_(), value=-1)
             d_lv = d_lv.to(weight.dtype)
             torch.mm(d_lv, weight, out=d_hidden[chunk])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[chunk])
-        return d_hidden, d_weight, *[None] * 5
+        return d_hidden, d_weight, None, None, None
 
 
 class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
 
-    shares: whether its rows are laid out by `one_row`; otherwise by `padded`.
+    packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
     """
 
-    sp_size = 1  # ranks that share a row
-    entropy = True  # whether it is computed
-
-    def __init__(self, lm, shares=False):
+    def __init__(self, lm, packed=False):
         super().__init__()
-        self.lm, self.shares = lm, shares
+        self.lm, self.packed = lm, packed
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which the log-probs leave out")
+            fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
         config = lm.config.get_text_config()
         # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
         self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.never = [] if getattr(lm, "towers", ()) else never_sampled(lm.config)
 
     def hidden(self, where, inputs):
         """What the output layer reads at flat positions, [L, H]."""
-        body = self.lm.base_model if "pixel_values" in inputs else decoder(self.lm)
+        body = families.decoder(self.lm)
         return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
-    def forward(self, where, target, temperature, **inputs):
-        """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
+    def forward(self, where, target, args, **inputs):
+        """where [L]: flat positions that predict target [L] -> columns of `LogProbs` [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        options = temperature / self.scale, self.softcap, self.never, self.entropy
-        return LogProbs.apply(hidden.to(weight.dtype), weight, target, *options)  # float32 in Mamba
+        return LogProbs.apply(hidden.to(weight.dtype), weight, target, self, args)  # float32 in Mamba
 
 
-def token_logps(policy, rows, args, temperature):
-    """Log-probs of the response tokens of rows, and entropy of the distributions that predict them.
+def token_logps(policy, rows, args):
+    """Columns [N, T] of the response tokens of rows, 0 after the end of a response; T is the longest.
 
-    Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
+    logp_nt: log-probs of the tokens.
     """
     device = next(policy.parameters()).device
-    layout = one_row if policy.shares else padded
+    layout = one_row if policy.packed else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if takes_images(args):
-        texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
-        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer, True))
-    texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
+    texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
-    policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    columns = policy(where.to(device), join(responses).to(device), temperature, **inputs)
+    columns = policy(where.to(device), join(responses).to(device), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
 
 # endregion
 # region layouts
-def rounding_limit(policy, args):
-    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
-    experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
-    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
-
-
 def join(parts):
     """Token ids of several lists or arrays as one tensor."""
     return torch.cat([torch.as_tensor(part) for part in parts]).long()
@@ -528,19 +507,14 @@ def pad(rows):
     return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def response_mask(lengths):
-    """[N, T] bool, True on response tokens (EOS included)."""
-    return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
-
-
 def padded(prompts, responses):
-    """Model inputs with one text a row, padded on the right, and the positions that predict the responses.
+    """Model inputs with a text a row, padded on the right, and the positions that predict responses.
 
     Causal attention never looks at padding on the right. Positions are flat: row * width + column.
     """
     input_ids = pad([join(text) for text in zip(prompts, responses)])
     where = []
-    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    # labels are shifted against logits in layouts and nowhere else: position p - 1 predicts token p
     for row, (prompt, response) in enumerate(zip(prompts, responses)):
         first = row * input_ids.shape[1] + len(prompt) - 1
         where.append(torch.arange(first, first + len(response)))
@@ -550,88 +524,73 @@ def padded(prompts, responses):
 def one_row(prompts, responses):
     """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
 
-    A piece of the row is a whole text, a shared prompt, or one response to it. Pieces of one shape are
-    neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
+    A segment of the row is a whole text, a shared prompt, or one response to it. Segments of one shape
+    are neighbours. Prompt a b, responses c d, e: segments a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
-    pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
-    texts = []  # for each response: its piece, and the length of its prompt
+    segments = []  # token ids, how many tokens of another segment they see first, which segment
+    texts = []  # for each response: its segment, and the length of its prompt
     for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
-        answers, root = [response for _, response in same], len(pieces)
+        answers = [response for _, response in same]
+        root = len(segments)
         if len(answers) == 1:
-            pieces.append((join([prompt, answers[0]]), 0, root))
+            segments.append((join([prompt, answers[0]]), 0, root))
         else:
-            pieces.append((prompt, 0, root))
-            pieces += [(answer, len(prompt), root) for answer in answers]
-        texts += [(piece, len(prompt)) for piece in range(len(pieces) - len(answers), len(pieces))]
-    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1], len(pieces[i][0])))
-    ids = [pieces[i][0] for i in order]
+            segments.append((prompt, 0, root))
+            segments += [(answer, len(prompt), root) for answer in answers]
+        texts += [(i, len(prompt)) for i in range(len(segments) - len(answers), len(segments))]
+    order = sorted(range(len(segments)), key=lambda i: (segments[i][1], len(segments[i][0])))
+    ids = [segments[i][0] for i in order]
     spans = dict(zip(order, torch.arange(sum(map(len, ids))).split([len(x) for x in ids])))
-    seen, shapes = {}, []
+    kv_index, shapes = {}, []
     for i in order:
-        part, before, root = pieces[i]
-        seen[i] = torch.cat([spans[root][:before], spans[i]])
+        part, before, root = segments[i]
+        kv_index[i] = torch.cat([spans[root][:before], spans[i]])
         shapes.append((len(part), before + len(part)))
     inputs = dict(
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
-        seen=torch.cat([*seen.values()]),
+        kv_index=torch.cat([*kv_index.values()]),
         shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
-        borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
+        cu_seqlens=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
-    return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
+    return inputs, torch.cat([kv_index[i][length - 1 : -1] for i, length in texts])
 
 
-def piece_attention(module, query, key, value, mask, scaling, seen, shapes, borders, **_):
-    """Attention as transformers calls it, on a row made by `one_row`: query [1, H, T, D] -> [1, T, H, D].
+def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, cu_seqlens, **_):
+    """Attention as transformers calls it, for `one_row`: query [1, H, T, D] -> [1, T, H, D].
 
-    seen: positions that each piece sees, one piece after the other. shapes: (queries, keys) of each piece;
-    its last query sees its last key. borders: their running sums.
+    kv_index: positions that each segment sees, one segment after the other. shapes: (queries, keys) of
+    each segment; its last query sees its last key. cu_seqlens: their running sums.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    key, value = key[seen], value[seen]
+    key, value = key[kv_index], value[kv_index]
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
-        out = varlen_attn(query, key, value, *borders, *shapes.max(0).tolist(), **options)
+        out = varlen_attn(query, key, value, *cu_seqlens, *shapes.max(0).tolist(), **options)
     else:
-        out = attend(query, key, value, shapes, scaling)
+        out = segment_attention(query, key, value, shapes, scaling)
     return out[None], None
 
 
-def attend(query, key, value, shapes, scaling):
-    """Causal attention in pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
+def segment_attention(query, key, value, shapes, scaling):
+    """Causal SDPA in each segment: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
     from torch.nn.attention.bias import causal_lower_right
 
-    dtype, out = query.dtype, []
+    dtype = query.dtype
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
+    outputs = []
     for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
         bias = causal_lower_right(t, s)
-        some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
-        out.append(some.transpose(1, 2).flatten(0, 1))
-    return torch.cat(out).to(dtype)
-
-
-def special_layers(config):
-    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
-    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
-    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
-
-
-def recurrent(config):
-    """Whether a layer passes a state along the row, across the borders between texts."""
-    text = config.get_text_config()
-    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
-    kinds = getattr(text, "layer_types", None) or []
-    stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-    return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+        out = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).to(dtype)
 
 
 # endregion
@@ -643,7 +602,7 @@ def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
     new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
         fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
@@ -651,10 +610,10 @@ def setup_distributed(hsdp_replicas):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif sys.platform == "linux":  # malloc must keep freed memory: to get it again takes 30 % of an update
-        ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
-        ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    timeout, c10d = timedelta(seconds=TIMEOUT_S), dist.distributed_c10d
+    else:
+        cpu.keep_freed_memory()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
@@ -670,11 +629,12 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 
 
 def balance(lengths, ranks):
-    """Deal rows to ranks so that each gets about the same number of tokens -> list of lists of row numbers.
+    """Deal rows to ranks, about the same number of tokens to each -> lists of row numbers.
 
     Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
     """
-    parts, load = [[] for _ in range(ranks)], [0] * ranks
+    parts = [[] for _ in range(ranks)]
+    load = [0] * ranks
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         lightest = load.index(min(load))
         parts[lightest].append(i)
@@ -685,7 +645,7 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    Every rank gets the same number of micro-batches, the largest that any needs; the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest that any needs; some may be empty.
     """
     batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -695,36 +655,38 @@ def split_micro_batches(lengths, budget, one_row):
             batches.append([i])
         else:
             batches[-1].append(i)
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
     [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
     return batches + [[]] * (int(largest) - len(batches))
 
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
-    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
+def load_model(args, mesh, device, adapt, wrap):
+    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
-    changes: to its configuration.
+    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
     """
-    config, attention = read_config(args, share, **changes)
-    auto, adapt = auto_class(config, scores), adapt or add_adapters
-    original_dtype = config.dtype or getattr(torch, args.param_dtype)
-    full = None if dist.get_rank() else from_files(auto, args.model, **changes)
-    if all_reduce([bool(full and full.untied)]) == [1]:
-        config.tie_word_embeddings = False
+    config, attention = read_config(args)
+    auto = families.auto_class(config)
+    original_dtype = config.dtype or torch.float32
+    full = None if dist.get_rank() else families.from_files(auto, args.model)
+    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
-        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
-        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
+        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
+        for x in families.unused_weights(lm, args).values():
+            x.requires_grad_(False)
         adapt(lm, args)
+        for p in lm.parameters():
+            if not p.requires_grad:
+                p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = wrap(lm, attention == "pieces")
+    policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
+    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
+    for block in blocks[::-1]:  # inner first
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -737,70 +699,68 @@ def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, *
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
-    if full and lm.can_generate():  # saved with the weights: it may name more EOS tokens
+    if full:  # saved with the weights: it may name more EOS tokens
         lm.generation_config = full.generation_config
     return policy
 
 
-def read_config(args, share, **changes):
-    """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
+def read_config(args):
+    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
-    config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
+    config = AutoConfig.from_pretrained(args.model)
+    attention = args.attn_implementation
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
-        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    special = takes_images(args) or special_layers(config)
-    if share and attention == "sdpa" and not special:
-        AttentionInterface.register("pieces", piece_attention)
-        attention = "pieces"
+        for name in part.to_dict():
+            if "dropout" in name or name.endswith("_pdrop"):
+                setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
+    special = families.special_layers(config)
+    if attention == "sdpa" and not special:
+        AttentionInterface.register("packed", packed_attention)
+        attention = "packed"
     return config, attention
 
 
 def add_adapters(lm, args):
-    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen -> lm."""
+    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen.
+
+    All linear layers except experts, routers and the output layer.
+    """
     if not args.lora_rank:
-        return lm
+        return
     import peft  # here, because it takes two seconds
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
-    renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
-    layers, body = {}, {*decoder(lm).modules()}  # linear layers; body: all but the output layer
+    renamed.clear()  # CAREFUL: peft would give adapters of shared experts to all experts
+    body = {*families.decoder(lm).modules()}  # all but the output layer
     left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
+    targets = []
     for name, layer in lm.named_modules():
-        linear = type(layer).__name__ in ("Linear", "Linear4bit")  # the latter with --qlora
-        if linear and layer in body and ".experts." not in name and not name.endswith(left_out):
-            layers[name] = name.rpartition(".")[2]
-    known, chosen = {*layers.values()}, {*args.lora_target_modules}
-    if wrong := chosen - known - {"all-linear"}:
-        problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(known))}"
-        raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
-    config = peft.LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules=[name for name, last in layers.items() if chosen & {last, "all-linear"}],
-        task_type="SEQ_CLS" if hasattr(lm, "score") else "CAUSAL_LM",
-    )
+        linear = type(layer) is nn.Linear and layer in body
+        linear |= type(layer).__name__ == "Linear4bit"  # --qlora, which leaves the output layer whole
+        if linear and ".experts." not in name and not name.endswith(left_out):
+            targets.append(name)
+    scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
     torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(config, lm)
-    return lm
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype, towers=True):
+def whole_weights(lm, dtype, skipped=()):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
-    Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
+    Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
     """
-    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        layer, base, end = name.partition(".base_layer.")
-        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:
+            continue
+        if ".weight." in name:  # scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
 
             x = dequantize_bnb_weight(x).to(dtype)
+        layer, base, end = name.partition(".base_layer.")
         if base and end == "weight":
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
@@ -810,120 +770,30 @@ def whole_weights(lm, dtype, towers=True):
 
 def merged_weight(lora, weight):
     """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (getattr(lora, part)["default"].weight.full_tensor().float() for part in ("lora_A", "lora_B"))
-    if hasattr(lora, "lora_E"):  # AdaLoRA
-        a = a * lora.lora_E.full_tensor()[:, None]
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    a, b = (getattr(lora, part)["default"].weight.full_tensor() for part in ("lora_A", "lora_B"))
+    if isinstance(weight, DTensor):  # with --qlora it is whole
+        weight = weight.full_tensor()
     return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
-
-
-def learning_rate(args, step, total_steps):
-    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return args.lr * decay[args.lr_schedule]
-
-
-# endregion
-# region checkpoints
-TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
-
-
-def checkpointed(models, optimizers):
-    """What dcp/ holds: the optimizers' state and what they train, with LoRA the adapters alone.
-
-    models: {directory in the checkpoint: model}.
-    """
-    module = nn.ModuleDict(models)
-    model, optim = dcp_state.get_state_dict(module, optimizers, options=TRAINED)
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied weights once
-    model = {name: x for name, x in model.items() if name in trained or ".lora_" in name}
-    return dict(model=model, optimizer=optim)
-
-
-def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
-    if path is None:
-        return dict(step=0, origin="")
-    content = checkpointed(models, optimizers)
-    try:
-        state = json.loads((path / "trainer_state.json").read_text())
-        dcp.load(content, checkpoint_id=path / "dcp")
-    except (dcp.CheckpointException, OSError, ValueError) as error:
-        problem = f"is damaged, or of another model ({in_one_line(error)})"
-        fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
-    states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
-    return state | dict(origin=f"\nresumed from {path}")
-
-
-def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
-    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one."""
-    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, [None]
-    path, link, content = root / f"step_{step:06d}", root / ".latest", checkpointed(models, optimizers)
-    weights = {name: {} for name in models}
-    for name, lm in models.items():
-        for key, x in whole_weights(lm, lm.config.dtype):
-            if rank0:  # it also held the whole model when it was loaded
-                weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    try:
-        if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
-        dist.barrier()
-        dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
-        if rank0:
-            for name, lm in models.items():
-                write_hf(path / name, lm, weights[name])
-            tokenizer.save_pretrained(path / "hf")
-            copy_processor(models["hf"], args.model, path / "hf")
-            state |= dict(step=step, digests=digests(args))
-            # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(root / "latest")
-            done = sorted(old for old in root.glob("step_*") if old <= path)
-            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else ():
-                shutil.rmtree(old)
-    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
-        problem = [in_one_line(error)]
-    dist.broadcast_object_list(problem)
-    if problem[0]:
-        free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
-        fail(f"{path} cannot be written: {problem[0]}; {free}")
-
-
-def write_hf(directory, lm, weights):
-    """Whole weights and their configuration as a Hugging Face directory."""
-    lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
-    lm.config.save_pretrained(directory)
-    if lm.can_generate():
-        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
-    save_torch_state_dict(weights, directory)
-    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
-        file.chmod((directory / "config.json").stat().st_mode)
 
 
 # endregion
 def load_policy(args, mesh, device):
-    """The model that `micro_batches` calls."""
+    """The model, as the flags want it."""
     load = load_quantized if args.qlora else load_model
-    policy = load(args, mesh, device, TokenLogps, adapt=add_adapters, share=True)
-    policy.entropy = False  # nothing needs it
-    return policy
+    return load(args, mesh, device, add_adapters, TokenLogps)
 
 
-def load_quantized(args, mesh, device, wrap, adapt, share):
+def load_quantized(args, mesh, device, adapt, wrap):
     """As load_model, but the frozen weights are in 4 bits (NF4), and whole on every rank."""
-    config, attention = read_config(args, share)
-    dtype, original_dtype = getattr(torch, args.compute_dtype), config.dtype
+    config, attention = read_config(args)
+    auto = families.auto_class(config)
+    original_dtype = config.dtype
+    dtype = getattr(torch, args.compute_dtype)
     with torch.device("meta"):
-        towers = freeze_towers(auto_class(config).from_config(config))
-    whole = [f"{name.rpartition('.')[0]}$" for name in towers] + ["lm_head"]
-    lm = from_files(
-        auto_class(config),
+        unused = families.unused_weights(auto.from_config(config), args)
+    whole = [f"{name.rpartition('.')[0]}$" for name in unused] + ["lm_head"]
+    lm = families.from_files(
+        auto,
         args.model,
         config=config,
         dtype=dtype,
@@ -933,35 +803,36 @@ def load_quantized(args, mesh, device, wrap, adapt, share):
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=whole if towers else None,
+            llm_int8_skip_modules=whole if unused else None,
         ),
     )
-    for p in adapt(lm.train(), args).parameters():  # adapters are equal on all ranks, by the seed
+    adapt(lm.train(), args)
+    for p in lm.parameters():  # adapters are equal on all ranks, by the seed
         if p.requires_grad:
-            p.data = p.data.to(getattr(torch, args.param_dtype))
+            p.data = p.data.float()
     del lm.config.quantization_config  # hf/ has whole weights
     lm.config.dtype = original_dtype or dtype
-    lm.tied, lm.towers = lm.all_tied_weights_keys, freeze_towers(lm)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = wrap(lm, attention == "pieces")
+    policy = wrap(lm, attention == "packed")
     frozen = {p for p in policy.parameters() if not p.requires_grad}
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=frozen)
+    options = dict(reshard_after_forward=True, ignored_params=frozen)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, **options)
     return policy
 
 
 @torch.no_grad()
 def own_logps(policy, rows):
-    """Log-probs of the responses, [N, T], from the model's own logits, row by row under eager attention."""
-    lm, found, device = policy.lm, [], next(policy.parameters()).device
+    """Log-probs of responses [N, T] by the model's own logits, row by row under eager attention."""
+    lm = policy.lm
     kernel = lm.config._attn_implementation
     lm.set_attn_implementation("eager")
     policy.unshard()
+    found = []
     for row in rows:
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=device)
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=lm.device)
         logits = lm(input_ids=ids, use_cache=False).logits[0].float()
-        logits[:, policy.never] = -1e4
         logp = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         found.append(logp[len(row["prompt_ids"]) - 1 :])
     policy.reshard()
@@ -970,21 +841,23 @@ def own_logps(policy, rows):
 
 
 def check_layout(policy, rows, args):
-    """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
+    """Before the first step: in the layout that trains, rows have the model's own log-probs."""
     short = responses((rows[:4] * 4)[:4])  # equal on all ranks
     for row in short:
-        row["prompt_ids"], row["response_ids"] = row["prompt_ids"][-16:], row["response_ids"][:16]
+        row["prompt_ids"] = row["prompt_ids"][-16:]
+        row["response_ids"] = row["response_ids"][:16]
     with torch.no_grad():
-        logp_nt, _ = token_logps(policy, short, args, 1.0)
+        [logp_nt] = token_logps(policy, short, args)
     tokens = sum(len(row["response_ids"]) for row in short)
     gap = (logp_nt - own_logps(policy, short)).abs().sum() / tokens
-    gap, kernel = all_reduce([gap / dist.get_world_size()])[0], args.attn_implementation
+    [gap] = all_reduce([gap / dist.get_world_size()])
+    kernel = args.attn_implementation
     layout, cause = "padded", f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if kernel == "eager":
         cause = "it does something to its logits that TokenLogps leaves out"
-    elif policy.shares:
+    elif policy.packed:
         layout, cause = "packed", f"responses see one another, or {cause}"
-    limit, _ = rounding_limit(policy, args)
+    limit, _ = families.rounding_limit(policy.lm, args.compute_dtype)
     if not gap < limit:  # `not <` also fails for NaN
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
         fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
@@ -992,10 +865,11 @@ def check_layout(policy, rows, args):
 
 def check_args(args):
     """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world, copies, smooth = int(os.environ.get("WORLD_SIZE", 1)), args.hsdp_replicas, args.label_smoothing
-    kernel, budget, pair = args.attn_implementation, args.max_tokens_per_microbatch, 2 * args.max_length
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    copies, smooth = args.hsdp_replicas, args.label_smoothing
+    budget, pair = args.max_tokens_per_microbatch, 2 * args.max_length
     short = f"--max_tokens_per_microbatch {budget} is less than a pair of responses of --max_length"
-    flash_float = kernel == "flash_attention_2" and args.compute_dtype == "float32"
+    flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
     problems = {
         f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
         f"{short} {args.max_length}, {pair} tokens": budget < pair,
@@ -1008,23 +882,25 @@ def check_args(args):
 
 
 def check_model(config, args):
-    """Stop where the model cannot be trained with these arguments, by a line, a ValueError or ImportError."""
+    """Stop where the model cannot be trained, by a line, ValueError or ImportError."""
     name = f"{args.model} ({config.model_type})"
+    rounded = args.qlora and families.dequantised(config)
     problems = {
-        f"{name} takes images, which dpo.py does not": takes_images(args),
-        f"--qlora rounds whole weights, and {name} has rounded ones": args.qlora and dequantised(config),
+        f"{name} takes images, which dpo.py does not": families.takes_images(args),
+        f"--qlora rounds whole weights, and {name} has rounded ones": rounded,
     }
     refuse(problems)
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
-        lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
-        TokenLogps(add_adapters(lm, args))  # TokenLogps refuses a bias of the output layer
+        lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
+        add_adapters(lm, args)
+        TokenLogps(lm)  # refuses a bias of the output layer
 
 
 def load_data(args):
     """-> tokenizer, pairs of training and of validation, and a line about them."""
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, args.tokenizer)
+        tokenizer = load_processor(args.model)
         train_rows, dropped = load_pairs(args.train_files, args, tokenizer)
         val_rows, val_dropped = load_pairs(args.val_files, args, tokenizer)
     except (ValueError, OSError, ImportError) as error:
@@ -1036,10 +912,11 @@ def load_data(args):
 
 
 def encode_messages(messages, tokenizer, tools=None):
-    """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
+    """Ids of a conversation; which are trained: the assistant's turns with the token that ends each."""
     text, found = turns(messages, tokenizer, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, starts = np.array(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]])
+    ids = np.array(encoded["input_ids"])
+    starts = np.array([start for start, _ in encoded["offset_mapping"]])
     trained = np.zeros(len(ids), dtype=bool)
     for i, begin, end in found:
         # a token that begins before the turn is context, even if it ends in it
@@ -1055,10 +932,11 @@ def encode_messages(messages, tokenizer, tools=None):
 
 
 def split(ids, trained):
-    """A row; its prompt ends where training begins. None if nothing is trained (nothing predicts ids[0])."""
+    """A row whose prompt ends where training begins, or None. Nothing predicts ids[0]."""
     if not any(trained[1:]):
         return None
-    first, last = trained.index(True, 1), len(trained) - trained[::-1].index(True)
+    first = trained.index(True, 1)
+    last = len(trained) - trained[::-1].index(True)
     return dict(prompt_ids=ids[:first], response_ids=ids[first:last], trained=trained[first:last])
 
 
@@ -1077,7 +955,8 @@ def load_pairs(paths, args, tokenizer):
 
     fields = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids", "tokens"), IDS)
     fields |= dict.fromkeys(("chosen_trained", "rejected_trained"), BOOLS)
-    about, code = (args.max_length, args.bad_pairs), (load_pairs, encode_pair, encode_messages, split)
+    about = args.max_length, args.bad_pairs
+    code = load_pairs, encode_pair, encode_messages, split
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")
@@ -1085,7 +964,7 @@ def load_pairs(paths, args, tokenizer):
 
 
 def pack(lengths, budget, one_row):
-    """Split rows into micro-batches: those in one row by bin-packing, into as few as the budget allows.
+    """Split rows into micro-batches: those in one row by bin-packing, into few.
 
     Every rank gets the same number. Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
     """
@@ -1094,7 +973,8 @@ def pack(lengths, budget, one_row):
     number = max(1, -(-sum(lengths) // budget))
     while max(sum(lengths[i] for i in part) for part in balance(lengths, number)) > budget:
         number += 1
-    [number] = all_reduce([number], dist.ReduceOp.MAX)  # see split_micro_batches; more are never heavier
+    # see split_micro_batches; more are never heavier
+    [number] = all_reduce([number], dist.ReduceOp.MAX)
     return balance(lengths, int(number))
 
 

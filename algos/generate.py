@@ -58,16 +58,16 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from common.families import hf_overrides, takes_images, vllm_names
 from common.files import replacing, weights_digest
 from common.run import fail, refuse
-from data_prep.lib.images import encode_prompt, load_processor, never_sampled, request, takes_images
+from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.schema import load_rows
-from data_prep.lib.towers import hf_overrides, vllm_names
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons")
-ENV_WORKERS = 8  # with --env, environments of a rank that work at the same time
+ENV_WORKERS = 8  # environments of a rank that work at the same time
 EPISODE = ("turns", "messages", "env_reward", "failure")  # with --env a further column, as JSON
 
 
@@ -129,8 +129,8 @@ def plan_shards(args, prompts, rows):
     made_by["digest of the prompts"] = sha256(text.encode()).hexdigest()[:16]
     folder, starts = Path(f"{args.output}.shards"), range(0, rows, args.batch_size)
     for path in sorted(folder.glob("*.parquet"))[:1]:
-        there = json.loads(pq.read_schema(path).metadata[b"made_by"])
-        if changes := [f"{k} {there.get(k)} there, {v} now" for k, v in made_by.items() if there.get(k) != v]:
+        old = json.loads(pq.read_schema(path).metadata[b"made_by"])
+        if changes := [f"{k} {old.get(k)} there, {v} now" for k, v in made_by.items() if old.get(k) != v]:
             raise ValueError(f"{folder} has other arguments ({'; '.join(changes)}): use those, or remove it")
     shards = {folder / f"{i:08d}.parquet": range(i, min(i + args.batch_size, rows)) for i in starts}
     return shards, json.dumps(made_by)
@@ -188,10 +188,10 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
     """Let the sampler and each row's environment (pool None: none) talk in turns, until all have ended.
 
     No row waits for another: its environment works while the sampler writes for others.
-    rows: dicts with prompt_ids, extra_info and `entropy`, numbers that seed its sampling. Adds response_ids,
-    all that follows the prompt; mask_t, whether the model wrote a token; rollout_logp_t, 0 where it did not;
-    answer_ids, of the last turn; finish_reason: stop, length, turns, or timeout, crash, error of the
-    environment; and the rest below. Returns the seconds in which the sampler had nothing to do.
+    rows: dicts with prompt_ids, extra_info and `entropy`, numbers that seed the sampling. This adds
+    response_ids, all that follows the prompt; mask_t, whether the model wrote a token; rollout_logp_t, 0
+    where it did not; answer_ids, of the last turn; finish_reason: stop, length, turns, or timeout, crash,
+    error of the environment; and more. Returns the seconds in which the sampler had nothing to do.
     """
     from vllm.distributed import get_tp_group
 
@@ -210,11 +210,11 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
                     pool.step(i, text, rows[i]["extra_info"])
         if not waiting:
             continue
-        begin, answers, free = time.perf_counter(), [], not engine.has_unfinished_requests()
-        if tp_group.is_first_rank:
-            answers = pool.answers(wait=free)
+        begin = time.perf_counter()
+        nothing_to_sample = not engine.has_unfinished_requests()
+        answers = pool.answers(wait=nothing_to_sample) if tp_group.is_first_rank else []
         answers = tp_group.broadcast_object(answers)
-        if free:
+        if nothing_to_sample:
             idle += time.perf_counter() - begin
         for answer in answers:
             i = answer["key"]
@@ -231,7 +231,7 @@ def ask(engine, i, row, args, sampling):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    turn = [row["turns"]] if row["turns"] else []  # the first turn is seeded as in `rollout`
+    turn = [row["turns"]] if row["turns"] else []  # the first turn is seeded as in grpo.py
     [seed] = np.random.SeedSequence((*row["entropy"], *turn)).generate_state(1)
     room = args.max_response_length - len(row["response_ids"])
     options = dict(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -245,7 +245,8 @@ def add_turn(row, output, tokenizer):
     row["mask_t"] += [True] * len(output.token_ids)
     if output.logprobs:
         row["rollout_logp_t"] += output.logprobs.logprobs
-    row |= dict(answer_ids=output.token_ids, finish_reason=output.finish_reason, turns=row["turns"] + 1)
+    row |= dict(answer_ids=output.token_ids, finish_reason=output.finish_reason)
+    row["turns"] += 1
     text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
     row["messages"].append(dict(role="assistant", content=text))
     return text
@@ -285,8 +286,8 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     sampling["stop_token_ids"] = [tokenizer.eos_token_id]
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
-    never = never_sampled(engine.model_config.hf_config) if takes_images(args) else []
-    sampling["logit_bias"] = dict.fromkeys(never, -100.0)
+    if takes_images(args):
+        sampling["logit_bias"] = dict.fromkeys(image_token_ids(engine.model_config.hf_config), -100.0)
     talks = [dict(prompts[row], extra_info=about[row]) for row, _ in jobs]
     talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one

@@ -15,13 +15,9 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/algorithms/ppo.md
 """
 
-import ctypes
 import faulthandler
-import gc
-import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -29,20 +25,18 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.arguments import parse
 
-# Shapes: B prompts, G responses each, N = B * G, P prompt tokens, T response tokens, V vocabulary. A suffix
-# names the axes (logp_nt). T is aligned with the response: column t belongs to response token t.
-# A row is a dict of one response: its prompt, ids and reward. What is per token ends in _t (adv_t); a padded
-# batch of rows has it as _nt.
+# Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
+# axes (logp_nt). T is aligned with the response: column t belongs to response token t.
+# A row is a dict of one response: its prompt, ids and reward. What is per token ends in _t (adv_t); a
+# padded batch of rows has it as _nt.
 
 
 @dataclass(kw_only=True)
@@ -64,21 +58,17 @@ class Args:
     max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
-    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     critic_model: str | None = None  # causal LM or sequence classifier to start from; None: model
     reward_model: tuple[str, ...] = ()  # sequence classifiers: the score of each is one more reward
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
     # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
     gradient_checkpointing: bool = True  # recompute activations: slower, with less memory
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
-    offload: bool = False  # keep parameters and optimizer state in host memory during sampling (GPU)
+    offload: bool = False  # keep weights and optimizer state in host memory during sampling (GPU)
     lora_rank: int = 0  # rank of the actor's LoRA adapters, trained instead of it; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    # layers that get adapters; all-linear: all linear layers except experts, routers and output layer
-    lora_target_modules: tuple[str, ...] = ("all-linear",)
     # ---- rollout
     group_size: int = 1  # responses to each prompt
     max_response_length: int = 1024  # limit of the response in tokens
@@ -110,24 +100,23 @@ class Args:
     uncertainty_bonus: float = 0.0  # weight of the quantiles' standard deviation in advantages
     clip_ratio_low: float = 0.2  # clip ratios below 1 - this
     clip_ratio_high: float = 0.2  # clip ratios above 1 + this
-    clip_ratio_c: float = 3.0  # dual clip: bound of the ratio where the advantage is negative
     kl_coef: float = 0.0  # weight of the KL from the initial model in token rewards; 0: no KL
     kl_target: float | None = None  # KL per token that kl_coef is adapted to; None: it is fixed
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     positive_nll_coef: float = 0.0  # weight of -log p of correct responses: acc, else score, above 0
-    rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights of trainer over sampler
+    rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights, trainer / sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
     # reject by this importance ratio; off_policy: negative responses that the policy has left
     rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None
     # one value h keeps ratios from 1/h to h; two are smallest and largest; off_policy: the paper's delta
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
-    reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
-    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: the scorer of each row's data_source
-    reward_weights: tuple[float, ...] = ()  # weight of each reward_fn, then of each reward_model; none: all 1
+    reward_manager: Literal["naive", "prime"] = "naive"  # prime: rewards run in processes of their own
+    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
+    reward_weights: tuple[float, ...] = ()  # weights of reward_fn, then of reward_model; none: all 1
     reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
 
-    def __post_init__(self):
+    def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
 
 
@@ -135,31 +124,31 @@ if __name__ == "__main__":
     flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
 
 import numpy as np
-import safetensors
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoConfig, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from common import cpu, families
+from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import load_prompts
-from data_prep.lib.images import auto_class, load_processor, never_sampled, request, show_images, takes_images
-from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files, hf_overrides, vllm_names
-from data_prep.lib.turns import without_special
+from data_prep.lib.images import load_processor, request
+from envs.messages import without_special
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
 
-
 # ---- The mathematics -------------------------------------------------------------------
+DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative
+
+
 def token_rewards(score_n, kl_nt, mask_nt, kl_coef):
     """Minus kl_coef * KL on every token, plus the response's score on its last.
 
@@ -208,7 +197,7 @@ def adapt(kl_coef, kl, target, n, horizon=10_000):
     return kl_coef * (1 + error * min(n, horizon) / horizon)  # eq: ppo.adaptive_kl
 
 
-def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c):
+def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
     Returns loss_nt, and where the clip and where the dual clip decided (bool).
@@ -238,22 +227,26 @@ def nll_weights(rows, args):
 
 
 def actor_loss(args, logp_nt, entropy_nt, batch):
-    """The whole loss of each token -> loss_nt, and the terms whose means are metrics.
+    """The loss of each token -> loss_nt, and what is reported, averaged over tokens as the loss is.
 
-    Without old_logp_nt, which a single optimizer step does not need, the policy is its own old policy.
+    Without old_logp_nt, which a single update does not need, the policy is its own old policy.
     """
-    mask_nt, old_nt = batch["mask_nt"], batch.get("old_logp_nt", logp_nt.detach())
-    clip = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
-    pg_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, batch["adv_nt"], *clip)
-    weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, batch["adv_nt"])
-    pg_nt = pg_nt * weight_nt
+    mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
+    old_nt = batch.get("old_logp_nt", logp_nt.detach())
+    low, high = args.clip_ratio_low, args.clip_ratio_high
+    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, low, high)
+    # difference 4 of the header: the sampler rounds differently from the trainer
+    weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
+    loss_nt = loss_nt * weight_nt
     nll_nt = -logp_nt * batch["nll_weight_nt"]
-    loss_nt = pg_nt - args.entropy_coeff * entropy_nt
+    means = dict(pg_loss=loss_nt, nll_loss=nll_nt)
+    if args.entropy_coeff:  # else the entropy has no backward pass
+        loss_nt = loss_nt - args.entropy_coeff * entropy_nt
     if args.positive_nll_coef:
         loss_nt = loss_nt + args.positive_nll_coef * nll_nt  # eq: ppo.positive_nll
-    terms = dict(pg_loss=pg_nt, nll_loss=nll_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
-    terms |= dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
-    return loss_nt, terms | dict(rollout_rs_masked=weight_nt == 0)
+    means |= dict(entropy=entropy_nt, ppo_kl=old_nt - logp_nt, rollout_rs_masked=weight_nt == 0)
+    means |= dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
+    return loss_nt, means
 
 
 def value_loss(value_ntq, old_value_ntq, return_nt, clip):
@@ -263,7 +256,8 @@ def value_loss(value_ntq, old_value_ntq, return_nt, clip):
     d = max(tau (R - V), (tau - 1) (R - V)) (1710.10044, 3.1). Returns loss_nt, and the share of clipped V.
     V = 2, V_old = 1, R = 2, c = 0.5: the clipped value 1.5 decides, loss 0.125, and no gradient.
     """
-    quantiles, held_ntq = value_ntq.shape[-1], value_ntq.clamp(old_value_ntq - clip, old_value_ntq + clip)
+    quantiles = value_ntq.shape[-1]
+    held_ntq = value_ntq.clamp(old_value_ntq - clip, old_value_ntq + clip)
     error = return_nt[..., None] - torch.stack([value_ntq, held_ntq])
     plain_ntq, clip_ntq = error**2 / 2
     if quantiles > 1:
@@ -273,8 +267,8 @@ def value_loss(value_ntq, old_value_ntq, return_nt, clip):
     return loss_nt, (clip_ntq > plain_ntq).float().mean(-1)
 
 
-def critic_loss(args, value_ntq, _, batch):
-    """The critic's loss of each token -> loss_nt, and the terms whose means are metrics."""
+def critic_loss(args, value_ntq, batch):
+    """The critic's loss of each token -> loss_nt, and what is reported, averaged over tokens."""
     old_ntq = batch["value_nt"].reshape(value_ntq.shape)  # a rank may have no rows
     loss_nt, clipped_nt = value_loss(value_ntq, old_ntq, batch["return_nt"], args.cliprange_value)
     return loss_nt, dict(vf_loss=loss_nt, vf_clipfrac=clipped_nt, vpred_mean=value_ntq.mean(-1))
@@ -309,27 +303,30 @@ def update(model, optimizer, mini_batches, token_loss, name, args):
 
     model, token_loss, name: the policy, actor_loss, "actor", or the critic, critic_loss, "critic".
     """
-    sums, norms = 0.0, []
+    sums, norms = defaultdict(float), []
     for sequences, (tokens, _) in mini_batches * args.ppo_epochs:
-        for rows, output_nt, entropy_nt in micro_batches(model, sequences, args):
-            batch = collate(rows, output_nt.device)
-            loss_nt, terms = token_loss(args, output_nt, entropy_nt, batch)
-            # tokens count all ranks and micro-batches, so no split of the work changes the gradient
+        for rows in micro_batches(model, sequences, args):
+            batch = collate(rows, next(model.parameters()).device)
+            columns = token_logps(model, rows, args)  # log-probs and entropies; of the critic: values
+            loss_nt, means = token_loss(args, *columns, batch)
+            # tokens are of all ranks and micro-batches: no split of the work changes the gradient
             weight_nt = batch["mask_nt"] / tokens  # eq: grpo.aggregation
             # FSDP averages gradients over the ranks, but the tokens already count all ranks
             loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
             loss.backward()
-            sums += torch.stack([(weight_nt * term_nt.detach()).sum() for term_nt in terms.values()])
-            if name == "actor":  # a single optimizer step: this was its old policy
-                for row, logp_t in zip(rows, output_nt.detach()):
-                    row.setdefault("old_logp_t", logp_t[: row["length"]])
+            for term, x_nt in means.items():
+                sums[term] += (weight_nt * x_nt.detach()).sum()
+            if name == "actor":
+                for row, logp_t in zip(rows, columns[0].detach()):
+                    if "old_logp_t" not in row:  # of the first update; `check_sampler` reads them
+                        row["old_logp_t"] = logp_t[: row["length"]]
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor().item()
         norms.append(norm)
         if math.isfinite(norm):  # the norm over all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
-    means = [total / len(norms) for total in all_reduce(sums.tolist())]
-    metrics = {f"{name}/{term}": mean for term, mean in zip(terms, means)}
+    totals = all_reduce([total.item() for total in sums.values()])
+    metrics = {f"{name}/{term}": total / len(norms) for term, total in zip(sums, totals)}
     return metrics | {
         f"{name}/grad_norm": np.mean(norms),
         f"{name}/skipped_updates": np.sum(~np.isfinite(norms)),
@@ -340,11 +337,8 @@ def main(args):
     # ---- arguments and data: checked before anything slow
     check_args(args)
     reward_tokenizers = check_models(args)
-    resume_from, rules = open_run(args), args
-    if args.reward_model:  # their weights are the last; without a reward_fn they are the only reward
-        weights = args.reward_weights[: len(args.reward_fn)]
-        rules = replace(args, reward_fn=args.reward_fn or ("none",), reward_weights=weights)
-    tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(rules)
+    resume_from = open_run(args)
+    tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(rules_alone(args))
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
     if args.critic_warmup >= total_steps:
@@ -353,32 +347,35 @@ def main(args):
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas)
     engine = build_engine(args, device)
-    policy = load_model(args, mesh, device, TokenLogps)
-    models, frozen = [policy], replace(args, param_dtype=args.compute_dtype)
-    if args.kl_coef and not args.lora_rank:  # with LoRA the model without adapters is the reference
-        models.append(load_model(frozen, mesh, device, TokenLogps).eval().requires_grad_(False))
-    reference, critic = models[-1], load_critic(args, mesh, device)
-    reward_models = load_reward_models(frozen, mesh, device)
+    policy = load_model(args, mesh, device, add_adapters, TokenLogps)
+    models, reference = [policy], policy
+    if args.kl_coef and not args.lora_rank:  # with LoRA: the policy without its adapters
+        reference = load_model(args, mesh, device, freeze, TokenLogps)
+        models.append(reference)
+    critic = load_critic(args, mesh, device)
+    reward_models = load_reward_models(args, mesh, device)
     if reward_models:
         manager = ModelRewards(manager, [*zip(reward_models, reward_tokenizers)], args, device)
-    trained, adamw = dict(hf=policy.lm, critic=critic.lm), partial(torch.optim.AdamW, fused=True)
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = adamw(parameters, lr=args.lr, weight_decay=args.weight_decay)
-    values = [p for p in critic.parameters() if p.requires_grad]
-    critic_optimizer = adamw(values, lr=args.critic_lr, weight_decay=args.weight_decay)
-    state = load_checkpoint(resume_from, trained, [optimizer, critic_optimizer])
+    optimizers = []
+    for model, lr in ((policy, args.lr), (critic, args.critic_lr)):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizers.append(torch.optim.AdamW(parameters, lr=lr, weight_decay=args.weight_decay, fused=True))
+    optimizer, critic_optimizer = optimizers
+    trained = dict(hf=policy.lm, critic=critic.lm)  # by the directory that each has in a checkpoint
+    state = load_checkpoint(resume_from, trained, optimizers)
     kl_coef = args.kl_target and state.get("kl_coef") or args.kl_coef
     if args.offload:  # critic and reward models are on the GPU only while they are used
         move("cpu", [critic, *reward_models], critic_optimizer)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
-    sampler = partial(awake, engine, models, optimizer, args, stop_token_ids=[tokenizer.eos_token_id])
+    sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
     stop = []  # SIGTERM makes the step in progress the last
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
 
     def validate():
-        with sampler({}) as sample:
-            rows = sample(val_rows, 0, args.val_group_size, temperature=args.val_temperature)
+        with awake(engine, models, optimizer, args, timing={}):
+            options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
+            rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
         metrics = validation_metrics(score_rows(rows, val_manager, tokenizer))
         log.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
         return metrics
@@ -388,25 +385,27 @@ def main(args):
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
-        timing, saving, begin = saving, {}, time.perf_counter()
+        timing, saving = saving, {}
+        begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         chosen = order[number * args.train_batch_size :][: args.train_batch_size]
         prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
-        # ---- rollout
-        with sampler(timing) as sample:
-            rows = sample(prompts, step, args.group_size, temperature=args.temperature, top_p=args.top_p)
+        # ---- rollout: the sampler wakes with the trainer's weights, answers and sleeps again
+        with awake(engine, models, optimizer, args, timing), timed(timing, "gen"):
+            rows = rollout(engine, args, prompts, step, args.group_size, **sampling)
         # ---- reward: from here on every rank has the rows of all ranks
         with timed(timing, "reward"):
             rows = score_rows(rows, manager, tokenizer)
         # ---- balance over the ranks
-        mini_batches, own_rows, load = deal(rows, policy.shares and critic.shares, args)
-        # ---- log-probs: the old ones only if more than the first optimizer step of the actor needs them
+        mini_batches, own_rows, load = deal(rows, policy.packed and critic.packed, args)
+        # ---- log-probs: if no KL needs them, those of the first mini-batch are made by its own update
         learns = step > args.critic_warmup
-        if args.kl_coef or not learns or len(mini_batches) * args.ppo_epochs > 1:
+        needed = mini_batches if args.kl_coef or not learns else mini_batches[1:]
+        if needed:
             with timed(timing, "old_log_prob"):
-                store_logps(policy, mini_batches, "old_logp_t", args)
+                store_logps(policy, needed, "old_logp_t", args)
         if args.kl_coef:
             with timed(timing, "ref"), without_adapters(reference.lm):
                 store_logps(reference, mini_batches, "ref_logp_t", args)
@@ -420,7 +419,8 @@ def main(args):
             # with a lower lambda a critic that warms up would learn its own first values
             step_nt = advantages(own_rows, kl_coef, args if learns else replace(args, critic_lam=1.0))
             for row, adv_t, return_t in zip(own_rows, step_nt["adv_nt"], step_nt["return_nt"]):
-                row["adv_t"], row["return_t"] = adv_t[: row["length"]], return_t[: row["length"]]
+                row["adv_t"] = adv_t[: row["length"]]
+                row["return_t"] = return_t[: row["length"]]
             for row, weight in zip(rows, nll_weights(rows, args)):
                 row["nll_weight_t"] = weight.expand(row["length"])
         # ---- update: the critic, then the actor
@@ -461,9 +461,8 @@ def main(args):
             dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
-            optimizers = [optimizer, critic_optimizer]
             with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizers, tokenizer, kl_coef=kl_coef)
+                save_checkpoint(args, step, trained, optimizers, tokenizer, whole_weights, kl_coef=kl_coef)
         if last:
             break
     log.close()
@@ -473,6 +472,9 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # The system
 # --------------------------------------------------------------------------------------------------
+# Above: the algorithm, change it freely. Below: regions that other scripts have too, each with the lines
+# that it needs. After a change there, `make fix-copies FROM=algos/ppo.py` carries it to the others.
+
 # region log-probs
 LOGIT_CHUNK = 1024  # response positions whose logits exist at the same time
 
@@ -484,128 +486,116 @@ class LogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def logits(hidden, weight, temperature, softcap, never, out):
+    def logits(hidden, weight, policy, args, out):
         """Write the logits of a chunk to `out` [chunk, V]: float32, also where the model is bfloat16."""
-        if weight.dtype is out.dtype:
-            torch.mm(hidden, weight.t(), out=out)
-        elif weight.is_cuda:
-            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        if weight.is_cuda and weight.dtype is not torch.float32:
+            torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
         else:
             torch.mm(hidden.float(), weight.float().t(), out=out)
-        if softcap:  # gemma-2 and gemma-4
-            out.div_(softcap).tanh_().mul_(softcap)
-        for token in never:
-            out[:, token] = -1e4  # finite, because 0 * -inf is NaN
-        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-        return out if temperature == 1 else out.div_(temperature)
+        if policy.softcap:  # gemma-2 and gemma-4
+            out.div_(policy.softcap).tanh_().mul_(policy.softcap)
+        # CAREFUL: without the temperature the ratio would compare two different distributions
+        scale = policy.scale
+        scale = scale / args.temperature
+        return out if scale == 1 else out.mul_(scale)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap, never, with_entropy):
+    def forward(ctx, hidden, weight, target, policy, args):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
+        logp = torch.zeros(len(target), device=target.device)
+        entropy = torch.zeros_like(logp)
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for chunk in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[chunk])]
-            logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
+            logits_lv = LogProbs.logits(hidden[chunk], weight, policy, args, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            if with_entropy:
-                entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
-        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
+            entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
+        ctx.save_for_backward(hidden, weight, target, buffers)
+        ctx.entropy = entropy.clone()  # itself, as an output, it would hold the graph
+        ctx.policy, ctx.args = policy, args
+        ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_logp, d_entropy):
         """p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
-        hidden, weight, target, entropy, buffers = ctx.saved_tensors
-        temperature, softcap, _ = ctx.options
-        d_logp, d_entropy = d_logp[:, None] / temperature, d_entropy[:, None] / temperature
+        hidden, weight, target, buffers = ctx.saved_tensors
+        scale = ctx.policy.scale
+        scale = scale / ctx.args.temperature
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for number, chunk in enumerate(reversed(ctx.chunks)):
             p_lv, logp_lv = buffers[:, : len(target[chunk])]
             if number:  # the buffers still hold the last chunk
-                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
+                logits_lv = LogProbs.logits(hidden[chunk], weight, ctx.policy, ctx.args, p_lv)
                 torch.log_softmax(logits_lv, -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
-            d_lv = -d_logp[chunk]
-            if ctx.with_entropy:
-                d_lv = logp_lv.add_(entropy[chunk, None]).mul_(-d_entropy[chunk]).add_(d_lv)
-            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_logp[chunk])
-            if softcap:  # d tanh = 1 - tanh^2
-                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
-                d_lv = d_lv.addcmul_(d_lv, logits_lv.mul_(temperature / softcap).square_(), value=-1)
+            d_target = d_logp[chunk, None] * scale
+            d_lv = -d_target
+            if d_entropy is not None:  # only with --entropy_coeff
+                d_lv = logp_lv.add_(ctx.entropy[chunk, None]).mul_(-scale * d_entropy[chunk, None])
+                d_lv = d_lv.sub_(d_target)
+            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_target)
+            if ctx.policy.softcap:  # d tanh = 1 - tanh^2
+                logits_lv = LogProbs.logits(hidden[chunk], weight, ctx.policy, ctx.args, p_lv)
+                d_lv = d_lv.addcmul_(d_lv, logits_lv.div_(scale * ctx.policy.softcap).square_(), value=-1)
             d_lv = d_lv.to(weight.dtype)
             torch.mm(d_lv, weight, out=d_hidden[chunk])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[chunk])
-        return d_hidden, d_weight, *[None] * 5
+        return d_hidden, d_weight, None, None, None
 
 
 class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
 
-    shares: whether its rows are laid out by `one_row`; otherwise by `padded`.
+    packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
     """
 
-    sp_size = 1  # ranks that share a row
-    entropy = True  # whether it is computed
-
-    def __init__(self, lm, shares=False):
+    def __init__(self, lm, packed=False):
         super().__init__()
-        self.lm, self.shares = lm, shares
+        self.lm, self.packed = lm, packed
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which the log-probs leave out")
+            fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
         config = lm.config.get_text_config()
         # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
         self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.never = [] if getattr(lm, "towers", ()) else never_sampled(lm.config)
 
     def hidden(self, where, inputs):
         """What the output layer reads at flat positions, [L, H]."""
-        body = self.lm.base_model if "pixel_values" in inputs else decoder(self.lm)
+        body = families.decoder(self.lm)
         return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
-    def forward(self, where, target, temperature, **inputs):
-        """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
+    def forward(self, where, target, args, **inputs):
+        """where [L]: flat positions that predict target [L] -> columns of `LogProbs` [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        options = temperature / self.scale, self.softcap, self.never, self.entropy
-        return LogProbs.apply(hidden.to(weight.dtype), weight, target, *options)  # float32 in Mamba
+        return LogProbs.apply(hidden.to(weight.dtype), weight, target, self, args)  # float32 in Mamba
 
 
-def token_logps(policy, rows, args, temperature):
-    """Log-probs of the response tokens of rows, and entropy of the distributions that predict them.
+def token_logps(policy, rows, args):
+    """Columns [N, T] of the response tokens of rows, 0 after the end of a response; T is the longest.
 
-    Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
+    logp_nt: log-probs of the tokens.
+    entropy_nt: entropy of the distributions that predict them.
     """
     device = next(policy.parameters()).device
-    layout = one_row if policy.shares else padded
+    layout = one_row if policy.packed else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if takes_images(args):
-        texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
-        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer, True))
-    texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
+    texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
-    policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    columns = policy(where.to(device), join(responses).to(device), temperature, **inputs)
+    columns = policy(where.to(device), join(responses).to(device), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
 
 # endregion
 # region layouts
-def rounding_limit(policy, args):
-    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
-    experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
-    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
-
-
 def join(parts):
     """Token ids of several lists or arrays as one tensor."""
     return torch.cat([torch.as_tensor(part) for part in parts]).long()
@@ -616,19 +606,14 @@ def pad(rows):
     return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def response_mask(lengths):
-    """[N, T] bool, True on response tokens (EOS included)."""
-    return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
-
-
 def padded(prompts, responses):
-    """Model inputs with one text a row, padded on the right, and the positions that predict the responses.
+    """Model inputs with a text a row, padded on the right, and the positions that predict responses.
 
     Causal attention never looks at padding on the right. Positions are flat: row * width + column.
     """
     input_ids = pad([join(text) for text in zip(prompts, responses)])
     where = []
-    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    # labels are shifted against logits in layouts and nowhere else: position p - 1 predicts token p
     for row, (prompt, response) in enumerate(zip(prompts, responses)):
         first = row * input_ids.shape[1] + len(prompt) - 1
         where.append(torch.arange(first, first + len(response)))
@@ -638,88 +623,73 @@ def padded(prompts, responses):
 def one_row(prompts, responses):
     """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
 
-    A piece of the row is a whole text, a shared prompt, or one response to it. Pieces of one shape are
-    neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
+    A segment of the row is a whole text, a shared prompt, or one response to it. Segments of one shape
+    are neighbours. Prompt a b, responses c d, e: segments a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
-    pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
-    texts = []  # for each response: its piece, and the length of its prompt
+    segments = []  # token ids, how many tokens of another segment they see first, which segment
+    texts = []  # for each response: its segment, and the length of its prompt
     for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
-        answers, root = [response for _, response in same], len(pieces)
+        answers = [response for _, response in same]
+        root = len(segments)
         if len(answers) == 1:
-            pieces.append((join([prompt, answers[0]]), 0, root))
+            segments.append((join([prompt, answers[0]]), 0, root))
         else:
-            pieces.append((prompt, 0, root))
-            pieces += [(answer, len(prompt), root) for answer in answers]
-        texts += [(piece, len(prompt)) for piece in range(len(pieces) - len(answers), len(pieces))]
-    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1], len(pieces[i][0])))
-    ids = [pieces[i][0] for i in order]
+            segments.append((prompt, 0, root))
+            segments += [(answer, len(prompt), root) for answer in answers]
+        texts += [(i, len(prompt)) for i in range(len(segments) - len(answers), len(segments))]
+    order = sorted(range(len(segments)), key=lambda i: (segments[i][1], len(segments[i][0])))
+    ids = [segments[i][0] for i in order]
     spans = dict(zip(order, torch.arange(sum(map(len, ids))).split([len(x) for x in ids])))
-    seen, shapes = {}, []
+    kv_index, shapes = {}, []
     for i in order:
-        part, before, root = pieces[i]
-        seen[i] = torch.cat([spans[root][:before], spans[i]])
+        part, before, root = segments[i]
+        kv_index[i] = torch.cat([spans[root][:before], spans[i]])
         shapes.append((len(part), before + len(part)))
     inputs = dict(
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
-        seen=torch.cat([*seen.values()]),
+        kv_index=torch.cat([*kv_index.values()]),
         shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
-        borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
+        cu_seqlens=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
-    return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
+    return inputs, torch.cat([kv_index[i][length - 1 : -1] for i, length in texts])
 
 
-def piece_attention(module, query, key, value, mask, scaling, seen, shapes, borders, **_):
-    """Attention as transformers calls it, on a row made by `one_row`: query [1, H, T, D] -> [1, T, H, D].
+def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, cu_seqlens, **_):
+    """Attention as transformers calls it, for `one_row`: query [1, H, T, D] -> [1, T, H, D].
 
-    seen: positions that each piece sees, one piece after the other. shapes: (queries, keys) of each piece;
-    its last query sees its last key. borders: their running sums.
+    kv_index: positions that each segment sees, one segment after the other. shapes: (queries, keys) of
+    each segment; its last query sees its last key. cu_seqlens: their running sums.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    key, value = key[seen], value[seen]
+    key, value = key[kv_index], value[kv_index]
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
-        out = varlen_attn(query, key, value, *borders, *shapes.max(0).tolist(), **options)
+        out = varlen_attn(query, key, value, *cu_seqlens, *shapes.max(0).tolist(), **options)
     else:
-        out = attend(query, key, value, shapes, scaling)
+        out = segment_attention(query, key, value, shapes, scaling)
     return out[None], None
 
 
-def attend(query, key, value, shapes, scaling):
-    """Causal attention in pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
+def segment_attention(query, key, value, shapes, scaling):
+    """Causal SDPA in each segment: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
     from torch.nn.attention.bias import causal_lower_right
 
-    dtype, out = query.dtype, []
+    dtype = query.dtype
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
+    outputs = []
     for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
         bias = causal_lower_right(t, s)
-        some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
-        out.append(some.transpose(1, 2).flatten(0, 1))
-    return torch.cat(out).to(dtype)
-
-
-def special_layers(config):
-    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
-    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
-    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
-
-
-def recurrent(config):
-    """Whether a layer passes a state along the row, across the borders between texts."""
-    text = config.get_text_config()
-    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
-    kinds = getattr(text, "layer_types", None) or []
-    stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-    return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+        out = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).to(dtype)
 
 
 # endregion
@@ -731,7 +701,7 @@ def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
     new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
         fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
@@ -739,10 +709,10 @@ def setup_distributed(hsdp_replicas):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif sys.platform == "linux":  # malloc must keep freed memory: to get it again takes 30 % of an update
-        ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
-        ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    timeout, c10d = timedelta(seconds=TIMEOUT_S), dist.distributed_c10d
+    else:
+        cpu.keep_freed_memory()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
@@ -758,11 +728,12 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 
 
 def balance(lengths, ranks):
-    """Deal rows to ranks so that each gets about the same number of tokens -> list of lists of row numbers.
+    """Deal rows to ranks, about the same number of tokens to each -> lists of row numbers.
 
     Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
     """
-    parts, load = [[] for _ in range(ranks)], [0] * ranks
+    parts = [[] for _ in range(ranks)]
+    load = [0] * ranks
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         lightest = load.index(min(load))
         parts[lightest].append(i)
@@ -773,7 +744,7 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    Every rank gets the same number of micro-batches, the largest that any needs; the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest that any needs; some may be empty.
     """
     batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -783,36 +754,38 @@ def split_micro_batches(lengths, budget, one_row):
             batches.append([i])
         else:
             batches[-1].append(i)
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
     [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
     return batches + [[]] * (int(largest) - len(batches))
 
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
-    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
+def load_model(args, mesh, device, adapt, wrap, **changes):
+    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
-    changes: to its configuration.
+    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
     """
-    config, attention = read_config(args, share, **changes)
-    auto, adapt = auto_class(config, scores), adapt or add_adapters
-    original_dtype = config.dtype or getattr(torch, args.param_dtype)
-    full = None if dist.get_rank() else from_files(auto, args.model, **changes)
-    if all_reduce([bool(full and full.untied)]) == [1]:
-        config.tie_word_embeddings = False
+    config, attention = read_config(args, **changes)
+    auto = families.auto_class(config, scores="num_labels" in changes)  # with a head for scores
+    original_dtype = config.dtype or torch.float32
+    full = None if dist.get_rank() else families.from_files(auto, args.model, **changes)
+    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
-        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
-        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
+        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
+        for x in families.unused_weights(lm, args).values():
+            x.requires_grad_(False)
         adapt(lm, args)
+        for p in lm.parameters():
+            if not p.requires_grad:
+                p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = wrap(lm, attention == "pieces")
+    policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
+    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
+    for block in blocks[::-1]:  # inner first
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -830,65 +803,61 @@ def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, *
     return policy
 
 
-def read_config(args, share, **changes):
-    """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
+def read_config(args, **changes):
+    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
-    config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
+    config = AutoConfig.from_pretrained(args.model, **changes)
+    attention = args.attn_implementation
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
-        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    special = takes_images(args) or special_layers(config)
-    if share and attention == "sdpa" and not special:
-        AttentionInterface.register("pieces", piece_attention)
-        attention = "pieces"
+        for name in part.to_dict():
+            if "dropout" in name or name.endswith("_pdrop"):
+                setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
+    special = families.special_layers(config)
+    if attention == "sdpa" and not special:
+        AttentionInterface.register("packed", packed_attention)
+        attention = "packed"
     return config, attention
 
 
+def freeze(lm, args):
+    """Train nothing."""
+    lm.requires_grad_(False)
+
+
 def add_adapters(lm, args):
-    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen -> lm."""
+    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen.
+
+    All linear layers except experts, routers and the output layer.
+    """
     if not args.lora_rank:
-        return lm
+        return
     import peft  # here, because it takes two seconds
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
-    renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
-    layers, body = {}, {*decoder(lm).modules()}  # linear layers; body: all but the output layer
+    renamed.clear()  # CAREFUL: peft would give adapters of shared experts to all experts
+    body = {*families.decoder(lm).modules()}  # all but the output layer
     left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
+    targets = []
     for name, layer in lm.named_modules():
-        linear = type(layer).__name__ in ("Linear", "Linear4bit")  # the latter with --qlora
-        if linear and layer in body and ".experts." not in name and not name.endswith(left_out):
-            layers[name] = name.rpartition(".")[2]
-    known, chosen = {*layers.values()}, {*args.lora_target_modules}
-    if wrong := chosen - known - {"all-linear"}:
-        problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(known))}"
-        raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
-    config = peft.LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules=[name for name, last in layers.items() if chosen & {last, "all-linear"}],
-        task_type="SEQ_CLS" if hasattr(lm, "score") else "CAUSAL_LM",
-    )
+        linear = type(layer) is nn.Linear and layer in body
+        if linear and ".experts." not in name and not name.endswith(left_out):
+            targets.append(name)
+    scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
     torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(config, lm)
-    return lm
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype, towers=True):
+def whole_weights(lm, dtype, skipped=()):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
-    Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
+    Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
     """
-    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        layer, base, end = name.partition(".base_layer.")
-        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:
             continue
-        if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
-            from peft.utils.integrations import dequantize_bnb_weight
-
-            x = dequantize_bnb_weight(x).to(dtype)
+        layer, base, end = name.partition(".base_layer.")
         if base and end == "weight":
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
@@ -898,140 +867,52 @@ def whole_weights(lm, dtype, towers=True):
 
 def merged_weight(lora, weight):
     """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (getattr(lora, part)["default"].weight.full_tensor().float() for part in ("lora_A", "lora_B"))
-    if hasattr(lora, "lora_E"):  # AdaLoRA
-        a = a * lora.lora_E.full_tensor()[:, None]
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    a, b = (getattr(lora, part)["default"].weight.full_tensor() for part in ("lora_A", "lora_B"))
+    weight = weight.full_tensor()
     return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
-
-
-def learning_rate(args, step, total_steps):
-    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return args.lr * decay[args.lr_schedule]
-
-
-# endregion
-# region checkpoints
-TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
-
-
-def checkpointed(models, optimizers):
-    """What dcp/ holds: the optimizers' state and what they train, with LoRA the adapters alone.
-
-    models: {directory in the checkpoint: model}.
-    """
-    module = nn.ModuleDict(models)
-    model, optim = dcp_state.get_state_dict(module, optimizers, options=TRAINED)
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied weights once
-    model = {name: x for name, x in model.items() if name in trained or ".lora_" in name}
-    return dict(model=model, optimizer=optim)
-
-
-def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
-    if path is None:
-        return dict(step=0, origin="")
-    content = checkpointed(models, optimizers)
-    try:
-        state = json.loads((path / "trainer_state.json").read_text())
-        dcp.load(content, checkpoint_id=path / "dcp")
-    except (dcp.CheckpointException, OSError, ValueError) as error:
-        problem = f"is damaged, or of another model ({in_one_line(error)})"
-        fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
-    states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
-    return state | dict(origin=f"\nresumed from {path}")
-
-
-def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
-    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one."""
-    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, [None]
-    path, link, content = root / f"step_{step:06d}", root / ".latest", checkpointed(models, optimizers)
-    weights = {name: {} for name in models}
-    for name, lm in models.items():
-        for key, x in whole_weights(lm, lm.config.dtype):
-            if rank0:  # it also held the whole model when it was loaded
-                weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    try:
-        if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
-        dist.barrier()
-        dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
-        if rank0:
-            for name, lm in models.items():
-                write_hf(path / name, lm, weights[name])
-            tokenizer.save_pretrained(path / "hf")
-            copy_processor(models["hf"], args.model, path / "hf")
-            state |= dict(step=step, digests=digests(args))
-            # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(root / "latest")
-            done = sorted(old for old in root.glob("step_*") if old <= path)
-            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else ():
-                shutil.rmtree(old)
-    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
-        problem = [in_one_line(error)]
-    dist.broadcast_object_list(problem)
-    if problem[0]:
-        free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
-        fail(f"{path} cannot be written: {problem[0]}; {free}")
-
-
-def write_hf(directory, lm, weights):
-    """Whole weights and their configuration as a Hugging Face directory."""
-    lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
-    lm.config.save_pretrained(directory)
-    if lm.can_generate():
-        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
-    save_torch_state_dict(weights, directory)
-    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
-        file.chmod((directory / "config.json").stat().st_mode)
 
 
 # endregion
 # region data
-def check_args(args, sp_size=1):
+def check_args(args):
     """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world, row = int(os.environ.get("WORLD_SIZE", 1)), args.max_prompt_length + args.max_response_length
-    budget, prompts, size = args.max_tokens_per_microbatch, args.train_batch_size, args.ppo_mini_batch_size
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    row = args.max_prompt_length + args.max_response_length
+    budget, copies = args.max_tokens_per_microbatch, args.hsdp_replicas
+    prompts, size = args.train_batch_size, args.ppo_mini_batch_size
     flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
-    level, bounds = args.rollout_rs, args.rollout_rs_threshold
-    fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
-    fit = len(bounds) == 1 and bounds[0] >= 0 if level == "off_policy" else fit
-    cut_off, copies = args.top_p < 1 and (args.rollout_is or args.rollout_rs), args.hsdp_replicas
+    cut_off = args.top_p < 1 and (args.rollout_is or args.rollout_rs)
+    bounds = args.rollout_rs_threshold
+    if args.rollout_rs == "off_policy":
+        fit = len(bounds) == 1 and bounds[0] >= 0
+    else:
+        fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
     problems = {
         f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
         f"{world} ranks are not a multiple of --tp_size {args.tp_size}": world % args.tp_size,
         f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
-        f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
-        f"--max_tokens_per_microbatch {budget} is less than a row, {row} tokens": budget * sp_size < row,
+        f"--max_tokens_per_microbatch {budget} is less than a row, {row} tokens": budget < row,
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
         f"--temperature {args.temperature}: vLLM samples at 0.01 or above": args.temperature < 0.01,
         f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH; with off_policy"
-        " one value, at least 0": level and not fit,
+        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH;"
+        " with off_policy one value, at least 0": args.rollout_rs and not fit,
         "--offload needs a GPU": args.offload and not torch.cuda.is_available(),
     }
     refuse(problems)
 
 
-def load_data(args, tools=None, images=False):
-    """-> tokenizer, reward managers of training and validation, rows of both, and a line about them."""
+def load_data(args):
+    """-> tokenizer, reward managers of training and validation, rows of both, a line about them."""
     shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
     try:
-        check_model(AutoConfig.from_pretrained(args.model), args, images)
-        tokenizer = load_processor(args.model, args.tokenizer, takes_images(args))
+        check_model(AutoConfig.from_pretrained(args.model), args)
+        tokenizer = load_processor(args.model, sees=families.takes_images(args))
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
-        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, args.max_prompt_length, tools)
-        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length, tools)
+        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, args.max_prompt_length)
+        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length)
         if "rewards" in args.reward_fn:
             check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
     except (ValueError, OSError, ImportError) as error:
@@ -1043,120 +924,88 @@ def load_data(args, tools=None, images=False):
     return tokenizer, manager, val_manager, train_rows, val_rows, summary
 
 
-def check_model(config, args, images):
+def check_model(config, args):
     """ValueError if this script cannot train the model as its authors defined it."""
     name = f"{args.model} ({config.model_type})"
-    if takes_images(args) and (not images or args.lora_rank):
-        raise ValueError(f"{name} takes images, which only grpo.py and sft.py do, and without --lora_rank")
+    if families.takes_images(args):
+        raise ValueError(f"{name} takes images, which only grpo.py and sft.py do")
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if args.attn_implementation == "sdpa" and softcap:
         raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
     with torch.device("meta"):  # both refuse what they cannot do, before weights are loaded
-        lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
-        TokenLogps(add_adapters(lm, args))
+        lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
+        add_adapters(lm, args)
+        TokenLogps(lm)
 
 
 # endregion
 # region sampler
 def build_engine(args, device):
-    """A vLLM engine in this process, asleep. It starts with random weights: only a sync makes it useful."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(device.type == "cpu")))  # it needs a C++ compiler
-    import vllm
-    from vllm.model_executor.models.transformers.base import Base as Transformers
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
+    """A vLLM engine in this process, asleep. Its weights are random until the first sync."""
+    cuda = device.type == "cuda"
+    config = AutoConfig.from_pretrained(args.model)
+    with cpu.own_vllm():
+        import vllm
+        from vllm.usage.usage_lib import UsageContext
 
-    # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
-    arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ['MASTER_PORT']}"
-    Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
-    cuda, set_num_threads = device.type == "cuda", torch.set_num_threads
-    config, sees = AutoConfig.from_pretrained(args.model), takes_images(args)
-    # CAREFUL: on a CPU vLLM packs weights into copies that no sync reaches: not here, sync_weights does it
-    plain = lambda layer, **_: setattr(layer, "cpu_linear", nn.functional.linear)
-    # CAREFUL: vLLM runs some families by their class in transformers, and changes the trainer's
-    Transformers._decorate_for_torch_compile = lambda self: None
-    gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
-    with mock.patch("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", plain):
+        options = vllm.EngineArgs(
+            model=args.model,
+            load_format="dummy",
+            dtype=args.compute_dtype,
+            seed=args.seed,
+            max_model_len=args.max_prompt_length + args.max_response_length,
+            tensor_parallel_size=args.tp_size,
+            distributed_executor_backend="external_launcher",
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled
+            generation_config="vllm",  # the model's EOS tokens, but not its temperature
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
+            enable_sleep_mode=cuda,  # a CPU's sleep does nothing
+            enforce_eager=not cuda,
+            enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
+            enable_prefix_caching=cuda or not families.recurrent(config),  # states need such cuts
+            block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
+            disable_log_stats=True,
+            **families.vllm_options(config, families.takes_images(args)),
+        )
         try:
-            options = vllm.EngineArgs(
-                model=args.model,
-                tokenizer=args.tokenizer,
-                hf_overrides=hf_overrides(config, sees),
-                language_model_only=not sees,
-                skip_tokenizer_init=not sees,
-                load_format="dummy",
-                dtype=args.compute_dtype,
-                seed=args.seed,
-                max_model_len=args.max_prompt_length + args.max_response_length,
-                tensor_parallel_size=args.tp_size,
-                distributed_executor_backend="external_launcher",
-                logprobs_mode="processed_logprobs",  # of the distribution that is sampled
-                generation_config="vllm",  # the model's EOS tokens, but not its temperature
-                gpu_memory_utilization=args.gpu_memory_utilization,
-                kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
-                enable_sleep_mode=cuda,  # a CPU's sleep does nothing
-                enforce_eager=not cuda,
-                enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
-                enable_prefix_caching=cuda or not recurrent(config),  # states need such cuts
-                block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
-                # CAREFUL: the processor normalises pixels: buffers in the model are in no sync
-                mm_device_do_normalize=False,
-                mm_hasher_algorithm="sha256",
-                disable_log_stats=True,
-            )
             engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
         except ValueError as error:  # a response that is longer than the model's positions, for one
             fail(" ".join(str(error).split()))
-    dist.barrier()  # all have opened each other's shared memory: without its name a kill leaves none behind
-    for name in Path("/dev/shm").glob(f"{run}-*"):
-        name.unlink(missing_ok=True)
-    torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
-    # CAREFUL: with them vLLM's CPU kernel of Qwen3-Next wants packed convolutions, and a sync brings others
-    torch.cpu._is_avx512_bf16_supported = lambda: False
     torch.manual_seed(args.seed)  # vLLM overwrites the global generator
     engine.sleep(level=2)
     return engine
 
 
 @contextmanager
-def awake(engine, models, optimizer, args, timing, sample=None, **sampling):
-    """While the block lasts, the sampler has the trainer's weights -> sample(prompts, step, n)."""
+def awake(engine, models, optimizer, args, timing):
+    """While the block lasts, the sampler is awake, with the weights of the first of the models."""
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
-        sync_weights(engine, models[0].lm)
+        sync_weights(engine, models[0].lm, args)
         if args.offload:
             move("cpu", models, optimizer)
         engine.wake_up(tags=["kv_cache"])
-    yield partial(sample or rollout, engine, args, timing, **sampling)
+    yield
     with timed(timing, "sync"):
         engine.sleep(level=2)
         if args.offload:
             move("cuda", models, optimizer)
 
 
-def sync_weights(engine, lm):
-    """Stream the sharded model into the sampler."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    def load(model):
-        config = engine.model_config
-        weights = whole_weights(lm, config.dtype, towers=False)
-        model.load_weights(vllm_names(weights, lm.config, config.hf_config))
-        for layer in model.modules():  # CPU only: packed copies make sampling twice as fast
-            if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:  # a convolution is packed in place
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-            elif hasattr(layer, "w13_weight") and layer.w13_weight.device.type == "cpu":
-                layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    engine.apply_model(load)
+def sync_weights(engine, lm, args):
+    """Stream the sharded model into the sampler, which packs it as it packs what it loads."""
+    config = engine.model_config
+    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args))
+    weights = families.vllm_names(weights, lm.config, config.hf_config)
+    engine.apply_model(cpu.before_reload)
+    engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+    engine.apply_model(cpu.after_reload)
     engine.reset_prefix_cache()
-    engine.reset_encoder_cache()  # what the vision tower has made of images
 
 
 def move(device, models, optimizer):
-    """Move shards and optimizer state between GPU and pinned host memory; empty_cache waits for it."""
+    """Move shards and optimizer state between GPU and pinned host memory; empty_cache waits."""
     for model in models:
         model.to(device, non_blocking=True)
     for state in optimizer.state.values():
@@ -1164,7 +1013,7 @@ def move(device, models, optimizer):
     torch.cuda.empty_cache()
 
 
-def rollout(engine, args, timing, prompts, step, group_size, **sampling):
+def rollout(engine, args, prompts, step, group_size, **sampling):
     """Let the sampler answer the prompts of all ranks -> the rows of this rank.
 
     Ranks that share a sampler (--tp_size) answer the union of their prompts and keep their own.
@@ -1175,27 +1024,25 @@ def rollout(engine, args, timing, prompts, step, group_size, **sampling):
     rank, world = dist.get_rank(), dist.get_world_size()
     own = prompts[rank // args.tp_size :: world // args.tp_size]
     rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
-    never = never_sampled(engine.model_config.hf_config) if takes_images(args) else []
-    options = dict(max_tokens=args.max_response_length, detokenize=False, logprobs=0, flat_logprobs=True)
-    options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
-    options |= dict(logit_bias=dict.fromkeys(never, -100.0) or None)
-    waiting, at_once = [*range(len(rows))][::-1], engine.vllm_config.scheduler_config.max_num_seqs
-    with timed(timing, "gen"):
-        while waiting or engine.has_unfinished_requests():
-            while waiting and engine.get_num_unfinished_requests() < at_once:  # few decoded images
-                row = rows[waiting[-1]]
-                seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
-                params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
-                engine.add_request(str(waiting.pop()), request(row), params)
-            for answer in engine.step():  # converted at once, because vLLM's lists take 200 bytes a token
-                row, [response] = rows[int(answer.request_id)], answer.outputs
-                if answer.prompt_token_ids != row["prompt_ids"]:
-                    raise ValueError(f"{args.model}: vLLM makes other tokens of an image than its processor")
-                row["response_ids"] = np.array(response.token_ids, np.int32)
-                row["rollout_logp_t"] = np.array(response.logprobs.logprobs, np.float32)
-                row["mask_t"] = np.ones(len(response.token_ids), bool)  # the tokens that are trained
-                row["length"], row["prompt_length"] = len(response.token_ids), len(row["prompt_ids"])
-                row["finish_reason"] = response.finish_reason
+    options = dict(max_tokens=args.max_response_length, detokenize=False)
+    options |= dict(logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY) | sampling
+    waiting = [*range(len(rows))][::-1]
+    at_once = engine.vllm_config.scheduler_config.max_num_seqs
+    while waiting or engine.has_unfinished_requests():
+        while waiting and engine.get_num_unfinished_requests() < at_once:
+            row = rows[waiting[-1]]
+            seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
+            params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
+            engine.add_request(str(waiting.pop()), request(row), params)
+        for answer in engine.step():  # converted at once: vLLM's lists take 200 bytes a token
+            row = rows[int(answer.request_id)]
+            [response] = answer.outputs
+            row["response_ids"] = np.array(response.token_ids, np.int32)
+            row["rollout_logp_t"] = np.array(response.logprobs.logprobs, np.float32)
+            row["mask_t"] = np.ones(len(response.token_ids), bool)  # the tokens that are trained
+            row["length"] = len(response.token_ids)
+            row["prompt_length"] = len(row["prompt_ids"])
+            row["finish_reason"] = response.finish_reason
     return rows[rank % args.tp_size :: args.tp_size]
 
 
@@ -1211,30 +1058,30 @@ def score_rows(rows, manager, tokenizer):
 
 # endregion
 # region rows
-def deal(rows, shares, args, sp_size=1):
+def deal(rows, packed, args):
     """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
 
-    A sequence is a row, or rows that share their prompt and fit into a micro-batch. Returns the sequences of
-    this rank for each optimizer step, with the (tokens, responses) of all ranks; the rows of this rank; and
-    the token counts of every rank. With sp_size a rank stands for all ranks that share its rows.
-    Constant sequences, which only run forward, are balanced apart and count by a third.
+    A sequence is a row, or packed rows that share their prompt and fit into a micro-batch. Returns this
+    rank's sequences for each optimizer step, with the (tokens, responses) of all ranks; this rank's
+    rows; and the token counts of every rank.
     """
-    size, ranks = args.ppo_mini_batch_size * args.group_size, dist.get_world_size() // sp_size
-    rank, mini_batches, own_rows, load = dist.get_rank() // sp_size, [], [], [[] for _ in range(ranks)]
-    together = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
-    together = max(together, 1) if shares else 1
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    size = args.ppo_mini_batch_size * args.group_size
+    mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
+    fits = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
+    fits = max(fits, 1) if packed else 1
     for start in range(0, len(rows), size):
-        step_rows, sequences = rows[start : start + size], []
-        for _, same in groupby(step_rows, key=itemgetter("group")):
-            same = list(same)
-            sequences += [same[i : i + together] for i in range(0, len(same), together)]
+        step_rows = rows[start : start + size]
+        sequences = []
         own = []
-        for share, some in zip((1, 1 / 3), by_gradient(sequences)):
-            lengths = [token_count(sequence) for sequence in some]
-            parts = balance(lengths, ranks)
-            for tokens, part in zip(load, parts):
-                tokens += [lengths[i] * share for i in part]
-            own += [some[i] for i in parts[rank]]
+        for _, group in groupby(step_rows, key=itemgetter("group")):
+            group = list(group)
+            sequences += [group[i : i + fits] for i in range(0, len(group), fits)]
+        lengths = [token_count(sequence) for sequence in sequences]
+        parts = balance(lengths, ranks)
+        for tokens, part in zip(load, parts):
+            tokens += [lengths[i] for i in part]
+        own += [sequences[i] for i in parts[rank]]
         own_rows += chain(*own)
         trained = [int(row["mask_t"].sum()) for row in step_rows]
         mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
@@ -1246,36 +1093,21 @@ def token_count(sequence):
     return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
 
 
-def by_gradient(sequences):
-    """The sequences that teach something, and those in which every row is `constant`."""
-    constant = [all(row.get("constant") for row in sequence) for sequence in sequences]
-    return [[s for s, x in zip(sequences, constant) if x == kind] for kind in (False, True)]
-
-
 def micro_batches(policy, sequences, args):
-    """Run sequences one micro-batch at a time -> its rows, logp_nt, entropy_nt.
-
-    Constant sequences have no gradient: they run last and forward only.
-    """
-    learning, constant = by_gradient(sequences)
-    budget = args.max_tokens_per_microbatch * policy.sp_size
-    anywhere = all_reduce([len(constant)]) != [0]
-    for some in [learning, constant] if anywhere else [learning]:
-        parts = split_micro_batches([token_count(s) for s in some], budget, policy.shares)
-        for number, part in enumerate(parts, 1):
-            policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
-            rows = [row for i in part for row in some[i]]
-            with torch.set_grad_enabled(some is learning and torch.is_grad_enabled()):
-                logps = token_logps(policy, rows, args, args.temperature)
-            yield rows, *logps
+    """Cut sequences into micro-batches -> the rows of each."""
+    lengths = [token_count(sequence) for sequence in sequences]
+    batches = split_micro_batches(lengths, args.max_tokens_per_microbatch, policy.packed)
+    for number, batch in enumerate(batches, 1):
+        policy.set_requires_all_reduce(number == len(batches))  # over the replicas of HSDP
+        yield [row for i in batch for row in sequences[i]]
 
 
 @torch.no_grad()
 def store_logps(policy, mini_batches, name, args):
-    """Store the log-probs of this rank's rows, or the values of a critic, under `name`."""
+    """Store the log-probs of this rank's rows under `name`."""
     sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]
-    for rows, logp_nt, _ in micro_batches(policy, sequences, args):
-        for row, logp_t in zip(rows, logp_nt):
+    for rows in micro_batches(policy, sequences, args):
+        for row, logp_t in zip(rows, token_logps(policy, rows, args)[0]):
             row[name] = logp_t[: row["length"]]
 
 
@@ -1289,11 +1121,11 @@ def collate(rows, device):
 
 # endregion
 # region sampler against trainer
-def rollout_weights(args, logp_nt, old_nt, rollout_logp_nt, mask_nt, adv_nt=0.0):
-    """Factors of the token losses that correct for the log-probs of the sampler; without a gradient.
+def rollout_weights(args, logp_nt, old_nt, rollout_logp_nt, mask_nt, adv_nt):
+    """Factors of the token losses that correct for the sampler's log-probs; without a gradient.
 
-    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where it is out of bounds.
-    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; with rejection token 1 0, sequence 0 0.
+    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where out of bounds.
+    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; rejected: token 1 0, sequence 0 0.
     off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
     """
     d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
@@ -1303,12 +1135,13 @@ def rollout_weights(args, logp_nt, old_nt, rollout_logp_nt, mask_nt, adv_nt=0.0)
     weight_nt = torch.ones_like(d_nt)
     if args.rollout_is:
         weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
-    if args.rollout_rs == "off_policy":  # of the policy that is trained (DeepSeek-V3.2, 2512.02556, 3.1)
+    if args.rollout_rs == "off_policy":  # of the trained policy (DeepSeek-V3.2, 2512.02556, 3.1)
         behind_nt = (rollout_logp_nt - logp_nt.detach()).where(mask_nt.bool(), 0.0)
         far_n1 = behind_nt.sum(-1, keepdim=True) / length_n1 > args.rollout_rs_threshold[0]
         weight_nt = weight_nt * ~(far_n1 & (adv_nt < 0))  # eq: grpo.off_policy
     elif args.rollout_rs:
-        ratio_nt, high = ratios[args.rollout_rs], args.rollout_rs_threshold[-1]
+        ratio_nt = ratios[args.rollout_rs]
+        high = args.rollout_rs_threshold[-1]
         low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
         weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
     return weight_nt
@@ -1316,28 +1149,27 @@ def rollout_weights(args, logp_nt, old_nt, rollout_logp_nt, mask_nt, adv_nt=0.0)
 
 def check_sampler(policy, rows, args, step):
     """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
-    columns = [[torch.zeros(0)] for _ in range(4)]  # a rank may have no rows; fresh: of this step's sampler
-    for part in (rows[i : i + 64] for i in range(0, len(rows), 64)):  # no more are padded at a time
-        batch = collate(part, "cpu")
+    logps, weights = [torch.zeros(0, 2)], [torch.zeros(0)]  # a rank may have no rows
+    for start in range(0, len(rows), 64):  # no more are padded at a time
+        batch = collate(rows[start : start + 64], "cpu")
         ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
-        weight_nt = rollout_weights(args, ours_nt, ours_nt, theirs_nt, mask_nt)
-        older_nt = pad([np.full(len(row["mask_t"]), row.get("carried_over", 0), bool) for row in part])
-        for column, x in zip(columns, (ours_nt, theirs_nt, weight_nt, ~older_nt)):
-            column.append(x.expand(mask_nt.shape)[mask_nt])
-    ours, theirs, weight, fresh = (torch.cat(column).double() for column in columns)
-    sums = weight.sum(), (weight**2).sum(), len(weight), fresh.sum()
-    total, squares, tokens, count = all_reduce(sums)
-    gap, prob_gap = (x[fresh > 0].abs() for x in (ours - theirs, ours.exp() - theirs.exp()))
-    gap, mean = (x / max(count, 1) for x in all_reduce([gap.sum(), prob_gap.sum()]))
+        weight_nt = rollout_weights(args, ours_nt, ours_nt, theirs_nt, mask_nt, torch.zeros_like(ours_nt))
+        weights.append(weight_nt.expand_as(mask_nt)[mask_nt])
+        logps.append(torch.stack([ours_nt, theirs_nt], -1)[mask_nt])
+    weight, (ours, theirs) = torch.cat(weights).double(), torch.cat(logps).double().unbind(-1)
+    gap, prob_gap = (ours - theirs).abs(), (ours.exp() - theirs.exp()).abs()
+    sums = len(gap), gap.sum(), prob_gap.sum(), len(weight), weight.sum(), (weight**2).sum()
+    compared, gap, prob_gap_sum, tokens, total, squares = all_reduce(sums)
+    gap = gap / max(compared, 1)
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
-    limit, experts = rounding_limit(policy, args)
+    limit, experts = families.rounding_limit(policy.lm, args.compute_dtype)
     limit = math.inf if args.top_p < 1 else limit  # it samples another distribution on purpose
     if not gap < limit:  # `not <` also fails for NaN
         why = "the sampler does not hold the trainer's weights, or computes differently"
         why += ", or rounding sends tokens to other experts" * experts
         fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit:.3g}")
     return {
-        "training/rollout_probs_diff_mean": mean,
+        "training/rollout_probs_diff_mean": prob_gap_sum / max(compared, 1),
         "training/rollout_probs_diff_max": largest,
         "training/rollout_logp_diff_mean": gap,
         "rollout_corr/rollout_is_mean": total / max(tokens, 1),
@@ -1350,20 +1182,20 @@ def check_sampler(policy, rows, args, step):
 
 # critic, reward models and their metrics
 class TokenValues(TokenLogps):
-    """A critic, called as TokenLogps is: the value of the state in which each target was sampled."""
+    """A critic, called as TokenLogps: the value of the state in which a target was sampled."""
 
-    def forward(self, where, target, temperature, **inputs):
-        """-> values [L, Q], float32, in the places of log-prob and entropy."""
-        value = self.lm.score(self.hidden(where, inputs)).float()
-        return value, value
+    def forward(self, where, target, args, **inputs):
+        """-> values [L, Q], float32, in place of log-probs."""
+        return [self.lm.score(self.hidden(where, inputs)).float()]
 
 
 def check_models(args):
-    """Stop on what critic, reward models and KL cannot be -> the tokenizers of the reward models."""
+    """Stop on critics and reward models that cannot work -> the reward models' tokenizers."""
     rules, models, weights = len(args.reward_fn), len(args.reward_model), len(args.reward_weights)
-    alpha, length = args.lam_alpha, args.max_response_length
     given = f"{weights} --reward_weights for {rules} --reward_fn and {models} --reward_model"
-    not_each, no_rule = models and weights not in (0, rules + models), args.val_files and not rules
+    not_each = models and weights not in (0, rules + models)
+    no_rule = args.val_files and not rules
+    alpha, length = args.lam_alpha, args.max_response_length
     short = 1 / alpha if alpha else 0  # lambda is 0 for so few tokens
     problems = {
         f"--lam_alpha {alpha}: lambda is 0 up to {short:g} tokens, a response has {length}": short >= length,
@@ -1374,14 +1206,15 @@ def check_models(args):
     try:
         names = args.critic_model or args.model, args.model
         configs = [AutoConfig.from_pretrained(name) for name in names]
-        auto_class(configs[0], scores=True)  # stops on weights that cannot be made whole
+        families.auto_class(configs[0], scores=True)  # stops on weights that cannot be made whole
         known, needed = [config.get_text_config().vocab_size for config in configs]
         if known < needed:
             fail(f"--critic_model {args.critic_model} knows {known} tokens, --model {args.model} {needed}")
         values, wanted = configs[0].num_labels, args.value_quantiles
         if "SequenceClassification" in str(configs[0].architectures) and values != wanted:
             fail(f"--critic_model {args.critic_model} gives {values} values, --value_quantiles is {wanted}")
-        ours, theirs = AutoTokenizer.from_pretrained(args.tokenizer or args.model).get_vocab(), {}
+        ours = AutoTokenizer.from_pretrained(args.model).get_vocab()
+        theirs = {}
         with suppress(ValueError, OSError):  # critic/ of a checkpoint has no tokenizer
             theirs = AutoTokenizer.from_pretrained(args.critic_model or args.model).get_vocab()
         other = sorted(token for token, number in ours.items() if theirs.get(token, number) != number)
@@ -1391,7 +1224,7 @@ def check_models(args):
         tokenizers = [AutoTokenizer.from_pretrained(name) for name in args.reward_model]
         for name, tokenizer in zip(args.reward_model, tokenizers):
             config = AutoConfig.from_pretrained(name)
-            auto_class(config, scores=True)  # stops on weights that cannot be made whole
+            families.auto_class(config, scores=True)  # stops on weights that cannot be made whole
             if config.num_labels != 1:
                 fail(f"--reward_model {name} gives {config.num_labels} numbers, not 1 score")
             if tokenizer.chat_template is None:
@@ -1403,26 +1236,40 @@ def check_models(args):
 
 
 def load_critic(args, mesh, device):
-    """The critic, sharded. A new value head starts at 0, so the first advantages are the returns."""
+    """The critic, sharded. A new value head starts at 0: its first advantages are the returns."""
     args = replace(args, lora_rank=0, model=args.critic_model or args.model)
-    critic = load_model(args, mesh, device, TokenValues, scores=True, num_labels=args.value_quantiles)
+    critic = load_model(args, mesh, device, add_adapters, TokenValues, num_labels=args.value_quantiles)
     if "SequenceClassification" not in str(critic.lm.config.architectures):
         nn.init.zeros_(critic.lm.score.weight)
     return critic
 
 
+def unwrapped(lm, packed):
+    """In place of `TokenLogps`: the model with its own forward, which finds the last token."""
+    return lm
+
+
 def load_reward_models(args, mesh, device):
-    """The reward models, sharded, with their own forward: a classifier finds the token of its score."""
-    models, scorer = [], lambda lm, shares: lm
+    """The reward models, sharded. Their rows are padded."""
+    models = []
     for name in args.reward_model:
         own = replace(args, model=name, lora_rank=0)
-        model = load_model(own, mesh, device, scorer, scores=True, share=False, num_labels=1)
-        models.append(model.eval().requires_grad_(False))
+        model = load_model(own, mesh, device, freeze, unwrapped, num_labels=1)
+        model.set_attn_implementation(args.attn_implementation)  # not "packed"
+        models.append(model.eval())
     return models
 
 
+def rules_alone(args):
+    """The arguments without reward models, whose weights are the last; no rule is `none`."""
+    if not args.reward_model:
+        return args
+    weights = args.reward_weights[: len(args.reward_fn)]
+    return replace(args, reward_fn=args.reward_fn or ("none",), reward_weights=weights)
+
+
 class ModelRewards:
-    """A reward manager: adds to the scores of rules the scores of models, each a (model, tokenizer)."""
+    """A reward manager: adds scores of models, each a (model, tokenizer), to those of rules."""
 
     def __init__(self, rules, models, args, device):
         self.rules, self.models, self.args, self.device = rules, models, args, device
@@ -1433,19 +1280,26 @@ class ModelRewards:
         return add_model_scores(rows, results, self.args)
 
 
+def response_mask(lengths):
+    """[N, T] bool, True on the tokens of padded rows of these lengths."""
+    return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
+
+
 @torch.no_grad()
 def model_scores(model, tokenizer, rows, args, device):
     """A reward model's result for each of this rank's rows: a score, or 0 and why it failed.
 
-    CAREFUL: ids of the actor mean nothing to it. The conversation goes through its own chat template.
+    CAREFUL: it has ids of its own. So the conversation goes through its own chat template.
     """
     texts = []
     for row in rows:
         answer = dict(role="assistant", content=row["sampled"]["solution_str"])
         chat = without_special([*row["prompt"], answer], tokenizer)  # a response must not write a turn
         texts.append(tokenizer.apply_chat_template(chat, return_dict=False))
-    config, score_n = model.config.get_text_config(), [math.nan] * len(rows)
-    limit = min(getattr(config, "max_position_embeddings", None) or math.inf, args.max_tokens_per_microbatch)
+    score_n = [math.nan] * len(rows)
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    limit = min(positions, args.max_tokens_per_microbatch)
     fitting = [i for i, text in enumerate(texts) if len(text) <= limit]
     pad_id = config.pad_token_id  # without one: one row at a time
     budget = 0 if pad_id is None else args.max_tokens_per_microbatch
@@ -1474,9 +1328,10 @@ def score_names(models):
 
 
 def add_model_scores(rows, results, args):
-    """Rows with the weighted scores of the models added to the rules' scores; results: a list per model."""
+    """Rows with the models' weighted scores added to those of the rules; results: a list a model."""
     weights = args.reward_weights[len(args.reward_fn) :] or [1.0] * len(results)
-    names, combined = score_names(len(results))[1:], []
+    names = score_names(len(results))[1:]
+    combined = []
     for row, *of_models in zip(rows, *results):
         reward = row["reward"] | {"score/rules": row["reward"]["score"]}
         for name, weight, result in zip(names, weights, of_models):
@@ -1498,8 +1353,9 @@ def moments(x):
 
 
 def critic_metrics(rows, step_nt, args):
-    """Rewards, advantages, returns and values of a step, and how much of the returns the values explain."""
-    names, metrics = ("kl_nt", "adv_nt", "return_nt", "value_nt", "spread_nt"), {}
+    """Rewards, advantages, returns, values of a step, and how much the values explain."""
+    metrics = {}
+    names = "kl_nt", "adv_nt", "return_nt", "value_nt", "spread_nt"
     kl, adv, returns, values, spread = (step_nt[name][step_nt["mask_nt"]] for name in names)
     columns = dict(rewards=step_nt["reward_nt"].sum(-1), advantages=adv, returns=returns, values=values)
     for name, x in (columns | dict(values_std=spread)).items():
@@ -1507,17 +1363,18 @@ def critic_metrics(rows, step_nt, args):
         metrics |= {f"critic/{name}/mean": mean, f"critic/{name}/max": top, f"critic/{name}/min": bottom}
     for name in score_names(len(args.reward_model)) if args.reward_model else ():
         metrics |= stats(f"critic/score_{name}", [row["reward"][f"score/{name}"] for row in rows])
-    unexplained, variance = moments(returns - values)[1], moments(returns)[1]
+    unexplained = moments(returns - values)[1]
+    variance = moments(returns)[1]
     metrics["critic/vf_explained_var"] = 1 - unexplained / (variance + 1e-8)
     return metrics | {"actor/reward_kl_penalty": moments(kl)[0]}
 
 
 @contextmanager
 def without_adapters(lm):
-    """The model as it was before training, while the block lasts; without adapters it stays as it is."""
+    """The model without its adapters, as it was before training, while the block lasts."""
     layers = [layer for layer in lm.modules() if hasattr(layer, "lora_A")]
     for layer in layers:
-        layer._disable_adapters = True  # CAREFUL: peft's enable_adapters(False) would also freeze them
+        layer._disable_adapters = True  # CAREFUL: peft's enable_adapters(False) also freezes them
     yield
     for layer in layers:
         layer._disable_adapters = False

@@ -9,16 +9,13 @@ hf/ is a sequence classifier with one label: what `ppo.py --reward_model` loads.
 
 CPU:        python algos/rm.py --model models/tiny --train_files data/pairs.parquet --output_dir runs/rm
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/rm.py ...
-Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 algos/rm.py
+Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
 Docs: docs/algorithms/rm.md
 """
 
-import ctypes
 import faulthandler
-import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -59,9 +56,7 @@ class Args:
     bad_pairs: Literal["error", "drop"] = "error"
     # ---- model
     model: str  # Hugging Face directory or hub name: a causal LM, or a sequence classifier with one label
-    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
@@ -69,8 +64,6 @@ class Args:
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     lora_rank: int = 0  # rank of LoRA adapters, trained with the head; 0: train the whole model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    # layers that get adapters; all-linear: all linear layers except experts, routers and the head
-    lora_target_modules: tuple[str, ...] = ("all-linear",)
     # ---- optimizer
     train_batch_size: int = 64  # pairs of a step, over all ranks
     lr: float = 1e-5  # peak learning rate
@@ -82,7 +75,7 @@ class Args:
     # ---- algorithm
     center_rewards_coef: float = 0.0  # weight of (r_chosen + r_rejected)^2, which keeps scores around 0
 
-    def __post_init__(self):
+    def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
 
 
@@ -93,26 +86,27 @@ import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import safetensors
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from common import cpu, families
+from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import speed_metrics, timed
-from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import IDS, prepare
-from data_prep.lib.images import auto_class, load_processor, takes_images
+from data_prep.lib.images import load_processor
 from data_prep.lib.schema import open_parquet
-from data_prep.lib.towers import copy_processor, decoder, freeze_towers, from_files
-from data_prep.lib.turns import check_calls, without_special
+from data_prep.lib.turns import check_calls
+from envs.messages import without_special
+
+PAIR = "chosen_ids", "rejected_ids"  # the conversations of a row
 
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -126,9 +120,10 @@ def pair_loss(chosen_n, rejected_n, margin_n, center):
 
 
 def pair_metrics(chosen_n, rejected_n):
-    """What validation and log show of each pair; a tie has accuracy 0.5. Scores 2 and 1 -> 1, 2, 1, 1."""
-    right_n = (1 + torch.sign(chosen_n - rejected_n)) / 2
-    return dict(accuracy=right_n, chosen=chosen_n, rejected=rejected_n, margins=chosen_n - rejected_n)
+    """What is reported of each pair; a tie has accuracy 0.5. Scores 2 and 1 -> 1, 2, 1, 1."""
+    margin_n = chosen_n - rejected_n
+    accuracy_n = (1 + torch.sign(margin_n)) / 2
+    return dict(accuracy=accuracy_n, chosen=chosen_n, rejected=rejected_n, margins=margin_n)
 
 
 def scheduled_rate(args, step, total_steps):
@@ -137,12 +132,13 @@ def scheduled_rate(args, step, total_steps):
     Ten steps, two of warm-up, three of linear decay -> 1/2 1 | 1 1 1 1 1 | 1 2/3 1/3 of the peak.
     """
     held = max(0, total_steps - args.warmup_steps - args.decay_steps) if args.decay_steps else 0
-    return learning_rate(args, max(min(step, args.warmup_steps + 1), step - held), total_steps - held)
+    step = max(min(step, args.warmup_steps + 1), step - held)
+    return learning_rate(args, step, total_steps - held)
 
 
 # ---- The step --------------------------------------------------------------------------
 def conversation_ids(prompt, reply, tokenizer, pad_id):
-    """-> ids of a conversation as ppo.py gives it to a reward model; whether its prompt is as if alone."""
+    """Ids of a conversation as ppo.py gives it to a reward model; whether its prompt is as if alone."""
     prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
     reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
     prompt, reply = without_special([prompt, reply], tokenizer)
@@ -161,13 +157,13 @@ def pair(prompt, chosen, rejected, margin, tokenizer, pad_id, max_length):
     chosen, same_chosen = conversation_ids(prompt, chosen, tokenizer, pad_id)
     rejected, same_rejected = conversation_ids(prompt, rejected, tokenizer, pad_id)
     longest = max(len(chosen), len(rejected))
+    limit = f"over --max_length {max_length}; raise it"
     problems = {
         "the chat template writes the prompt differently before a reply": not (same_chosen and same_rejected),
         "the chosen and the rejected conversation are the same tokens": chosen == rejected,
         "a conversation has no token but padding": not chosen or not rejected,
         f"the margin {margin} is not a number": not math.isfinite(margin),
-        f"a conversation has {longest} tokens, over --max_length {max_length}; raise it": longest
-        > max_length,
+        f"a conversation has {longest} tokens, {limit}": longest > max_length,
     }
     for problem, is_so in problems.items():
         if is_so:
@@ -178,42 +174,43 @@ def pair(prompt, chosen, rejected, margin, tokenizer, pad_id, max_length):
 def score(policy, conversations):
     """Scores [L] of lists of token ids, none empty, and what the head made them of, [L, H]."""
     device = next(policy.parameters()).device
-    layout = one_row if policy.shares else padded
-    # a layout says which position predicts a response: here the last of a conversation, where its score is
+    layout = one_row if policy.packed else padded
+    # a layout says which position predicts a response: here the last of a conversation, with its score
     inputs, where = layout(conversations, [[0]] * len(conversations))
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
     return policy(where.to(device), **inputs)
 
 
-def micro_batches(policy, rows, args):
-    """Run this rank's share of the pairs, which are equal on all ranks -> chosen_n, rejected_n, margin_n, n.
+def score_pairs(policy, pairs):
+    """Of pairs: chosen_n, rejected_n, margin_n. Of no pairs they are empty, with a gradient of 0."""
+    conversations = [row[name] for name in PAIR for row in pairs]
+    score_l, _ = score(policy, conversations or [[0]])  # forward and backward are collectives
+    chosen_n, rejected_n = score_l[: len(conversations)].view(2, len(pairs))
+    return chosen_n, rejected_n, chosen_n.new_tensor([row["margin"] for row in pairs])
 
-    n: how many pairs. An empty micro-batch runs a dummy pair, and n is 0: times 0 its loss is a zero that
-    still has a gradient.
-    """
-    dummy = dict(chosen_ids=[0], rejected_ids=[0], margin=0.0)
+
+def micro_batches(policy, rows, args):
+    """Cut this rank's share of the pairs, which are equal on all ranks -> those of each micro-batch."""
     own = [rows[i] for i in balance(pair_lengths(rows), dist.get_world_size())[dist.get_rank()]]
     sizes = pair_lengths(own)
-    if not policy.shares:
-        sizes = [2 * max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in own]
-    parts = pack(sizes, args.max_tokens_per_microbatch, policy.shares)
-    for number, part in enumerate(parts, 1):
-        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
-        batch = [own[i] for i in part] or [dummy]
-        score_l, _ = score(policy, [row[name] for name in ("chosen_ids", "rejected_ids") for row in batch])
-        chosen_n, rejected_n = score_l.chunk(2)
-        yield chosen_n, rejected_n, chosen_n.new_tensor([row["margin"] for row in batch]), len(part)
+    if not policy.packed:
+        sizes = [2 * max(len(row[name]) for name in PAIR) for row in own]
+    batches = pack(sizes, args.max_tokens_per_microbatch, policy.packed)
+    for number, batch in enumerate(batches, 1):
+        policy.set_requires_all_reduce(number == len(batches))  # over the replicas of HSDP
+        yield [own[i] for i in batch]
 
 
 def update(policy, optimizer, rows, args):
-    """One optimizer step -> metrics. Every rank knows all rows: the denominator needs no communication."""
+    """One optimizer step -> metrics. Every rank knows all rows, and so the denominator."""
     sums = 0.0
-    for chosen_n, rejected_n, margin_n, n in micro_batches(policy, rows, args):
-        loss = pair_loss(chosen_n, rejected_n, margin_n, args.center_rewards_coef).sum() * bool(n)
+    for batch in micro_batches(policy, rows, args):
+        chosen_n, rejected_n, margin_n = score_pairs(policy, batch)
+        loss = pair_loss(chosen_n, rejected_n, margin_n, args.center_rewards_coef).sum()
         # FSDP averages gradients over the ranks, but the number of rows already counts all ranks
         (loss * dist.get_world_size() / len(rows)).backward()
         with torch.no_grad():
-            found = [x.sum() * bool(n) for x in pair_metrics(chosen_n, rejected_n).values()]
+            found = [x.sum() for x in pair_metrics(chosen_n, rejected_n).values()]
             sums += torch.stack([loss.detach(), *found])
     norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
     if math.isfinite(norm):  # the norm over all ranks: they step or skip together
@@ -228,10 +225,11 @@ def update(policy, optimizer, rows, args):
 def evaluate(policy, rows, args):
     """Loss, accuracy and margin over all pairs, each weighing the same."""
     sums = 0.0
-    for chosen_n, rejected_n, margin_n, n in micro_batches(policy, rows, args):
+    for batch in micro_batches(policy, rows, args):
+        chosen_n, rejected_n, margin_n = score_pairs(policy, batch)
         found = pair_metrics(chosen_n, rejected_n)
         loss_n = pair_loss(chosen_n, rejected_n, margin_n, args.center_rewards_coef)
-        sums += torch.stack([x.sum() for x in (loss_n, found["accuracy"], found["margins"])]) * bool(n)
+        sums += torch.stack([x.sum() for x in (loss_n, found["accuracy"], found["margins"])])
     names = "val/loss", "val/accuracy", "val/margin"
     return {name: x / len(rows) for name, x in zip(names, all_reduce(sums.tolist()), strict=True)}
 
@@ -247,9 +245,10 @@ def main(args):
     # ---- model
     device, mesh = setup_distributed(args.hsdp_replicas)
     policy = load_policy(args, mesh, device, pad_id)
-    trained, parameters = dict(hf=policy.lm), [p for p in policy.parameters() if p.requires_grad]
-    betas = 0.9, 0.95
-    optimizer = torch.optim.AdamW(parameters, args.lr, betas, weight_decay=args.weight_decay, fused=True)
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
+    trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
     state = load_checkpoint(resume_from, trained, optimizer)
     check_scores(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
@@ -262,11 +261,13 @@ def main(args):
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
-        timing, saving, begin = saving, {}, time.perf_counter()
+        timing, saving = saving, {}
+        begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        rows = [train_rows[i] for i in order[number * args.train_batch_size :][: args.train_batch_size]]
+        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        rows = [train_rows[i] for i in chosen]
         # ---- update
         optimizer.param_groups[0]["lr"] = scheduled_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
@@ -279,7 +280,7 @@ def main(args):
             log.say(f"step {step}: accuracy {metrics['val/accuracy']:.3f}, loss {metrics['val/loss']:.4f}")
         # ---- metrics
         timing["step"] = time.perf_counter() - begin
-        lengths = [len(row[name]) for row in rows for name in ("chosen_ids", "rejected_ids")]
+        lengths = [len(row[name]) for row in rows for name in PAIR]
         metrics |= speed_metrics(lengths, policy, timing, args)
         metrics |= {
             "train/lr": optimizer.param_groups[0]["lr"],
@@ -290,7 +291,7 @@ def main(args):
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizer, tokenizer)
+                save_checkpoint(args, step, trained, optimizer, tokenizer, whole_weights)
         if last:
             break
     log.close()
@@ -300,13 +301,11 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # The system
 # --------------------------------------------------------------------------------------------------
+# Above: the algorithm, change it freely. Below: regions that other scripts have too, each with the lines
+# that it needs. After a change there, `make fix-copies FROM=algos/rm.py` carries it to the others.
+
+
 # region layouts
-def rounding_limit(policy, args):
-    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
-    experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
-    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
-
-
 def join(parts):
     """Token ids of several lists or arrays as one tensor."""
     return torch.cat([torch.as_tensor(part) for part in parts]).long()
@@ -317,19 +316,14 @@ def pad(rows):
     return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def response_mask(lengths):
-    """[N, T] bool, True on response tokens (EOS included)."""
-    return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
-
-
 def padded(prompts, responses):
-    """Model inputs with one text a row, padded on the right, and the positions that predict the responses.
+    """Model inputs with a text a row, padded on the right, and the positions that predict responses.
 
     Causal attention never looks at padding on the right. Positions are flat: row * width + column.
     """
     input_ids = pad([join(text) for text in zip(prompts, responses)])
     where = []
-    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    # labels are shifted against logits in layouts and nowhere else: position p - 1 predicts token p
     for row, (prompt, response) in enumerate(zip(prompts, responses)):
         first = row * input_ids.shape[1] + len(prompt) - 1
         where.append(torch.arange(first, first + len(response)))
@@ -339,88 +333,73 @@ def padded(prompts, responses):
 def one_row(prompts, responses):
     """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
 
-    A piece of the row is a whole text, a shared prompt, or one response to it. Pieces of one shape are
-    neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
+    A segment of the row is a whole text, a shared prompt, or one response to it. Segments of one shape
+    are neighbours. Prompt a b, responses c d, e: segments a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
-    pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
-    texts = []  # for each response: its piece, and the length of its prompt
+    segments = []  # token ids, how many tokens of another segment they see first, which segment
+    texts = []  # for each response: its segment, and the length of its prompt
     for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
-        answers, root = [response for _, response in same], len(pieces)
+        answers = [response for _, response in same]
+        root = len(segments)
         if len(answers) == 1:
-            pieces.append((join([prompt, answers[0]]), 0, root))
+            segments.append((join([prompt, answers[0]]), 0, root))
         else:
-            pieces.append((prompt, 0, root))
-            pieces += [(answer, len(prompt), root) for answer in answers]
-        texts += [(piece, len(prompt)) for piece in range(len(pieces) - len(answers), len(pieces))]
-    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1], len(pieces[i][0])))
-    ids = [pieces[i][0] for i in order]
+            segments.append((prompt, 0, root))
+            segments += [(answer, len(prompt), root) for answer in answers]
+        texts += [(i, len(prompt)) for i in range(len(segments) - len(answers), len(segments))]
+    order = sorted(range(len(segments)), key=lambda i: (segments[i][1], len(segments[i][0])))
+    ids = [segments[i][0] for i in order]
     spans = dict(zip(order, torch.arange(sum(map(len, ids))).split([len(x) for x in ids])))
-    seen, shapes = {}, []
+    kv_index, shapes = {}, []
     for i in order:
-        part, before, root = pieces[i]
-        seen[i] = torch.cat([spans[root][:before], spans[i]])
+        part, before, root = segments[i]
+        kv_index[i] = torch.cat([spans[root][:before], spans[i]])
         shapes.append((len(part), before + len(part)))
     inputs = dict(
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
-        seen=torch.cat([*seen.values()]),
+        kv_index=torch.cat([*kv_index.values()]),
         shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
-        borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
+        cu_seqlens=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
-    return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
+    return inputs, torch.cat([kv_index[i][length - 1 : -1] for i, length in texts])
 
 
-def piece_attention(module, query, key, value, mask, scaling, seen, shapes, borders, **_):
-    """Attention as transformers calls it, on a row made by `one_row`: query [1, H, T, D] -> [1, T, H, D].
+def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, cu_seqlens, **_):
+    """Attention as transformers calls it, for `one_row`: query [1, H, T, D] -> [1, T, H, D].
 
-    seen: positions that each piece sees, one piece after the other. shapes: (queries, keys) of each piece;
-    its last query sees its last key. borders: their running sums.
+    kv_index: positions that each segment sees, one segment after the other. shapes: (queries, keys) of
+    each segment; its last query sees its last key. cu_seqlens: their running sums.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    key, value = key[seen], value[seen]
+    key, value = key[kv_index], value[kv_index]
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
-        out = varlen_attn(query, key, value, *borders, *shapes.max(0).tolist(), **options)
+        out = varlen_attn(query, key, value, *cu_seqlens, *shapes.max(0).tolist(), **options)
     else:
-        out = attend(query, key, value, shapes, scaling)
+        out = segment_attention(query, key, value, shapes, scaling)
     return out[None], None
 
 
-def attend(query, key, value, shapes, scaling):
-    """Causal attention in pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
+def segment_attention(query, key, value, shapes, scaling):
+    """Causal SDPA in each segment: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
     from torch.nn.attention.bias import causal_lower_right
 
-    dtype, out = query.dtype, []
+    dtype = query.dtype
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
+    outputs = []
     for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
         bias = causal_lower_right(t, s)
-        some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
-        out.append(some.transpose(1, 2).flatten(0, 1))
-    return torch.cat(out).to(dtype)
-
-
-def special_layers(config):
-    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
-    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
-    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
-
-
-def recurrent(config):
-    """Whether a layer passes a state along the row, across the borders between texts."""
-    text = config.get_text_config()
-    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
-    kinds = getattr(text, "layer_types", None) or []
-    stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-    return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+        out = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).to(dtype)
 
 
 # endregion
@@ -432,7 +411,7 @@ def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
     new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
         fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
@@ -440,10 +419,10 @@ def setup_distributed(hsdp_replicas):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif sys.platform == "linux":  # malloc must keep freed memory: to get it again takes 30 % of an update
-        ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
-        ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    timeout, c10d = timedelta(seconds=TIMEOUT_S), dist.distributed_c10d
+    else:
+        cpu.keep_freed_memory()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
@@ -459,11 +438,12 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 
 
 def balance(lengths, ranks):
-    """Deal rows to ranks so that each gets about the same number of tokens -> list of lists of row numbers.
+    """Deal rows to ranks, about the same number of tokens to each -> lists of row numbers.
 
     Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
     """
-    parts, load = [[] for _ in range(ranks)], [0] * ranks
+    parts = [[] for _ in range(ranks)]
+    load = [0] * ranks
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         lightest = load.index(min(load))
         parts[lightest].append(i)
@@ -474,7 +454,7 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    Every rank gets the same number of micro-batches, the largest that any needs; the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest that any needs; some may be empty.
     """
     batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -484,36 +464,38 @@ def split_micro_batches(lengths, budget, one_row):
             batches.append([i])
         else:
             batches[-1].append(i)
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
     [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
     return batches + [[]] * (int(largest) - len(batches))
 
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
-    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
+def load_model(args, mesh, device, adapt, wrap):
+    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
-    changes: to its configuration.
+    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
     """
-    config, attention = read_config(args, share, **changes)
-    auto, adapt = auto_class(config, scores), adapt or add_adapters
-    original_dtype = config.dtype or getattr(torch, args.param_dtype)
-    full = None if dist.get_rank() else from_files(auto, args.model, **changes)
-    if all_reduce([bool(full and full.untied)]) == [1]:
-        config.tie_word_embeddings = False
+    config, attention = read_config(args)
+    auto = families.auto_class(config, scores=True)
+    original_dtype = config.dtype or torch.float32
+    full = None if dist.get_rank() else families.from_files(auto, args.model, num_labels=1)
+    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
-        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
-        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
+        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
+        for x in families.unused_weights(lm, args).values():
+            x.requires_grad_(False)
         adapt(lm, args)
+        for p in lm.parameters():
+            if not p.requires_grad:
+                p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = wrap(lm, attention == "pieces")
+    policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
+    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
+    for block in blocks[::-1]:  # inner first
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -526,70 +508,59 @@ def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, *
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
-    if full and lm.can_generate():  # saved with the weights: it may name more EOS tokens
-        lm.generation_config = full.generation_config
     return policy
 
 
-def read_config(args, share, **changes):
-    """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
+def read_config(args):
+    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
-    config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
+    config = AutoConfig.from_pretrained(args.model, num_labels=1)
+    attention = args.attn_implementation
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
-        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    special = takes_images(args) or special_layers(config)
-    if share and attention == "sdpa" and not special:
-        AttentionInterface.register("pieces", piece_attention)
-        attention = "pieces"
+        for name in part.to_dict():
+            if "dropout" in name or name.endswith("_pdrop"):
+                setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
+    special = families.special_layers(config)
+    if attention == "sdpa" and not special:
+        AttentionInterface.register("packed", packed_attention)
+        attention = "packed"
     return config, attention
 
 
 def add_adapters(lm, args):
-    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen -> lm."""
+    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen.
+
+    All linear layers except experts, routers and the output layer.
+    """
     if not args.lora_rank:
-        return lm
+        return
     import peft  # here, because it takes two seconds
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
-    renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
-    layers, body = {}, {*decoder(lm).modules()}  # linear layers; body: all but the output layer
+    renamed.clear()  # CAREFUL: peft would give adapters of shared experts to all experts
+    body = {*families.decoder(lm).modules()}  # all but the output layer
     left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
+    targets = []
     for name, layer in lm.named_modules():
-        linear = type(layer).__name__ in ("Linear", "Linear4bit")  # the latter with --qlora
-        if linear and layer in body and ".experts." not in name and not name.endswith(left_out):
-            layers[name] = name.rpartition(".")[2]
-    known, chosen = {*layers.values()}, {*args.lora_target_modules}
-    if wrong := chosen - known - {"all-linear"}:
-        problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(known))}"
-        raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
-    config = peft.LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules=[name for name, last in layers.items() if chosen & {last, "all-linear"}],
-        task_type="SEQ_CLS" if hasattr(lm, "score") else "CAUSAL_LM",
-    )
+        linear = type(layer) is nn.Linear and layer in body
+        if linear and ".experts." not in name and not name.endswith(left_out):
+            targets.append(name)
+    scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
     torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(config, lm)
-    return lm
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype, towers=True):
+def whole_weights(lm, dtype, skipped=()):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
-    Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
+    Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
     """
-    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        layer, base, end = name.partition(".base_layer.")
-        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:
             continue
-        if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
-            from peft.utils.integrations import dequantize_bnb_weight
-
-            x = dequantize_bnb_weight(x).to(dtype)
+        layer, base, end = name.partition(".base_layer.")
         if base and end == "weight":
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
@@ -599,114 +570,25 @@ def whole_weights(lm, dtype, towers=True):
 
 def merged_weight(lora, weight):
     """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (getattr(lora, part)["default"].weight.full_tensor().float() for part in ("lora_A", "lora_B"))
-    if hasattr(lora, "lora_E"):  # AdaLoRA
-        a = a * lora.lora_E.full_tensor()[:, None]
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    a, b = (getattr(lora, part)["default"].weight.full_tensor() for part in ("lora_A", "lora_B"))
+    weight = weight.full_tensor()
     return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
 
 
-def learning_rate(args, step, total_steps):
-    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return args.lr * decay[args.lr_schedule]
-
-
 # endregion
-# region checkpoints
-TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
-def checkpointed(models, optimizers):
-    """What dcp/ holds: the optimizers' state and what they train, with LoRA the adapters alone.
-
-    models: {directory in the checkpoint: model}.
-    """
-    module = nn.ModuleDict(models)
-    model, optim = dcp_state.get_state_dict(module, optimizers, options=TRAINED)
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied weights once
-    model = {name: x for name, x in model.items() if name in trained or ".lora_" in name}
-    return dict(model=model, optimizer=optim)
-
-
-def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
-    if path is None:
-        return dict(step=0, origin="")
-    content = checkpointed(models, optimizers)
-    try:
-        state = json.loads((path / "trainer_state.json").read_text())
-        dcp.load(content, checkpoint_id=path / "dcp")
-    except (dcp.CheckpointException, OSError, ValueError) as error:
-        problem = f"is damaged, or of another model ({in_one_line(error)})"
-        fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
-    states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
-    return state | dict(origin=f"\nresumed from {path}")
-
-
-def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
-    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one."""
-    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, [None]
-    path, link, content = root / f"step_{step:06d}", root / ".latest", checkpointed(models, optimizers)
-    weights = {name: {} for name in models}
-    for name, lm in models.items():
-        for key, x in whole_weights(lm, lm.config.dtype):
-            if rank0:  # it also held the whole model when it was loaded
-                weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    try:
-        if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
-        dist.barrier()
-        dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
-        if rank0:
-            for name, lm in models.items():
-                write_hf(path / name, lm, weights[name])
-            tokenizer.save_pretrained(path / "hf")
-            copy_processor(models["hf"], args.model, path / "hf")
-            state |= dict(step=step, digests=digests(args))
-            # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(root / "latest")
-            done = sorted(old for old in root.glob("step_*") if old <= path)
-            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else ():
-                shutil.rmtree(old)
-    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
-        problem = [in_one_line(error)]
-    dist.broadcast_object_list(problem)
-    if problem[0]:
-        free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
-        fail(f"{path} cannot be written: {problem[0]}; {free}")
-
-
-def write_hf(directory, lm, weights):
-    """Whole weights and their configuration as a Hugging Face directory."""
-    lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
-    lm.config.save_pretrained(directory)
-    if lm.can_generate():
-        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
-    save_torch_state_dict(weights, directory)
-    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
-        file.chmod((directory / "config.json").stat().st_mode)
-
-
-# endregion
 class Scorer(nn.Module):
     """A sequence classifier, read at given positions of any layout: one root module, for FSDP."""
 
-    def __init__(self, lm, shares):
+    def __init__(self, lm, packed):
         super().__init__()
-        self.lm, self.shares = lm, shares
-        lm.score.requires_grad_(True)  # with LoRA too, and in full
+        self.lm, self.packed = lm, packed
 
     def forward(self, where, **inputs):
         """where [L]: flat positions -> scores [L], float32, and the head's input [L, H]."""
-        hidden_lh = decoder(self.lm)(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        body = families.decoder(self.lm)
+        hidden_lh = body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
         score_l1 = self.lm.score(hidden_lh.to(self.lm.score.weight.dtype)).float()
         return score_l1.sum(-1), hidden_lh  # of one column: FSDP warns of a view
 
@@ -714,11 +596,17 @@ class Scorer(nn.Module):
 def load_policy(args, mesh, device, pad_id):
     """The model that `score` calls."""
     logging.set_verbosity_error()  # a causal LM has no head, as it should be
-    policy = load_model(args, mesh, device, Scorer, scores=True, num_labels=1)
+    policy = load_model(args, mesh, device, add_adapters_and_head, Scorer)
     policy.lm.config.get_text_config().pad_token_id = pad_id
     if not is_classifier(policy.lm.config):
         nn.init.zeros_(policy.lm.score.weight)
     return policy
+
+
+def add_adapters_and_head(lm, args):
+    """Train the adapters, and the head in full."""
+    add_adapters(lm, args)
+    lm.score.requires_grad_(True)
 
 
 def is_classifier(config):
@@ -726,19 +614,22 @@ def is_classifier(config):
 
 
 def check_scores(policy, rows, args):
-    """Before the first step: short rows, in the layout that trains, give the head what they give it alone."""
-    ids, lm, shares = [row["chosen_ids"][:32] for row in (rows[:4] * 2)[:4]], policy.lm, policy.shares
+    """Before the first step: short rows give the head, in the layout that trains, what they give alone."""
+    lm, packed = policy.lm, policy.packed
+    ids = [row["chosen_ids"][:32] for row in (rows[:4] * 2)[:4]]
     with torch.no_grad():
         _, hidden_lh = score(policy, ids)  # equal on all ranks
-        kernel, policy.shares = lm.config._attn_implementation, False
+        kernel = lm.config._attn_implementation
+        policy.packed = False
         lm.set_attn_implementation("eager")
         _, own_lh = score(policy, ids)
         lm.set_attn_implementation(kernel)
-        policy.shares = shares
+        policy.packed = packed
     gap = ((hidden_lh - own_lh).abs().mean() / own_lh.abs().mean()).item()
-    (limit, _), kernel = rounding_limit(policy, args), args.attn_implementation
+    limit, _ = families.rounding_limit(lm, args.compute_dtype)
+    kernel = args.attn_implementation
     cause = f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
-    if shares:
+    if packed:
         cause = f"conversations in one row see one another, or {cause}"
     if not max(all_reduce([gap], dist.ReduceOp.MAX)) < limit:  # `not <` also fails for NaN
         unlike = f"states under {kernel} are not those of eager attention, off by {gap:.3g} of their size"
@@ -747,8 +638,9 @@ def check_scores(policy, rows, args):
 
 def check_args(args):
     """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world, copies = int(os.environ.get("WORLD_SIZE", 1)), args.hsdp_replicas
-    budget, pair = args.max_tokens_per_microbatch, 2 * args.max_length
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    copies, budget = args.hsdp_replicas, args.max_tokens_per_microbatch
+    pair = 2 * args.max_length
     flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
     problems = {
         f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
@@ -759,29 +651,31 @@ def check_args(args):
 
 
 def check_model(config, args):
-    """Stop where no reward model can be made of the model, by a line, a ValueError or ImportError."""
-    name, labels = f"{args.model} ({config.model_type})", config.num_labels if is_classifier(config) else 1
+    """Stop where no reward model can be made of the model, by a line, ValueError or ImportError."""
+    name = f"{args.model} ({config.model_type})"
+    labels = config.num_labels if is_classifier(config) else 1
     config.num_labels = 1
+    auto = families.auto_class(config, scores=True)
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
-        auto, kernel = auto_class(config, scores=True), args.attn_implementation
-        lm = add_adapters(auto.from_config(config, attn_implementation=kernel), args)
+        lm = auto.from_config(config, attn_implementation=args.attn_implementation)
+        add_adapters(lm, args)
     headless = getattr(getattr(lm, "score", None), "bias", 0) is not None
     problems = {
         f"{name} is a classifier with {labels} labels; a reward model has one score": labels != 1,
-        f"{name} takes images, which rm.py does not": takes_images(args),
+        f"{name} takes images, which rm.py does not": families.takes_images(args),
         f"{name} as a classifier has no head `score` without a bias": headless,
     }
     refuse(problems)
 
 
 def load_data(args):
-    """-> tokenizer, the classifier's pad id or None, pairs of training and validation, a line about them."""
+    """-> tokenizer, the classifier's pad id or None, pairs of training and validation, a line."""
     try:
         config = AutoConfig.from_pretrained(args.model)
         check_model(config, args)
-        tokenizer = load_processor(args.model, args.tokenizer)
+        tokenizer = load_processor(args.model)
         if tokenizer.chat_template is None:
-            raise ValueError(f"{args.tokenizer or args.model}: the tokenizer has no chat template")
+            raise ValueError(f"{args.model}: the tokenizer has no chat template")
         text = config.get_text_config()
         pad_id = text.pad_token_id if text.pad_token_id is not None else tokenizer.pad_token_id
         pad_id = pad_id if pad_id is not None and pad_id < text.vocab_size else None
@@ -800,13 +694,14 @@ class NoPair(ValueError):
 
 
 def read_pairs(paths, args, tokenizer, pad_id):
-    """-> rows as `pair` makes them, and how many were dropped. A margin that one file has, all must have."""
+    """-> rows as `pair` makes them, and how many were dropped. All files have a margin, or none."""
     columns = [args.prompt_key, args.chosen_key, args.rejected_key]
     if any("margin" in open_parquet(path, columns)[0].schema_arrow.names for path in paths):
         columns.append("margin")
 
     def example(record, i):
-        where, margin = f"{', '.join(paths)}: row {i}", record.get("margin", 0.0)
+        where = f"{', '.join(paths)}: row {i}"
+        margin = record.get("margin", 0.0)
         try:
             return pair(*(record[x] for x in columns[:3]), margin, tokenizer, pad_id, args.max_length)
         except NoPair as problem:
@@ -816,7 +711,8 @@ def read_pairs(paths, args, tokenizer, pad_id):
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
 
     fields = dict(chosen_ids=IDS, rejected_ids=IDS, margin=pa.float64())
-    about, code = (args.max_length, args.bad_pairs, pad_id), (read_pairs, pair, conversation_ids)
+    about = args.max_length, args.bad_pairs, pad_id
+    code = read_pairs, pair, conversation_ids
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")
@@ -826,12 +722,12 @@ def read_pairs(paths, args, tokenizer, pad_id):
 def pair_lengths(rows):
     """Tokens of each pair; for pairs on disk without reading them."""
     if isinstance(rows, list):
-        return [len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in rows]
-    return pc.add(*(pc.list_value_length(rows.column(x)) for x in ("chosen_ids", "rejected_ids"))).to_pylist()
+        return [sum(len(row[name]) for name in PAIR) for row in rows]
+    return pc.add(*(pc.list_value_length(rows.column(name)) for name in PAIR)).to_pylist()
 
 
 def pack(lengths, budget, one_row):
-    """Split rows into micro-batches: those in one row by bin-packing, into as few as the budget allows.
+    """Split rows into micro-batches: those in one row by bin-packing, into few.
 
     Every rank gets the same number. Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
     """
@@ -840,7 +736,8 @@ def pack(lengths, budget, one_row):
     number = max(1, -(-sum(lengths) // budget))
     while max(sum(lengths[i] for i in part) for part in balance(lengths, number)) > budget:
         number += 1
-    [number] = all_reduce([number], dist.ReduceOp.MAX)  # see split_micro_batches; more are never heavier
+    # see split_micro_batches; more are never heavier
+    [number] = all_reduce([number], dist.ReduceOp.MAX)
     return balance(lengths, int(number))
 
 

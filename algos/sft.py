@@ -1,8 +1,8 @@
 """SFT: minimise -sum(log p(response token | what comes before it)) / (response tokens of the optimizer step).
 
 Differences from other trainers:
-1. The denominator counts the tokens of all ranks and micro-batches, so neither split changes the gradient.
-2. Every response token is trained, EOS included, and nothing else (verl: the last prompt token, and no EOS).
+1. The denominator counts the tokens of all ranks and micro-batches: no split changes the gradient.
+2. All response tokens are trained, EOS too, and nothing else (verl: the last prompt token, no EOS).
 3. Rows are balanced over the ranks by tokens, not by their number.
 Continued pre-training, in which every token of plain texts is trained: --text_key.
 LoRA (arXiv 2106.09685): --lora_rank. AdaLoRA (2303.10512): --lora_kind. QLoRA (2305.14314): --qlora.
@@ -10,16 +10,13 @@ Long rows over several ranks (Ulysses, 2309.14509; ring attention, 2310.01889): 
 
 CPU:        python algos/sft.py --model models/tiny --train_files data/train.parquet --output_dir runs/sft
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/sft.py ...
-Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 algos/sft.py
+Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...
 Docs: docs/algorithms/sft.md
 """
 
-import ctypes
 import faulthandler
-import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -34,9 +31,9 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.arguments import parse
 
-# Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is aligned with the
-# response: column t belongs to response token t.
-# A row is a dict of one example: prompt_ids, response_ids, and which of the response's tokens are trained.
+# Shapes: N rows, T response tokens, V vocabulary. A suffix names the axes (logp_nt). T is aligned with
+# the response: column t belongs to response token t.
+# A row is a dict of one example: prompt_ids, response_ids, and which response tokens are trained.
 
 
 @dataclass(kw_only=True)
@@ -58,15 +55,13 @@ class Args:
     response_key: str = "extra_info.answer"  # column of the response, a string; dots reach into structs
     messages_key: str | None = None  # column of conversations, instead of prompt_key and response_key
     text_key: str | None = None  # column of plain texts, instead: every token is trained
-    env: str | None = None  # environment whose tools the chat template shows, FILE.py:NAME; None: no tools
+    env: str | None = None  # environment, FILE.py:NAME, whose tools the chat template shows
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
-    truncation: Literal["error", "left", "right"] = "error"  # rows over max_length: stop, or cut this side
-    packing: bool = True  # texts in one row without padding, where the model allows it; off: one row each
+    truncation: Literal["error", "left", "right"] = "error"  # of rows over max_length
+    packing: bool = True  # texts share rows without padding, where the model allows it
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
-    tokenizer: str | None = None  # Hugging Face directory or hub name; None: the model's
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and optimizer state
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
@@ -78,9 +73,7 @@ class Args:
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
     lora_kind: Literal["lora", "adalora"] = "lora"  # adalora: lora_rank is the mean over the layers
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    # layers that get adapters; all-linear: all linear layers except experts, routers and output layer
-    lora_target_modules: tuple[str, ...] = ("all-linear",)
-    qlora: bool = False  # frozen weights in 4 bits (bitsandbytes), whole on every rank; needs lora_rank
+    qlora: bool = False  # frozen weights in 4 bits, whole on every rank; needs lora_rank
     # ---- optimizer
     train_batch_size: int = 64  # rows of a step, over all ranks
     lr: float = 1e-5  # peak learning rate
@@ -90,7 +83,7 @@ class Args:
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
 
-    def __post_init__(self):
+    def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
 
 
@@ -100,34 +93,25 @@ if __name__ == "__main__":
 import jinja2
 import numpy as np
 import pyarrow.compute as pc
-import safetensors
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
-from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from common import cpu, families
+from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import speed_metrics, timed
-from common.run import Logger, digests, fail, in_one_line, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare
 from data_prep.lib.chats import answer
-from data_prep.lib.images import (
-    auto_class,
-    encode_prompt,
-    load_processor,
-    never_sampled,
-    show_images,
-    takes_images,
-)
-from data_prep.lib.towers import copy_processor, decoder, dequantised, freeze_towers, from_files
+from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
 from data_prep.lib.turns import says_nothing, turns
 from envs import load_env
 
@@ -136,7 +120,7 @@ from envs import load_env
 def sft_loss(logp_nt, trained_nt, tokens):
     """-sum(log p) of the trained tokens over `tokens`, those of the whole optimizer step.
 
-    Log-probs -1 -2 -9 of a row whose last token is a tool's, and -3 0 0 (padding), of 3 tokens -> 2.
+    Log-probs -1 -2 -9 of a row whose last token is a tool's, -3 0 0 (padding), 3 tokens -> 2.
     """
     return -(logp_nt * trained_nt).sum() / tokens  # eq: sft.loss
 
@@ -147,25 +131,28 @@ def scheduled_rate(args, step, total_steps):
     Ten steps, two of warm-up, three of linear decay -> 1/2 1 | 1 1 1 1 1 | 1 2/3 1/3 of the peak.
     """
     held = max(0, total_steps - args.warmup_steps - args.decay_steps) if args.decay_steps else 0
-    return learning_rate(args, max(min(step, args.warmup_steps + 1), step - held), total_steps - held)
+    step = max(min(step, args.warmup_steps + 1), step - held)
+    return learning_rate(args, step, total_steps - held)
 
 
 # ---- The step --------------------------------------------------------------------------
 def encode(prompt, response, tokenizer, tools=None, images=()):
-    """-> ids of a prompt (messages, or a string: the user's) and a response with EOS; which are trained."""
+    """Ids of a prompt (messages, or a string: the user's) and a response with EOS; which are trained."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    response_ids = tokenizer.encode(answer(response), add_special_tokens=False) + [tokenizer.eos_token_id]
+    response_ids = tokenizer.encode(answer(response), add_special_tokens=False)
+    response_ids.append(tokenizer.eos_token_id)
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
 def encode_messages(messages, tokenizer, tools=None):
-    """-> ids of a conversation; which are trained: the assistant's turns, up to the token that ends each."""
+    """Ids of a conversation; which are trained: the assistant's turns with the token that ends each."""
     text, found = turns(messages, tokenizer, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, starts = np.array(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]])
+    ids = np.array(encoded["input_ids"])
+    starts = np.array([start for start, _ in encoded["offset_mapping"]])
     trained = np.zeros(len(ids), dtype=bool)
     for i, begin, end in found:
         # a token that begins before the turn is context, even if it ends in it
@@ -181,35 +168,38 @@ def encode_messages(messages, tokenizer, tools=None):
 
 
 def split(ids, trained):
-    """A row; its prompt ends where training begins. None if nothing is trained (nothing predicts ids[0])."""
+    """A row whose prompt ends where training begins, or None. Nothing predicts ids[0]."""
     if not any(trained[1:]):
         return None
-    first, last = trained.index(True, 1), len(trained) - trained[::-1].index(True)
+    first = trained.index(True, 1)
+    last = len(trained) - trained[::-1].index(True)
     return dict(prompt_ids=ids[:first], response_ids=ids[first:last], trained=trained[first:last])
 
 
 def micro_batches(policy, rows, args):
-    """Run this rank's share of rows, which are equal on all ranks -> logp_nt, trained_nt of each micro-batch.
+    """Cut this rank's share of rows, which are equal on all ranks -> the rows of each micro-batch.
 
-    An empty micro-batch runs a dummy row that is not trained: its sum is a zero that still has a gradient.
+    An empty micro-batch has a row that is not trained: its sum is a zero that still has a gradient.
     """
     dummy = dict(prompt_ids=[0], response_ids=[0], trained=[False])
-    rank, ranks = dist.get_rank() // args.sp_size, dist.get_world_size() // args.sp_size
+    rank = dist.get_rank() // args.sp_size
+    ranks = dist.get_world_size() // args.sp_size
     own = [rows[i] for i in balance(lengths(rows), ranks)[rank]]
-    parts = pack(lengths(own), args.max_tokens_per_microbatch * args.sp_size, policy.shares)
-    for number, part in enumerate(parts, 1):
-        policy.set_requires_all_reduce(number == len(parts))  # over the replicas of HSDP
-        batch = [own[i] for i in part] or [dummy]
-        logp_nt, _ = token_logps(policy, batch, args, 1.0)
-        yield logp_nt, pad([row["trained"] for row in batch]).to(logp_nt.device)
+    batches = pack(lengths(own), args.max_tokens_per_microbatch * args.sp_size, policy.packed)
+    for number, batch in enumerate(batches, 1):
+        policy.set_requires_all_reduce(number == len(batches))  # over the replicas of HSDP
+        yield [own[i] for i in batch] or [dummy]
 
 
 def update(policy, optimizer, rows, args, step=1, total_steps=1):
-    """One optimizer step -> metrics. Every rank knows all rows: the denominator needs no communication."""
-    loss, tokens = 0.0, sum(sum(row["trained"]) for row in rows)
-    for logp_nt, trained_nt in micro_batches(policy, rows, args):
+    """One optimizer step -> metrics. Every rank knows all rows, and so the denominator."""
+    loss = 0.0
+    tokens = sum(sum(row["trained"]) for row in rows)
+    for batch in micro_batches(policy, rows, args):
+        [logp_nt] = token_logps(policy, batch, args)
+        trained_nt = pad([row["trained"] for row in batch]).to(logp_nt.device)
         part = sft_loss(logp_nt, trained_nt, tokens)
-        # FSDP averages gradients over the ranks, but `tokens` already counts all ranks
+        # FSDP averages gradients over the ranks, but the tokens already count all ranks
         (part * dist.get_world_size()).backward()
         loss += part.item()
     adaptive = [layer for layer in policy.lm.modules() if hasattr(layer, "lora_E")]
@@ -229,15 +219,18 @@ def update(policy, optimizer, rows, args, step=1, total_steps=1):
 
 @torch.no_grad()
 def evaluate(policy, rows, args):
-    """The loss over all rows, each token weighing the same; of texts also in bits per byte -> metrics."""
+    """The loss over all rows, each token weighing the same; of texts also in bits per byte."""
     loss, tokens = 0.0, 0
-    for logp_nt, trained_nt in micro_batches(policy, rows, args):
+    for batch in micro_batches(policy, rows, args):
+        [logp_nt] = token_logps(policy, batch, args)
+        trained_nt = pad([row["trained"] for row in batch]).to(logp_nt.device)
         loss += sft_loss(logp_nt, trained_nt, 1).item()
         tokens += trained_nt.sum().item()
     loss, tokens = all_reduce([loss, tokens])
     metrics = {"val/loss": loss / tokens}
     if args.text_key:
-        metrics["val/bits_per_byte"] = loss / tokens / math.log(2) * rows.tokens_per_byte  # eq: sft.bits
+        bits = loss / tokens / math.log(2)
+        metrics["val/bits_per_byte"] = bits * rows.tokens_per_byte  # eq: sft.bits
     return metrics
 
 
@@ -248,7 +241,7 @@ def main(args):
     tokenizer, train_rows, val_rows, ends, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
-    if args.lora_kind == "adalora" and total_steps < 10:  # ranks are chosen from the first tenth to the half
+    if args.lora_kind == "adalora" and total_steps < 10:  # see choose_ranks
         fail(f"--lora_kind adalora: {total_steps} steps are too few to choose ranks in, it takes 10")
 
     # ---- model
@@ -256,9 +249,10 @@ def main(args):
     policy = load_policy(args, mesh, device)
     stops = policy.lm.generation_config  # the tokens that samplers of the saved model stop at
     stops.eos_token_id = sorted({*ends, *np.ravel(stops.eos_token_id).tolist()} - {None})
-    trained, parameters = dict(hf=policy.lm), [p for p in policy.parameters() if p.requires_grad]
-    betas = 0.9, 0.95
-    optimizer = torch.optim.AdamW(parameters, args.lr, betas, weight_decay=args.weight_decay, fused=True)
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
+    trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
     state = load_checkpoint(resume_from, trained, optimizer)
     check_layout(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
@@ -271,11 +265,13 @@ def main(args):
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
-        timing, saving, begin = saving, {}, time.perf_counter()
+        timing, saving = saving, {}
+        begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        rows = [train_rows[i] for i in order[number * args.train_batch_size :][: args.train_batch_size]]
+        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        rows = [train_rows[i] for i in chosen]
         # ---- update
         optimizer.param_groups[0]["lr"] = scheduled_rate(args, step, total_steps)
         with timed(timing, "update_actor"):
@@ -298,7 +294,7 @@ def main(args):
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
         if last or (args.save_freq and step % args.save_freq == 0):
             with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizer, tokenizer)
+                save_checkpoint(args, step, trained, optimizer, tokenizer, whole_weights)
         if last:
             break
     log.close()
@@ -308,139 +304,126 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # The system
 # --------------------------------------------------------------------------------------------------
+# Above: the algorithm, change it freely. Below: regions that other scripts have too, each with the lines
+# that it needs. After a change there, `make fix-copies FROM=algos/sft.py` carries it to the others.
+
 # region log-probs
 LOGIT_CHUNK = 1024  # response positions whose logits exist at the same time
 
 
 class LogProbs(torch.autograd.Function):
-    """hidden [L, H], weight [V, H], target [L] -> log-prob of the targets, entropy [L], in float32.
+    """hidden [L, H], weight [V, H], target [L] -> log-prob of the targets [L], in float32.
 
     Logits exist for one chunk at a time, in two buffers; the backward pass computes them again.
     """
 
     @staticmethod
-    def logits(hidden, weight, temperature, softcap, never, out):
+    def logits(hidden, weight, policy, args, out):
         """Write the logits of a chunk to `out` [chunk, V]: float32, also where the model is bfloat16."""
-        if weight.dtype is out.dtype:
-            torch.mm(hidden, weight.t(), out=out)
-        elif weight.is_cuda:
-            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        if weight.is_cuda and weight.dtype is not torch.float32:
+            torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
         else:
             torch.mm(hidden.float(), weight.float().t(), out=out)
-        if softcap:  # gemma-2 and gemma-4
-            out.div_(softcap).tanh_().mul_(softcap)
-        for token in never:
-            out[:, token] = -1e4  # finite, because 0 * -inf is NaN
-        # CAREFUL: the temperature belongs here too, or the ratio compares two different distributions
-        return out if temperature == 1 else out.div_(temperature)
+        if policy.softcap:  # gemma-2 and gemma-4
+            out.div_(policy.softcap).tanh_().mul_(policy.softcap)
+        if families.takes_images(args):
+            out[:, image_token_ids(policy.lm.config)] = -1e4  # finite: 0 * -inf is NaN
+        scale = policy.scale
+        return out if scale == 1 else out.mul_(scale)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, temperature, softcap, never, with_entropy):
+    def forward(ctx, hidden, weight, target, policy, args):
         ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp, entropy = (torch.zeros(len(target), device=target.device) for _ in range(2))
+        logp = torch.zeros(len(target), device=target.device)
         buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
         for chunk in ctx.chunks:
             p_lv, logp_lv = buffers[:, : len(target[chunk])]
-            logits_lv = LogProbs.logits(hidden[chunk], weight, temperature, softcap, never, p_lv)
+            logits_lv = LogProbs.logits(hidden[chunk], weight, policy, args, p_lv)
             torch.log_softmax(logits_lv, -1, out=logp_lv)
             logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            if with_entropy:
-                entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
-        ctx.save_for_backward(hidden, weight, target, entropy, buffers)
-        ctx.options, ctx.with_entropy = (temperature, softcap, never), with_entropy
-        return logp, entropy
+        ctx.save_for_backward(hidden, weight, target, buffers)
+        ctx.policy, ctx.args = policy, args
+        return (logp,)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_logp, d_entropy):
-        """p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
-        hidden, weight, target, entropy, buffers = ctx.saved_tensors
-        temperature, softcap, _ = ctx.options
-        d_logp, d_entropy = d_logp[:, None] / temperature, d_entropy[:, None] / temperature
+    def backward(ctx, d_logp):
+        """p the softmax: d log p(target) = onehot(target) - p."""
+        hidden, weight, target, buffers = ctx.saved_tensors
+        scale = ctx.policy.scale
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for number, chunk in enumerate(reversed(ctx.chunks)):
             p_lv, logp_lv = buffers[:, : len(target[chunk])]
             if number:  # the buffers still hold the last chunk
-                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
+                logits_lv = LogProbs.logits(hidden[chunk], weight, ctx.policy, ctx.args, p_lv)
                 torch.log_softmax(logits_lv, -1, out=logp_lv)
             torch.exp(logp_lv, out=p_lv)
-            d_lv = -d_logp[chunk]
-            if ctx.with_entropy:
-                d_lv = logp_lv.add_(entropy[chunk, None]).mul_(-d_entropy[chunk]).add_(d_lv)
-            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_logp[chunk])
-            if softcap:  # d tanh = 1 - tanh^2
-                logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.options, p_lv)
-                d_lv = d_lv.addcmul_(d_lv, logits_lv.mul_(temperature / softcap).square_(), value=-1)
+            d_target = d_logp[chunk, None] * scale
+            d_lv = -d_target
+            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_target)
+            if ctx.policy.softcap:  # d tanh = 1 - tanh^2
+                logits_lv = LogProbs.logits(hidden[chunk], weight, ctx.policy, ctx.args, p_lv)
+                d_lv = d_lv.addcmul_(d_lv, logits_lv.div_(scale * ctx.policy.softcap).square_(), value=-1)
             d_lv = d_lv.to(weight.dtype)
             torch.mm(d_lv, weight, out=d_hidden[chunk])
             if d_weight is not None:
                 d_weight.addmm_(d_lv.t(), hidden[chunk])
-        return d_hidden, d_weight, *[None] * 5
+        return d_hidden, d_weight, None, None, None
 
 
 class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
 
-    shares: whether its rows are laid out by `one_row`; otherwise by `padded`.
+    packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
     """
 
-    sp_size = 1  # ranks that share a row
-    entropy = True  # whether it is computed
-
-    def __init__(self, lm, shares=False):
+    def __init__(self, lm, packed=False):
         super().__init__()
-        self.lm, self.shares = lm, shares
+        self.lm, self.packed = lm, packed
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which the log-probs leave out")
+            fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
         config = lm.config.get_text_config()
         # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
         self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.never = [] if getattr(lm, "towers", ()) else never_sampled(lm.config)
 
     def hidden(self, where, inputs):
         """What the output layer reads at flat positions, [L, H]."""
-        body = self.lm.base_model if "pixel_values" in inputs else decoder(self.lm)
+        body = families.decoder(self.lm)
+        if "pixel_values" in inputs:
+            body = self.lm.base_model
         return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
-    def forward(self, where, target, temperature, **inputs):
-        """where [L]: flat positions whose logits predict target [L] -> log-prob [L], entropy [L], float32."""
+    def forward(self, where, target, args, **inputs):
+        """where [L]: flat positions that predict target [L] -> columns of `LogProbs` [L], float32."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        options = temperature / self.scale, self.softcap, self.never, self.entropy
-        return LogProbs.apply(hidden.to(weight.dtype), weight, target, *options)  # float32 in Mamba
+        return LogProbs.apply(hidden.to(weight.dtype), weight, target, self, args)  # float32 in Mamba
 
 
-def token_logps(policy, rows, args, temperature):
-    """Log-probs of the response tokens of rows, and entropy of the distributions that predict them.
+def token_logps(policy, rows, args):
+    """Columns [N, T] of the response tokens of rows, 0 after the end of a response; T is the longest.
 
-    Returns logp_nt, entropy_nt [N, T], 0 after the end of a response; T is the longest response.
+    logp_nt: log-probs of the tokens.
     """
     device = next(policy.parameters()).device
-    layout = one_row if policy.shares else padded
+    layout = one_row if policy.packed else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if takes_images(args):
+    if families.takes_images(args):
         texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
-        layout, texts = show_images(layout, texts, load_processor(args.model, args.tokenizer, True))
-    texts = texts or [([0], [0])]  # forward and backward are collectives: without a row a dummy runs
+        layout, texts = show_images(layout, texts, load_processor(args.model, sees=True))
+    texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
-    policy.rows = rows  # for a forward pass that needs more of them than tokens
     inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    columns = policy(where.to(device), join(responses).to(device), temperature, **inputs)
+    columns = policy(where.to(device), join(responses).to(device), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
 
 # endregion
 # region layouts
-def rounding_limit(policy, args):
-    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
-    experts = any(type(layer).__name__.endswith("Experts") for layer in policy.lm.modules())
-    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
-
-
 def join(parts):
     """Token ids of several lists or arrays as one tensor."""
     return torch.cat([torch.as_tensor(part) for part in parts]).long()
@@ -451,19 +434,14 @@ def pad(rows):
     return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
-def response_mask(lengths):
-    """[N, T] bool, True on response tokens (EOS included)."""
-    return torch.arange(max(lengths, default=1)) < torch.as_tensor(lengths)[:, None]
-
-
 def padded(prompts, responses):
-    """Model inputs with one text a row, padded on the right, and the positions that predict the responses.
+    """Model inputs with a text a row, padded on the right, and the positions that predict responses.
 
     Causal attention never looks at padding on the right. Positions are flat: row * width + column.
     """
     input_ids = pad([join(text) for text in zip(prompts, responses)])
     where = []
-    # labels are shifted against logits in a layout and nowhere else: position p - 1 predicts token p
+    # labels are shifted against logits in layouts and nowhere else: position p - 1 predicts token p
     for row, (prompt, response) in enumerate(zip(prompts, responses)):
         first = row * input_ids.shape[1] + len(prompt) - 1
         where.append(torch.arange(first, first + len(response)))
@@ -473,88 +451,73 @@ def padded(prompts, responses):
 def one_row(prompts, responses):
     """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
 
-    A piece of the row is a whole text, a shared prompt, or one response to it. Pieces of one shape are
-    neighbours. Prompt a b, responses c d and e: pieces a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
+    A segment of the row is a whole text, a shared prompt, or one response to it. Segments of one shape
+    are neighbours. Prompt a b, responses c d, e: segments a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
     """
-    pieces = []  # token ids, how many tokens of another piece they see first, and which piece that is
-    texts = []  # for each response: its piece, and the length of its prompt
+    segments = []  # token ids, how many tokens of another segment they see first, which segment
+    texts = []  # for each response: its segment, and the length of its prompt
     for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
-        answers, root = [response for _, response in same], len(pieces)
+        answers = [response for _, response in same]
+        root = len(segments)
         if len(answers) == 1:
-            pieces.append((join([prompt, answers[0]]), 0, root))
+            segments.append((join([prompt, answers[0]]), 0, root))
         else:
-            pieces.append((prompt, 0, root))
-            pieces += [(answer, len(prompt), root) for answer in answers]
-        texts += [(piece, len(prompt)) for piece in range(len(pieces) - len(answers), len(pieces))]
-    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1], len(pieces[i][0])))
-    ids = [pieces[i][0] for i in order]
+            segments.append((prompt, 0, root))
+            segments += [(answer, len(prompt), root) for answer in answers]
+        texts += [(i, len(prompt)) for i in range(len(segments) - len(answers), len(segments))]
+    order = sorted(range(len(segments)), key=lambda i: (segments[i][1], len(segments[i][0])))
+    ids = [segments[i][0] for i in order]
     spans = dict(zip(order, torch.arange(sum(map(len, ids))).split([len(x) for x in ids])))
-    seen, shapes = {}, []
+    kv_index, shapes = {}, []
     for i in order:
-        part, before, root = pieces[i]
-        seen[i] = torch.cat([spans[root][:before], spans[i]])
+        part, before, root = segments[i]
+        kv_index[i] = torch.cat([spans[root][:before], spans[i]])
         shapes.append((len(part), before + len(part)))
     inputs = dict(
         input_ids=join(ids)[None],
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
-        seen=torch.cat([*seen.values()]),
+        kv_index=torch.cat([*kv_index.values()]),
         shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
-        borders=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
+        cu_seqlens=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
-    return inputs, torch.cat([seen[i][length - 1 : -1] for i, length in texts])
+    return inputs, torch.cat([kv_index[i][length - 1 : -1] for i, length in texts])
 
 
-def piece_attention(module, query, key, value, mask, scaling, seen, shapes, borders, **_):
-    """Attention as transformers calls it, on a row made by `one_row`: query [1, H, T, D] -> [1, T, H, D].
+def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, cu_seqlens, **_):
+    """Attention as transformers calls it, for `one_row`: query [1, H, T, D] -> [1, T, H, D].
 
-    seen: positions that each piece sees, one piece after the other. shapes: (queries, keys) of each piece;
-    its last query sees its last key. borders: their running sums.
+    kv_index: positions that each segment sees, one segment after the other. shapes: (queries, keys) of
+    each segment; its last query sees its last key. cu_seqlens: their running sums.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    key, value = key[seen], value[seen]
+    key, value = key[kv_index], value[kv_index]
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
-        out = varlen_attn(query, key, value, *borders, *shapes.max(0).tolist(), **options)
+        out = varlen_attn(query, key, value, *cu_seqlens, *shapes.max(0).tolist(), **options)
     else:
-        out = attend(query, key, value, shapes, scaling)
+        out = segment_attention(query, key, value, shapes, scaling)
     return out[None], None
 
 
-def attend(query, key, value, shapes, scaling):
-    """Causal attention in pieces of a row, by SDPA: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
+def segment_attention(query, key, value, shapes, scaling):
+    """Causal SDPA in each segment: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
     from torch.nn.attention.bias import causal_lower_right
 
-    dtype, out = query.dtype, []
+    dtype = query.dtype
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]  # pieces of one shape
+    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
+    outputs = []
     for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
         bias = causal_lower_right(t, s)
-        some = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
-        out.append(some.transpose(1, 2).flatten(0, 1))
-    return torch.cat(out).to(dtype)
-
-
-def special_layers(config):
-    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
-    model, text = auto_class(config)._model_mapping.get(type(config), None), config.get_text_config()
-    special = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
-    special = [name for name in special if getattr(text, name, None)] + ["a state"] * recurrent(text)
-    return special + ["attention of its own"] * (not getattr(model, "_supports_attention_backend", False))
-
-
-def recurrent(config):
-    """Whether a layer passes a state along the row, across the borders between texts."""
-    text = config.get_text_config()
-    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
-    kinds = getattr(text, "layer_types", None) or []
-    stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-    return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+        out = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).to(dtype)
 
 
 # endregion
@@ -566,7 +529,7 @@ def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # CAREFUL: torchrun keeps its store over restarts, with the addresses of dead ranks (pytorch issue 135712)
+    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
     new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
         fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
@@ -574,10 +537,10 @@ def setup_distributed(hsdp_replicas):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif sys.platform == "linux":  # malloc must keep freed memory: to get it again takes 30 % of an update
-        ctypes.CDLL("libc.so.6").mallopt(-4, 0)  # M_MMAP_MAX
-        ctypes.CDLL("libc.so.6").mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    timeout, c10d = timedelta(seconds=TIMEOUT_S), dist.distributed_c10d
+    else:
+        cpu.keep_freed_memory()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
@@ -593,11 +556,12 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
 
 
 def balance(lengths, ranks):
-    """Deal rows to ranks so that each gets about the same number of tokens -> list of lists of row numbers.
+    """Deal rows to ranks, about the same number of tokens to each -> lists of row numbers.
 
     Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
     """
-    parts, load = [[] for _ in range(ranks)], [0] * ranks
+    parts = [[] for _ in range(ranks)]
+    load = [0] * ranks
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         lightest = load.index(min(load))
         parts[lightest].append(i)
@@ -608,7 +572,7 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    Every rank gets the same number of micro-batches, the largest that any needs; the missing ones are empty.
+    Every rank gets the same number of micro-batches, the largest that any needs; some may be empty.
     """
     batches = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -618,36 +582,38 @@ def split_micro_batches(lengths, budget, one_row):
             batches.append([i])
         else:
             batches[-1].append(i)
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer of them would hang the others
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
     [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
     return batches + [[]] * (int(largest) - len(batches))
 
 
 # endregion
 # region model
-def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, **changes):
-    """The model in `wrap`, sharded by FSDP2. Rank 0 reads the weights, the others get their shards.
+def load_model(args, mesh, device, adapt, wrap):
+    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    scores: with a head for a score. adapt: adds LoRA. share: whether texts may be in one row.
-    changes: to its configuration.
+    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
     """
-    config, attention = read_config(args, share, **changes)
-    auto, adapt = auto_class(config, scores), adapt or add_adapters
-    original_dtype = config.dtype or getattr(torch, args.param_dtype)
-    full = None if dist.get_rank() else from_files(auto, args.model, **changes)
-    if all_reduce([bool(full and full.untied)]) == [1]:
-        config.tie_word_embeddings = False
+    config, attention = read_config(args)
+    auto = families.auto_class(config)
+    original_dtype = config.dtype or torch.float32
+    full = None if dist.get_rank() else families.from_files(auto, args.model)
+    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
-        lm = auto.from_config(config, dtype=args.param_dtype, attn_implementation=attention)
-        lm.towers = set() if takes_images(args) else freeze_towers(lm)  # the sampler does not get them
+        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
+        for x in families.unused_weights(lm, args).values():
+            x.requires_grad_(False)
         adapt(lm, args)
+        for p in lm.parameters():
+            if not p.requires_grad:
+                p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    lm.tied = lm.all_tied_weights_keys  # names that are not saved
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = wrap(lm, attention == "pieces")
+    policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    for block in [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules][::-1]:  # inner first
+    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
+    for block in blocks[::-1]:  # inner first
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -660,70 +626,72 @@ def load_model(args, mesh, device, wrap, scores=False, adapt=None, share=True, *
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
-    if full and lm.can_generate():  # saved with the weights: it may name more EOS tokens
+    if full:  # saved with the weights: it may name more EOS tokens
         lm.generation_config = full.generation_config
     return policy
 
 
-def read_config(args, share, **changes):
-    """The configuration of the model, without dropout, and its attention: "pieces" if texts share a row."""
+def read_config(args):
+    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
-    config, attention = AutoConfig.from_pretrained(args.model, **changes), args.attn_implementation
+    config = AutoConfig.from_pretrained(args.model)
+    attention = args.attn_implementation
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
         part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
-        for name in [name for name in part.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
-            setattr(part, name, 0.0)  # CAREFUL: with dropout the ratio is not 1 on the first mini-batch
-    special = takes_images(args) or special_layers(config)
-    if share and attention == "sdpa" and not special:
-        AttentionInterface.register("pieces", piece_attention)
-        attention = "pieces"
+        for name in part.to_dict():
+            if "dropout" in name or name.endswith("_pdrop"):
+                setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
+    if not args.packing:
+        return config, attention
+    special = families.special_layers(config)
+    if families.takes_images(args):
+        special.append("images")
+    if attention == "sdpa" and not special:
+        AttentionInterface.register("packed", packed_attention)
+        attention = "packed"
     return config, attention
 
 
 def add_adapters(lm, args):
-    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen -> lm."""
+    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen.
+
+    All linear layers except experts, routers and the output layer.
+    """
     if not args.lora_rank:
-        return lm
+        return
     import peft  # here, because it takes two seconds
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
 
-    renamed.clear()  # CAREFUL: peft would give the adapters of shared experts to all experts, by old names
-    layers, body = {}, {*decoder(lm).modules()}  # linear layers; body: all but the output layer
+    renamed.clear()  # CAREFUL: peft would give adapters of shared experts to all experts
+    body = {*families.decoder(lm).modules()}  # all but the output layer
     left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
+    targets = []
     for name, layer in lm.named_modules():
-        linear = type(layer).__name__ in ("Linear", "Linear4bit")  # the latter with --qlora
-        if linear and layer in body and ".experts." not in name and not name.endswith(left_out):
-            layers[name] = name.rpartition(".")[2]
-    known, chosen = {*layers.values()}, {*args.lora_target_modules}
-    if wrong := chosen - known - {"all-linear"}:
-        problem = f"{' '.join(sorted(wrong))} are not among its linear layers, {' '.join(sorted(known))}"
-        raise ValueError(f"{args.model} ({lm.config.model_type}), --lora_target_modules: {problem}")
-    config = peft.LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules=[name for name, last in layers.items() if chosen & {last, "all-linear"}],
-        task_type="SEQ_CLS" if hasattr(lm, "score") else "CAUSAL_LM",
-    )
+        linear = type(layer) is nn.Linear and layer in body
+        linear |= type(layer).__name__ == "Linear4bit"  # --qlora, which leaves the output layer whole
+        if linear and ".experts." not in name and not name.endswith(left_out):
+            targets.append(name)
+    scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
     torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(config, lm)
-    return lm
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype, towers=True):
+def whole_weights(lm, dtype, skipped=()):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
-    Adapters are added to their layers, and tied weights come once. A collective: every rank consumes all.
+    Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
     """
-    skipped = {*lm.tied} if towers else {*lm.tied, *lm.towers}
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        layer, base, end = name.partition(".base_layer.")
-        if name in skipped or ".lora_" in name or ".weight." in name:  # .weight.: scales of QLoRA
+        if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:
+            continue
+        if ".weight." in name:  # scales of QLoRA
             continue
         if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
             from peft.utils.integrations import dequantize_bnb_weight
 
             x = dequantize_bnb_weight(x).to(dtype)
+        layer, base, end = name.partition(".base_layer.")
         if base and end == "weight":
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
@@ -733,100 +701,12 @@ def whole_weights(lm, dtype, towers=True):
 
 def merged_weight(lora, weight):
     """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (getattr(lora, part)["default"].weight.full_tensor().float() for part in ("lora_A", "lora_B"))
+    a, b = (getattr(lora, part)["default"].weight.full_tensor() for part in ("lora_A", "lora_B"))
     if hasattr(lora, "lora_E"):  # AdaLoRA
         a = a * lora.lora_E.full_tensor()[:, None]
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    if isinstance(weight, DTensor):  # with --qlora it is whole
+        weight = weight.full_tensor()
     return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
-
-
-def learning_rate(args, step, total_steps):
-    """The learning rate of `step` (from 1): a function of the step alone, so resuming needs no state."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return args.lr * decay[args.lr_schedule]
-
-
-# endregion
-# region checkpoints
-TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
-
-
-def checkpointed(models, optimizers):
-    """What dcp/ holds: the optimizers' state and what they train, with LoRA the adapters alone.
-
-    models: {directory in the checkpoint: model}.
-    """
-    module = nn.ModuleDict(models)
-    model, optim = dcp_state.get_state_dict(module, optimizers, options=TRAINED)
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied weights once
-    model = {name: x for name, x in model.items() if name in trained or ".lora_" in name}
-    return dict(model=model, optimizer=optim)
-
-
-def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
-    if path is None:
-        return dict(step=0, origin="")
-    content = checkpointed(models, optimizers)
-    try:
-        state = json.loads((path / "trainer_state.json").read_text())
-        dcp.load(content, checkpoint_id=path / "dcp")
-    except (dcp.CheckpointException, OSError, ValueError) as error:
-        problem = f"is damaged, or of another model ({in_one_line(error)})"
-        fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
-    states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
-    return state | dict(origin=f"\nresumed from {path}")
-
-
-def save_checkpoint(args, step, models, optimizers, tokenizer, **state):
-    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one."""
-    root, rank0, problem = Path(args.output_dir) / "checkpoints", dist.get_rank() == 0, [None]
-    path, link, content = root / f"step_{step:06d}", root / ".latest", checkpointed(models, optimizers)
-    weights = {name: {} for name in models}
-    for name, lm in models.items():
-        for key, x in whole_weights(lm, lm.config.dtype):
-            if rank0:  # it also held the whole model when it was loaded
-                weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    try:
-        if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
-        dist.barrier()
-        dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
-        if rank0:
-            for name, lm in models.items():
-                write_hf(path / name, lm, weights[name])
-            tokenizer.save_pretrained(path / "hf")
-            copy_processor(models["hf"], args.model, path / "hf")
-            state |= dict(step=step, digests=digests(args))
-            # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(root / "latest")
-            done = sorted(old for old in root.glob("step_*") if old <= path)
-            for old in done[: -args.keep_checkpoints] if args.keep_checkpoints else ():
-                shutil.rmtree(old)
-    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
-        problem = [in_one_line(error)]
-    dist.broadcast_object_list(problem)
-    if problem[0]:
-        free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
-        fail(f"{path} cannot be written: {problem[0]}; {free}")
-
-
-def write_hf(directory, lm, weights):
-    """Whole weights and their configuration as a Hugging Face directory."""
-    lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
-    lm.config.save_pretrained(directory)
-    if lm.can_generate():
-        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
-    save_torch_state_dict(weights, directory)
-    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
-        file.chmod((directory / "config.json").stat().st_mode)
 
 
 # endregion
@@ -834,29 +714,30 @@ def write_hf(directory, lm, weights):
 class Slices(TokenLogps):
     """TokenLogps of one row, of which each rank of a group computes a slice.
 
-    attention: of transformers, for a slice; it gets the group besides what `piece_attention` gets.
+    attention: of transformers, for a slice; it gets the group besides what `packed_attention` gets.
     """
 
-    def __init__(self, lm, shares, group, attention):
-        super().__init__(lm, shares)
-        self.group, self.sp_size = group, group.size()
+    def __init__(self, lm, packed, group, attention):
+        super().__init__(lm, packed)
+        self.group = group
         AttentionInterface.register("slices", partial(attention, group=group))
         lm.set_attn_implementation("slices")
 
-    def forward(self, where, target, temperature, **inputs):
+    def forward(self, where, target, args, **inputs):
         """As TokenLogps, on every rank for the whole row; the gradient is that of this rank's slice."""
-        rank, tokens = self.group.rank(), inputs["input_ids"].shape[1]
-        width = -(-tokens // self.sp_size)
+        rank, size = self.group.rank(), self.group.size()
+        tokens = inputs["input_ids"].shape[1]
+        width = -(-tokens // size)
         for name in ("input_ids", "position_ids"):
-            row = nn.functional.pad(inputs[name], (0, width * self.sp_size - tokens))
+            row = nn.functional.pad(inputs[name], (0, width * size - tokens))
             inputs[name] = row[:, rank * width :][:, :width]
-        # labels were shifted before this cut: a slice's last position predicts the next slice's first token
-        mine = where // width == rank
-        found = super().forward(where[mine] - rank * width, target[mine], temperature, **inputs)
-        own = torch.stack([x.new_zeros(len(where)).masked_scatter(mine, x) for x in found])
-        whole = own.detach().clone()
+        # labels were shifted before this cut: a slice's last position predicts what the next begins with
+        own = where // width == rank
+        columns = super().forward(where[own] - rank * width, target[own], args, **inputs)
+        part = torch.stack([x.new_zeros(len(where)).masked_scatter(own, x) for x in columns])
+        whole = part.detach().clone()
         dist.all_reduce(whole, group=self.group)
-        return own + (whole - own.detach())
+        return part + (whole - part.detach())
 
 
 def sequence_group(sp_size, device):
@@ -866,15 +747,18 @@ def sequence_group(sp_size, device):
     return mesh["sequence"].get_group()
 
 
-def ulysses(module, query, key, value, mask, group, **pieces):
-    """Trade a slice of all heads for the whole row of some heads, attend, and trade back (2309.14509)."""
-    size, tokens = group.size(), int(pieces["shapes"][:, 0].sum())
+def ulysses(module, query, key, value, mask, group, **layout):
+    """Trade a slice of all heads for the whole row of a few, attend, and trade back (2309.14509)."""
+    size = group.size()
+    tokens = int(layout["shapes"][:, 0].sum())
     row = []
     for x in (query, key, value):  # [1, H, T / size, D]
-        x = x[0].repeat_interleave(size // math.gcd(size, x.shape[1]), 0)  # each rank needs a key/value head
-        x = trade(x.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)  # [H / size, T, D]
+        # each rank needs a key/value head
+        x = x[0].repeat_interleave(size // math.gcd(size, x.shape[1]), 0)
+        # [H / size, T, D]
+        x = trade(x.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)
         row.append(x[None, :, :tokens])
-    out, _ = AttentionInterface()["pieces"](module, *row, mask, **pieces)  # [1, T, H / size, D]
+    out, _ = packed_attention(module, *row, mask, **layout)  # [1, T, H / size, D]
     out = nn.functional.pad(out[0], (0, 0, 0, 0, 0, -tokens % size))
     return trade(out.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
 
@@ -882,7 +766,7 @@ def ulysses(module, query, key, value, mask, group, **pieces):
 def trade(x, group):
     """Give block i of the first axis to rank i of the group."""
     ops = dist._functional_collectives
-    # CAREFUL: gloo writes into freed memory while several of these are on their way: one after the other
+    # CAREFUL: gloo writes into freed memory while several are on their way: one after the other
     return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), None, None, group))
 
 
@@ -890,42 +774,45 @@ def trade(x, group):
 RING_ROWS = 128  # positions whose attention scores the ring holds at the same time
 
 
-def ring(module, query, key, value, mask, group, scaling, seen, shapes, **_):
+def ring(module, query, key, value, mask, group, scaling, kv_index, shapes, **_):
     """Ring attention (2310.01889): no rank ever holds the keys and values of the whole row."""
-    heads = query.shape[1] // key.shape[1]  # of queries to one of keys: they become the rows of one matrix
+    heads = query.shape[1] // key.shape[1]  # of queries to one of keys: rows of one matrix
     rows = query[0].unflatten(0, (-1, heads)).transpose(1, 2).flatten(1, 2)
-    spans = seen_spans(seen.cpu(), shapes, key.shape[2] * group.size())
+    spans = visible_spans(kv_index.cpu(), shapes, key.shape[2] * group.size())
     out = Ring.apply(rows, torch.cat([key[0], value[0]], -1), spans, group, scaling)
-    return out.unflatten(1, (-1, heads)).transpose(0, 1).flatten(1, 2)[None], None  # [1, T / size, H, D]
+    out = out.unflatten(1, (-1, heads)).transpose(0, 1).flatten(1, 2)  # [T / size, H, D]
+    return out[None], None
 
 
-def seen_spans(seen, shapes, tokens):
-    """What each token of a row by `one_row` sees [tokens, 3]: start and end of a span, and a third position.
+def visible_spans(kv_index, shapes, tokens):
+    """What each token of a row by `one_row` sees [tokens, 3]: start and end of a span, and more.
 
-    It sees the span, which is the prompt that its piece follows, or empty; and all from the third position,
-    where its piece begins, up to itself. Prompt a b with responses c d and e, in the row a b, e, c d: 0 0 0
-    for a and b, 0 2 2 for e, 0 2 3 for c and d.
+    The span is the prompt that its segment follows, or empty. The third number is where its segment
+    begins: the token sees all from there up to itself. Prompt a b with responses c d and e, in the row
+    a b, e, c d: 0 0 0 for a and b, 0 2 2 for e, 0 2 3 for c and d.
     """
-    pieces, sizes, start, first = [], [], 0, 0
+    spans, sizes = [], []
+    start = first = 0  # of a segment, and of what it sees
     for queries, keys in shapes.tolist():
-        root = seen[first].item()
-        pieces.append((root, root + keys - queries, start))
+        root = kv_index[first].item()
+        spans.append((root, root + keys - queries, start))
         sizes.append(queries)
-        start, first = start + queries, first + keys
-    pieces.append((start, start, start))  # padding
+        start += queries
+        first += keys
+    spans.append((start, start, start))  # padding
     sizes.append(tokens - start)
-    return torch.tensor(pieces).repeat_interleave(torch.tensor(sizes), 0)
+    return torch.tensor(spans).repeat_interleave(torch.tensor(sizes), 0)
 
 
 class Ring(torch.autograd.Function):
     """query [KV, rows, D], kv [KV, T / size, 2 D]: keys next to values -> [KV, rows, D].
 
-    Keys and values travel from rank to rank, and each softmax is put together from its parts on the way.
+    Keys and values travel from rank to rank; each softmax is put together from its parts on the way.
     """
 
     @staticmethod
     def pass_on(x, group, hops=1):
-        """Begin to send x that far around the ring -> what comes from behind, once its works are done."""
+        """Begin to send x that far around the ring -> what comes from behind when the works are done."""
         new, ranks, rank = torch.empty_like(x), group.size(), group.rank()
         send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + hops) % ranks)
         receive = dist.P2POp(dist.irecv, new, group=group, group_peer=(rank - hops) % ranks)
@@ -940,11 +827,10 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def rounds(query, kv, spans, group, scaling):
-        """Each slice of keys and values that passes by, this rank's first -> it, and the blocks of scores."""
+        """Each slice of keys and values that passes by, this rank's first, and its blocks of scores."""
         width, rank = kv.shape[1], group.rank()
-        first = [
-            part[:, 0].min().item() // width for part in spans.split(width)
-        ]  # slice that each has to see
+        # the first slice that each rank has to see
+        first = [part[:, 0].min().item() // width for part in spans.split(width)]
         hops = max(i - other for i, other in enumerate(first))  # as far as any rank has to see
         for back in range(hops + 1):
             following = Ring.pass_on(kv, group) if back < hops else (kv, ())  # while this rank computes
@@ -957,21 +843,24 @@ class Ring(torch.autograd.Function):
         width, heads = kv.shape[1], query.shape[1] // kv.shape[1]
         for a in range(start, start + width, RING_ROWS):
             b = min(a + RING_ROWS, start + width)
-            c, d = max(spans[a:b, 0].min().item(), other), min(b, other + width)
+            c = max(spans[a:b, 0].min().item(), other)
+            d = min(b, other + width)
             if c >= d:
                 continue
-            span_start, span_end, piece_start = spans[a:b].to(kv.device)[..., None].unbind(1)
+            span_start, span_end, own_start = spans[a:b].to(kv.device)[..., None].unbind(1)
             token, key = (torch.arange(*x, device=kv.device) for x in ((a, b), (c, d)))
             visible = (span_start <= key) & (key < span_end)
-            visible |= (piece_start <= key) & (key <= token[:, None])
-            rows, columns = slice((a - start) * heads, (b - start) * heads), slice(c - other, d - other)
+            visible |= (own_start <= key) & (key <= token[:, None])
+            rows = slice((a - start) * heads, (b - start) * heads)
+            columns = slice(c - other, d - other)
             scores = (query[:, rows] @ kv[:, columns, : query.shape[-1]].mT).float() * scaling
             yield rows, columns, scores.masked_fill(~visible.repeat_interleave(heads, 0), -math.inf)
 
     @staticmethod
     def forward(ctx, query, kv, *row):
         size = query.shape[-1]
-        lse = torch.full(query.shape[:2], -math.inf, device=query.device)  # log of the sum of e^scores so far
+        # log of the sum of e^scores so far
+        lse = torch.full(query.shape[:2], -math.inf, device=query.device)
         out = torch.zeros(*lse.shape, kv.shape[-1] - size, device=query.device)
         for other, blocks in Ring.rounds(query, kv, *row):
             for rows, columns, scores in blocks:
@@ -987,9 +876,11 @@ class Ring(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
-        """With p the softmax: d score = p (d out . value - d out . out); d_kv travels with kv, then home."""
-        (query, kv, out, lse), (_, group, scaling) = ctx.saved_tensors, ctx.row
-        size, inner = query.shape[-1], (d_out * out).sum(-1, keepdim=True)
+        """p the softmax: d score = p (d out . value - d out . out); d_kv travels with kv, then home."""
+        query, kv, out, lse = ctx.saved_tensors
+        _, group, scaling = ctx.row
+        size = query.shape[-1]
+        inner = (d_out * out).sum(-1, keepdim=True)
         d_query, d_kv = (torch.zeros_like(x, dtype=torch.float32) for x in (query, kv))
         for hops, (other, blocks) in enumerate(Ring.rounds(query, kv, *ctx.row)):
             if hops:
@@ -1008,7 +899,7 @@ class Ring(torch.autograd.Function):
 
 
 def add_adaptive_adapters(lm, args):
-    """AdaLoRA: B diag(E) A, of one and a half times the rank; the least important of all layers get E = 0.
+    """AdaLoRA: B diag(E) A, of one and a half times the rank; the least important ranks get E = 0.
 
     Buffers hold the importance and the uncertainty of each weight, and which ranks are kept.
     """
@@ -1023,7 +914,6 @@ def add_adaptive_adapters(lm, args):
             layer.register_buffer(f"{name}_importance", torch.zeros_like(p, dtype=torch.float32))
             layer.register_buffer(f"{name}_uncertainty", torch.zeros_like(p, dtype=torch.float32))
         layer.register_buffer("lora_kept", torch.ones_like(layer.lora_E, dtype=torch.bool))
-    return lm
 
 
 def adaptive_parts(layer):
@@ -1033,28 +923,28 @@ def adaptive_parts(layer):
 
 
 def orthogonality(layers):
-    """How far the rows of A and the columns of B are from orthonormal: the mean over all matrices."""
+    """How far the rows of A and the columns of B are from orthonormal, on average."""
     gaps = []
     for layer in layers:
         _, (_, a), (_, b) = adaptive_parts(layer)
         a, b = a.full_tensor(), b.full_tensor()
-        gaps += [
-            a @ a.t() - torch.eye(len(a), device=a.device),
-            b.t() @ b - torch.eye(len(a), device=a.device),
-        ]
+        one = torch.eye(len(a), device=a.device)
+        gaps += [a @ a.t() - one, b.t() @ b - one]
     return sum(map(torch.linalg.matrix_norm, gaps)) / len(gaps)  # eq: lora.orthogonality
 
 
 @torch.no_grad()
 def choose_ranks(layers, args, step, total_steps, finite):
-    """After an optimizer step, whose gradient may be not `finite`: choose ranks -> how many are kept."""
+    """After a step, from the first tenth of all to the half: choose ranks -> how many are kept."""
     for layer in layers if finite else ():
         for name, p in adaptive_parts(layer):
-            mean, spread = (getattr(layer, f"{name}_{kind}") for kind in ("importance", "uncertainty"))
+            mean = getattr(layer, f"{name}_importance")
+            spread = getattr(layer, f"{name}_uncertainty")
             now = (p * p.grad).abs().full_tensor().float()
             mean.lerp_(now, 0.15)  # eq: lora.importance
             spread.lerp_((now - mean).abs(), 0.15)
-    begin, end, budget = total_steps // 10, total_steps // 2, args.lora_rank * len(layers)
+    begin, end = total_steps // 10, total_steps // 2
+    budget = args.lora_rank * len(layers)
     if begin < step <= end:
         score = torch.stack([rank_scores(layer) for layer in layers])
         left = (end - step) / (end - begin)
@@ -1071,40 +961,41 @@ def choose_ranks(layers, args, step, total_steps, finite):
 
 def rank_scores(layer):
     """For each rank, importance times uncertainty of E, and the means of those of its A and B."""
-    e, a, b = (
-        getattr(layer, f"{name}_importance") * getattr(layer, f"{name}_uncertainty")
-        for name, _ in adaptive_parts(layer)
-    )
+    parts = []
+    for name, _ in adaptive_parts(layer):
+        parts.append(getattr(layer, f"{name}_importance") * getattr(layer, f"{name}_uncertainty"))
+    e, a, b = parts
     return e + a.mean(1) + b.mean(0)  # eq: lora.score
 
 
 def load_policy(args, mesh, device):
-    """The model that `micro_batches` calls."""
+    """The model, as the flags want it."""
     if args.liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel as replace_classes
 
         # of transformers' model file; TokenLogps would never call the fused cross-entropy
-        replace_classes(AutoConfig.from_pretrained(args.model).model_type, fused_linear_cross_entropy=False)
+        family = AutoConfig.from_pretrained(args.model).model_type
+        replace_classes(family, fused_linear_cross_entropy=False)
     wrap = TokenLogps
     if args.sp_size > 1:
         attention = dict(ulysses=ulysses, ring=ring)[args.sp_attention]
         wrap = partial(Slices, group=sequence_group(args.sp_size, device), attention=attention)
-    load = load_quantized if args.qlora else load_model
     adapt = add_adaptive_adapters if args.lora_kind == "adalora" else add_adapters
-    policy = load(args, mesh, device, wrap, adapt=adapt, share=args.packing)
-    policy.entropy = False  # nothing needs it
-    return policy
+    load = load_quantized if args.qlora else load_model
+    return load(args, mesh, device, adapt, wrap)
 
 
-def load_quantized(args, mesh, device, wrap, adapt, share):
+def load_quantized(args, mesh, device, adapt, wrap):
     """As load_model, but the frozen weights are in 4 bits (NF4), and whole on every rank."""
-    config, attention = read_config(args, share)
-    dtype, original_dtype = getattr(torch, args.compute_dtype), config.dtype
+    config, attention = read_config(args)
+    auto = families.auto_class(config)
+    original_dtype = config.dtype
+    dtype = getattr(torch, args.compute_dtype)
     with torch.device("meta"):
-        towers = freeze_towers(auto_class(config).from_config(config))
-    whole = [f"{name.rpartition('.')[0]}$" for name in towers] + ["lm_head"]
-    lm = from_files(
-        auto_class(config),
+        unused = families.unused_weights(auto.from_config(config), args)
+    whole = [f"{name.rpartition('.')[0]}$" for name in unused] + ["lm_head"]
+    lm = families.from_files(
+        auto,
         args.model,
         config=config,
         dtype=dtype,
@@ -1114,35 +1005,38 @@ def load_quantized(args, mesh, device, wrap, adapt, share):
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=whole if towers else None,
+            llm_int8_skip_modules=whole if unused else None,
         ),
     )
-    for p in adapt(lm.train(), args).parameters():  # adapters are equal on all ranks, by the seed
+    adapt(lm.train(), args)
+    for p in lm.parameters():  # adapters are equal on all ranks, by the seed
         if p.requires_grad:
-            p.data = p.data.to(getattr(torch, args.param_dtype))
+            p.data = p.data.float()
     del lm.config.quantization_config  # hf/ has whole weights
     lm.config.dtype = original_dtype or dtype
-    lm.tied, lm.towers = lm.all_tied_weights_keys, freeze_towers(lm)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = wrap(lm, attention == "pieces")
+    policy = wrap(lm, attention == "packed")
     frozen = {p for p in policy.parameters() if not p.requires_grad}
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=frozen)
+    options = dict(reshard_after_forward=True, ignored_params=frozen)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, **options)
     return policy
 
 
 @torch.no_grad()
-def own_logps(policy, rows):
-    """Log-probs of the responses, [N, T], from the model's own logits, row by row under eager attention."""
-    lm, found, device = policy.lm, [], next(policy.parameters()).device
+def own_logps(policy, rows, args):
+    """Log-probs of responses [N, T] by the model's own logits, row by row under eager attention."""
+    lm = policy.lm
     kernel = lm.config._attn_implementation
     lm.set_attn_implementation("eager")
     policy.unshard()
+    found = []
     for row in rows:
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=device)
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=lm.device)
         logits = lm(input_ids=ids, use_cache=False).logits[0].float()
-        logits[:, policy.never] = -1e4
+        if families.takes_images(args):
+            logits[:, image_token_ids(lm.config)] = -1e4
         logp = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         found.append(logp[len(row["prompt_ids"]) - 1 :])
     policy.reshard()
@@ -1151,22 +1045,26 @@ def own_logps(policy, rows):
 
 
 def check_layout(policy, rows, args):
-    """Before the first step: in the layout that trains, short rows have the model's own log-probs."""
-    ids = [row["prompt_ids"] + row["response_ids"] for row in (rows[i % len(rows)] for i in range(4))]
-    ids = [[x for x in row if x not in policy.never][:32] for row in ids]
-    short = [dict(prompt_ids=row[:1], response_ids=row[1:]) for row in ids]
+    """Before the first step: in the layout that trains, rows have the model's own log-probs."""
+    images = image_token_ids(policy.lm.config)
+    short = []
+    for row in (rows[i % len(rows)] for i in range(4)):  # equal on all ranks
+        ids = [x for x in row["prompt_ids"] + row["response_ids"] if x not in images][:32]
+        short.append(dict(prompt_ids=ids[:1], response_ids=ids[1:]))
     with torch.no_grad():
-        logp_nt, _ = token_logps(policy, short, args, 1.0)
-    gap = (logp_nt - own_logps(policy, short)).abs().sum() / sum(len(row) - 1 for row in ids)
-    gap, kernel = all_reduce([gap / dist.get_world_size()])[0], args.attn_implementation
+        [logp_nt] = token_logps(policy, short, args)
+    tokens = sum(len(row["response_ids"]) for row in short)
+    gap = (logp_nt - own_logps(policy, short, args)).abs().sum() / tokens
+    [gap] = all_reduce([gap / dist.get_world_size()])
+    kernel = args.attn_implementation
     layout, cause = "padded", f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if kernel == "eager":
         cause = "it does something to its logits that TokenLogps leaves out"
     if args.sp_size > 1:
         layout, cause = "sequence-parallel", "slices of a row miss something of one another: try --sp_size 1"
-    elif policy.shares:
+    elif policy.packed:
         layout, cause = "packed", f"texts in one row see one another: try --no-packing; or {cause}"
-    limit, _ = rounding_limit(policy, args)
+    limit, _ = families.rounding_limit(policy.lm, args.compute_dtype)
     if not gap < limit:  # `not <` also fails for NaN
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
         fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
@@ -1174,7 +1072,8 @@ def check_layout(policy, rows, args):
 
 def check_args(args):
     """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world, copies, sp_size = int(os.environ.get("WORLD_SIZE", 1)), args.hsdp_replicas, args.sp_size
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    copies, sp_size = args.hsdp_replicas, args.sp_size
     kernel, budget = args.attn_implementation, args.max_tokens_per_microbatch
     short = f"--max_tokens_per_microbatch {budget} times --sp_size {sp_size}"
     apart = not args.packing or kernel != "sdpa"
@@ -1197,13 +1096,16 @@ def check_args(args):
 
 
 def check_model(config, args):
-    """Stop where the model cannot be trained with these arguments, by a line, a ValueError or ImportError."""
+    """Stop where the model cannot be trained, by a line, ValueError or ImportError."""
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
-        lm = auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
-        TokenLogps(add_adapters(lm, args))  # TokenLogps refuses a bias of the output layer
-    name, text = f"{args.model} ({config.model_type})", config.get_text_config()
-    heads, sp_size = getattr(text, "num_attention_heads", 0), args.sp_size
-    special, known = " and ".join(special_layers(config)), {config.model_type}
+        lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
+        add_adapters(lm, args)
+        TokenLogps(lm)  # refuses a bias of the output layer
+    name, sp_size = f"{args.model} ({config.model_type})", args.sp_size
+    heads = getattr(config.get_text_config(), "num_attention_heads", 0)
+    special = " and ".join(families.special_layers(config))
+    rounded = args.qlora and families.dequantised(config)
+    known = {config.model_type}
     if args.liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
     text_only = args.text_key or args.messages_key or args.lora_rank or args.liger
@@ -1211,8 +1113,8 @@ def check_model(config, args):
     flags = "--text_key, --messages_key, --lora_rank, --liger, --truncation left and --sp_size"
     undivided = f"{name} has {heads} attention heads, which --sp_size {sp_size} does not divide"
     problems = {
-        f"--qlora rounds whole weights, and {name} has rounded ones": args.qlora and dequantised(config),
-        f"{name} takes images, which {flags} do not": takes_images(args) and text_only,
+        f"--qlora rounds whole weights, and {name} has rounded ones": rounded,
+        f"{name} takes images, which {flags} do not": text_only and families.takes_images(args),
         f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
         f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,
         f"{name} has no kernels for --liger": config.model_type not in known,
@@ -1221,10 +1123,10 @@ def check_model(config, args):
 
 
 def load_data(args):
-    """-> tokenizer, rows of training and validation, the tokens that end responses, and a line about them."""
+    """-> tokenizer, rows of training and validation, the tokens that end responses, a line."""
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, args.tokenizer, takes_images(args))
+        tokenizer = load_processor(args.model, sees=families.takes_images(args))
         tools = load_env(args.env).tools if args.env else None
         train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer, tools)
         val_rows, _, *val_counts = load_examples(args.val_files, args, tokenizer, tools)
@@ -1238,7 +1140,7 @@ def load_data(args):
 
 
 def load_examples(paths, args, tokenizer, tools=None):
-    """-> rows as `split` makes them, the tokens that end responses, numbers of cut and of dropped rows."""
+    """-> rows as `split` makes them, tokens that end responses, numbers of cut and of dropped rows."""
     if args.text_key:
         return load_texts(paths, args, tokenizer)
     columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
@@ -1265,7 +1167,8 @@ def load_examples(paths, args, tokenizer, tools=None):
     fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
     if hasattr(tokenizer, "image_processor"):
         fields["images"] = IMAGES
-    about, code = (args.max_length, args.truncation, tools), (load_examples, read, split)
+    about = args.max_length, args.truncation, tools
+    code = load_examples, read, split
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
     if paths and not rows:
         problem = f"no row has an answer with a token within --max_length {args.max_length}"
@@ -1275,15 +1178,17 @@ def load_examples(paths, args, tokenizer, tools=None):
 
 
 class Texts:
-    """Texts one after the other, cut into rows of `length` tokens, the last shorter; ids stay on disk.
+    """Texts one after the other, cut into rows of `length` tokens, the last shorter, on disk.
 
-    Two texts of 3 and 4 tokens, EOS included, length 5: rows of 5 and 2 tokens. One alone teaches nothing.
+    Two texts of 3 and 4 tokens, EOS included, length 5: rows of 5 and 2. One token teaches nothing.
     """
 
     def __init__(self, rows, length):
-        self.ids, self.length = pc.list_flatten(rows.column("ids")), length
+        self.ids = pc.list_flatten(rows.column("ids"))
+        self.length = length
         self.lengths = [min(length, len(self.ids) - i) for i in range(0, len(self.ids) - 1, length)]
-        self.tokens_per_byte = len(self.ids) / max(1, pc.sum(rows.column("bytes"), min_count=0).as_py())
+        size = pc.sum(rows.column("bytes"), min_count=0).as_py()
+        self.tokens_per_byte = len(self.ids) / max(1, size)
 
     def __len__(self):
         return len(self.lengths)
@@ -1304,7 +1209,8 @@ def load_texts(paths, args, tokenizer):
         ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
         return dict(ids=ids, bytes=len(text.encode())) if text else None
 
-    fields, encode = dict(ids=IDS, bytes=INT), partial(map, example)
+    fields = dict(ids=IDS, bytes=INT)
+    encode = partial(map, example)
     rows, dropped = prepare(paths, tokenizer, [args.text_key], (), fields, encode, (), (load_texts,))
     return Texts(rows, args.max_length), {tokenizer.eos_token_id}, 0, dropped
 
@@ -1315,11 +1221,12 @@ def lengths(rows):
         return rows.lengths
     if isinstance(rows, list):
         return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
-    return pc.add(*(pc.list_value_length(rows.column(x)) for x in ("prompt_ids", "response_ids"))).to_pylist()
+    parts = [pc.list_value_length(rows.column(name)) for name in ("prompt_ids", "response_ids")]
+    return pc.add(*parts).to_pylist()
 
 
 def pack(lengths, budget, one_row):
-    """Split rows into micro-batches: those in one row by bin-packing, into as few as the budget allows.
+    """Split rows into micro-batches: those in one row by bin-packing, into few.
 
     Every rank gets the same number. Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
     """
@@ -1328,7 +1235,8 @@ def pack(lengths, budget, one_row):
     number = max(1, -(-sum(lengths) // budget))
     while max(sum(lengths[i] for i in part) for part in balance(lengths, number)) > budget:
         number += 1
-    [number] = all_reduce([number], dist.ReduceOp.MAX)  # see split_micro_batches; more are never heavier
+    # see split_micro_batches; more are never heavier
+    [number] = all_reduce([number], dist.ReduceOp.MAX)
     return balance(lengths, int(number))
 
 

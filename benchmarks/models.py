@@ -126,7 +126,9 @@ def names(directory):
 
 def reload(model, hf):
     """ValueError if a saved model lacks a weight, or has other names than the one it was trained from."""
-    _, info = sft.auto_class(AutoConfig.from_pretrained(hf)).from_pretrained(hf, output_loading_info=True)
+    _, info = sft.families.auto_class(AutoConfig.from_pretrained(hf)).from_pretrained(
+        hf, output_loading_info=True
+    )
     if any(info.values()) or names(model) != names(hf):
         raise ValueError(f"hf/ lacks or adds weights: {sorted(names(model) ^ names(hf))[:3]}, {info}")
 
@@ -161,7 +163,7 @@ def try_family(family, directory, data, runs):
         raise SystemExit(f"error: {family} cannot be written: {stopped}")
     config = AutoConfig.from_pretrained(directory / "model")
     config.__dict__.pop("quantization_config", None)  # some are refused by all that reads it
-    special = sft.special_layers(config)
+    special = sft.families.special_layers(config)
     row, options = dict(special=special, attention="sdpa"), dict(attn_implementation="sdpa")
     sdpa = attempt("SFT", directory, data, **options)
     if sdpa["stopped"]:

@@ -2,11 +2,14 @@
 
 import atexit
 import gc
+import inspect
 import math
 import os
+import re
 import sys
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
+from pathlib import Path
 
 import tyro
 
@@ -26,12 +29,11 @@ RANGES = {  # smallest (1e-9: above 0) and largest value: flags, of a tuple each
     " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma",
     (1e-9, math.inf): "lora_alpha grad_clip env_timeout_s reward_timeout_s rollout_is_threshold"
     " cliprange_value kl_target lam_alpha beta",
-    (1 + 1e-9, math.inf): "clip_ratio_c",
     (1e-9, 1): "top_p gpu_memory_utilization",
     (0, 1): "gamma lam critic_lam teacher_update_rate echo_coef uncertainty_bonus",
 }
 IDLE = {  # a flag and its value: flags that have no effect with it
-    ("lora_rank", 0): "lora_alpha lora_target_modules",
+    ("lora_rank", 0): "lora_alpha",
     ("use_kl_loss", False): "kl_loss_coef kl_kind",
     ("kl_coef", 0): "kl_target",
     ("value_quantiles", 1): "uncertainty_bonus",
@@ -48,17 +50,40 @@ IDLE = {  # a flag and its value: flags that have no effect with it
 def parse(args_class, words=None):
     """The command line (or `words`) -> {field of `args_class`: value}; what cannot be used is one line."""
 
-    @dataclass(kw_only=True)
-    class Flags(args_class):
-        def __post_init__(self):
-            """The defaults that depend on the machine need torch, which is not loaded yet."""
-
     rank = int(os.environ.get("RANK", 0))
     about = sys.modules[args_class.__module__].__doc__.partition("\n\n")[0]  # --help begins with it
-    flags = tyro.cli(Flags, args=words, description=about, use_underscores=True, console_outputs=rank == 0)
-    if problem := unusable(vars(flags), {field.name: field.default for field in fields(args_class)}):
+    options = dict(description=about, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
+    try:
+        groups = tyro.cli(in_groups(args_class), args=words, console_outputs=rank == 0, **options)
+    except BrokenPipeError:  # --help | head
+        os._exit(0)
+    flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+    if problem := unusable(flags, {field.name: field.default for field in fields(args_class)}):
         raise SystemExit(1 if rank else f"error: {problem}")
-    return vars(flags)
+    return flags
+
+
+def in_groups(args_class):
+    """A class with a dataclass for each section of `args_class`, which a comment `# ---- NAME` begins.
+
+    They only hold values: defaults that depend on the machine need torch, which is not loaded yet.
+    """
+    section, sections = Path(inspect.getfile(args_class)).stem, {}
+    for line in inspect.getsource(args_class).splitlines():
+        if found := re.match(r"    (?:# ---- (.+)|(\w+):)", line):
+            section = found[1] or section
+            if found[2]:
+                sections.setdefault(section, []).append(found[2])
+    groups = {}
+    for section, names in sections.items():
+        body = dict(__init__=lambda self, **values: vars(self).update(values))
+        body |= dict(
+            __module__=args_class.__module__, __qualname__=args_class.__qualname__
+        )  # for the comments
+        group = dataclass(type(args_class.__name__, (args_class,), body), init=False)
+        group.__dataclass_fields__ = {name: args_class.__dataclass_fields__[name] for name in names}
+        groups[section] = group
+    return make_dataclass("Groups", groups.items())
 
 
 def unusable(values, defaults):

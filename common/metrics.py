@@ -11,6 +11,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from common.families import unused_weights
+
 
 @contextmanager
 def timed(timing, name):
@@ -83,7 +85,8 @@ def speed_metrics(lengths, policy, timing, args, trained=None):
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
     if "update_actor" in timing:  # FLOPs: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2
-        weights = sum(p.numel() for name, p in policy.lm.named_parameters() if name not in policy.lm.towers)
+        unused = unused_weights(policy.lm, args)
+        weights = sum(p.numel() for name, p in policy.lm.named_parameters() if name not in unused)
         attention = config.num_hidden_layers * config.hidden_size * sum(n * n for n in lengths)
         flops = (4 if args.lora_rank else 6) * (weights * (trained or tokens) + attention)
         peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * ranks

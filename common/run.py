@@ -20,7 +20,7 @@ from common.files import json_line, replacing, weights_digest
 
 MODELS = "model", "critic_model", "reward_model", "teacher"  # flags that name weights
 MUST_AGREE = set(  # for a run to resume: its data, its model and its objective
-    "tokenizer env lora_rank lora_alpha lora_target_modules lora_kind train_files seed prompt_key loss kl"
+    "env lora_rank lora_alpha lora_kind train_files seed prompt_key loss kl"
     " response_key messages_key chosen_key rejected_key bad_pairs max_length truncation max_prompt_length"
     " max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn policy_loss"
     " center_rewards_coef text_key teacher_prompt teacher_sources teacher_update_rate echo_coef"
@@ -150,6 +150,15 @@ class Logger:
         done = "done" if self.bar.n == self.bar.total else "stopped; the same command resumes it"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {self.out}/checkpoints/latest/hf")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
+
+
+def learning_rate(args, step, total_steps):
+    """The learning rate of `step` (from 1): a function of it alone, so resuming needs no state."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+    decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.lr * decay[args.lr_schedule]
 
 
 def leave():

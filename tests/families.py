@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from data_prep.lib.images import auto_class
-from data_prep.lib.towers import decoder
+from common.families import auto_class, decoder
 from data_prep.tiny_model import make_tokenizer
 
 WINDOW = 4

@@ -350,7 +350,7 @@ def test_observations_have_no_gradient():
     part |= dict(rollout_logp_nt=rollout_nt.where(mask_nt, 0), mask_nt=mask_nt)
     logp_nt, entropy_nt = logp_nt.requires_grad_(), torch.rand(2, 6, requires_grad=True)
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-        loss_nt, _ = agent.actor_loss(args, logp_nt, entropy_nt, part)
+        loss_nt, *_ = agent.actor_loss(args, logp_nt, entropy_nt, part)
         grads = torch.autograd.grad(
             (agent.loss_weights(mask_nt, mode, 6) * loss_nt).sum(), [logp_nt, entropy_nt]
         )

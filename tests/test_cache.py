@@ -325,6 +325,8 @@ def test_tokens_that_the_model_does_not_know(file, tmp_path):
     with pytest.raises(ValueError, match=r"token 'What' has number .*, and the model knows .* tokens"):
         load_prompts([tmp_path / "new.parquet"], loaded, 99)
     tokenizer.eos_token = "What"
-    tokenizer.save_pretrained(tmp_path / "end")
+    end = tmp_path / "end"
+    LlamaConfig(vocab_size=len(tokenizer) - 1, hidden_size=8, num_attention_heads=1).save_pretrained(end)
+    tokenizer.save_pretrained(end)
     with pytest.raises(ValueError, match="token 'What' has number"):
-        load_processor(str(tmp_path), str(tmp_path / "end"))
+        load_processor(str(end))

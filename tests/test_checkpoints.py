@@ -9,6 +9,7 @@ from conftest import load_weights
 from transformers import AutoModelForCausalLM
 
 from algos import grpo
+from common import checkpoints
 from common.files import weights_digest
 from data_prep.tiny_model import make_tokenizer
 from tests import families
@@ -27,12 +28,12 @@ def model(tmp_path_factory):
 
 def load(mesh, model, **flags):
     args = grpo.Args(model=model, train_files=(), attn_implementation="sdpa", **dict(output_dir="") | flags)
-    return args, grpo.load_model(args, mesh, torch.device("cpu"), grpo.TokenLogps)
+    return args, grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
 
 
 def logps(policy):
     rows = [dict(prompt_ids=[7, 8, 9], response_ids=[30, 40, 50, 60])]
-    return grpo.token_logps(policy, rows, ARGS, 1.0)[0].detach()
+    return grpo.token_logps(policy, rows, ARGS)[0].detach()
 
 
 @pytest.mark.parametrize("family", ("llama", "deepseek_v3"))
@@ -92,12 +93,14 @@ def run(mesh, model, tmp_path):
     trained = lambda policy: [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
     for _ in range(2):
-        logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[7], response_ids=[30, 40])], ARGS, 1.0)
+        logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[7], response_ids=[30, 40])], ARGS)
         logp_nt.sum().backward()
         optimizer.step()
 
     def save(step, **state):
-        return grpo.save_checkpoint(args, step, dict(hf=policy.lm), optimizer, make_tokenizer(), **state)
+        trained = dict(hf=policy.lm)
+        tokenizer = make_tokenizer()
+        grpo.save_checkpoint(args, step, trained, optimizer, tokenizer, grpo.whole_weights, **state)
 
     def again():
         """A new run from `latest` -> the state, then weights and moments of both."""
@@ -131,7 +134,8 @@ def test_latest_is_a_checkpoint_that_is_whole(run, monkeypatch):
 
     save, _, root = run
     save(1)
-    for place, name in ((grpo.dcp, "save"), (grpo, "save_torch_state_dict"), (grpo.Path, "write_text")):
+    writers = (checkpoints.dcp, "save"), (checkpoints, "save_torch_state_dict"), (grpo.Path, "write_text")
+    for place, name in writers:
         with monkeypatch.context() as patch, pytest.raises(SystemExit, match="step_000002 cannot be written"):
             patch.setattr(place, name, full)
             save(2)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from families import write
+from transformers import AutoTokenizer
 
 from algos import dapo
 
@@ -15,7 +16,7 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch):
 
     def main(flags, model=tiny):
         files = "--train_files", arithmetic / "train.parquet", "--output_dir", tmp_path / "out"
-        files = *files, "--model", model, "--tokenizer", tiny
+        files = *files, "--model", model
         monkeypatch.setattr("sys.argv", ["dapo.py", *map(str, files), *flags.split()])
         for name in ("setup_distributed", "build_engine", "load_model"):
             monkeypatch.setattr(dapo, name, lambda *_: pytest.fail("went on to load a model"))
@@ -47,6 +48,7 @@ def test_ranks_that_share_a_row(refused, tiny, tmp_path, monkeypatch):
     assert "1 ranks are not a multiple of --sp_size 2" in refused("--sp_size 2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     write("mistral", tmp_path / "mistral")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "mistral")
     line = refused("--sp_size 3", tmp_path / "mistral")
     assert "(mistral) has sliding_window, which --sp_size 3 does not support" in line
     line = refused("--sp_size 3 --attn_implementation eager")

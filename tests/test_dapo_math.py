@@ -84,23 +84,24 @@ def make_row(n, gap=0.0, **more):
     row = dict(
         response_ids=np.full(n, 2, np.int32), mask_t=np.ones(n, bool), old_logp_t=torch.full((n,), -1.0)
     )
-    return row | dict(rollout_logp_t=np.full(n, -1 - gap, np.float32), carried_over=False) | more
+    row |= dict(rollout_logp_t=np.full(n, -1 - gap, np.float32), older_t=np.zeros(n, bool))
+    return row | more
 
 
 def test_surplus_groups_are_not_the_sampler_of_this_step(monkeypatch):
     """Other weights sampled them, or some of their tokens: no disagreement, but their weights count."""
     monkeypatch.setattr(dapo, "all_reduce", lambda values, *_: [float(x) for x in values])
     args = dapo.Args(model="", train_files=(), output_dir="")
-    rows = [make_row(1), make_row(3, gap=math.log(1.5), carried_over=True)]
+    rows = [make_row(1), make_row(3, gap=math.log(1.5), older_t=np.ones(3, bool))]
     metrics = dapo.check_sampler(DENSE, rows, args, 1)
     assert metrics["training/rollout_logp_diff_mean"] == metrics["training/rollout_probs_diff_max"] == 0
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 3 * 1.5) / 4)
     of_two_ages = np.array([True, True, False])  # one token of these weights
     with pytest.raises(SystemExit, match="weight sync failed at step 1"):
-        dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(carried_over=of_two_ages)], args, 1)
+        dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(older_t=of_two_ages)], args, 1)
     rows[1]["rollout_logp_t"][2] = -1
-    dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(carried_over=of_two_ages)], args, 1)
-    rows[1]["carried_over"] = False
+    dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(older_t=of_two_ages)], args, 1)
+    rows[1]["older_t"] = np.zeros(3, bool)
     with pytest.raises(SystemExit, match="weight sync failed at step 1"):
         dapo.check_sampler(DENSE, rows, args, 1)
 
@@ -115,7 +116,7 @@ def test_a_step_of_truncated_responses_has_metrics(monkeypatch):
 def test_rows_wait_in_the_state_of_a_checkpoint():
     row = make_row(3, gap=0.1, prompt_ids=[5, 6], reward=dict(score=0.5))
     row |= dict(step_t=np.array([3, 3, 4], np.int32))
-    row.pop("old_logp_t")
+    del row["old_logp_t"], row["older_t"]  # of rows that a step trains on
     again = dapo.from_json(json.loads(json.dumps(dapo.as_json(row))))
     assert again.keys() == row.keys()
     for name, value in row.items():

@@ -105,15 +105,12 @@ def test_a_response_of_two_ages():
 
     A = 1 and ratio 1: the gradient of the mean over four tokens is -w / 4.
     """
-    args = dapo.with_defaults(
-        dapo.Args(model="", train_files=(), output_dir=""),
-        clip_ratio_low=0.2, clip_ratio_high=0.28, loss_agg="token-mean",
-    )  # fmt: skip
+    args = dapo.Args(model="", train_files=(), output_dir="")
     logp_nt = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], requires_grad=True)
     rollout_nt = logp_nt.detach() - torch.tensor([[1.5, 3, 1, 1]]).log()
     mask_nt = torch.ones(1, 4, dtype=torch.bool)
     batch = dict(mask_nt=mask_nt, rollout_logp_nt=rollout_nt, adv_nt=torch.ones(1, 4))
-    loss_nt, _ = dapo.actor_loss(args, logp_nt, torch.zeros(1, 4), batch)
+    loss_nt, _, _ = dapo.actor_loss(args, logp_nt, torch.zeros(1, 4), batch)
     (loss_nt * dapo.loss_weights(mask_nt, "token-mean")).sum().backward()
     torch.testing.assert_close(logp_nt.grad, -torch.tensor([[1.5, 2, 1, 1]]) / 4)
 

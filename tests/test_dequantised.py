@@ -8,8 +8,7 @@ from conftest import ROOT, load_weights, metrics, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, quantize, rm, sft
-from data_prep.lib.images import auto_class
-from data_prep.lib.towers import dequantised
+from common.families import auto_class, dequantised
 from tests import families
 
 TRAINERS = agent, dapo, distill, dpo, grpo, ppo, rm, sft
@@ -53,7 +52,7 @@ def test_what_quantize_py_writes_is_trained_again(scheme, error, mesh, tmp_path)
     families.write("qwen3", tmp_path / "whole")
     quantize.main(quantize.Args(str(tmp_path / "whole"), str(tmp_path / scheme), scheme=scheme))
     args = grpo.Args(model=str(tmp_path / scheme), train_files=(), output_dir="", attn_implementation="sdpa")
-    policy = grpo.load_model(args, mesh, torch.device("cpu"), grpo.TokenLogps)
+    policy = grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
     weights = dict(grpo.whole_weights(policy.lm, torch.float32))
     for name, x in load_weights(tmp_path / "whole").items():
         assert (weights[name] - x).norm() < error * x.norm(), name
@@ -72,7 +71,7 @@ def test_other_forms_are_refused_before_anything_is_loaded(script, rank, models,
         args = script.Args(model=str(models[0] / f"qwen3_{form}"), **files, **more.get(script, {}))
         line = f"error: .*qwen3_{form} has weights in {form}, which cannot be trained: take the checkpoint"
         with pytest.raises(SystemExit, match="^1$" if rank else line):
-            script.load_data(args)
+            script.load_data(args, *([None] if script is agent else []))  # agent.py: tools
 
 
 def test_so_are_teachers_critics_and_reward_models(models, tiny, arithmetic):
@@ -111,7 +110,7 @@ def test_a_form_inside_the_text_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = grpo.Args(model=str(tmp_path), train_files=(), output_dir="")
     assert dequantised(AutoConfig.from_pretrained(tmp_path))["quantization_config"].dequantize
-    assert "quantization_config" not in str(grpo.read_config(args, True)[0].to_dict())
+    assert "quantization_config" not in str(grpo.read_config(args)[0].to_dict())
 
 
 def test_files_that_lack_weights_are_one_line(models, mesh, tmp_path):
@@ -123,4 +122,4 @@ def test_files_that_lack_weights_are_one_line(models, mesh, tmp_path):
     args = grpo.Args(model=str(tmp_path), train_files=(), output_dir="", attn_implementation="sdpa")
     line = "its files lack weights of the model, 1 in all, such as model.layers.1.mlp.up_proj.weight"
     with pytest.raises(SystemExit, match=line):
-        grpo.load_model(args, mesh, torch.device("cpu"), grpo.TokenLogps)
+        grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)

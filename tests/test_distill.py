@@ -20,7 +20,6 @@ SAMPLED = SimpleNamespace(
     kl="sampled",
     clip_ratio_low=0.2,
     clip_ratio_high=0.2,
-    clip_ratio_c=3.0,
     rollout_is="token",
     rollout_is_threshold=2.0,
     rollout_rs=None,
@@ -53,14 +52,14 @@ def test_sampled_by_hand():
         rollout_logp_nt=torch.tensor([[-1.25, -1.5, -9.0, -3.0]]),
     )
     logp_nt = torch.full((1, 4), -1.0, requires_grad=True)
-    loss_nt, terms = distill.actor_loss(SAMPLED, logp_nt, torch.ones(1, 4), part)
+    loss_nt, losses, means = distill.actor_loss(SAMPLED, logp_nt, torch.ones(1, 4), part)
     # ratios 1, e^.5, 1, e^2; A = .5, .5, -1, -1; weights e^.25, 1, min(e^8, 2), 1
     assert loss_nt[0].tolist() == pytest.approx([-0.5 * math.exp(0.25), -0.6, 2.0, 3.0])
     loss_nt.sum().backward()
     assert logp_nt.grad[0].tolist() == pytest.approx([-0.5 * math.exp(0.25), 0, 2.0, 0])
-    assert terms["teacher_kl"][0].tolist() == [-0.5, -0.5, 1.0, 1.0]
-    assert terms["pg_clipfrac"][0].tolist() == [False, True, False, False]
-    assert terms["pg_clipfrac_lower"][0].tolist() == [False, False, False, True]
+    assert losses["pg_loss"] is loss_nt and means["teacher_kl"][0].tolist() == [-0.5, -0.5, 1.0, 1.0]
+    assert means["pg_clipfrac"][0].tolist() == [False, True, False, False]
+    assert means["pg_clipfrac_lower"][0].tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("softcap", (None, 0.5))
@@ -97,7 +96,7 @@ def test_sampled_is_full_in_expectation():
         logp_nt = logits.log_softmax(-1)[:, v, None]
         part = dict(mask_nt=torch.ones(1, 1), rollout_logp_nt=logp_nt.detach())
         part["teacher_logp_nt"] = teacher.log_softmax(-1)[:, v, None]
-        loss_nt, _ = distill.actor_loss(SAMPLED, logp_nt, torch.zeros(1, 1), part)
+        loss_nt, _, _ = distill.actor_loss(SAMPLED, logp_nt, torch.zeros(1, 1), part)
         expected += p[v] * torch.autograd.grad(loss_nt.sum(), logits)[0]
     torch.testing.assert_close(expected, full)
     assert full.abs().max() > 0.05
@@ -116,7 +115,8 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
         student.teacher = [type("", (SimpleNamespace,), dict(__call__=lambda *_: theirs))(**vars(teacher))]
         target = torch.zeros(positions, dtype=torch.long)
         with torch.profiler.profile(profile_memory=True) as profile:
-            _, kl = distill.Student.forward(student, torch.arange(positions), target, 1.0)
+            args = SimpleNamespace(temperature=1.0)
+            _, kl = distill.Student.forward(student, torch.arange(positions), target, args)
             kl.sum().backward()
         assert weight.grad is None and hidden.grad.abs().sum() > 0
         made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -136,6 +136,7 @@ def test_rows_of_the_data(tiny, monkeypatch):
     assert [row["finish_reason"] for row in rows] == ["stop", "length"]
     assert [row["length"] for row in rows] == [len(row["rollout_logp_t"]) for row in rows] == [3, 4]
     assert [row["mask_t"].tolist() for row in rows] == [[True] * 3, [True] * 4]
+    assert [row["older_t"].tolist() for row in rows] == [[True] * 3, [True] * 4]
     assert rows[0]["response_ids"].dtype == np.int32 and "length" not in prompts[1]
 
 

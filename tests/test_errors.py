@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, LIB = ROOT / "docs/reference/errors.md", ROOT / "data_prep/lib"
+PAGE = ROOT / "docs/reference/errors.md"
 
 
 def skeleton(node, names):
@@ -29,7 +29,7 @@ def skeleton(node, names):
 def messages():
     """What `fail` gets, and the keys of what `refuse` gets, in all scripts."""
     found = set()
-    for path in [*sorted((ROOT / "algos").glob("*.py")), ROOT / "common/run.py", LIB / "towers.py"]:
+    for path in sorted([*(ROOT / "algos").glob("*.py"), *(ROOT / "common").glob("*.py")]):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue

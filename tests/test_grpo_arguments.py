@@ -140,18 +140,6 @@ def test_resume_from_what_is_no_checkpoint(refused, tmp_path):
     assert "not a checkpoint" in refused("--resume", tmp_path)
 
 
-def test_adapters(refused, tmp_path):
-    line = refused("--lora_rank", 4, "--lora_target_modules", "q_prj", "lm_head")
-    assert "--lora_target_modules: lm_head q_prj are not among its linear layers, down_proj gate_proj" in line
-    write("mixtral", tmp_path / "experts")
-    line = refused(
-        "--lora_rank", 4, "--lora_target_modules", "gate", "gate_up_proj", model=tmp_path / "experts"
-    )
-    assert (
-        "(mixtral), --lora_target_modules: gate gate_up_proj are not among its linear layers, k_proj" in line
-    )
-
-
 def test_temperature(refused):
     assert "--temperature 0" in refused("--temperature", 0)
 

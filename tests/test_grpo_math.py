@@ -16,12 +16,26 @@ from torch import nn
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, PreTrainedConfig
 
-from algos import agent, dapo, distill, grpo, ppo
+import common.families
+from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from tests import families
 from tests.conftest import ROOT
 
 DENSE = SimpleNamespace(lm=nn.Linear(1, 1))
-ARGS = SimpleNamespace(model="", train_files=(), val_files=())  # rows without images
+# rows without images
+ARGS = SimpleNamespace(model="", train_files=(), val_files=(), temperature=0.7)
+
+
+# a copy of a region may leave lines out: so each is tried, not grpo.py's alone
+SAMPLED = grpo, dapo, ppo, agent, distill  # scripts with a sampler
+WITH_LOGPS = *SAMPLED, sft, dpo
+every_copy = lambda *scripts: pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+
+
+def make_args(script, **flags):
+    """Arguments of a script with a sampler."""
+    more = {agent: dict(env=""), distill: dict(teacher=("",), kl="sampled")}.get(script, {})
+    return script.Args(**dict(model="", train_files=(), output_dir="") | more | flags)
 
 
 def f64(*values):
@@ -40,22 +54,29 @@ class LookUp(nn.Module):
         self.config = PreTrainedConfig()
 
 
-def test_logits_are_float32():
+@every_copy(*WITH_LOGPS)
+def test_logits_are_float32(script):
     """Also those of a bfloat16 model, in trainer and sampler: nothing is rounded after the output layer."""
     hidden, weight = torch.randn(5, 64).bfloat16(), torch.randn(9, 64).bfloat16()
-    out = grpo.LogProbs.logits(hidden, weight, 1.0, None, (), torch.empty(5, 9))
+    policy = SimpleNamespace(softcap=None, scale=1.0)
+    args = SimpleNamespace(**vars(ARGS) | dict(temperature=1.0))
+    out = script.LogProbs.logits(hidden, weight, policy, args, torch.empty(5, 9))
     assert torch.equal(out, hidden.float() @ weight.float().t())
     config = families.build("qwen3").config
-    assert grpo.hf_overrides(config, sees=False)(config).head_dtype == "float32"
+    assert common.families.hf_overrides(config, sees=False)(config).head_dtype == "float32"
 
 
-@pytest.mark.parametrize("shares", (False, True))
+@pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
-def test_token_logps_of_a_lookup_table(shares, temperature):
-    policy = grpo.TokenLogps(LookUp(6), shares)
+@every_copy(*WITH_LOGPS)
+def test_token_logps_of_a_lookup_table(packed, temperature, script):
+    temperature = temperature if script in SAMPLED else 1.0
+    policy = script.TokenLogps(LookUp(6), packed)
     prompts, responses = [[1, 2], [3], [3], [4, 4, 4]], [[5, 1, 3], [2], [1, 4], [0, 5]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
-    logp_nt, entropy_nt = grpo.token_logps(policy, rows, ARGS, temperature)
+    args = SimpleNamespace(**vars(ARGS) | dict(temperature=temperature))
+    logp_nt, *entropies = script.token_logps(policy, rows, args)
+    assert len(entropies) == (script in SAMPLED)
     table = (policy.lm.embed.weight / temperature).log_softmax(-1)
     for n, (p, r) in enumerate(zip(prompts, responses, strict=True)):
         before = [p[-1], *r[:-1]]  # the token that predicts each response token
@@ -63,76 +84,116 @@ def test_token_logps_of_a_lookup_table(shares, temperature):
             inside = t < len(r)
             assert logp_nt[n, t].item() == (pytest.approx(table[before[t], r[t]].item()) if inside else 0)
             row = table[before[t]] if inside else torch.zeros(1)
-            assert entropy_nt[n, t].item() == pytest.approx(-(row.exp() * row).sum().item() if inside else 0)
+            for entropy_nt in entropies:
+                assert entropy_nt[n, t].item() == pytest.approx(-(row.exp() * row).sum().item())
+
+
+class Head(nn.Module):
+    """A language model that is only an output layer: its ids are the rows of a matrix of hidden states."""
+
+    def __init__(self, hidden, weight, **config):
+        super().__init__()
+        self.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=hidden[None])
+        self.head = nn.Linear(*weight.shape, bias=False)
+        del self.head.weight
+        self.head.weight = weight  # no parameter: it may be one of autograd's leaves, or none
+        self.get_output_embeddings = lambda: self.head
+        self.config = PreTrainedConfig(**config)
+
+
+def of_head(script, hidden, weight, target, temperature=1.0, **config):
+    """Log-probs and, in scripts with a sampler, entropies of the targets at all positions."""
+    args = SimpleNamespace(**vars(ARGS) | dict(temperature=temperature))
+    policy = script.TokenLogps(Head(hidden, weight, **config))
+    return policy(torch.arange(len(hidden)), target, args, input_ids=None)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
 @pytest.mark.parametrize("chunk", (1, 2, 3, 100))
 @pytest.mark.parametrize("softcap", (None, 0.5))
-def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype, softcap):
+@pytest.mark.parametrize("scale", (1, 4))
+@every_copy(*WITH_LOGPS)
+def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype, softcap, scale, script):
     """Log-probs, entropies and all gradients are those of plain autograd, whatever the chunk."""
     torch.manual_seed(0)
-    monkeypatch.setattr(grpo, "LOGIT_CHUNK", chunk)
+    monkeypatch.setattr(script, "LOGIT_CHUNK", chunk)
+    temperature = temperature if script in SAMPLED else 1.0
     inputs = [torch.randn(n, 4, dtype=dtype, requires_grad=True) for n in (5, 7)]
     target, a, b = torch.tensor([0, 6, 2, 2, 5]), torch.randn(5), torch.randn(5)
     logits = inputs[0].float() @ inputs[1].float().t()
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    logp_lv = (logits / temperature).log_softmax(-1)
+    logp_lv = (logits / scale / temperature).log_softmax(-1)
     plain = logp_lv[torch.arange(5), target], -(logp_lv.exp() * logp_lv).sum(-1)
-    chunked = grpo.LogProbs.apply(*inputs, target, temperature, softcap, (), True)
+    plain = plain if script in SAMPLED else plain[:1]
+    config = dict(final_logit_softcapping=softcap, logits_scaling=scale)
+    chunked = of_head(script, *inputs, target, temperature, **config)
+    assert {x.dtype for x in chunked} == {torch.float32}
     near = dict(rtol=1e-4, atol=1e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
-    torch.testing.assert_close(chunked, plain, **near)
-    ours, theirs = (torch.autograd.grad((x * a + y * b).sum(), inputs) for x, y in (chunked, plain))
+    torch.testing.assert_close(tuple(chunked), plain, **near)
+    has_bonus = hasattr(script.Args, "entropy_coeff")  # otherwise the entropy is a metric
+    weights = (a, b) if has_bonus else (a,)
+    losses = (sum((w * x).sum() for w, x in zip(weights, columns)) for columns in (chunked, plain))
+    ours, theirs = (torch.autograd.grad(loss, inputs) for loss in losses)
     torch.testing.assert_close(ours, theirs, **near)
 
 
-def test_a_frozen_output_layer_gets_no_gradient():
+@every_copy(*WITH_LOGPS)
+def test_a_frozen_output_layer_gets_no_gradient(script):
     hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)  # LoRA
-    logp, _ = grpo.LogProbs.apply(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0, None, [2], True)
+    logp, *_ = of_head(script, hidden, weight, torch.zeros(5, dtype=torch.long))
     logp.sum().backward()
     assert weight.grad is None and hidden.grad.abs().sum() > 0
 
 
-def test_entropy_is_left_out_where_nobody_uses_it():
-    """In SFT and DPO: the rest stays as it is."""
+def test_an_entropy_that_is_only_reported_has_no_backward_pass():
+    """The gradient of the log-probs is the same, whether that of the entropy is 0 or none."""
     torch.manual_seed(0)
     inputs = [torch.randn(n, 4, requires_grad=True) for n in (5, 7)]
-    target = torch.tensor([0, 6, 2, 2, 5])
-    apply = lambda entropy: grpo.LogProbs.apply(*inputs, target, 0.7, None, (), entropy)
-    (logp, entropy), (same, none) = apply(True), apply(False)
-    assert (entropy > 0).all() and (none == 0).all() and torch.equal(logp, same)
-    ours, theirs = (torch.autograd.grad(x.sum(), inputs) for x in (same, logp))
-    torch.testing.assert_close(ours, theirs)
+    found = []
+    for weight in (None, 0.0):
+        logp, entropy = of_head(grpo, *inputs, torch.tensor([0, 6, 2, 2, 5]), 0.7)
+        loss = logp.sum() if weight is None else logp.sum() + weight * entropy.sum()
+        found.append(torch.autograd.grad(loss, inputs))
+    assert (entropy > 0).all()
+    torch.testing.assert_close(*found)
+    args = grpo.Args(model="", train_files=(), output_dir="", clip_ratio_low=0.2, clip_ratio_high=0.2)
+    entropy_nt = torch.ones(1, 2, requires_grad=True)
+    batch = dict(mask_nt=torch.ones(1, 2).bool(), adv_nt=torch.ones(1, 2), rollout_logp_nt=torch.zeros(1, 2))
+    for coeff in (0.0, 0.1):
+        args = dataclasses.replace(args, entropy_coeff=coeff)
+        loss_nt, *_ = grpo.actor_loss(args, torch.zeros(1, 2), entropy_nt, batch)
+        assert loss_nt.requires_grad == (coeff > 0)
 
 
-def test_logits_take_two_buffers_of_a_chunk(monkeypatch):
+@every_copy(*WITH_LOGPS)
+def test_logits_take_two_buffers_of_a_chunk(script, monkeypatch):
     """No pass, forward or backward, makes a tensor as large as a chunk of logits except those two."""
-    monkeypatch.setattr(grpo, "LOGIT_CHUNK", 64)
+    monkeypatch.setattr(script, "LOGIT_CHUNK", 64)
     hidden, weight = torch.randn(640, 8, requires_grad=True), torch.randn(999, 8)
-    target = torch.zeros(640, dtype=torch.long)
     with torch.profiler.profile(profile_memory=True) as profile:
-        grpo.LogProbs.apply(hidden, weight, target, 1.0, None, (), True)[0].sum().backward()
+        of_head(script, hidden, weight, torch.zeros(640, dtype=torch.long))[0].sum().backward()
     made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert sum(n for n in made if n >= 64 * 999 * 4) == 2 * 64 * 999 * 4
 
 
-def test_a_tree_by_hand():
-    """Two responses to prompt 7 8, then one to 9, which is a piece with its prompt."""
-    inputs, where = grpo.one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
+@every_copy(*WITH_LOGPS, rm)
+def test_a_tree_by_hand(script):
+    """Two responses to prompt 7 8, then one to 9, which is a segment with its prompt."""
+    inputs, where = script.one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
     assert inputs["input_ids"].tolist() == [[7, 8, 9, 4, 3, 1, 2]]
     assert inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 2, 3]]
     assert inputs["shapes"].tolist() == [[2, 2], [2, 2], [1, 3], [2, 4]]
-    assert inputs["borders"].tolist() == [[0, 2, 4, 5, 7], [0, 2, 4, 7, 11]]
-    seen = inputs["seen"].split([s for _, s in inputs["shapes"]])
-    assert [x.tolist() for x in seen] == [[0, 1], [2, 3], [0, 1, 4], [0, 1, 5, 6]]
+    assert inputs["cu_seqlens"].tolist() == [[0, 2, 4, 5, 7], [0, 2, 4, 7, 11]]
+    kv_index = inputs["kv_index"].split([s for _, s in inputs["shapes"]])
+    assert [x.tolist() for x in kv_index] == [[0, 1], [2, 3], [0, 1, 4], [0, 1, 5, 6]]
     assert where.tolist() == [1, 5, 1, 2]  # predict 1, 2, 3 and 4
 
 
-def flash(query, key, value, borders_q, borders_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-    """In place of varlen_attn, for GPUs: pieces by their borders, the last query sees the last key."""
-    sizes_q, sizes_k = borders_q.diff().tolist(), borders_k.diff().tolist()
-    assert window_size == (-1, 0) and enable_gqa and borders_q.dtype == torch.int32
+def flash(query, key, value, cu_seq_q, cu_seq_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """In place of varlen_attn, for GPUs: segments by their borders, the last query sees the last key."""
+    sizes_q, sizes_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    assert window_size == (-1, 0) and enable_gqa and cu_seq_q.dtype == torch.int32
     assert [longest_q, longest_k] == [max(sizes_q), max(sizes_k)]
     out = []
     for q, k, v in zip(query.split(sizes_q), key.split(sizes_k), value.split(sizes_k), strict=True):
@@ -149,8 +210,8 @@ class Gpu(torch.Tensor):
     is_cuda, dtype = True, torch.bfloat16
 
 
-SHARING = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
-SHARING += ["mistral3", "qwen3_vl"]  # without images
+PACKED = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
+PACKED += ["mistral3", "qwen3_vl"]  # without images
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - {"phi"}))  # which is refused
@@ -158,23 +219,23 @@ def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
     """With the log-probs and gradients of rows of their own, by SDPA and as on a GPU."""
     monkeypatch.setattr(varlen, "varlen_attn", flash)
 
-    def on_a_gpu(module, query, *others, **pieces):
-        out, _ = grpo.piece_attention(module, query.as_subclass(Gpu), *others, **pieces)
+    def on_a_gpu(module, query, *others, **segments):
+        out, _ = grpo.packed_attention(module, query.as_subclass(Gpu), *others, **segments)
         return out.as_subclass(torch.Tensor), None
 
     lm = families.build(family)
-    assert (not grpo.special_layers(lm.config)) == (family in SHARING)
-    if family not in SHARING:
+    assert (not common.families.special_layers(lm.config)) == (family in PACKED)
+    if family not in PACKED:
         return
     prompts = [[7, 8, 30]] * 4 + [[9], [40, 41]] + [[9]] * 3
     responses = [[1, 2], [3], [60, 4], [5, 6, 7, 8], [11, 12], [13], [14, 15], [16, 17], [18]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
     found = []
-    for kernel in (None, grpo.piece_attention, on_a_gpu):
-        AttentionInterface.register("test_pieces", kernel)
-        lm.set_attn_implementation("test_pieces" if kernel else "sdpa")
+    for kernel in (None, grpo.packed_attention, on_a_gpu):
+        AttentionInterface.register("test_packed", kernel)
+        lm.set_attn_implementation("test_packed" if kernel else "sdpa")
         lm.zero_grad()
-        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, ARGS, 0.7)
+        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, ARGS)
         (logp_nt.cos() * torch.arange(9)[:, None] + entropy_nt).sum().backward()
         found.append([logp_nt.detach(), entropy_nt.detach(), *(p.grad for p in lm.parameters())])
     for plain, *others in zip(*found, strict=True):
@@ -211,7 +272,7 @@ def test_group_advantages_do_not_depend_on_order(scores, random):
     assert torch.allclose(straight[order], shuffled, atol=1e-9)
 
 
-def test_rloo_reinforce_plus_plus_baseline_and_maxrl():
+def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl():
     score_n, group_n, length_n = (
         f64(1, 0, 0, 1, 3, 0),
         torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -219,6 +280,9 @@ def test_rloo_reinforce_plus_plus_baseline_and_maxrl():
     )
     args = SimpleNamespace(adv_estimator="rloo", group_size=3)
     expected = [1 - 0, 0 - 0.5, 0 - 0.5, 1 - 1.5, 3 - 0.5, 0 - 2]  # score minus the mean of the two others
+    assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
+    args.adv_estimator = "dr_grpo"
+    expected = [2 / 3, -1 / 3, -1 / 3, -1 / 3, 5 / 3, -4 / 3]
     assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
     args.adv_estimator = "maxrl"  # means 1/3 and 4/3
     expected = [2, -1, -1, -0.25, 1.25, -1]
@@ -248,10 +312,10 @@ def test_gdpo():
 def test_policy_loss():
     ratio, high, low = [0.5, 1.0, 1.5, 5.0], 0.3, 0.2
     logp, old = torch.tensor([ratio]).log(), torch.zeros(1, 4)
-    loss, clipped, lower = grpo.policy_loss(logp, old, torch.ones(1, 4), low, high, 3.0)
+    loss, clipped, lower = grpo.policy_loss(logp, old, torch.ones(1, 4), low, high)
     assert loss[0].tolist() == pytest.approx([-0.5, -1.0, -1.3, -1.3])
     assert clipped[0].tolist() == [False, False, True, True] and not lower.any()
-    loss, clipped, lower = grpo.policy_loss(logp, old, -torch.ones(1, 4), low, high, 3.0)
+    loss, clipped, lower = grpo.policy_loss(logp, old, -torch.ones(1, 4), low, high)
     assert loss[0].tolist() == pytest.approx([0.8, 1.0, 1.5, 3.0])
     assert clipped[0].tolist() == [True, False, False, False] and lower[0].tolist() == [
         False,
@@ -266,7 +330,7 @@ def test_gspo_loss():
     mask_nt = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]).bool()
     d_nt = f64([0.1, 7, 0.3], [0.5, 0.3, 0], [-0.5, 0, 0]).requires_grad_()
     old_nt, adv_nt = torch.full((3, 3), -2.0), f64([1], [2], [-1])
-    args = SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
+    args = SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.3)
     loss_nt, clipped_nt, lower_nt = grpo.gspo_loss(args, d_nt - 2, old_nt, adv_nt, mask_nt)
     # ratios e^.2 = 1.22, e^.4 = 1.49 > 1.3, e^-.5 = .61 < .8
     expected = [math.exp(0.2), math.exp(0.2), 2.6, 2.6, -0.8]
@@ -312,15 +376,17 @@ def test_dppo_loss():
 
 
 @pytest.mark.parametrize("loss", ("clip", "gspo", "cispo", "sapo", "dppo"))
-@pytest.mark.parametrize("script", (grpo, dapo))
+@pytest.mark.parametrize("script", (grpo, agent))
 def test_the_first_mini_batch_is_reinforce(script, loss):
     """Ratios are 1: -A grad log p, weighed as the loss aggregates."""
-    args = script.Args(model="", train_files=(), output_dir="", policy_loss=loss)
+    more = dict(env="") if script is agent else {}
+    args = script.Args(model="", train_files=(), output_dir="", policy_loss=loss, **more)
     args = script.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
-    logp_nt, mask_nt = torch.randn(3, 4).sub(3).requires_grad_(), script.response_mask([4, 1, 3])
+    logp_nt = torch.randn(3, 4).sub(3).requires_grad_()
+    mask_nt = torch.arange(4) < torch.tensor([[4], [1], [3]])
     part = dict(adv_nt=torch.tensor([[1.5], [-2.0], [0.0]]), mask_nt=mask_nt)
     part |= dict(rollout_logp_nt=logp_nt.detach())
-    loss_nt, _ = script.actor_loss(args, logp_nt, torch.zeros(3, 4), part)
+    loss_nt, *_ = script.actor_loss(args, logp_nt, torch.zeros(3, 4), part)
     weight_nt = script.loss_weights(mask_nt, args.loss_agg)
     [grad_nt] = torch.autograd.grad((weight_nt * loss_nt).sum(), [logp_nt])
     torch.testing.assert_close(grad_nt, -part["adv_nt"] * weight_nt)
@@ -344,24 +410,25 @@ def test_the_whole_loss_of_a_token(script, flags, more):
     batch = dict(mask_nt=torch.ones(1, 3).bool(), adv_nt=torch.tensor([[1.0, 1, -1]]), old_logp_nt=old_nt)
     batch |= dict(rollout_logp_nt=old_nt - math.log(1.5), ref_logp_nt=logp_nt - 1)
     batch |= dict(nll_weight_nt=torch.full((1, 3), 3.0))
-    loss_nt, terms = script.actor_loss(args, logp_nt, torch.full((1, 3), 2.0), batch)
+    loss_nt, losses, *_ = script.actor_loss(args, logp_nt, torch.full((1, 3), 2.0), batch)
     expected = [-0.5 * 1.5, -1.4 * 1.5, 0.8 * 1.5]
-    assert terms["pg_loss"][0].tolist() == pytest.approx(expected)
+    assert losses["pg_loss"][0].tolist() == pytest.approx(expected)
     assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
 
 
-@pytest.mark.parametrize(("script", "high"), ((grpo, 0.2), (dapo, 0.28)))
-def test_what_is_not_said_is_as_in_the_paper(script, high, monkeypatch):
+@pytest.mark.parametrize("script", (grpo, agent))
+def test_what_is_not_said_is_as_in_the_paper(script, monkeypatch):
     seen = []
     monkeypatch.setattr(script, "check_args", lambda args, *_: seen.append(args) or script.fail("enough"))
 
     def settings(**said):
         with pytest.raises(SystemExit, match="enough"):
-            script.main(script.Args(model="", train_files=(), output_dir="", **said))
+            more = dict(env="") if script is agent else {}
+            script.main(script.Args(model="", train_files=(), output_dir="", **said | more))
         return seen[-1].clip_ratio_low, seen[-1].clip_ratio_high, seen[-1].loss_agg
 
-    assert settings() == (0.2, high, "token-mean")
-    assert settings(clip_ratio_low=0.1) == (0.1, high, "token-mean")
+    assert settings() == (0.2, 0.2, "token-mean")
+    assert settings(clip_ratio_low=0.1) == (0.1, 0.2, "token-mean")
     assert settings(policy_loss="gspo") == (3e-4, 4e-4, "seq-mean-token-mean")
     assert settings(policy_loss="gspo", loss_agg="token-mean") == (3e-4, 4e-4, "token-mean")
     assert settings(policy_loss="cispo") == (1, 4, "token-mean")
@@ -388,15 +455,16 @@ RATIOS, OF_RESPONSES = [[1, 3], [0.6, 0.8], [4, 9e9]], torch.tensor([[1, 1], [1,
         ("sequence", 3.5, "sequence", 3.5, 0, [3, 3, 0.48, 0.48, 0]),  # masked importance sampling
     ),
 )
-def test_rollout_weights(level, cap, rejection, high, low, expected):
+@every_copy(*SAMPLED)
+def test_rollout_weights(level, cap, rejection, high, low, expected, script):
     args = SimpleNamespace(rollout_is=level, rollout_is_threshold=cap, rollout_rs=rejection)
     args.rollout_rs_threshold = (high,) if low is None else (low, high)
     logp_nt, old_nt = torch.full((3, 2), -3.0), torch.tensor(RATIOS).log() - 3
-    weight_nt = grpo.rollout_weights(args, old_nt, old_nt, logp_nt, OF_RESPONSES)
+    weight_nt = script.rollout_weights(args, old_nt, old_nt, logp_nt, OF_RESPONSES, torch.zeros(3, 2))
     assert weight_nt.expand(3, 2)[OF_RESPONSES].tolist() == pytest.approx(expected)
     for wrong in (-1e4, 1e4, -INF):  # of one token
         logp_nt[0, 0] = wrong
-        weight_nt = grpo.rollout_weights(args, old_nt, old_nt, logp_nt, OF_RESPONSES)
+        weight_nt = script.rollout_weights(args, old_nt, old_nt, logp_nt, OF_RESPONSES, torch.zeros(3, 2))
         assert weight_nt.isfinite().all()
         assert weight_nt[1:].expand(2, 2)[OF_RESPONSES[1:]].tolist() == pytest.approx(expected[2:])
 
@@ -420,29 +488,33 @@ def test_the_off_policy_mask(script):
     args = script.Args(model="", train_files=(), output_dir="", **flags)
     batch = dict(mask_nt=mask_nt, adv_nt=adv_nt, rollout_logp_nt=sampler_nt, nll_weight_nt=0 * adv_nt)
     batch["teacher_logp_nt"] = logp_nt.detach() + adv_nt
-    loss_nt, terms = script.actor_loss(args, logp_nt, torch.zeros(5, 3), batch)
+    loss_nt, *_, means = script.actor_loss(args, logp_nt, torch.zeros(5, 3), batch)
     [grad_nt] = torch.autograd.grad((loss_nt * mask_nt).sum(), [logp_nt])
-    assert terms["rollout_rs_masked"].any(-1).tolist() == [True, False, False, False, False]
+    assert means["rollout_rs_masked"].any(-1).tolist() == [True, False, False, False, False]
     assert grad_nt[:, 0].tolist() == [0, -1, 1, 1, 0]
 
 
 def test_weight_metrics(monkeypatch):
-    """65 responses of one token, ratio 1; one of two tokens, 0.5 and 4, and one of an environment between."""
-    monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
-    args = grpo.Args(model="", train_files=(), output_dir="", rollout_rs="token", rollout_rs_threshold=(3,))
+    """65 responses of one token, ratio 1; one of two tokens, 0.5 and 4, and one of an environment between.
+
+    The two are of an earlier step: DAPO weighs them, and leaves them out of the alarm.
+    """
+    monkeypatch.setattr(dapo, "all_reduce", lambda values, op=None: [*map(float, values)])
+    args = dapo.Args(model="", train_files=(), output_dir="", rollout_rs="token", rollout_rs_threshold=(3,))
     theirs = np.array([math.log(2), 9, -math.log(4)], np.float32)
     row = dict(old_logp_t=torch.zeros(1), rollout_logp_t=np.zeros(1, np.float32), mask_t=np.ones(1, bool))
     odd = dict(old_logp_t=torch.zeros(3), rollout_logp_t=theirs, mask_t=np.array([True, False, True]))
-    found = grpo.check_sampler(DENSE, [row] * 65 + [odd | dict(carried_over=True)], args, 1)
+    row |= dict(older_t=np.zeros(1, bool))
+    odd |= dict(older_t=np.ones(3, bool))
+    found = dapo.check_sampler(DENSE, [row] * 65 + [odd], args, 1)
     assert [found[f"training/rollout_{x}"] for x in ("logp_diff_mean", "probs_diff_max")] == [0, 0]
     found = {name.removeprefix("rollout_corr/rollout_"): x for name, x in found.items() if "corr" in name}
     assert found == pytest.approx(dict(is_mean=65.5 / 67, is_eff_sample_size=65.5**2 / 67 / 65.25))
 
 
 def test_ratio_is_bounded():
-    loss, _, _ = grpo.policy_loss(
-        torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1), 0.2, 0.2, 3.0
-    )
+    old = torch.full((1, 1), -1e4)
+    loss, _, _ = grpo.policy_loss(torch.zeros(1, 1), old, torch.ones(1, 1), 0.2, 0.2)
     assert loss.isfinite().all()
 
 
@@ -497,7 +569,7 @@ def test_gradients_of_the_kl():
     ],
 )
 def test_loss_weights(mode, expected):
-    mask_nt = grpo.response_mask([1, 3, 0])
+    mask_nt = torch.arange(3) < torch.tensor([[1], [3], [0]])
     assert grpo.loss_weights(mask_nt, mode, max_length=10).tolist() == [
         pytest.approx(row) for row in expected
     ]
@@ -531,29 +603,33 @@ def test_split_micro_batches(packed, monkeypatch):
         assert cost <= 10
 
 
-def test_the_sampler_must_hold_the_trainers_weights(monkeypatch):
+@every_copy(*SAMPLED)
+def test_the_sampler_must_hold_the_trainers_weights(script, monkeypatch):
     """Only what this step sampled and the policy wrote counts; with top_p only NaN and infinity do."""
-    monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
-    args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
+    monkeypatch.setattr(script, "all_reduce", lambda values, op=None: [*map(float, values)])
+    args = make_args(script, compute_dtype="float32")
     args = dataclasses.replace(
         args, rollout_rs="token", rollout_rs_threshold=(2,)
     )  # rejected or not: an alarm
     cut = dataclasses.replace(args, top_p=0.9)
 
-    def rows(logp, **more):
+    def rows(logp, older=False):
         row = dict(rollout_logp_t=np.zeros(3, np.float32), mask_t=np.array([True, True, False]))
-        return [row | dict(old_logp_t=torch.tensor([logp, logp, -9.0])) | more]
+        row |= dict(older_t=np.full(3, older))
+        return [row | dict(old_logp_t=torch.tensor([logp, logp, -9.0]))]
 
-    old = rows(-9.0, carried_over=True)
-    assert grpo.check_sampler(DENSE, rows(0.0) + old, args, 1)["training/rollout_logp_diff_mean"] == 0
-    assert grpo.check_sampler(DENSE, old, args, 1)["training/rollout_logp_diff_mean"] == 0
+    old = rows(-9.0, older=True)
+    if script in (dapo, distill):  # which train on other tokens too
+        for more in ([], rows(0.0)):
+            found = script.check_sampler(DENSE, more + old, args, 1)
+            assert found["training/rollout_logp_diff_mean"] == 0
     for wrong in (0.01, math.nan, -math.inf):
         with pytest.raises(SystemExit, match="weight sync failed at step 1: the sampler does not hold"):
-            grpo.check_sampler(DENSE, rows(wrong), args, 1)
-    assert grpo.check_sampler(DENSE, rows(-0.01), cut, 1)
+            script.check_sampler(DENSE, rows(wrong), args, 1)
+    assert script.check_sampler(DENSE, rows(-0.01), cut, 1)
     for wrong in (math.nan, -math.inf):
         with pytest.raises(SystemExit, match="weight sync failed"):
-            grpo.check_sampler(DENSE, rows(wrong), cut, 1)
+            script.check_sampler(DENSE, rows(wrong), cut, 1)
 
 
 class TinyExperts(nn.Module):
@@ -576,20 +652,21 @@ def test_a_mixture_of_experts_may_differ_more_in_bfloat16(monkeypatch, dtype, de
             grpo.check_sampler(model, [row | dict(old_logp_t=torch.tensor([1.01 * allowed]))], args, 1)
 
 
-def test_rows_are_dealt_once_each_in_their_own_mini_batch(monkeypatch):
+@every_copy(*SAMPLED)
+def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
     """Two ranks, two mini-batches of two prompts, three responses to each: two of them share a sequence."""
-    args = grpo.Args(model="", train_files=(), output_dir="", ppo_mini_batch_size=2, group_size=3)
+    args = make_args(script, ppo_mini_batch_size=2, group_size=3)
     args = dataclasses.replace(args, max_prompt_length=4, max_response_length=4, max_tokens_per_microbatch=12)
     lengths = [1, 4, 2, 3, 1, 1, 2, 2, 4, 1, 3, 4]
     rows = [dict(number=i, group=i // 3, prompt_length=2 + i // 3) for i in range(12)]
     for row, length in zip(rows, lengths, strict=True):
         row |= dict(length=length, mask_t=np.arange(length) != 1)  # the second token is an environment's
     rows[5]["mask_t"][:] = False
-    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
     dealt = []
     for rank in (0, 1):
-        monkeypatch.setattr(grpo.dist, "get_rank", lambda: rank)  # noqa: B023
-        dealt.append(grpo.deal(rows, True, args))
+        monkeypatch.setattr(script.dist, "get_rank", lambda: rank)  # noqa: B023
+        dealt.append(script.deal(rows, True, args))
     for step, (first, second) in enumerate(zip(dealt[0][0], dealt[1][0], strict=True)):
         sequences = first[0] + second[0]
         numbers = sorted([row["number"] - 6 * step for row in sequence] for sequence in sequences)
@@ -598,22 +675,23 @@ def test_rows_are_dealt_once_each_in_their_own_mini_batch(monkeypatch):
     for rank, (mini_batches, own_rows, load) in enumerate(dealt):
         sequences = [sequence for own, _ in mini_batches for sequence in own]
         assert own_rows == [row for sequence in sequences for row in sequence]
-        assert sorted(load[rank]) == sorted(map(grpo.token_count, sequences))
-    assert dealt[0][2] == dealt[1][2] and grpo.token_count(rows[3:5]) == 3 + 3 + 1
+        assert sorted(load[rank]) == sorted(map(script.token_count, sequences))
+    assert dealt[0][2] == dealt[1][2] and script.token_count(rows[3:5]) == 3 + 3 + 1
 
 
-def test_each_row_keeps_its_own_log_probs(monkeypatch):
+@every_copy(*SAMPLED)
+def test_each_row_keeps_its_own_log_probs(script, monkeypatch):
     """Over micro-batches, which take rows by their length, and at the temperature of the run."""
-    monkeypatch.setattr(grpo, "all_reduce", lambda values, *_: values)
-    args = grpo.Args(model="", train_files=(), output_dir="", temperature=0.7, max_tokens_per_microbatch=9)
+    monkeypatch.setattr(script, "all_reduce", lambda values, *_: values)
+    args = make_args(script, temperature=0.7, max_tokens_per_microbatch=9)
     prompts, responses = [[1, 2], [1, 2], [3], [4, 4]], [[5, 1], [3, 2], [2, 4], [0, 5, 3]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
     for row in rows:
         row |= dict(prompt_length=len(row["prompt_ids"]), length=len(row["response_ids"]))
-    for shares in (False, True):
-        policy = grpo.TokenLogps(LookUp(6), shares)
+    for packed in (False, True):
+        policy = script.TokenLogps(LookUp(6), packed)
         policy.set_requires_all_reduce = lambda last: None
-        grpo.store_logps(policy, [([rows[:2]], None), ([rows[2:3], rows[3:]], None)], "old_logp_t", args)
+        script.store_logps(policy, [([rows[:2]], None), ([rows[2:3], rows[3:]], None)], "old_logp_t", args)
         table = (policy.lm.embed.weight / 0.7).log_softmax(-1)
         for row in rows:
             before = [row["prompt_ids"][-1], *row["response_ids"][:-1]]
@@ -662,7 +740,7 @@ def test_rows_of_the_sampler(monkeypatch):
         monkeypatch.setattr(grpo.dist, "get_rank", lambda: rank)
         monkeypatch.setattr(grpo.dist, "get_world_size", lambda: world)
         args, engine = grpo.Args(model="", train_files=(), output_dir="", tp_size=world), Sampler()
-        rows = grpo.rollout(engine, args, {}, prompts, step, 2)
+        rows = grpo.rollout(engine, args, prompts, step, 2)
         return {(row["index"], row["sample"]): row for row in rows}, engine.seeds
 
     rows, seeds = sampled(1)
@@ -690,7 +768,7 @@ def test_rows_are_sorted_by_prompt(monkeypatch):
 
 def test_a_rank_sees_the_rows_of_the_others(monkeypatch):
     """Its own two tokens agree; one of another rank has a log-prob that differs by 0.3."""
-    others = {4: [1, 1, 1, 1], 2: [0.3, 0.1], 1: [0.1]}  # by the number of sums
+    others = {6: [1, 0.3, 0.1, 1, 1, 1], 1: [0.1]}  # by the number of sums
     add = lambda values, op=None: [float(a) + b for a, b in zip(values, others[len(values)], strict=True)]
     monkeypatch.setattr(grpo, "all_reduce", add)
     args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
@@ -708,10 +786,10 @@ def test_a_batch_without_rows_has_all_columns():
     args = dataclasses.replace(args, rollout_rs_threshold=(2,), clip_ratio_low=0.2, clip_ratio_high=0.2)
     logp_nt = torch.zeros(1, 1, requires_grad=True)[:0]
     for loss in ("clip", "gspo", "cispo", "sapo", "dppo"):
-        loss_nt, terms = grpo.actor_loss(
+        loss_nt, losses, means = grpo.actor_loss(
             dataclasses.replace(args, policy_loss=loss), logp_nt, logp_nt, grpo.collate([], "cpu")
         )
-        assert loss_nt.sum() == 0 and loss_nt.requires_grad and len(terms) == 7
+        assert loss_nt.sum() == 0 and loss_nt.requires_grad and len(losses) + len(means) == 7
 
 
 def test_a_failed_reward_beats_no_wrong_answer_of_its_group(monkeypatch):
@@ -728,21 +806,22 @@ def test_a_failed_reward_beats_no_wrong_answer_of_its_group(monkeypatch):
     assert [row["reward"]["score"] for row in rows] == [1, -1, -1]
 
 
-def test_attention_in_bfloat16_is_computed_in_float32():
-    """Two pieces of 8 queries and 16 keys; a CPU's backward pass in bfloat16 takes over twice as long."""
+@every_copy(*WITH_LOGPS, rm)
+def test_attention_in_bfloat16_is_computed_in_float32(script):
+    """Two segments of 8 queries and 16 keys; a CPU's backward pass in bfloat16 takes over twice as long."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(n, heads, 32).bfloat16() for n, heads in ((16, 4), (32, 2), (32, 2)))
-    out = grpo.attend(query, key, value, np.array([(8, 16)] * 2), 0.2)
-    wide = grpo.attend(query.float(), key.float(), value.float(), np.array([(8, 16)] * 2), 0.2)
+    out = script.segment_attention(query, key, value, np.array([(8, 16)] * 2), 0.2)
+    wide = script.segment_attention(query.float(), key.float(), value.float(), np.array([(8, 16)] * 2), 0.2)
     assert out.dtype is torch.bfloat16 and wide.dtype is torch.float32
     assert torch.equal(out, wide.bfloat16())
 
 
-@pytest.mark.parametrize("estimator", ("grpo", "rloo", "maxrl", "gdpo"))
+@pytest.mark.parametrize("estimator", ("grpo", "dr_grpo", "rloo", "maxrl", "gdpo"))
 @pytest.mark.parametrize("score", (0.0, 0.1, 0.7, 1 / 3, 1e6 + 0.1))
 def test_a_constant_group_has_exactly_no_advantage(estimator, score):
     """The mean of three times 0.1 is not 0.1, and a rest of 1e-17 would be trained."""
-    args = SimpleNamespace(adv_estimator=estimator, norm_adv_by_std=True, group_size=3)
+    args = SimpleNamespace(adv_estimator=estimator, group_size=3)
     score_n = torch.tensor([score] * 3 + [0.0, 0.5, 0.1], dtype=torch.float64)
     parts = [(1.0, score_n.tolist())]
     adv_n = grpo.advantages(args, score_n, torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6), parts)

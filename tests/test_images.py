@@ -137,7 +137,7 @@ def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
 @pytest.mark.parametrize(
     "script, flags, problem",
     (
-        (grpo, dict(lora_rank=4), "takes images, which only grpo.py and sft.py do, and without --lora_rank"),
+        (grpo, dict(lora_rank=4), "takes images, which are trained without --lora_rank"),
         (dapo, {}, "takes images, which only grpo.py and sft.py do"),
         (sft, dict(lora_rank=4), "takes images, which --text_key, --messages_key, --lora_rank, --liger"),
     ),

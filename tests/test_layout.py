@@ -6,7 +6,7 @@ import re
 from conftest import ROOT
 
 # from the lowest to the highest; the scripts of data_prep/ are used by nobody but people
-LAYERS = "common", "rewards", "data_prep/lib", "envs", "data_prep", "algos", "benchmarks"
+LAYERS = "common", "rewards", "envs", "data_prep/lib", "data_prep", "algos", "benchmarks"
 MAP = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
 
 
@@ -46,10 +46,13 @@ def test_imports_go_downwards():
 
 
 def test_common_is_small():
-    """What it may hold: flags, the log and metrics of a run, files that appear whole."""
+    """What knows no algorithm: flags, a run's log and checkpoints, CPUs, families of models."""
     lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")}
-    assert sum(lines.values()) <= 400
-    assert set(lines) == {"__init__.py", "arguments.py", "files.py", "metrics.py", "run.py"}
+    assert sum(lines.values()) <= 850
+    assert set(lines) == {
+        *("__init__.py", "arguments.py", "checkpoints.py", "cpu.py"),
+        *("families.py", "files.py", "metrics.py", "run.py"),
+    }
 
 
 def test_the_map_is_the_tree():

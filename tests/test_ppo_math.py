@@ -191,7 +191,7 @@ def test_the_critic_is_held_by_its_values_before_the_step():
     """V = 2, V_old = 1, R = 2, clip .5, as in the first line above."""
     batch = dict(value_nt=torch.ones(1, 1, 1), return_nt=torch.full((1, 1), 2.0))
     args = SimpleNamespace(cliprange_value=0.5)
-    loss_nt, terms = ppo.critic_loss(args, torch.full((1, 1, 1), 2.0), None, batch)
+    loss_nt, terms = ppo.critic_loss(args, torch.full((1, 1, 1), 2.0), batch)
     assert loss_nt.item() == 0.125 and terms["vf_clipfrac"].item()
 
 
@@ -257,8 +257,8 @@ def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group():
 
 
 @pytest.mark.parametrize("quantiles", (1, 2))
-@pytest.mark.parametrize("shares", (False, True))
-def test_values_of_a_lookup_table(shares, quantiles):
+@pytest.mark.parametrize("packed", (False, True))
+def test_values_of_a_lookup_table(packed, quantiles):
     """V of a response token is that of the state before it: of the token that predicts it."""
     lm = nn.Module()
     lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, quantiles, bias=False)
@@ -268,7 +268,7 @@ def test_values_of_a_lookup_table(shares, quantiles):
     texts = ([1, 2], [5, 1, 3]), ([1, 2], [4]), ([3], [2])
     rows = [dict(prompt_ids=prompt, response_ids=response) for prompt, response in texts]
     args = SimpleNamespace(model="", train_files=(), val_files=())
-    value_ntq, _ = ppo.token_logps(ppo.TokenValues(lm, shares), rows, args, 1.0)
+    [value_ntq] = ppo.token_logps(ppo.TokenValues(lm, packed), rows, args)
     table = lm.score(lm.embed.weight)
     end = torch.zeros(quantiles)
     expected = [table[2], table[5], table[1], table[2], end, end, table[3], end, end]

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AttentionInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import rm
+from common.families import special_layers
 from data_prep.lib.schema import load_rows, write_parquet
 from data_prep.tiny_model import make_tokenizer
 from tests import families
@@ -72,17 +73,17 @@ def test_scores_are_those_of_transformers(family, tmp_path):
     config.num_labels, config._attn_implementation = 1, "eager"
     torch.manual_seed(0)
     lm = AutoModelForSequenceClassification.from_config(config).eval()
-    shares = not rm.special_layers(config)
-    assert shares == (family != "gemma2")
-    AttentionInterface.register("pieces", rm.piece_attention)
+    packs = not special_layers(config)
+    assert packs == (family != "gemma2")
+    AttentionInterface.register("packed", rm.packed_attention)
     conversations = [[9, 8, 7, 6, 5, 4, 3, 2], [5], [0, 7, 0, 8], [3, 1]]
     with torch.no_grad():
         alone = [lm(input_ids=torch.tensor([ids])).logits.item() for ids in conversations]
         assert len({round(x, 4) for x in alone}) == 4
-        for shared in (False, shares):
-            lm.set_attn_implementation("pieces" if shared else "eager")
-            score_l, _ = rm.score(rm.Scorer(lm, shared), conversations)
-            assert score_l.tolist() == pytest.approx(alone, abs=1e-5), shared
+        for packed in (False, packs):
+            lm.set_attn_implementation("packed" if packed else "eager")
+            score_l, _ = rm.score(rm.Scorer(lm, packed), conversations)
+            assert score_l.tolist() == pytest.approx(alone, abs=1e-5), packed
 
 
 @pytest.mark.parametrize("pad", ("<|pad|>", "<|eos|>"))
@@ -180,8 +181,6 @@ def test_models_that_cannot_work(tiny):
     with pytest.raises(SystemExit, match=r"m \(llama\) is a classifier with 2 labels"):
         check(two)
     check(AutoConfig.from_pretrained(tiny))  # whose number of labels, 2 by default, means nothing
-    with pytest.raises(ValueError, match=r"--lora_target_modules: q_prj are not among its linear layers"):
-        check(AutoConfig.from_pretrained(tiny), lora_rank=4, lora_target_modules=("q_prj",))
     with pytest.raises(SystemExit, match="as a classifier has no head `score` without a bias"):
         check(AutoConfig.for_model("bart"))
 

@@ -88,9 +88,9 @@ def test_qlora(tiny, arithmetic, tmp_path):
     """On two ranks as on one, also where it resumes; hf/ is the model that was trained."""
     pytest.importorskip("bitsandbytes")
     outs = one, two = tmp_path / "one", tmp_path / "two"
-    train(tiny, arithmetic, one, "--qlora", "--lora_target_modules", "q_proj", "up_proj")
+    train(tiny, arithmetic, one, "--qlora")
     cut_to_step_3(one, two)
-    train(tiny, arithmetic, two, "--qlora", "--lora_target_modules", "q_proj", "up_proj", ranks=2)
+    train(tiny, arithmetic, two, "--qlora", ranks=2)
     losses = [[m["train/loss"] for s, m in metrics(out).items() if s] for out in outs]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5) and losses[0][-1] < losses[0][0] - 0.1
     for out in outs:
@@ -110,7 +110,6 @@ def test_qlora_of_a_model_with_a_vision_tower(arithmetic, tmp_path):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "language_model.model.layers" in name and "_proj" in name}
     lm, tokenizer = AutoModelForImageTextToText.from_pretrained(hf), AutoTokenizer.from_pretrained(hf)
-    lm.towers = {"vision_tower"}  # trained on text: no token is masked
     rows, *_ = sft.load_examples([str(arithmetic / "val.parquet")], make_args(), tokenizer)
     assert loss_of(lm, rows) == pytest.approx(steps[STEPS]["val/loss"], abs=1e-5)
 
@@ -129,7 +128,7 @@ def test_all_linear_are_those_in_4_bits_too(tiny):
 @pytest.mark.parametrize("family", ("falcon_h1", "nemotron_h", "granitemoehybrid"))
 def test_the_output_layer_of_mamba_has_no_adapters(family):
     """Its kernels on a GPU read the weight past them, and peft refuses it in some families."""
-    lm, again = (families.build(family) for _ in range(2))
+    lm = families.build(family)
     layers = {name: type(layer) for name, layer in lm.named_modules()}
     sft.add_adapters(lm, make_args(model=family, lora_rank=2))
     adapted = {name for name, layer in lm.named_modules() if hasattr(layer, "lora_A")}
@@ -137,9 +136,6 @@ def test_the_output_layer_of_mamba_has_no_adapters(family):
     attention = {name for name in layers if name.endswith(("q_proj", "o_proj"))}
     assert states and attention and adapted >= states | attention
     assert not any(name.endswith("out_proj") for name in adapted)
-    args = make_args(model=family, lora_rank=2, lora_target_modules=("out_proj",))
-    with pytest.raises(ValueError, match=r"out_proj are not among its linear layers, .*in_proj"):
-        sft.add_adapters(again, args)
 
 
 OF_ALL = {"q_proj", "k_proj", "v_proj", "o_proj"}

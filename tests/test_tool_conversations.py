@@ -170,14 +170,14 @@ def test_flag_env(tmp_path, capsys):
     config = AutoConfig.from_pretrained(tmp_path / "model")
     config.vocab_size += 9  # the tokens of qwen2.5's template
     config.save_pretrained(tmp_path / "model")
-    make_tokenizer("qwen2.5").save_pretrained(tmp_path / "tokenizer")
+    make_tokenizer("qwen2.5").save_pretrained(tmp_path / "model")
     (tmp_path / "env.py").write_text(
         f"class Env:\n    tools = {TOOLS}\n    def step(self, text):\n        pass\n"
     )
     row = make_row("train", 0, 37, 85, operation="multiply")
     write_parquet([dict(messages=row["prompt"] + conversation(TURNS["one call"]))], tmp_path / "rows.parquet")
     args = make_args(messages_key="messages", train_batch_size=1)
-    args.model, args.tokenizer = str(tmp_path / "model"), str(tmp_path / "tokenizer")
+    args.model = str(tmp_path / "model")
     args.train_files = (str(tmp_path / "rows.parquet"),)
     for args.env in (None, f"{tmp_path}/env.py:Env"):
         tokenizer, [row], *_ = sft.load_data(args)

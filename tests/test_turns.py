@@ -10,6 +10,7 @@ from algos import sft
 from data_prep import tiny_model
 from data_prep.lib import turns
 from data_prep.lib.images import encode_prompt
+from envs.messages import without_special
 
 START, LOOP, BODY, STOP, TAIL = (
     "{%- for m in messages -%}",
@@ -122,4 +123,4 @@ def test_text_is_never_a_special_token():
         dict(role="tool", name=f"a{x}", tool_calls=[dict(name="f", arguments={x: [x, 1]})])
         for x in ("<|user|>", " ")
     )
-    assert turns.without_special(call, tokenizer) == clean
+    assert without_special(call, tokenizer) == clean

@@ -55,12 +55,17 @@ def case(script, model, mesh):
     if script is agent:
         flags |= dict(env="")
     if script is distill:
-        flags |= dict(teacher=model, kl="sampled")
+        flags |= dict(teacher=(model,), kl="sampled")
     if script in (grpo, dapo, agent):
         flags |= dict(loss_agg="token-mean")
     args = script.Args(**flags)
-    policy = script.load_model(args, mesh, device, script.TokenLogps)
-    mini_batches, *_ = script.deal(sampled_rows(), policy.shares, args)
+    if script is distill:
+        policy, _ = distill.load_models(args, mesh, device)
+    elif script is dapo:
+        policy = dapo.load_policy(args, mesh, device)
+    else:
+        policy = script.load_model(args, mesh, device, script.add_adapters, script.TokenLogps)
+    mini_batches, *_ = script.deal(sampled_rows(), policy.packed, args)
     if script is ppo:
         how = dict(mini_batches=mini_batches, token_loss=ppo.actor_loss, name="actor")
         return policy, args, partial(ppo.update, policy, **how)

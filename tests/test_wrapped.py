@@ -10,9 +10,9 @@ from conftest import ROOT, load_weights, metrics, run
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from algos import grpo, ppo, rm
-from data_prep.lib.images import auto_class, takes_images
+from common.checkpoints import write_hf
+from common.families import auto_class, decoder, hf_overrides, takes_images, unused_weights
 from data_prep.lib.schema import load_rows
-from data_prep.lib.towers import decoder, freeze_towers, hf_overrides
 from tests import families
 
 INSIDE = "language_model.", "lm_head."  # what names of the language model's weights begin with or have
@@ -115,16 +115,16 @@ def test_generate_and_export_take_it(trained, models, arithmetic, tmp_path):
 
 
 @pytest.mark.parametrize("family", families.WRAPPED)
-def test_text_alone_freezes_the_towers(family, models):
+def test_text_alone_freezes_the_encoders(family, models):
     """What learns is inside the language model, of which nothing is frozen; so it is with LoRA."""
     config = AutoConfig.from_pretrained(models / family)
     with torch.device("meta"):
         lm, adapted = (auto_class(config).from_config(config) for _ in range(2))
-    frozen = freeze_towers(lm)
-    assert frozen and not any(part in name for name in frozen for part in INSIDE)
-    for name, p in lm.named_parameters():
-        assert p.requires_grad == any(part in name for part in INSIDE) == (name not in frozen), name
     args = grpo.Args(model=str(models / family), train_files=(), output_dir="", lora_rank=2)
+    frozen = unused_weights(lm, args)
+    assert frozen and not any(part in name for name in frozen for part in INSIDE)
+    for name, _ in lm.named_parameters():
+        assert any(part in name for part in INSIDE) == (name not in frozen), name
     grpo.add_adapters(adapted, args)
     layers = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")]
     assert layers and all("language_model." in name and "router" not in name for name in layers)
@@ -146,7 +146,7 @@ def test_weights_that_the_configuration_ties_wrongly(models, mesh, tmp_path):
     (out / "config.json").write_text(json.dumps(config))
     assert AutoConfig.from_pretrained(out).tie_word_embeddings
     args = grpo.Args(model=str(out), train_files=(), output_dir="", attn_implementation="sdpa")
-    policy = grpo.load_model(args, mesh, torch.device("cpu"), grpo.TokenLogps)
+    policy = grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
     whole, files = dict(grpo.whole_weights(policy.lm, torch.float32)), load_weights(out)
     assert whole.keys() == files.keys() and all(torch.equal(whole[name], x) for name, x in files.items())
     assert not policy.lm.config.tie_word_embeddings
@@ -169,7 +169,7 @@ def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_p
     assert inner - files.keys() == {"score.weight"}  # of Llama 4 transformers knows the whole model alone
 
     whole["score.weight"].normal_(generator=torch.Generator().manual_seed(0))
-    rm.write_hf(tmp_path, scorer, whole)
+    write_hf(tmp_path, scorer, whole)
     of_ppo = dict(model=str(models / family), reward_model=(str(tmp_path),), attn_implementation="sdpa")
     args = ppo.Args(train_files=(), output_dir="", **of_ppo)
     [model] = ppo.load_reward_models(args, mesh, torch.device("cpu"))
@@ -183,7 +183,7 @@ def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_p
 @pytest.mark.parametrize("family", ("qwen3_5", "qwen3_5_text", "qwen3_5_moe"))
 def test_qwen3_5_without_torchvision_is_one_line(family, models, monkeypatch):
     """vLLM would say no more than that its architecture failed to be inspected."""
-    monkeypatch.setattr("data_prep.lib.towers.find_spec", lambda name: None)
+    monkeypatch.setattr("common.families.find_spec", lambda name: None)
     if not (models / family).exists():
         families.write(family, models / family)
     line = rf"{family} \({family}\): vLLM needs torchvision: install the build for torch 2"

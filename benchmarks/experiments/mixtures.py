@@ -51,8 +51,8 @@ FAULTS = {  # what is wrong in the sampler -> names of weights, of one layer in 
 def spoiled(whole_weights, pattern):
     """whole_weights with the rows of some weights rolled by one."""
 
-    def weights(lm, dtype):
-        for name, x in whole_weights(lm, dtype):
+    def weights(lm, dtype, skipped=()):
+        for name, x in whole_weights(lm, dtype, skipped):
             yield name, x.roll(1, 0) if pattern and re.search(pattern, name) else x
 
     return weights
@@ -68,16 +68,17 @@ def measure(family, layers, dtype, work, faults):
     args.max_prompt_length, args.max_response_length, args.compute_dtype = 32, 64, dtype
     device, mesh = grpo.setup_distributed(1)
     engine = grpo.build_engine(args, device)
-    policy = grpo.load_model(args, mesh, device, grpo.TokenLogps)
+    policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
     prompts = [dict(prompt_ids=[*range(8, 12 + i)], index=i, group=i) for i in range(8)]
-    grpo.rounding_limit = lambda policy, args: (math.inf, False)
+    grpo.families.rounding_limit = lambda lm, dtype: (math.inf, False)
     whole_weights, found = grpo.whole_weights, {}
     for fault in faults:
         pattern = FAULTS[fault] and FAULTS[fault].format(layers // 2)
         grpo.whole_weights = spoiled(whole_weights, pattern)
-        with grpo.awake(engine, [policy], None, args, {}, stop_token_ids=[1]) as sample:
-            rows = sample(prompts, 1, 4, temperature=1.0, max_tokens=48)
-        mini_batches, own_rows, _ = grpo.deal(rows, policy.shares, args)
+        with grpo.awake(engine, [policy], None, args, {}):
+            sampling = dict(temperature=1.0, max_tokens=48, stop_token_ids=[1])
+            rows = grpo.rollout(engine, args, prompts, 1, 4, **sampling)
+        mini_batches, own_rows, _ = grpo.deal(rows, policy.packed, args)
         grpo.store_logps(policy, mini_batches, "old_logp_t", args)
         found[fault] = grpo.check_sampler(policy, own_rows, args, 1)["training/rollout_logp_diff_mean"]
     (work / "found.json").write_text(json.dumps(found))

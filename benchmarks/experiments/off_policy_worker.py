@@ -32,19 +32,22 @@ def change_sampler(algo, lag, noise, training):
     training: whether its first rollout is one of training. The first `lag` steps have the first weights.
     """
     sync_weights, log, history = algo.sync_weights, algo.Logger.log, []
-    algo.rounding_limit = lambda policy, args: (math.inf, False)  # it differs on purpose; NaN still stops
+    algo.families.rounding_limit = lambda lm, dtype: (
+        math.inf,
+        False,
+    )  # it differs on purpose; NaN still stops
 
-    def sync(engine, lm):
+    def sync(engine, lm, args):
         nonlocal training
         if not training:
-            return sync_weights(engine, lm)
+            return sync_weights(engine, lm, args)
         training = False  # a second rollout of a step is its validation
         shards = [x.to_local() if isinstance(x, DTensor) else x for x in lm.state_dict().values()]
         history.append([x.to("cpu", copy=True) for x in shards])
         del history[: -lag - 1]
         for x, old in zip(shards, history[0]):
             x.copy_(rounded(old, noise) if noise and x.dim() > 1 else old)
-        sync_weights(engine, lm)
+        sync_weights(engine, lm, args)
         for x, current in zip(shards, history[-1]):
             x.copy_(current)
 

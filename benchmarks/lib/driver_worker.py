@@ -80,8 +80,8 @@ class Engine:
         self.text, self.queue = np.array(text), []
         self.model_config = SimpleNamespace(dtype=None, hf_config=None)
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=256))
-        self.wake_up = self.apply_model = self.reset_prefix_cache = lambda *args, **kwargs: None
-        self.reset_encoder_cache = self.reset_prefix_cache
+        self.wake_up = self.apply_model = self.collective_rpc = lambda *args, **kwargs: None
+        self.reset_prefix_cache = self.reset_encoder_cache = self.wake_up
         self.sleep = clock.away(lambda level: barrier())  # a rank waits here for the slowest sampler
         self.step = clock.away(self._step)
 
@@ -112,7 +112,7 @@ class Engine:
 
 def forward(self, *args, **inputs):
     """In place of TokenLogps': log-probs of 0, whose gradient is 0."""
-    target = args[-2]  # before the temperature
+    target = args[-2]  # before the arguments
     zeros_l = target * 0 + 0 * self.lm.get_input_embeddings().weight[0].sum()
     return zeros_l, zeros_l
 
@@ -174,7 +174,7 @@ def watch_steps(algo, clock, parts):
 
     for function in (build_engine, timed, check_sampler, Logger):
         setattr(algo, function.__name__, function)
-    for name in ("padded", "one_row", "split_micro_batches", "response_mask"):
+    for name in {"padded", "one_row", "split_micro_batches", "response_mask"} & vars(algo).keys():
         setattr(algo, name, on_host(getattr(algo, name)))
     torch.Tensor.backward = clock.away(torch.Tensor.backward)
     away_call = clock.away(torch.nn.Module.__call__)

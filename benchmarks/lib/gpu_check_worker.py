@@ -7,6 +7,7 @@ norms of these rows with one and with two copies of the sharded model.
 import json
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -37,7 +38,7 @@ def step(policy, optimizer, rows, args):
     for i, row in enumerate(rows):
         row["adv_t"] = np.full(row["length"], 1.0 - 2 * (i % 2), np.float32)
         row["mask_t"] = np.ones(row["length"], bool)
-    mini_batches, _, _ = grpo.deal(rows, policy.shares, args)
+    mini_batches, _, _ = grpo.deal(rows, policy.packed, args)
     return grpo.update_actor(policy, optimizer, mini_batches, args)["actor/grad_norm"]
 
 
@@ -46,14 +47,15 @@ def norm(policy, rows, args):
     return step(policy, torch.optim.SGD(policy.parameters(), lr=0.0), rows, args)
 
 
-def layouts(config):
-    """name -> whether texts are in one row."""
-    return {"padded": False} | ({} if grpo.special_layers(config) else {"one row": True})
+def layouts(args, config):
+    """name -> the arguments with which a model has this layout."""
+    found = {"padded": replace(args, attn_implementation="eager")}
+    return found | ({} if grpo.families.special_layers(config) else {"one row": args})
 
 
 @torch.no_grad()
 def logps(policy, rows, args):
-    return grpo.token_logps(policy, rows, args, 1.0)[0].cpu()
+    return grpo.token_logps(policy, rows, args)[0].cpu()
 
 
 @contextmanager
@@ -64,8 +66,8 @@ def without_borders():
     def wrong(prompts, responses):
         inputs, where = one_row(prompts, responses)
         n = inputs["input_ids"].shape[1]
-        whole = dict(seen=torch.arange(n), shapes=np.array([(n, n)]))
-        whole |= dict(borders=torch.tensor([[0, n]] * 2).int())
+        whole = dict(kv_index=torch.arange(n), shapes=np.array([(n, n)]))
+        whole |= dict(cu_seqlens=torch.tensor([[0, n]] * 2).int())
         return inputs | whole, where
 
     grpo.one_row = wrong
@@ -83,12 +85,14 @@ def alone(args, train_files, work):
     engine.sleep(level=2)
     result |= dict(asleep=used() - empty, total=torch.cuda.mem_get_info()[1] / 2**30 if used() else 0.0)
 
-    policy = grpo.load_model(args, mesh, device, grpo.TokenLogps, share=False)
+    policy = grpo.load_model(
+        replace(args, attn_implementation="eager"), mesh, device, grpo.add_adapters, grpo.TokenLogps
+    )
     tokenizer = grpo.load_processor(args.model)
     prompts = load_prompts([train_files], tokenizer, args.max_prompt_length)[0][:PROMPTS]
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
-    with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:
-        rows = sample(prompts, 1, GROUP)
+    with grpo.awake(engine, [policy], None, args, {}):
+        rows = grpo.rollout(engine, args, prompts, 1, GROUP, **sampling)
     keep = (
         "prompt_ids",
         "response_ids",
@@ -103,10 +107,10 @@ def alone(args, train_files, work):
     (work / "rows.json").write_text(json.dumps(kept, default=grpo.np.ndarray.tolist))
 
     logp_nt, models = {"sampler": grpo.pad([row["rollout_logp_t"] for row in rows])}, {}
-    mask_nt = grpo.response_mask([len(row["response_ids"]) for row in rows])
+    mask_nt = grpo.pad([np.ones(len(row["response_ids"]), bool) for row in rows])
     gap = lambda a_nt, b_nt: (a_nt - b_nt).abs()[mask_nt].mean().item()
-    for name, share in layouts(policy.lm.config).items():
-        models[name] = grpo.load_model(args, mesh, device, grpo.TokenLogps, share=share)
+    for name, of_layout in layouts(args, policy.lm.config).items():
+        models[name] = grpo.load_model(of_layout, mesh, device, grpo.add_adapters, grpo.TokenLogps)
         logp_nt[name], result["norms"][name] = logps(models[name], rows, args), norm(models[name], rows, args)
     for a, b in combinations(reversed(logp_nt), 2):
         result["gaps"][f"{a} : {b}"] = gap(logp_nt[a], logp_nt[b])
@@ -136,7 +140,9 @@ def together(args, work):
     for copies in (1, 2):
         shape = copies, dist.get_world_size() // copies
         mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        policy = grpo.load_model(args, mesh if copies > 1 else mesh["shard"], device, grpo.TokenLogps)
+        policy = grpo.load_model(
+            args, mesh if copies > 1 else mesh["shard"], device, grpo.add_adapters, grpo.TokenLogps
+        )
         result[str(copies)] = norm(policy, rows, args)
     if dist.get_rank() == 0:
         (work / "ranks.json").write_text(json.dumps(result))

@@ -9,17 +9,10 @@ from functools import cache, lru_cache
 from io import BytesIO
 
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from data_prep.lib.schema import open_parquet
-from data_prep.lib.towers import auto_classifier, dequantised, wrapped
-from data_prep.lib.turns import MARK, check_calls, plain
+from data_prep.lib.turns import check_calls, plain
+from envs.messages import MARK
 
 BROKEN = (OSError, SyntaxError, Image.DecompressionBombError)  # what PIL raises on a file that is no picture
 
@@ -28,32 +21,19 @@ class Unfit(ValueError):
     """A row whose images cannot be shown to a model."""
 
 
-def takes_images(args):
-    """Whether the model is shown images: it takes some, and a file of rows has a column `images`."""
-    files = (args.data,) if hasattr(args, "data") else (*args.train_files, *args.val_files)
-    return have_images(args.model, files)
-
-
 @cache
-def have_images(model, files):
-    """Whether a model takes images, and one of these parquet files has some."""
-    there = [file for file in filter(None, files) if open_parquet(file, ["images"])[1]]
-    return bool(there) and wrapped(AutoConfig.from_pretrained(model))
-
-
-@cache
-def load_processor(model, tokenizer=None, sees=False):
+def load_processor(model, sees=False):
     """The tokenizer of a model, or the processor of one that sees images: both encode, decode and save."""
-    config, name = AutoConfig.from_pretrained(model), tokenizer or model
+    config = AutoConfig.from_pretrained(model)
     if sees:
-        loaded = AutoProcessor.from_pretrained(name)
+        loaded = AutoProcessor.from_pretrained(model)
         if not hasattr(loaded, "image_processor"):
-            raise ValueError(f"{name}: it has no image processor (preprocessor_config.json)")
+            raise ValueError(f"{model}: it has no image processor (preprocessor_config.json)")
         loaded.eos_token_id = loaded.tokenizer.eos_token_id
     else:
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(model)
     if loaded.eos_token_id is None:
-        raise ValueError(f"{name}: the tokenizer has no EOS token")
+        raise ValueError(f"{model}: the tokenizer has no EOS token")
     loaded.known_ids = config.get_text_config().vocab_size  # a tokenizer may have more
     check_known(loaded.eos_token_id, loaded)
     return loaded
@@ -68,19 +48,8 @@ def check_known(largest, tokenizer):
         raise ValueError(f"{text.name_or_path}: {problem}: take its own tokenizer, or resize its embedding")
 
 
-def auto_class(config, scores=False):
-    """What loads a model of text, or of text and images; scores: with a head for a score as output layer.
-
-    Stops with a line if it does not load them whole.
-    """
-    dequantised(config)
-    if scores:
-        return auto_classifier(config)
-    return AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
-
-
-def never_sampled(config):
-    """The ids that stand for images and videos: in a response there would be nothing to be seen."""
+def image_token_ids(config):
+    """The ids that stand for images and videos. They are never sampled: nothing would be shown there."""
     ids = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
     return [i for i in ids if i is not None]
 

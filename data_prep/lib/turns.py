@@ -1,33 +1,14 @@
 """Where the assistant's turns are in what a chat template writes for a conversation."""
 
-import re
 from functools import cache, partial
 
 from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from envs.messages import without_special
+
 MESSAGES = nodes.Name("messages", "load")
-MARK = "<image>"  # the place of an image in a text, and for some tokenizers a special token
 BEHIND = "first", "index", "index0"  # what a loop knows without a look at the next message
-
-
-@cache
-def special_tokens(tokenizer):
-    """A pattern of the special tokens, as a text could spell them."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - {MARK}
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
-
-
-def without_special(value, tokenizer):
-    """A text, message or conversation with a space for each special token: nobody speaks as somebody else."""
-    if isinstance(value, str):
-        return special_tokens(tokenizer).sub(" ", value)
-    if isinstance(value, list):
-        return [without_special(x, tokenizer) for x in value]
-    if isinstance(value, dict):
-        return {without_special(k, tokenizer): without_special(x, tokenizer) for k, x in value.items()}
-    return value
 
 
 def plain(messages, tokenizer):

@@ -24,6 +24,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 name, faults, notes = sys.argv[1:4]
 del sys.argv[1:4]
 algo = importlib.import_module(f"algos.{name}")
+checkpoints = importlib.import_module("common.checkpoints")
 timed, log, lasted = algo.timed, algo.Logger.log, {}
 
 
@@ -36,7 +37,7 @@ def strike(kind, note, seconds):
     if kind == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     elif kind == "hf":
-        algo.save_torch_state_dict = lambda *_, **__: os._exit(1)
+        checkpoints.save_torch_state_dict = lambda *_, **__: os._exit(1)
     elif kind == "link":
         os.symlink = no_room
     elif kind == "kill":

@@ -13,11 +13,11 @@ from algos import dapo
 rollout, extend, steps = dapo.rollout, dapo.extend, []
 
 
-def dying_rollout(engine, args, timing, prompts, step, *rest, **sampling):
+def dying_rollout(engine, args, prompts, step, *rest, **sampling):
     steps.append(step)
     if step > 3 and steps.count(step) == 2:
         os._exit(9)
-    return rollout(engine, args, timing, prompts, step, *rest, **sampling)
+    return rollout(engine, args, prompts, step, *rest, **sampling)
 
 
 def dying_extend(rows, answer, step):

@@ -49,13 +49,13 @@ def recorded_deal(*arguments):
 
 
 @contextmanager
-def awake(*_, **sampling):
+def awake(*_):
     global syncs
     syncs += 1
-    yield rollout
+    yield
 
 
-def rollout(prompts, step, group_size, **sampling):
+def rollout(engine, args, prompts, step, group_size, **sampling):
     global gen_batches
     gen_batches += 1
     digits = tokenizer.convert_tokens_to_ids(["0", "1"])
@@ -84,7 +84,7 @@ def main(model, data, out):
     dapo.build_engine = lambda args, device: None
     metrics.matmul_speed = lambda dtype, device: 1e12
     dapo.check_sampler = lambda *_: {}  # the sampler's log-probs are made up too
-    dapo.awake, dapo.deal = awake, recorded_deal
+    dapo.awake, dapo.rollout, dapo.deal = awake, rollout, recorded_deal
     reward = __file__.replace("workers/dapo_loop.py", "dapo_reward.py:starts_with_one")
     sizes = "--train_batch_size 4 --ppo_mini_batch_size 4 --group_size 4 --max_prompt_length 16".split()
     sizes += f"--max_response_length {LENGTH} --overlong_buffer 1 --save_freq 0 --rollout_dump".split()

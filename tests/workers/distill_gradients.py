@@ -88,7 +88,7 @@ def main(_, model, out, hsdp_replicas):
         for layout, attention in LAYOUTS.items():
             args = dataclasses.replace(base, **changes, attn_implementation=attention)
             policy, teachers = distill.load_models(args, mesh, device)
-            assert policy.shares == teachers[0].shares == (layout == "one_row" and mode != "window")
+            assert policy.packed == teachers[0].packed == (layout == "one_row" and mode != "window")
             set_adapters(policy.lm)
             for budget in (70, 200, 100_000):
                 args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
@@ -97,7 +97,8 @@ def main(_, model, out, hsdp_replicas):
             plain = [
                 AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, *args.teacher)
             ]
-            set_adapters(distill.add_adapters(plain[0], args))
+            distill.add_adapters(plain[0], args)
+            set_adapters(plain[0])
             results[mode, "naive"] = naive(plain[0], plain[1:], args)
 
     # taught by itself there is nothing to learn, to the bit
@@ -105,6 +106,24 @@ def main(_, model, out, hsdp_replicas):
         args = dataclasses.replace(base, teacher=(model,), compute_dtype=dtype, teacher_prompt=shown)
         grads, kl = gradient(*distill.load_models(args, mesh, device), args)
         assert all((x == 0).all() for x in grads) and kl == 0, dtype
+
+    # a teacher of files in half precision: frozen it stays so, and what follows takes small steps
+    if dist.get_rank() == 0:
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(f"{out}.half")
+    dist.barrier()
+    args = dataclasses.replace(base, model=f"{out}.half", teacher=(f"{out}.half",), compute_dtype="bfloat16")
+    _, [teacher] = distill.load_models(args, mesh, device)
+    assert {(p.dtype, p.requires_grad) for p in teacher.parameters()} == {(torch.bfloat16, False)}
+    args = dataclasses.replace(args, teacher_update_rate=1e-3)
+    policy, [teacher] = distill.load_models(args, mesh, device)
+    assert {(p.dtype, p.requires_grad) for p in teacher.parameters()} == {(torch.float32, True)}
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(1e-2)
+    before = [q.full_tensor().clone() for q in teacher.parameters()]
+    distill.follow(teacher, policy, args.teacher_update_rate)
+    for q, old in zip(teacher.parameters(), before, strict=True):
+        torch.testing.assert_close((q.full_tensor() - old).mean(), torch.tensor(1e-5), rtol=0.05, atol=0)
     if dist.get_rank() == 0:
         torch.save(results, out)
     distill.leave()

@@ -8,6 +8,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dpo
@@ -17,7 +18,7 @@ from tests.workers.sft_gradients import Capture, fill_adapters, trained
 LENGTHS = [(5, 40, 10), (30, 1, 20), (3, 2, 2), (60, 3, 8), (8, 25, 30), (8, 7, 25)]
 SMOOTH = dict(loss="sigmoid", label_smoothing=0.1, nll_coef=0.2)
 LOSSES = dict(sigmoid=SMOOTH, ipo=dict(loss="ipo"), simpo=dict(loss="simpo", beta=2.0))
-KERNELS = dict(padded="sdpa", one_row="pieces")
+KERNELS = dict(padded="sdpa", one_row="packed")
 
 
 def make_rows():
@@ -77,13 +78,14 @@ def main(model, out, replicas):
     for lora_rank in (0, 4):
         args = dpo.Args(**base, lora_rank=lora_rank, train_batch_size=4)
         policy = dpo.load_policy(args, mesh, device)
-        plain = dpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        assert policy.shares
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        assert policy.packed
         fill_adapters(policy.lm)
-        fill_adapters(dpo.add_adapters(plain, args))
+        dpo.add_adapters(plain, args)
+        fill_adapters(plain)
         for name in LOSSES if not lora_rank else ("sigmoid",):
             for layout, budget in product(KERNELS, (140, 100_000)):
-                policy.shares = layout == "one_row"
+                policy.packed = layout == "one_row"
                 policy.lm.set_attn_implementation(KERNELS[layout])
                 args_now = replace(args, **LOSSES[name], max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained(policy), lr=1.0)

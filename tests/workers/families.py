@@ -21,12 +21,13 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
     args = dataclasses.replace(args, max_response_length=16, compute_dtype=dtype)
     try:
         engines.append(grpo.build_engine(args, device))
-        policy = grpo.load_model(args, mesh, device, grpo.TokenLogps)
+        policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
         prompts = [dict(prompt_ids=list(range(8, 12 + i)), index=i, group=i) for i in range(2)]
         for step in (1, 2):
-            with grpo.awake(engines[-1], [policy], None, args, {}, stop_token_ids=[1]) as sample:
-                rows = sample(prompts, step, 2, temperature=1.0, max_tokens=8)
-            mini_batches, own_rows, _ = grpo.deal(rows, policy.shares, args)
+            with grpo.awake(engines[-1], [policy], None, args, {}):
+                sampling = dict(temperature=1.0, max_tokens=8, stop_token_ids=[1])
+                rows = grpo.rollout(engines[-1], args, prompts, step, 2, **sampling)
+            mini_batches, own_rows, _ = grpo.deal(rows, policy.packed, args)
             grpo.store_logps(policy, mini_batches, "old_logp_t", args)
             grpo.check_sampler(policy, own_rows, args, step)
             for x in policy.parameters():

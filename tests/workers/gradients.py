@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo as grpo_script
@@ -38,8 +39,9 @@ LOSSES["gspo"] |= dict(rollout_is="sequence", rollout_rs="geometric", rollout_rs
 LOSSES["cispo"] |= dict(rollout_is=None, rollout_rs="token", rollout_rs_threshold=(1.25,))
 LOSSES["sapo"] |= dict(rollout_rs="sequence", rollout_rs_threshold=(0.95, 1.3))
 LOSSES["dppo"] |= dict(rollout_rs="off_policy", rollout_rs_threshold=(0.02,))
-if sys.argv[1] != "dapo":
-    LOSSES["sapo"]["kl_kind"] = "k3+"
+LOSSES["sapo"]["kl_kind"] = "k3+"
+if sys.argv[1] == "dapo":  # the paper's loss alone, with the corrections of the others
+    LOSSES = {name: {k: x for k, x in flags.items() if "rollout" in k} for name, flags in LOSSES.items()}
 if sys.argv[1] == "agent":
     LOSSES["cispo"]["echo_coef"] = 0.5
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
@@ -47,12 +49,13 @@ LAYOUTS = "padded", "one_row"
 EVERY = [(budget, layout) for budget in (70, 200, 100_000) for layout in LAYOUTS]  # 200: two of three share
 WAYS = (70, "padded"), (200, "one_row")  # of LOSSES, not all
 MODE_WAYS = EVERY if sys.argv[1] == "grpo" else WAYS  # dapo.py and agent.py cut by the same regions
-SLICED = "seq-mean-token-mean", "gspo", "lora"  # what two ranks of dapo.py run slices of the same rows for
+# what two ranks of dapo.py run slices of the same rows for
+SLICED = "seq-mean-token-mean", "gspo", "lora"
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 
 
-def make_rows(loss="clip"):
+def make_rows(corrected=False):
     """The rows of a step, on every rank all of them, with their advantages and other log-probs."""
     others = slice(2, 5) if sys.argv[1] == "agent" else slice(0)  # what an environment wrote
     generator, rows = torch.Generator().manual_seed(0), []
@@ -62,10 +65,12 @@ def make_rows(loss="clip"):
             ids = torch.randint(6, 100, (n,), generator=generator).tolist()
             logp_t = -4.6 + 0.3 * torch.randn(n, generator=generator)
             row = dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logp_t=logp_t, group=group)
-            row |= dict(mask_t=np.ones(n, bool), ref_logp_t=logp_t - 0.1, old_logp_t=logp_t + ahead(n, loss))
+            row |= dict(
+                mask_t=np.ones(n, bool), ref_logp_t=logp_t - 0.1, old_logp_t=logp_t + ahead(n, corrected)
+            )
             row["mask_t"][others] = False
             row |= dict(prompt_length=prompt, length=n, rank=len(rows) % dist.get_world_size())
-            rows.append(row | dict(finish_reason="stop", carried_over=False))
+            rows.append(row | dict(finish_reason="stop"))
     if sys.argv[1] == "agent":
         grpo.echo_weights(rows, len(rows))
     for row, adv in zip(rows, torch.randn(len(rows), generator=generator)):
@@ -73,22 +78,21 @@ def make_rows(loss="clip"):
     return rows
 
 
-def ahead(n, loss):
-    """By how much the old policy's log-probs are above the sampler's."""
-    return torch.full((n,), 0.05) if loss == "clip" else 0.3 * torch.arange(n).cos()
+def ahead(n, corrected):
+    """How far the old policy's log-probs are above the sampler's; corrected: so that some are rejected."""
+    return torch.full((n,), 0.05) if not corrected else 0.3 * torch.arange(n).cos()
 
 
 def deal(rows, policy, args):
     """What `main` does between advantages and the update."""
-    sp_size = (policy.sp_size,) if policy.sp_size > 1 else ()
-    mini_batches, _, _ = grpo.deal(rows, policy.shares, args, *sp_size)
+    mini_batches, _, _ = grpo.deal(rows, policy.packed, args)
     return mini_batches
 
 
 def update(policy, parameters, args, rows=None):
     """-> the gradients of one optimizer step, and its metrics."""
     optimizer = Capture(parameters, lr=1.0)
-    mini_batches = deal(rows or make_rows(args.policy_loss), policy, args)
+    mini_batches = deal(rows or make_rows(is_corrected(args)), policy, args)
     metrics = grpo.update_actor(policy, optimizer, mini_batches, args)
     return optimizer.grads, {name: float(value) for name, value in metrics.items()}
 
@@ -105,9 +109,29 @@ class Capture(torch.optim.SGD):
         self.grads = [g.clone() for g in self.grads]
 
 
+def is_corrected(args):
+    """Whether the flags are one of LOSSES."""
+    return any(all(getattr(args, k) == x for k, x in flags.items()) for flags in LOSSES.values())
+
+
+def correction(args, gap, adv, behind):
+    """--rollout_is and --rollout_rs of a response's tokens; behind: mean of log sampler - log policy."""
+    factor = 1.0
+    if args.rollout_is:
+        factor = (gap if args.rollout_is == "token" else gap.sum()).exp().clamp(max=2.0)
+    if args.rollout_rs == "off_policy":
+        return factor * (adv >= 0 or behind <= args.rollout_rs_threshold[0])
+    if args.rollout_rs:
+        ratio = dict(token=gap, sequence=gap.sum(), geometric=gap.mean())[args.rollout_rs].exp()
+        *low, high = args.rollout_rs_threshold
+        factor = factor * ((low or [1 / high])[0] <= ratio) * (ratio <= high)
+    return factor
+
+
 def naive(policy, args):
     """The loss of each row alone, written out with plain logits and no shared code but the loss formulas."""
-    rows = make_rows(args.policy_loss)
+    corrected = is_corrected(args)
+    rows, kind = make_rows(corrected), getattr(args, "policy_loss", "clip")
     adv_n, lengths = [row["adv_t"][0] for row in rows], [int(row["mask_t"].sum()) for row in rows]
     loss = 0.0
     for row, adv, length in zip(rows, adv_n, lengths, strict=True):
@@ -121,30 +145,28 @@ def naive(policy, args):
             r["length"] - n for r, n in zip(rows, lengths)
         )
         logp, entropy, rollout = logp[own], entropy[own], row["rollout_logp_t"][own]
-        gap, ref = ahead(len(own), args.policy_loss)[own], rollout - 0.1
+        gap, ref = ahead(len(own), corrected)[own], rollout - 0.1
         old = rollout + gap
         ratio = (logp - old).exp()
         kl = (ref - logp).exp() - (ref - logp) - 1
-        if args.policy_loss == "clip":
+        if kind == "clip":
             pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.3) * adv)
             if adv < 0:
                 pg = pg.clamp(max=-3.0 * adv)
-            pg = pg * gap.exp().clamp(max=2.0)
-        elif args.policy_loss == "gspo":  # as the paper writes it, a loss of the response
+        elif kind == "gspo":  # as the paper writes it, a loss of the response
             s = (logp - old).mean().exp()
-            pg = torch.maximum(-s * adv, -s.clamp(0.95, 1.05) * adv) * gap.sum().exp().clamp(max=2.0)
-            pg = (pg * (1 / 1.3 <= gap.mean().exp() <= 1.3)).expand(length)
-        elif args.policy_loss == "cispo":
-            pg = -ratio.detach().clamp(max=1.2) * adv * logp * (gap.abs() <= math.log(1.25))
-        elif args.policy_loss == "dppo":
+            pg = torch.maximum(-s * adv, -s.clamp(0.95, 1.05) * adv).expand(length)
+        elif kind == "cispo":
+            pg = -ratio.detach().clamp(max=1.2) * adv * logp
+        elif kind == "dppo":
             moved = (logp.exp() - old.exp()).detach()
             kept = moved <= 2e-4 if adv > 0 else moved >= -2e-4
-            pg = -ratio.detach().clamp(max=20) * adv * logp * kept * gap.exp().clamp(max=2.0)
-            pg = pg * (adv >= 0 or (rollout - logp.detach()).mean() <= 0.02)
+            pg = -ratio.detach().clamp(max=20) * adv * logp * kept
         else:
             tau = 1.0 if adv > 0 else 1.05
-            pg = -adv * torch.sigmoid(tau * (ratio - 1)) * 4 / tau * gap.exp().clamp(max=2.0)
-            pg, kl = pg * (0.95 <= gap.sum().exp() <= 1.3), (logp - ref) ** 2 / 2  # k3+ has k2's gradient
+            pg = -adv * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+            kl = (logp - ref) ** 2 / 2  # k3+ has k2's gradient
+        pg = pg * correction(args, gap, adv, (rollout - logp.detach()).mean())
         weight = {
             "token-mean": 1 / sum(lengths),
             "seq-mean-token-sum": 1 / len(rows),
@@ -175,7 +197,9 @@ def set_adapters(lm):
 
 
 def load(args, mesh, device, layout="one_row"):
-    return grpo.load_model(args, mesh, device, grpo.TokenLogps, share=layout == "one_row")
+    attention = "sdpa" if layout == "one_row" else "eager"
+    args = dataclasses.replace(args, attn_implementation=attention)
+    return grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
 
 
 def check_lora(args, mesh, device, results):
@@ -206,7 +230,8 @@ def check_lora(args, mesh, device, results):
     def train(policy, optimizer, step):
         grpo.update_actor(policy, optimizer, deal(make_rows(), policy, args), args)
         if step == 1:
-            grpo.save_checkpoint(args, step, dict(hf=policy.lm), optimizer, tokenizer)
+            trained_models = dict(hf=policy.lm)
+            grpo.save_checkpoint(args, step, trained_models, optimizer, tokenizer, grpo.whole_weights)
         return [p.full_tensor().clone() for p in trained(policy)]
 
     optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
@@ -218,8 +243,8 @@ def check_lora(args, mesh, device, results):
     third = train(policy, optimizer, 2)
     assert not any(map(torch.equal, first, second)) and all(map(torch.equal, second, third))
     # hf/ has the adapters in its weights: those of the first step
-    merged = grpo.AutoModelForCausalLM.from_pretrained(path / "hf").state_dict()
-    base = grpo.AutoModelForCausalLM.from_pretrained(args.model).state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(path / "hf").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(args.model).state_dict()
     assert {name for name, x in merged.items() if not torch.equal(x, base[name])} == {
         name for name in base if name.endswith("proj.weight")
     }
@@ -265,7 +290,7 @@ def check_slices(base, mesh, device, results):
     wrap = partial(grpo.Slices, group=sp_group, attention=grpo.ulysses)
     for name in SLICED:
         args = dataclasses.replace(base, **KINDS.get(name, dict(lora_rank=4)))
-        policy = grpo.load_model(args, mesh, device, wrap)
+        policy = grpo.load_model(args, mesh, device, grpo.add_adapters, wrap)
         set_adapters(policy.lm)
         for budget in (70, 100_000):
             args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
@@ -279,7 +304,8 @@ def main(model, out, hsdp_replicas):
     kl |= dict(env="") if sys.argv[1] == "agent" else {}
     kl |= dict(entropy_coeff=0.01) if hasattr(grpo.Args, "entropy_coeff") else {}  # dapo.py has no bonus
     base = grpo.Args(model=model, train_files=(), output_dir="", clip_ratio_high=0.3, **kl)
-    base = grpo.with_defaults(base, clip_ratio_low=0.2, loss_agg="token-mean")
+    if hasattr(grpo, "with_defaults"):
+        base = grpo.with_defaults(base, clip_ratio_low=0.2, loss_agg="token-mean")
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
     results, tokens, reduced = {}, [], []
@@ -291,7 +317,7 @@ def main(model, out, hsdp_replicas):
     policies = {layout: load(base, mesh, device, layout) for layout in LAYOUTS}
     for layout, policy in policies.items():
         policy.register_forward_pre_hook(count, with_kwargs=True)
-        assert policy.shares == (layout == "one_row")
+        assert policy.packed == (layout == "one_row")
         for name, flags in KINDS.items():
             for budget, used in WAYS if name in LOSSES else MODE_WAYS:
                 if used == layout:
@@ -341,8 +367,8 @@ def main(model, out, hsdp_replicas):
     lora = dataclasses.replace(base, lora_rank=4, output_dir=f"{out}.lora")
     check_lora(lora, mesh, device, results)
 
-    # weights in half precision are read as they are, and trained in --param_dtype
-    auto, half = grpo.AutoModelForCausalLM, f"{out}.half"
+    # weights in half precision are read as they are, and trained in float32
+    auto, half = AutoModelForCausalLM, f"{out}.half"
     if dist.get_rank() == 0:
         auto.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(half)
     dist.barrier()
@@ -354,7 +380,7 @@ def main(model, out, hsdp_replicas):
     # hf/ is as the model came: in half precision, and what is tied is there once
     assert policy.lm.config.tie_word_embeddings
     tokenizer, optimizer = grpo.load_processor(model), torch.optim.AdamW(policy.parameters())
-    grpo.save_checkpoint(args, 1, dict(hf=policy.lm), optimizer, tokenizer)
+    grpo.save_checkpoint(args, 1, dict(hf=policy.lm), optimizer, tokenizer, grpo.whole_weights)
     hf = Path(args.output_dir) / "checkpoints/latest/hf"
     saved = load_file(hf / "model.safetensors")
     assert saved.keys() == expected.keys() - {"lm_head.weight"}
@@ -365,10 +391,11 @@ def main(model, out, hsdp_replicas):
     assert json.loads((hf / "config.json").read_text())["dtype"] == "bfloat16"
 
     if dist.get_world_size() == 1:
-        plain = grpo.TokenLogps(grpo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+        plain = grpo.TokenLogps(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
         for name, flags in KINDS.items():
             results[name, "naive"] = naive(plain, dataclasses.replace(base, **flags))
-        set_adapters(grpo.add_adapters(plain.lm, lora))
+        grpo.add_adapters(plain.lm, lora)
+        set_adapters(plain.lm)
         results["lora", "naive"] = naive(plain, lora)
     if dist.get_rank() == 0:
         torch.save(results, out)

@@ -103,11 +103,11 @@ def main(model, file, out):
     args = grpo.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
     args = dataclasses.replace(args, grad_clip=1e9, gradient_checkpointing=True)
     sft_args = sft.Args(**how, grad_clip=1e9)
-    results, policy = {}, grpo.load_model(args, mesh, device, grpo.TokenLogps)
+    results, policy = {}, grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
     plain = sft.load_policy(sft_args, mesh, device)
     for budget in (10, 170, 100_000):
         rows, some = make_rows(model), dataclasses.replace(args, max_tokens_per_microbatch=budget)
-        mini_batches, _, _ = grpo.deal(rows, policy.shares, some)
+        mini_batches, _, _ = grpo.deal(rows, policy.packed, some)
         grpo.update_actor(policy, optimizer := capture(policy), mini_batches, some)
         results["grpo", budget] = optimizer.grads
         some, optimizer = dataclasses.replace(sft_args, max_tokens_per_microbatch=budget), capture(plain)

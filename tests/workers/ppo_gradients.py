@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
@@ -67,7 +67,7 @@ def prepare(policy, critic, args, kl_coef=0.2, moved=0.0):
     -> the mini-batches, and what metrics are made of.
     """
     rows = make_rows()
-    mini_batches, own_rows, _ = ppo.deal(rows, policy.shares and critic.shares, args)
+    mini_batches, own_rows, _ = ppo.deal(rows, policy.packed and critic.packed, args)
     ppo.store_logps(critic, mini_batches, "value_t", args)
     for row in own_rows:
         row["value_t"] = row["value_t"] + moved * (-1.0) ** torch.arange(row["length"])[:, None]
@@ -139,8 +139,8 @@ def updates(policy, critic, args):
 def load(args, mesh, device, layout="one_row"):
     """-> policy and critic."""
     actor, critic = (dataclasses.replace(args, attn_implementation=kernel) for kernel in LAYOUTS[layout])
-    models = ppo.load_model(actor, mesh, device, ppo.TokenLogps), ppo.load_critic(critic, mesh, device)
-    assert [model.shares for model in models] == [kernel == "sdpa" for kernel in LAYOUTS[layout]]
+    models = ppo.load_model(actor, mesh, device), ppo.load_critic(critic, mesh, device)
+    assert [model.packed for model in models] == [kernel == "sdpa" for kernel in LAYOUTS[layout]]
     return models
 
 
@@ -226,7 +226,8 @@ def checkpoint(policy, critic, critic_optimizer, args):
         ppo.update(policy, optimizer, mini_batches, ppo.actor_loss, "actor", args)
         state = dict(step=7, kl_coef=ppo.adapt(0.1, 5.0, 1.0, 1, horizon=7))
         tokenizer = ppo.load_processor(args.model)
-        ppo.save_checkpoint(args, 7, models, optimizers, tokenizer, kl_coef=state["kl_coef"])
+        kl_coef = state["kl_coef"]
+        ppo.save_checkpoint(args, 7, models, optimizers, tokenizer, ppo.whole_weights, kl_coef=kl_coef)
     else:
         state = ppo.load_checkpoint(Path(args.output_dir) / "checkpoints/latest", models, optimizers)
     moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
@@ -260,8 +261,9 @@ def main(model, critic_model, quantile_critic, reward_model, out):
     results["checkpoint"] = checkpoint(policy, critic, optimizer, plain)
     if dist.get_world_size() == 1:
         for name, way in dict(naive=args, naive_lora=lora).items():
-            lm = ppo.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-            set_adapters(ppo.add_adapters(lm, way))
+            lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            ppo.add_adapters(lm, way)
+            set_adapters(lm)
             of = way.critic_model
             head = AutoModelForSequenceClassification.from_pretrained(of, dtype=torch.float32)
             results[name] = naive(lm, head, way)

@@ -44,23 +44,23 @@ def main(model, out, replicas):
     for lora_rank in (0, 4):
         args = rm.Args(**base, lora_rank=lora_rank)
         policy = rm.load_policy(args, mesh, device, 0)
-        assert policy.shares
+        assert policy.packed
         fill_adapters(policy.lm)
-        for shares in (True, False):
-            policy.shares = shares
-            policy.lm.set_attn_implementation("pieces" if shares else "sdpa")
+        for packed in (True, False):
+            policy.packed = packed
+            policy.lm.set_attn_implementation("packed" if packed else "sdpa")
             for budget in (130, 100_000):
                 args = replace(args, max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained(policy), lr=1.0)
                 found = rm.update(policy, optimizer, make_pairs(), args)
                 found |= rm.evaluate(policy, make_pairs(), args)
-                results[lora_rank, shares, budget] = found, optimizer.grads
+                results[lora_rank, packed, budget] = found, optimizer.grads
         found = rm.update(policy, optimizer, make_pairs(), replace(args, grad_clip=1e-3))
         results[lora_rank, "clipped"] = found["train/grad_norm"], optimizer.grads
         if dist.get_world_size() == 1:
             lm = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
-            fill_adapters(rm.add_adapters(lm, args))
-            lm.score.requires_grad_(True)
+            rm.add_adapters_and_head(lm, args)
+            fill_adapters(lm)
             results[lora_rank, "naive"] = naive(lm)
     if dist.get_rank() == 0:
         torch.save(results, out)

@@ -5,6 +5,7 @@ import sys
 import torch
 from peft import AdaLoraConfig, get_peft_model
 from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
@@ -19,8 +20,8 @@ def main(model):
     policy = sft.load_policy(args, mesh, device)
     sizes = dict(init_r=6, target_r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     schedule = dict(total_step=STEPS, tinit=2, tfinal=10, orth_reg_weight=0.1)
-    auto = sft.AutoModelForCausalLM
-    peft = get_peft_model(auto.from_pretrained(model), AdaLoraConfig(**sizes, **schedule))
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    peft = get_peft_model(lm, AdaLoraConfig(**sizes, **schedule))
     plain = {name.removeprefix("base_model.model."): layer for name, layer in peft.named_modules()}
     layers = {name: x for name, x in policy.lm.named_modules() if hasattr(x, "lora_E")}
     assert len(layers) == 14
@@ -39,7 +40,7 @@ def main(model):
         ids = torch.arange(8) + step
         row = dict(prompt_ids=ids[:1].tolist(), response_ids=ids[1:].tolist(), trained=[True] * 7)
         with torch.no_grad():
-            logp_nt, _ = sft.token_logps(policy, [row], args, 1.0)
+            [logp_nt] = sft.token_logps(policy, [row], args)
             penalty = 0.1 * sft.orthogonality([*layers.values()])
             theirs = peft(input_ids=ids[None], labels=ids[None]).loss
         torch.testing.assert_close(penalty - logp_nt.mean(), theirs, atol=1e-5, rtol=0)

@@ -38,7 +38,7 @@ def main(models, out, *names):
                 sft.check_model(sft.AutoConfig.from_pretrained(model), args)
                 policy = sft.load_policy(args, mesh, device)
                 sft.check_layout(policy, rows, args)
-                found[name][layout] = "equal, one row" if policy.shares else "equal"
+                found[name][layout] = "equal, one row" if policy.packed else "equal"
             except (SystemExit, ValueError) as refused:
                 found[name][layout] = str(refused)
     if sft.dist.get_rank() == 0:

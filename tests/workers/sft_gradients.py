@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
@@ -110,11 +110,11 @@ def make_layout(texts):
 def dense_mask(inputs):
     """[query, key] bool, True where the layout lets a query see a key."""
     tokens = inputs["input_ids"].shape[1]
-    mask, query, seen = torch.zeros(tokens, tokens, dtype=torch.bool), 0, inputs["seen"]
+    mask, query, kv_index = torch.zeros(tokens, tokens, dtype=torch.bool), 0, inputs["kv_index"]
     for queries, keys in inputs["shapes"]:
         for t in range(queries):
-            mask[query + t, seen[: keys - queries + t + 1]] = True
-        query, seen = query + queries, seen[keys:]
+            mask[query + t, kv_index[: keys - queries + t + 1]] = True
+        query, kv_index = query + queries, kv_index[keys:]
     return mask
 
 
@@ -136,7 +136,7 @@ def check_attention(group, heads, attend=None):
         d_out = torch.randn(1, width * size, 6, 3, generator=generator)
         d_out[:, tokens:] = 0
         slices = [x[:, :, rank * width :][:, :, :width].clone().requires_grad_() for x in row]
-        layout = {name: inputs[name] for name in ("seen", "shapes", "borders")}
+        layout = {name: inputs[name] for name in ("kv_index", "shapes", "cu_seqlens")}
         out, _ = attend(SimpleNamespace(), *slices, None, scaling=0.7, **layout)
         out.backward(d_out[:, rank * width :][:, :width])
         row = [x[:, :, :tokens].clone().requires_grad_() for x in row]
@@ -151,14 +151,14 @@ def check_attention(group, heads, attend=None):
 
 
 def check_hops(group):
-    """Keys and values travel as far as any rank has to see, and no further: TEXTS of one and three pieces."""
+    """Keys and values travel as far as any rank has to see, and no further: TEXTS of one and three."""
     passed, pass_on = [], sft.Ring.pass_on
     query = torch.randn(1, 1, 12, 4)
     with patch.object(sft.Ring, "pass_on", lambda *x: passed.append(x[2:]) or pass_on(*x)):
         for text, hops in ([(1, 12 * group.size() - 1, 0)], group.size() - 1), ([(1, 11, 0)] * 0, 0):
             texts = text or [(1, 11, n) for n in range(group.size())]
             layout = make_layout(texts)
-            sft.ring(None, query, query, query, None, group, 1.0, layout["seen"], layout["shapes"])
+            sft.ring(None, query, query, query, None, group, 1.0, layout["kv_index"], layout["shapes"])
             assert len(passed) == hops, (texts, passed)
             passed.clear()
 
@@ -172,7 +172,7 @@ def main(model, out, sp_size, *kinds):
             continue
         args = sft.Args(**base, **MODELS[name], sp_size=int(sp_size), sp_attention=slices)
         policy = sft.load_policy(args, mesh, device)
-        assert policy.shares
+        assert policy.packed
         if args.sp_size > 1 and name == "full":
             with nullcontext() if slices == "ring" else one_at_a_time():
                 check_attention(policy.group, heads=2)
@@ -183,9 +183,9 @@ def main(model, out, sp_size, *kinds):
                 check_attention(policy.group, heads=2, attend=partial(sft.ulysses, group=policy.group))
         fill_adapters(policy.lm)
         for packing in (True, False) if args.sp_size == 1 else (True,):
-            policy.shares = packing
+            policy.packed = packing
             if args.sp_size == 1:
-                policy.lm.set_attn_implementation("pieces" if packing else "sdpa")
+                policy.lm.set_attn_implementation("packed" if packing else "sdpa")
             for budget in (70, 100_000):
                 args = sft.replace(args, max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained(policy), lr=1.0)
@@ -203,9 +203,10 @@ def main(model, out, sp_size, *kinds):
             assert zeros == kept[0]  # in the model too, not only in the buffer
             results["kept"] = kept, found["train/lora_ranks"]
         if dist.get_world_size() == 1:
-            lm = sft.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
             adapt = sft.add_adaptive_adapters if name == "adalora" else sft.add_adapters
-            fill_adapters(adapt(lm, args))
+            adapt(lm, args)
+            fill_adapters(lm)
             results[name, "naive"] = naive(lm)
     if dist.get_rank() == 0:
         torch.save(results, out)

@@ -18,29 +18,29 @@ def gap(engine, policy, args, temperature):
     """Largest log-prob difference on sampled tokens."""
     prompts = [dict(prompt_ids=[8, 9, 10 + i], index=i) for i in range(3)]
     sampling = dict(temperature=temperature, max_tokens=12, stop_token_ids=[1])
-    with grpo.awake(engine, [policy], None, args, {}, **sampling) as sample:
-        rows = sample(prompts * args.tp_size, 1, 1)
+    with grpo.awake(engine, [policy], None, args, {}):
+        rows = grpo.rollout(engine, args, prompts * args.tp_size, 1, 1, **sampling)
     with torch.no_grad():
-        logp_nt, _ = grpo.token_logps(policy, rows, args, temperature)
-    rollout = torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])
-    return (logp_nt[grpo.response_mask([row["length"] for row in rows])] - rollout).abs().max().item()
+        logp_nt, _ = grpo.token_logps(policy, rows, dataclasses.replace(args, temperature=temperature))
+    ours = torch.cat([logp_t[: row["length"]] for row, logp_t in zip(rows, logp_nt)])
+    return (ours - torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])).abs().max().item()
 
 
 def learn(policy, args, optimizer, response):
     """A step towards a response."""
-    logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[8, 9, 10], response_ids=response)], args, 1.0)
+    logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[8, 9, 10], response_ids=response)], args)
     (-logp_nt.sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def forgets_to_merge(engine, lm, *_, sync_weights=grpo.sync_weights):
+def forgets_to_merge(engine, lm, args, sync_weights=grpo.sync_weights):
     layers = [m for m in lm.modules() if hasattr(m, "lora_A")]
     before = [layer.scaling["default"] for layer in layers]
     assert len(layers) == 2 * 7
     for layer in layers:
         layer.scaling["default"] = 0.0
-    sync_weights(engine, lm)
+    sync_weights(engine, lm, args)
     for layer, scaling in zip(layers, before, strict=True):
         layer.scaling["default"] = scaling
 
@@ -52,7 +52,7 @@ def main(model, tp_size):
     engine = grpo.build_engine(args, device)
     shared_memory = [*Path("/dev/shm").glob(f"{os.getppid()}-*")]
     assert not shared_memory, f"it would stay behind: {shared_memory}"
-    policy = grpo.load_model(args, mesh, device, grpo.TokenLogps)
+    policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
 
     gaps = {"start": gap(engine, policy, args, 1.0)}
@@ -64,9 +64,9 @@ def main(model, tp_size):
         gaps[f"synced {temperature}"] = gap(engine, policy, args, temperature)
     # more prompt tokens than vLLM takes in one step: no prompt may be cut, or its seed fails on a CPU
     many = [dict(prompt_ids=[8 + i // 20, 8 + i % 20] + [9] * 14, index=i) for i in range(300)]
-    with grpo.awake(engine, [policy], None, args, {}, temperature=1.0) as sample:
-        rows = sample(many, 1, 1, max_tokens=1)
-        ended = sample(many, 1, 1, max_tokens=16)
+    with grpo.awake(engine, [policy], None, args, {}):
+        rows = grpo.rollout(engine, args, many, 1, 1, temperature=1.0, max_tokens=1)
+        ended = grpo.rollout(engine, args, many, 1, 1, temperature=1.0, max_tokens=16)
     assert len(rows) == 300 // dist.get_world_size()
     # every EOS token of the model's generation config ends a response
     ends = {row["response_ids"][-1] for row in ended if row["finish_reason"] == "stop"}
@@ -76,7 +76,9 @@ def main(model, tp_size):
         and not any(set(EOS) & set(row["response_ids"][:-1]) for row in ended)
     )
     # adapters, after a step that gives them something to say
-    policy = grpo.load_model(dataclasses.replace(args, lora_rank=4), mesh, device, grpo.TokenLogps)
+    policy = grpo.load_model(
+        dataclasses.replace(args, lora_rank=4), mesh, device, grpo.add_adapters, grpo.TokenLogps
+    )
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):
         learn(policy, args, optimizer, [30, 31, 32])

@@ -1,16 +1,26 @@
-"""Models that take more than text: a language model, wrapped together with a vision tower, say.
+"""What differs between model families.
 
-Trained on text alone, their language model runs and learns; all else is frozen, and is saved as it was.
+A model that takes more than text is a language model together with encoders, of images for instance. Trained
+on text alone, its language model learns; all else is frozen and saved as it was.
 """
 
 import copy
 import re
 import shutil
+from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import cached_file
@@ -41,16 +51,69 @@ def decoder(lm):
     return getattr(inner, "model", inner)  # Llama 4's is a whole causal LM
 
 
-def freeze_towers(lm):
-    """Freeze the weights of a model that text does not meet -> their names."""
-    if not wrapped(lm.config):
-        return set()
+def takes_images(args):
+    """Whether the model is shown images: it takes some, and a file of rows has a column `images`."""
+    files = (args.data,) if hasattr(args, "data") else (*args.train_files, *args.val_files)
+    return have_images(args.model, files)
+
+
+@cache
+def have_images(model, files):
+    """Whether a model takes images, and one of these parquet files has some."""
+
+    def has_images(file):
+        with suppress(OSError, ValueError):  # whoever reads its rows says what is wrong
+            return "images" in pq.read_schema(file).names
+
+    return any(map(has_images, filter(None, files))) and wrapped(AutoConfig.from_pretrained(model))
+
+
+def unused_weights(lm, args):
+    """{name: weight} of the encoders of a model that is trained on text alone."""
+    if not wrapped(lm.config) or takes_images(args):
+        return {}
     parts = decoder(lm), lm.get_output_embeddings(), getattr(lm, "score", None)
     used = {id(x) for part in parts if part for x in part.state_dict(keep_vars=True).values()}
-    unused = {name: x for name, x in lm.state_dict(keep_vars=True).items() if id(x) not in used}
-    for x in unused.values():
-        x.requires_grad_(False)
-    return {*unused}
+    return {name: x for name, x in lm.state_dict(keep_vars=True).items() if id(x) not in used}
+
+
+def auto_class(config, scores=False):
+    """What loads a model of text, or of text and images; scores: with a head for a score as output layer.
+
+    Stops with a line if it does not load them whole.
+    """
+    dequantised(config)
+    if scores:
+        return auto_classifier(config)
+    return AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
+
+
+def special_layers(config):
+    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
+    model = auto_class(config)._model_mapping.get(type(config), None)
+    text = config.get_text_config()
+    names = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
+    special = [name for name in names if getattr(text, name, None)]
+    if recurrent(text):
+        special.append("a state")
+    if not getattr(model, "_supports_attention_backend", False):
+        special.append("attention of its own")
+    return special
+
+
+def recurrent(config):
+    """Whether a layer passes a state along the row, across the borders between texts."""
+    text = config.get_text_config()
+    model = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    kinds = getattr(text, "layer_types", None) or []
+    stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
+    return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+
+
+def rounding_limit(lm, compute_dtype):
+    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
+    experts = any(type(layer).__name__.endswith("Experts") for layer in lm.modules())
+    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[compute_dtype], experts
 
 
 def dequantised(config):
@@ -68,8 +131,8 @@ def dequantised(config):
 def from_files(auto, model, **changes):
     """The whole weights of a model's files -> the model.
 
-    Its attribute `untied`: whether the files have weights apart that its configuration ties. That of Mistral
-    Small 3.1 says nothing of its output layer, and transformers takes that for tied.
+    Its configuration says that weights are tied only if the files have them once. That of Mistral Small 3.1
+    says nothing of its output layer, and transformers takes that for tied.
     """
     options = dict(dtype="auto") | dequantised(AutoConfig.from_pretrained(model)) | changes
     lm, found = auto.from_pretrained(model, output_loading_info=True, **options)
@@ -80,8 +143,7 @@ def from_files(auto, model, **changes):
 
         lm.apply(QuantizationMetadata.clear_quantization)  # scales
     tied = lm.get_expanded_tied_weights_keys(all_submodels=True)
-    lm.untied = len(lm.all_tied_weights_keys) < len(tied)
-    if lm.untied:
+    if len(lm.all_tied_weights_keys) < len(tied):
         lm.config.tie_word_embeddings = False
     return lm
 
@@ -96,6 +158,14 @@ def flatten_rotary(ops):
         kernel(positions, query.view(tokens, -1), key, *options)  # in place
 
     ops.rotary_embedding = kernel if torch.cuda.is_available() else flat
+
+
+def vllm_options(config, sees):
+    """Options of an engine that depend on whether the model sees images."""
+    hf = hf_overrides(config, sees)
+    options = dict(hf_overrides=hf, language_model_only=not sees, skip_tokenizer_init=not sees)
+    # CAREFUL: the processor normalises pixels, because no sync brings the buffers that would do it
+    return options | dict(mm_device_do_normalize=False, mm_hasher_algorithm="sha256")
 
 
 def hf_overrides(config, sees):
@@ -161,9 +231,10 @@ def auto_classifier(config):
 
 def copy_processor(lm, model, directory):
     """Copy what a run on text alone does not load: the files of what makes inputs of images."""
-    if not lm.towers:
+    names = "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"
+    if not wrapped(lm.config) or any((directory / name).exists() for name in names):
         return
     quiet = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
-    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+    for name in names:
         if path := cached_file(model, name, **quiet):
             shutil.copyfile(path, directory / name)

@@ -1,0 +1,105 @@
+"""What a checkpoint holds, how it is written, and how a run is loaded from one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import safetensors
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+
+from common.families import copy_processor
+from common.run import digests, fail, in_one_line
+
+TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def checkpointed(models, optimizers):
+    """What dcp/ holds: the optimizers' state and what they train, with LoRA the adapters alone.
+
+    models: {directory in the checkpoint: model}.
+    """
+    module = nn.ModuleDict(models)
+    model, optim = dcp_state.get_state_dict(module, optimizers, options=TRAINED)
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied weights once
+    model = {name: x for name, x in model.items() if name in trained or ".lora_" in name}
+    return dict(model=model, optimizer=optim)
+
+
+def load_checkpoint(path, models, optimizers):
+    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
+    if path is None:
+        return dict(step=0, origin="")
+    content = checkpointed(models, optimizers)
+    try:
+        state = json.loads((path / "trainer_state.json").read_text())
+        dcp.load(content, checkpoint_id=path / "dcp")
+    except (dcp.CheckpointException, OSError, ValueError) as error:
+        problem = f"is damaged, or of another model ({in_one_line(error)})"
+        fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
+    states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
+    return state | dict(origin=f"\nresumed from {path}")
+
+
+def save_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, **state):
+    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one.
+
+    whole_weights(lm, dtype): yields the names and whole weights of a sharded model, on all ranks alike.
+    """
+    root = Path(args.output_dir) / "checkpoints"
+    path = root / f"step_{step:06d}"
+    rank0 = dist.get_rank() == 0
+    content = checkpointed(models, optimizers)
+    weights = {name: {} for name in models}
+    for name, lm in models.items():
+        for key, x in whole_weights(lm, lm.config.dtype):
+            if rank0:  # it also held the whole model when it was loaded
+                weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    problem = [None]
+    try:
+        if rank0:
+            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
+        dist.barrier()
+        dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
+        if rank0:
+            for name, lm in models.items():
+                write_hf(path / name, lm, weights[name])
+            tokenizer.save_pretrained(path / "hf")
+            copy_processor(models["hf"], args.model, path / "hf")
+            state |= dict(step=step, digests=digests(args))
+            # the last file: a directory without it is unfinished
+            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
+            point_latest_at(path, args.keep_checkpoints)
+    except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
+        problem = [in_one_line(error)]
+    dist.broadcast_object_list(problem)
+    if problem[0]:
+        free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
+        fail(f"{path} cannot be written: {problem[0]}; {free}")
+
+
+def write_hf(directory, lm, weights):
+    """Whole weights and their configuration as a Hugging Face directory."""
+    lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
+    lm.config.save_pretrained(directory)
+    if lm.can_generate():
+        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
+    save_torch_state_dict(weights, directory)
+    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
+        file.chmod((directory / "config.json").stat().st_mode)
+
+
+def point_latest_at(path, keep):
+    """Point `latest` at a checkpoint, then remove all but the newest `keep`."""
+    root, link = path.parent, path.parent / ".latest"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    link.replace(root / "latest")
+    done = sorted(old for old in root.glob("step_*") if old <= path)
+    for old in done[:-keep] if keep else ():
+        shutil.rmtree(old)
