@@ -111,12 +111,12 @@ def memory(m, gpus, lora=False, tokens=8192, row=1536, chunk=1024):
     update = 4 * m.total / gpus  # gradients
     # the largest unit whole: its bf16 copy 2, its gradient 2, the same in float32 to be reduced 4
     update += 8 * max(m.root, m.block)
-    if lora:  # frozen weights have neither gradients nor moments
+    if lora:  # frozen weights have neither gradients nor moments, and the dtype of their files: bf16
         rest, update = (
-            (4 * m.total + 12 * m.adapters) / gpus,
+            (2 * m.total + 12 * m.adapters) / gpus,
             4 * m.adapters / gpus + 2 * max(m.root, m.block),
         )
-    rest += 4 * m.tower / gpus
+    rest += 2 * m.tower / gpus
     update += rest
     update += 2 * 2 * m.block  # copies of two blocks, one gathered ahead
     # bf16 inputs of all layers, the inside of one (an estimate), its gradients

@@ -61,7 +61,7 @@ def test_model_with_a_bias_on_its_logits(tmp_path):
     PhiConfig(**sizes).save_pretrained(tmp_path)
     args = grpo.Args(model=str(tmp_path), train_files="", output_dir=tmp_path)
     with pytest.raises(SystemExit, match=f"{tmp_path.name}: its output layer has a bias"):
-        grpo.check_model(AutoConfig.from_pretrained(tmp_path), args, images=False)
+        grpo.check_model(AutoConfig.from_pretrained(tmp_path), args)
 
 
 def test_missing_column(refused, tmp_path):

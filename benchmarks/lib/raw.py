@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from algos.grpo import all_reduce, one_row, padded, piece_attention, setup_distributed, split_micro_batches
+from algos.grpo import all_reduce, one_row, packed_attention, padded, setup_distributed, split_micro_batches
 from common.metrics import matmul_speed
 from common.run import leave
 from data_prep.lib.cache import load_prompts
@@ -120,8 +120,8 @@ def main():
     engine = build_engine(args, prompts) if args.group_size else None
     if engine:
         generate(engine, prompts, args)  # warm-up
-    AttentionInterface.register("pieces", piece_attention)
-    attention = "eager" if args.attn_implementation == "eager" else "pieces"
+    AttentionInterface.register("packed", packed_attention)
+    attention = "eager" if args.attn_implementation == "eager" else "packed"
     options = dict(dtype=dtype, attn_implementation=attention)
     model = AutoModelForCausalLM.from_pretrained(args.model, **options).to(device)
     seconds, cpu = ({name: [] for name in ("generate", "forward", "train")} for _ in range(2))

@@ -139,7 +139,8 @@ def updates(policy, critic, args):
 def load(args, mesh, device, layout="one_row"):
     """-> policy and critic."""
     actor, critic = (dataclasses.replace(args, attn_implementation=kernel) for kernel in LAYOUTS[layout])
-    models = ppo.load_model(actor, mesh, device), ppo.load_critic(critic, mesh, device)
+    policy = ppo.load_model(actor, mesh, device, ppo.add_adapters, ppo.TokenLogps)
+    models = policy, ppo.load_critic(critic, mesh, device)
     assert [model.packed for model in models] == [kernel == "sdpa" for kernel in LAYOUTS[layout]]
     return models
 
