@@ -410,9 +410,10 @@ def test_the_whole_loss_of_a_token(script, flags, more):
     batch = dict(mask_nt=torch.ones(1, 3).bool(), adv_nt=torch.tensor([[1.0, 1, -1]]), old_logp_nt=old_nt)
     batch |= dict(rollout_logp_nt=old_nt - math.log(1.5), ref_logp_nt=logp_nt - 1)
     batch |= dict(nll_weight_nt=torch.full((1, 3), 3.0))
-    loss_nt, losses, *_ = script.actor_loss(args, logp_nt, torch.full((1, 3), 2.0), batch)
+    loss_nt, *reported = script.actor_loss(args, logp_nt, torch.full((1, 3), 2.0), batch)
     expected = [-0.5 * 1.5, -1.4 * 1.5, 0.8 * 1.5]
-    assert losses["pg_loss"][0].tolist() == pytest.approx(expected)
+    torch.testing.assert_close(reported[-1]["ppo_kl"], old_nt - logp_nt)
+    assert reported[0]["pg_loss"][0].tolist() == pytest.approx(expected)
     assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
 
 
@@ -512,13 +513,21 @@ def test_weight_metrics(monkeypatch):
     assert found == pytest.approx(dict(is_mean=65.5 / 67, is_eff_sample_size=65.5**2 / 67 / 65.25))
 
 
-def test_ratio_is_bounded():
-    old = torch.full((1, 1), -1e4)
-    loss, _, _ = grpo.policy_loss(torch.zeros(1, 1), old, torch.ones(1, 1), 0.2, 0.2)
-    assert loss.isfinite().all()
+@every_copy(*SAMPLED)
+def test_a_ratio_is_exact_up_to_e_to_the_20th(script):
+    """And finite above."""
+    logp_nt, adv_nt, zero_nt = torch.tensor([[15.0, -15.0]]), torch.tensor([[-1.0, 1.0]]), torch.zeros(1, 2)
+    loss_nt, *_ = script.policy_loss(logp_nt, zero_nt, adv_nt, 0.2, 0.2, clip_c=1e9)
+    assert loss_nt[0].tolist() == pytest.approx([math.exp(15), -math.exp(-15)])
+    args = SimpleNamespace(rollout_is="token", rollout_is_threshold=1e9, rollout_rs=None)
+    weight_nt = script.rollout_weights(args, logp_nt, logp_nt, zero_nt, torch.ones(1, 2), adv_nt)
+    assert weight_nt[0].tolist() == pytest.approx([math.exp(15), math.exp(-15)])
+    loss_nt, *_ = script.policy_loss(zero_nt, zero_nt - 1e4, -adv_nt, 0.2, 0.2)
+    assert loss_nt.isfinite().all()
 
 
-def test_kl_estimates():
+@every_copy(grpo, agent)
+def test_kl_estimates(script):
     logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
     expected = {
         "k1": [0.5, -1.0],
@@ -527,10 +536,10 @@ def test_kl_estimates():
         "k3": [math.exp(-0.5) - 1 + 0.5, math.exp(1) - 1 - 1],
     }
     for kind, values in expected.items():
-        assert grpo.kl_estimate(logp, ref, kind)[0].tolist() == pytest.approx(values), kind
+        assert script.kl_estimate(logp, ref, kind)[0].tolist() == pytest.approx(values), kind
         if kind in ("k1", "k3"):
-            assert grpo.kl_estimate(logp, ref, f"{kind}+")[0].tolist() == pytest.approx(values), kind
-    assert grpo.kl_estimate(torch.tensor([[-50.0]]), torch.tensor([[0.0]]), "k3").item() == 10
+            assert script.kl_estimate(logp, ref, f"{kind}+")[0].tolist() == pytest.approx(values), kind
+    assert script.kl_estimate(torch.tensor([[-50.0]]), torch.tensor([[0.0]]), "k3").item() == 10
 
 
 def test_gradients_of_the_kl():
@@ -766,18 +775,20 @@ def test_rows_are_sorted_by_prompt(monkeypatch):
     assert found == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_a_rank_sees_the_rows_of_the_others(monkeypatch):
+@every_copy(*SAMPLED)
+def test_a_rank_sees_the_rows_of_the_others(script, monkeypatch):
     """Its own two tokens agree; one of another rank has a log-prob that differs by 0.3."""
     others = {6: [1, 0.3, 0.1, 1, 1, 1], 1: [0.1]}  # by the number of sums
     add = lambda values, op=None: [float(a) + b for a, b in zip(values, others[len(values)], strict=True)]
-    monkeypatch.setattr(grpo, "all_reduce", add)
-    args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype="float32")
+    monkeypatch.setattr(script, "all_reduce", add)
+    args = make_args(script, compute_dtype="float32")
     rows = [dict(rollout_logp_t=np.zeros(2, np.float32), mask_t=np.ones(2, bool), old_logp_t=torch.zeros(2))]
-    found = grpo.check_sampler(DENSE, rows, dataclasses.replace(args, top_p=0.9), 1)
+    rows[0]["older_t"] = np.zeros(2, bool)  # dapo.py, distill.py
+    found = script.check_sampler(DENSE, rows, dataclasses.replace(args, top_p=0.9), 1)
     assert found["training/rollout_logp_diff_mean"] == pytest.approx(0.1)
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(0.1 / 3)
     with pytest.raises(SystemExit, match=r"log-probs differ by 0\.1 > 0\.0001"):
-        grpo.check_sampler(DENSE, rows, args, 1)
+        script.check_sampler(DENSE, rows, args, 1)
 
 
 def test_a_batch_without_rows_has_all_columns():

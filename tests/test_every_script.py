@@ -1,0 +1,74 @@
+"""What a copy in each trainer must not leave out: dropout, refusals, dtypes and seeds of adapters."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+
+from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from tests import families
+
+SAMPLED = grpo, dapo, ppo, agent, distill
+every_copy = lambda *scripts: pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+
+
+def arguments(script, model, **flags):
+    more = {agent: dict(env=""), distill: dict(teacher=(model,), kl="sampled")}.get(script, {})
+    return script.Args(**dict(model=model, train_files=(), output_dir="") | more | flags)
+
+
+@every_copy(*SAMPLED, sft, dpo, rm)
+def test_no_trainer_has_dropout(script, tmp_path):
+    """Sampler and trainer would differ, and the first ratio would not be 1."""
+    LlamaConfig(attention_dropout=0.5, resid_pdrop=0.5, num_hidden_layers=1).save_pretrained(tmp_path)
+    config, _ = script.read_config(arguments(script, str(tmp_path)))
+    assert config.attention_dropout == config.resid_pdrop == 0
+
+
+@every_copy(*SAMPLED)
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    (
+        (dict(train_batch_size=8, ppo_mini_batch_size=3), "not a multiple of --ppo_mini_batch_size 3"),
+        (dict(tp_size=2), "not a multiple of --tp_size 2"),
+        (dict(hsdp_replicas=2), "not a multiple of --hsdp_replicas 2"),
+        (dict(max_tokens_per_microbatch=100), "--max_tokens_per_microbatch 100 is less than a row"),
+        (dict(attn_implementation="flash_attention_2", compute_dtype="float32"), "needs --compute_dtype"),
+        (dict(temperature=0.001), "--temperature 0.001: vLLM samples at 0.01 or above"),
+        (dict(top_p=0.9), "--top_p 0.9: pass --rollout_is None"),
+        (dict(rollout_rs="token"), "--rollout_rs needs --rollout_rs_threshold"),
+    ),
+)
+def test_every_script_refuses(script, flags, line):
+    with pytest.raises(SystemExit, match=line):
+        script.check_args(arguments(script, "", **flags))
+
+
+@every_copy(*SAMPLED)
+@pytest.mark.parametrize(
+    ("family", "line"), (("phi", "its output layer has a bias"), ("gemma2", "caps attention, sdpa cannot"))
+)
+def test_every_script_checks_its_model(script, family, line, tmp_path):
+    families.write(family, tmp_path)
+    with pytest.raises((SystemExit, ValueError), match=line):
+        script.check_model(AutoConfig.from_pretrained(tmp_path), arguments(script, str(tmp_path)))
+
+
+@every_copy(*SAMPLED, sft, dpo, rm)
+def test_adapters_of_every_script(script, mesh, tmp_path):
+    """Frozen weights keep the dtype of their files, adapters are float32 and follow the seed."""
+    families.write("qwen3_moe", tmp_path)
+    whole = families.build("qwen3_moe").bfloat16()
+    whole.config.dtype = torch.bfloat16
+    whole.save_pretrained(tmp_path)
+    wrap = getattr(script, "TokenLogps", None) or script.Scorer
+    how = dict(mesh=mesh, device=torch.device("cpu"), adapt=script.add_adapters, wrap=wrap)
+    load = partial(script.load_model, **how)
+    flags = dict(lora_rank=2, attn_implementation="sdpa")
+    policies = [load(arguments(script, str(tmp_path), seed=seed, **flags)).lm for seed in (1, 1, 2)]
+    assert policies[0].config.dtype == torch.bfloat16  # of hf/
+    for p in policies[0].parameters():
+        assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16)
+    found = [[p.full_tensor() for n, p in lm.named_parameters() if ".lora_A." in n] for lm in policies]
+    assert all(map(torch.equal, found[0], found[1])) and not any(map(torch.equal, found[0], found[2]))
