@@ -145,4 +145,4 @@ def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
 def test_what_images_do_not_go_with(vlm, shapes, tmp_path, script, flags, problem):
     files = dict(model=vlm, train_files=(str(shapes / "train.parquet"),), output_dir=str(tmp_path))
     with pytest.raises(SystemExit, match=problem):
-        script.load_data(script.Args(**files, **flags), **(dict(images=True) if script is grpo else {}))
+        script.load_data(script.Args(**files, **flags))
