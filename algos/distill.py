@@ -59,6 +59,8 @@ class Args:
     max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
+    chat_template: str | None = None  # Jinja file in place of the model's chat template; hf/ carries it
+    chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
     teacher: tuple[str, ...]  # Hugging Face directories or hub names, with the same vocabulary
     teacher_sources: tuple[str, ...] = ()  # data_source of each teacher's rows; none: one teacher of all
     # after each step the teacher goes this share of the way to the student; 0: frozen, 1: the student itself
@@ -139,9 +141,9 @@ from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
-from data_prep.lib.cache import load_prompts
+from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
-from data_prep.lib.turns import plain
+from data_prep.lib.turns import answer_after, render, use_template
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards
@@ -247,8 +249,8 @@ def show_teacher(args, rows, tokenizer):
             known |= dict(solution=others[0] if others else "", prompt=row["prompt"][-1]["content"])
             fit = [text for text in args.teacher_prompt if all(known[x] for x in FIELD.findall(text))]
             text = FIELD.sub(lambda field, known=known: str(known[field[1]]), fit[0] if fit else "{prompt}")
-            messages = plain([*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)], tokenizer)
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
+            ids = tokenizer.encode(render(messages, tokenizer, row.get("tools")), add_special_tokens=False)
             shown = bool(fit) and len(ids) <= args.max_tokens_per_microbatch - args.max_response_length
             ids = ids if shown else row["prompt_ids"]
             row["teacher"] = dict(prompt_ids=ids, prompt_length=len(ids))
@@ -848,19 +850,15 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, sees=families.takes_images(args))
+        use_template(tokenizer, args)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
-        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, args.max_prompt_length)
-        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length)
+        train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
         if "rewards" in args.reward_fn:
             check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
-    if len(train_rows) < args.train_batch_size:
-        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
-    dropped = f"{train_dropped + val_dropped} dropped: empty or over {args.max_prompt_length} tokens"
-    summary = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
     return tokenizer, manager, val_manager, train_rows, val_rows, summary
 
 
@@ -1247,7 +1245,8 @@ def data_rows(prompts, tokenizer, args):
     rank = dist.get_rank()
     rows = []
     for row in prompts[rank :: dist.get_world_size()]:
-        ids = tokenizer(row["extra_info"]["answer"], add_special_tokens=False).input_ids
+        text = answer_after(tokenizer.decode(row["prompt_ids"][-20:]), row["extra_info"]["answer"])
+        ids = tokenizer(text, add_special_tokens=False).input_ids
         ids = np.array([*ids, tokenizer.eos_token_id], np.int32)[: args.max_response_length]
         answer = dict(sample=0, rank=rank, response_ids=ids)
         answer["rollout_logp_t"] = np.zeros(len(ids), np.float32)

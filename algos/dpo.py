@@ -60,6 +60,8 @@ class Args:
     bad_pairs: Literal["error", "drop"] = "error"
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train, which is also the reference
+    chat_template: str | None = None  # Jinja file in place of the model's chat template; hf/ carries it
+    chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -91,7 +93,6 @@ class Args:
 if __name__ == "__main__":
     flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
 
-import jinja2
 import numpy as np
 import pyarrow.compute as pc
 import torch
@@ -113,7 +114,7 @@ from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOLS, IDS, prepare
 from data_prep.lib.images import load_processor
-from data_prep.lib.turns import says_nothing, turns
+from data_prep.lib.turns import encode_messages, says_nothing, use_template
 
 RESPONSES = "chosen", "rejected"  # of a pair
 
@@ -148,26 +149,25 @@ def scheduled_rate(args, step, total_steps):
 
 
 # ---- The step --------------------------------------------------------------------------
-def encode_pair(prompt, chosen, rejected, tokenizer, max_length):
+def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
     """Messages, or strings -> a row: ids of the prompt and both responses; which of these are trained.
 
     ValueError where there is nothing to prefer. The assistant's turns of a response are trained.
     """
     prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-    earlier = 0  # trained tokens of the prompt's own turns
-    if any(message["role"] == "assistant" for message in prompt):
-        earlier = sum(encode_messages(prompt, tokenizer)[1])
     row = dict(tokens=[])
     for name, reply in zip(RESPONSES, (chosen, rejected)):
         reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
         if says_nothing(reply):
             raise ValueError(f"{name!r} is empty, or has an empty turn")
-        ids, trained = encode_messages(prompt + reply, tokenizer)
+        found = encode_messages(prompt + reply, tokenizer, tools, first=len(prompt))
+        if len(found) != 1:
+            several = f"the chat template rewrites a turn of {name!r} when another follows"
+            raise ValueError(several if found else f"{name!r} has no turn of the assistant that is trained")
+        [(ids, trained)] = found
         if len(ids) > max_length:
             size = f"{len(ids)} tokens with its prompt"
             raise ValueError(f"{name!r} has {size}, over --max_length {max_length}")
-        for i in np.flatnonzero(trained)[:earlier]:
-            trained[i] = False
         text = split(ids, trained)
         if not text:
             raise ValueError(f"{name!r} has no turn of the assistant")
@@ -901,6 +901,7 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model)
+        use_template(tokenizer, args)
         train_rows, dropped = load_pairs(args.train_files, args, tokenizer)
         val_rows, val_dropped = load_pairs(args.val_files, args, tokenizer)
     except (ValueError, OSError, ImportError) as error:
@@ -909,26 +910,6 @@ def load_data(args):
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training pairs")
     summary = f"{len(train_rows)} training and {len(val_rows)} validation pairs"
     return tokenizer, train_rows, val_rows, f"{summary} ({dropped + val_dropped} dropped)"
-
-
-def encode_messages(messages, tokenizer, tools=None):
-    """Ids of a conversation; which are trained: the assistant's turns with the token that ends each."""
-    text, found = turns(messages, tokenizer, tools)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = np.array(encoded["input_ids"])
-    starts = np.array([start for start, _ in encoded["offset_mapping"]])
-    trained = np.zeros(len(ids), dtype=bool)
-    for i, begin, end in found:
-        # a token that begins before the turn is context, even if it ends in it
-        turn = np.flatnonzero((begin <= starts) & (starts < end))
-        ends = turn[ids[turn] == tokenizer.eos_token_id]
-        if not len(ends):
-            special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-            ends = turn[np.isin(ids[turn], special)]
-        if not len(ends):
-            raise ValueError(f"the chat template ends message {i} with no token that a sampler stops at")
-        trained[turn] = turn <= ends[-1]
-    return ids.tolist(), trained.tolist()
 
 
 def split(ids, trained):
@@ -946,17 +927,18 @@ def load_pairs(paths, args, tokenizer):
 
     def example(record, i):
         try:
-            return encode_pair(*(record[name] for name in columns), tokenizer, args.max_length)
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            texts = [record[name] for name in columns]
+            return [encode_pair(*texts, tokenizer, args.max_length, record["tools"])]
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             if args.bad_pairs == "drop":
-                return None
+                return []
             remedy = "mend it, or drop such pairs by --bad_pairs drop"
             raise ValueError(f"{', '.join(paths)}: row {i}: {error}; {remedy}") from None
 
     fields = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids", "tokens"), IDS)
     fields |= dict.fromkeys(("chosen_trained", "rejected_trained"), BOOLS)
     about = args.max_length, args.bad_pairs
-    code = load_pairs, encode_pair, encode_messages, split
+    code = load_pairs, encode_pair, split
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")

@@ -30,6 +30,8 @@ class Args:
     data: str  # parquet file of prompts
     output: str  # parquet file to write; it must not exist
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string, the user's message
+    chat_template: str | None = None  # Jinja file in place of the model's chat template
+    chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
     seed: int = 1  # seed for sampling
     n_samples: int = 1  # responses to each prompt
     batch_size: int = 128  # rows of a shard, answered by one sampler at once
@@ -49,7 +51,6 @@ class Args:
 if __name__ == "__main__":
     flags = parse(Args)  # before the libraries below are loaded: a wrong flag is answered at once
 
-import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,8 +62,10 @@ from transformers import AutoConfig
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import replacing, weights_digest
 from common.run import fail, refuse
+from data_prep.lib.chats import shown_tools
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.schema import load_rows
+from data_prep.lib.turns import use_template
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 
@@ -95,7 +98,7 @@ def columns_of(args):
 
 def load_prompts(args, tokenizer, tools):
     """Ids and images of the prompts within --max_prompt_length, by row number, and the whole table."""
-    rows, table = load_rows(args.data, [args.prompt_key, "images"]), pq.read_table(args.data)
+    rows, table = load_rows(args.data, [args.prompt_key, "images", "tools"]), pq.read_table(args.data)
     sees = takes_images(args)
     blind = next((i for i, row in enumerate(rows) if row["images"] and not sees), None)
     taken = [name for name in columns_of(args) if name in table.column_names]
@@ -111,8 +114,8 @@ def load_prompts(args, tokenizer, tools):
         chat = row[args.prompt_key]
         chat = chat if isinstance(chat, list) else [dict(role="user", content=str(chat))]
         try:
-            prompt = encode_prompt(dict(row, prompt=chat), tokenizer, tools)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            prompt = encode_prompt(dict(row, prompt=chat), tokenizer, shown_tools(row["tools"], tools))
+        except ValueError as error:
             fail(f"{args.data}: row {i}: {args.prompt_key}: {' '.join(str(error).split())}")
         if 0 < len(prompt["prompt_ids"]) <= args.max_prompt_length:
             prompts[i] = prompt | (dict(images=row["images"]) if sees else {})
@@ -308,6 +311,7 @@ def main(args):
     try:
         args.model = check_args(args, world)
         tokenizer = load_processor(args.model, sees=takes_images(args))
+        use_template(tokenizer, args)
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s) if args.env else None
         if pool and pool.tools:
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
@@ -316,7 +320,7 @@ def main(args):
         shards, made_by = plan_shards(args, prompts, table.num_rows)
         todo = [path for path in shards if not path.is_file()]  # before the ranks meet, so equal on all
         engine = build_engine(args)
-    except (ValueError, OSError, jinja2.TemplateError) as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(1 if rank else "error: " + " ".join(str(error).split())) from None
 
     # ---- sample: every sampler, one rank or a tensor-parallel group, takes every N-th shard

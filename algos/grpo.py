@@ -56,6 +56,8 @@ class Args:
     max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
+    chat_template: str | None = None  # Jinja file in place of the model's chat template; hf/ carries it
+    chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
     # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -133,8 +135,9 @@ from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
-from data_prep.lib.cache import load_prompts
+from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
+from data_prep.lib.turns import use_template
 from rewards import check_sources
 from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
 from rewards.manager.combined import load_rewards, score_parts
@@ -907,19 +910,15 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, sees=families.takes_images(args))
+        use_template(tokenizer, args)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
-        train_rows, train_dropped = load_prompts(args.train_files, tokenizer, args.max_prompt_length)
-        val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length)
+        train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
         if "rewards" in args.reward_fn:
             check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
-    if len(train_rows) < args.train_batch_size:
-        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
-    dropped = f"{train_dropped + val_dropped} dropped: empty or over {args.max_prompt_length} tokens"
-    summary = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
     return tokenizer, manager, val_manager, train_rows, val_rows, summary
 
 

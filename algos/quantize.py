@@ -69,7 +69,7 @@ from transformers.utils import logging
 from common.files import replacing
 from data_prep.lib.chats import answer
 from data_prep.lib.schema import load_rows, open_parquet
-from data_prep.lib.turns import says_nothing, turns
+from data_prep.lib.turns import encode_messages, render, says_nothing
 
 BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
 
@@ -78,25 +78,27 @@ def read_texts(path, tokenizer, args, limit=None):
     """Rows of a parquet that have an answer -> ids [1, L] of each, and where its assistant speaks."""
     names, texts, empty = open_parquet(path, [])[0].schema_arrow.names, [], 0
     keys = ["messages"] if "messages" in names else ["prompt", *filter(None, [args.response_key])]
-    for number, row in enumerate(load_rows(path, keys)):
+    for number, row in enumerate(load_rows(path, [*keys, "tools"])):
         if len(texts) == limit:
             break
         messages, *replies = (row[key] for key in keys)
         try:
             silent = says_nothing(replies[0] if replies else messages)
+            first = len(messages) if replies else 0
             messages = messages + [dict(role="assistant", content=answer(reply)) for reply in replies]
-            text, found = ("", []) if silent else turns(messages, tokenizer)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            found = [] if silent else encode_messages(messages, tokenizer, row["tools"], first)
+            if not silent and not found:  # prompts alone
+                ids = tokenizer.encode(render(messages, tokenizer, row["tools"]), add_special_tokens=False)
+                found = [(ids, [False] * len(ids))]
+        except ValueError as error:
             raise ValueError(f"{path}: row {number}: {error}") from None
-        if not text:
-            empty += 1
-            continue
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
-        ids, starts = encoded["input_ids"], encoded["offset_mapping"][0, :, 0]
-        if (length := ids.shape[1]) > args.max_length:
-            raise ValueError(f"{path}: row {number} has {length} tokens, over --max_length {args.max_length}")
-        spoken = [(begin <= starts) & (starts < end) for _, begin, end in found]
-        texts.append((ids, sum(spoken, torch.zeros(len(starts))) > 0))
+        empty += not found
+        for ids, spoken in found:
+            if (length := len(ids)) > args.max_length:
+                raise ValueError(
+                    f"{path}: row {number} has {length} tokens, over --max_length {args.max_length}"
+                )
+            texts.append((torch.tensor([ids]), torch.tensor(spoken)))
     if not texts:
         remedy = "--response_key None takes prompts alone"
         raise ValueError(f"{path}: no row has an answer in {keys[-1]!r}; {remedy}")

@@ -56,6 +56,8 @@ class Args:
     bad_pairs: Literal["error", "drop"] = "error"
     # ---- model
     model: str  # Hugging Face directory or hub name: a causal LM, or a sequence classifier with one label
+    chat_template: str | None = None  # Jinja file in place of the model's chat template; hf/ carries it
+    chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -82,7 +84,6 @@ class Args:
 if __name__ == "__main__":
     flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
 
-import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -103,7 +104,7 @@ from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, r
 from data_prep.lib.cache import IDS, prepare
 from data_prep.lib.images import load_processor
 from data_prep.lib.schema import open_parquet
-from data_prep.lib.turns import check_calls
+from data_prep.lib.turns import left_out, render, use_template
 from envs.messages import without_special
 
 PAIR = "chosen_ids", "rejected_ids"  # the conversations of a row
@@ -137,14 +138,18 @@ def scheduled_rate(args, step, total_steps):
 
 
 # ---- The step --------------------------------------------------------------------------
-def conversation_ids(prompt, reply, tokenizer, pad_id):
+def conversation_ids(prompt, reply, tokenizer, pad_id, tools=None):
     """Ids of a conversation as ppo.py gives it to a reward model; whether its prompt is as if alone."""
     prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
     reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
     prompt, reply = without_special([prompt, reply], tokenizer)
-    text = tokenizer.apply_chat_template([*prompt, *reply], tokenize=False)
-    check_calls([*prompt, *reply], text)
-    alone = tokenizer.apply_chat_template(prompt, tokenize=False)
+    text = render([*prompt, *reply], tokenizer, tools, prompted=False)
+    for message in reply:
+        if not message.get("train", True):
+            raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
+        if what := left_out(dict(message, content=""), text):
+            raise ValueError(f"the chat template leaves out {what}")
+    alone = render(prompt, tokenizer, tools, prompted=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # CAREFUL: a classifier reads its score at the last token that is not its pad, which may be EOS
     while ids and ids[-1] == pad_id:
@@ -152,10 +157,10 @@ def conversation_ids(prompt, reply, tokenizer, pad_id):
     return ids, text.startswith(alone)
 
 
-def pair(prompt, chosen, rejected, margin, tokenizer, pad_id, max_length):
+def pair(prompt, chosen, rejected, margin, tokenizer, pad_id, max_length, tools=None):
     """-> a row of two conversations; ValueError where they are no pair."""
-    chosen, same_chosen = conversation_ids(prompt, chosen, tokenizer, pad_id)
-    rejected, same_rejected = conversation_ids(prompt, rejected, tokenizer, pad_id)
+    chosen, same_chosen = conversation_ids(prompt, chosen, tokenizer, pad_id, tools)
+    rejected, same_rejected = conversation_ids(prompt, rejected, tokenizer, pad_id, tools)
     longest = max(len(chosen), len(rejected))
     limit = f"over --max_length {max_length}; raise it"
     problems = {
@@ -674,6 +679,7 @@ def load_data(args):
         config = AutoConfig.from_pretrained(args.model)
         check_model(config, args)
         tokenizer = load_processor(args.model)
+        use_template(tokenizer, args)
         if tokenizer.chat_template is None:
             raise ValueError(f"{args.model}: the tokenizer has no chat template")
         text = config.get_text_config()
@@ -703,11 +709,13 @@ def read_pairs(paths, args, tokenizer, pad_id):
         where = f"{', '.join(paths)}: row {i}"
         margin = record.get("margin", 0.0)
         try:
-            return pair(*(record[x] for x in columns[:3]), margin, tokenizer, pad_id, args.max_length)
+            about = margin, tokenizer, pad_id, args.max_length, record["tools"]
+            return [pair(*(record[x] for x in columns[:3]), *about)]
         except NoPair as problem:
-            if args.bad_pairs == "error":
-                raise ValueError(f"{where}: {problem}; or drop such pairs by --bad_pairs drop") from None
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            if args.bad_pairs == "drop":
+                return []
+            raise ValueError(f"{where}: {problem}; or drop such pairs by --bad_pairs drop") from None
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
 
     fields = dict(chosen_ids=IDS, rejected_ids=IDS, margin=pa.float64())

@@ -61,6 +61,8 @@ class Args:
     packing: bool = True  # texts share rows without padding, where the model allows it
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
+    chat_template: str | None = None  # Jinja file in place of the model's chat template; hf/ carries it
+    chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -90,7 +92,6 @@ class Args:
 if __name__ == "__main__":
     flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
 
-import jinja2
 import numpy as np
 import pyarrow.compute as pc
 import torch
@@ -110,9 +111,9 @@ from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare
-from data_prep.lib.chats import answer
+from data_prep.lib.chats import answer, shown_tools
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
-from data_prep.lib.turns import says_nothing, turns
+from data_prep.lib.turns import answer_after, encode_messages, says_nothing, stops, use_template
 from envs import load_env
 
 
@@ -141,30 +142,11 @@ def encode(prompt, response, tokenizer, tools=None, images=()):
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    response_ids = tokenizer.encode(answer(response), add_special_tokens=False)
+    text = answer_after(tokenizer.decode(prompt_ids[-20:]), answer(response))
+    response_ids = tokenizer.encode(text, add_special_tokens=False)
     response_ids.append(tokenizer.eos_token_id)
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
-
-
-def encode_messages(messages, tokenizer, tools=None):
-    """Ids of a conversation; which are trained: the assistant's turns with the token that ends each."""
-    text, found = turns(messages, tokenizer, tools)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = np.array(encoded["input_ids"])
-    starts = np.array([start for start, _ in encoded["offset_mapping"]])
-    trained = np.zeros(len(ids), dtype=bool)
-    for i, begin, end in found:
-        # a token that begins before the turn is context, even if it ends in it
-        turn = np.flatnonzero((begin <= starts) & (starts < end))
-        ends = turn[ids[turn] == tokenizer.eos_token_id]
-        if not len(ends):
-            special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-            ends = turn[np.isin(ids[turn], special)]
-        if not len(ends):
-            raise ValueError(f"the chat template ends message {i} with no token that a sampler stops at")
-        trained[turn] = turn <= ends[-1]
-    return ids.tolist(), trained.tolist()
 
 
 def split(ids, trained):
@@ -1127,6 +1109,7 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, sees=families.takes_images(args))
+        use_template(tokenizer, args)
         tools = load_env(args.env).tools if args.env else None
         train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer, tools)
         val_rows, _, *val_counts = load_examples(args.val_files, args, tokenizer, tools)
@@ -1144,31 +1127,36 @@ def load_examples(paths, args, tokenizer, tools=None):
     if args.text_key:
         return load_texts(paths, args, tokenizer)
     columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
-    read = encode_messages if args.messages_key else encode
     keep = slice(args.max_length) if args.truncation == "right" else slice(-args.max_length, None)
 
     def example(record, i):
         where = f"{', '.join(paths)}: row {i}"
         try:
             if says_nothing(record[columns[-1]]):
-                return None
-            shown = {} if args.messages_key else dict(images=record["images"])
-            ids, trained = read(*(record[column] for column in columns), tokenizer, tools, **shown)
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+                return []
+            own = shown_tools(record["tools"], tools)
+            if args.messages_key:
+                found = encode_messages(record[args.messages_key], tokenizer, own)
+            else:
+                found = [encode(*(record[x] for x in columns), tokenizer, own, record["images"])]
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
-        truncated = len(ids) > args.max_length
-        if truncated and args.truncation == "error":
-            problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
-            raise ValueError(f"{problem}; raise it or pass --truncation left or right")
-        ends = {x for x, on, more in zip(ids, trained, [*trained[1:], False]) if on and not more}
-        row = split(ids[keep], trained[keep])
-        return row and dict(row, ends=[*ends], truncated=truncated, images=record["images"])
+        rows = []
+        for ids, trained in found:
+            truncated = len(ids) > args.max_length
+            if truncated and args.truncation == "error":
+                problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
+                raise ValueError(f"{problem}; raise it or pass --truncation left or right")
+            about = dict(ends=[*stops(ids, trained, tokenizer)], truncated=truncated, images=record["images"])
+            row = split(ids[keep], trained[keep])
+            rows += [row | about] if row else []
+        return rows
 
     fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
     if hasattr(tokenizer, "image_processor"):
         fields["images"] = IMAGES
     about = args.max_length, args.truncation, tools
-    code = load_examples, read, split
+    code = load_examples, encode, split
     rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
     if paths and not rows:
         problem = f"no row has an answer with a token within --max_length {args.max_length}"
@@ -1207,7 +1195,7 @@ def load_texts(paths, args, tokenizer):
             raise ValueError(f"{', '.join(paths)}: row {i}: {args.text_key} is no text: {text!r:.60}")
         ids = tokenizer(text, verbose=False)["input_ids"]  # with BOS, if it has one
         ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
-        return dict(ids=ids, bytes=len(text.encode())) if text else None
+        return [dict(ids=ids, bytes=len(text.encode()))] if text else []
 
     fields = dict(ids=IDS, bytes=INT)
     encode = partial(map, example)

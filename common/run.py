@@ -24,7 +24,7 @@ MUST_AGREE = set(  # for a run to resume: its data, its model and its objective
     " response_key messages_key chosen_key rejected_key bad_pairs max_length truncation max_prompt_length"
     " max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn policy_loss"
     " center_rewards_coef text_key teacher_prompt teacher_sources teacher_update_rate echo_coef"
-    " value_quantiles".split()
+    " value_quantiles chat_template chat_template_kwargs".split()
 )
 
 

@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
-from jinja2 import TemplateError
 from rich.console import Console
 from rich.pretty import Pretty
 
 from data_prep.lib.chats import plain_rows
 from data_prep.lib.prepare import prompt_key, repeated_prompts, run
 from data_prep.lib.schema import KINDS, check_row
+from data_prep.lib.turns import render, use_template
 from rewards import check_sources
 
 BINS, WIDTH = 10, 50  # of the histogram, in rows and characters
@@ -38,6 +38,10 @@ class Args:
     """Parquet files."""
     tokenizer: str | None = None
     """Directory or hub name of a tokenizer; it counts tokens with its chat template.  None: characters."""
+    chat_template: str | None = None
+    """Jinja file in place of its chat template."""
+    chat_template_kwargs: str = "{}"
+    """Values of the template's variables, as JSON: {"enable_thinking": false}."""
 
 
 def read(path):
@@ -84,10 +88,10 @@ def prompt_lengths(path, rows, tokenizer):
     prompted, lengths = "prompt" in rows[0], []
     for i, chat in enumerate(chats):
         try:
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=prompted, return_dict=False)
-        except (TemplateError, TypeError) as error:
+            text = render(chat, tokenizer, rows[i].get("tools"), prompted)
+        except ValueError as error:
             raise ValueError(f"{path}: row {i} does not fit the tokenizer's chat template: {error}") from None
-        lengths.append(len(ids))
+        lengths.append(len(tokenizer.encode(text, add_special_tokens=False)))
     return lengths
 
 
@@ -107,6 +111,7 @@ def main(args):
         from transformers import AutoTokenizer  # slow to import
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        use_template(tokenizer, args)
     for path in args.files:
         kind, rows = read(path)
         sources = Counter(str(row.get("data_source")) for row in rows).most_common()

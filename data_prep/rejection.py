@@ -24,7 +24,7 @@ import tyro
 
 from data_prep.lib.prepare import run
 from data_prep.lib.schema import load_rows, open_parquet, write_parquet
-from data_prep.lib.turns import says_nothing
+from data_prep.lib.turns import says_nothing, whole_thought
 
 
 @dataclass
@@ -51,7 +51,7 @@ def judged(path, right, left_out):
             raise ValueError(f"{path}: row {i}: 'responses' and 'results' differ in length; score it again")
         found = []
         for k, (text, result) in enumerate(zip(row["responses"], map(json.loads, row["results"]))):
-            reply = [{"role": "assistant", "content": text}]
+            reply = [{"role": "assistant", "content": whole_thought(text)}]
             if "episodes" in row:  # a conversation with an environment
                 reply = json.loads(row["episodes"][k]).get("messages", reply)
             if "failure" in result:

@@ -1,6 +1,6 @@
-"""Dialogues for supervised fine-tuning, from any data set with a column `messages` of {role, content}.
+"""Dialogues for supervised fine-tuning, from any data set with a column `messages` or `conversations`.
 
-Calls of tools are kept. A dialogue with an empty turn of the assistant is left out.
+Calls of tools are kept, and a column `tools`. A dialogue with an empty turn of the assistant is left out.
 
 python data_prep/sft_chat.py --local_save_dir data/ultrachat
 python data_prep/sft_chat.py --dataset allenai/tulu-3-sft-mixture --splits train --local_save_dir data/tulu3
@@ -30,12 +30,14 @@ class Args(prepare.Args):
 
 def make_row(record, split, index, dataset):
     """One row of the schema."""
-    messages = read_messages(record["messages"], "messages")
+    name = "messages" if "messages" in record else "conversations"
+    messages = read_messages(record[name], name)
     if messages[-1]["role"] != "assistant":
         raise ValueError("the last message is not the assistant's")
     if says_nothing(messages):
         raise prepare.LeftOut("an empty turn of the assistant")
-    return {"data_source": dataset, "messages": messages, "extra_info": {"split": split, "index": index}}
+    row = {"data_source": dataset, "messages": messages, "extra_info": {"split": split, "index": index}}
+    return row | ({"tools": record["tools"] or None} if "tools" in record else {})
 
 
 def main(args):

@@ -52,12 +52,12 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.tokenizer, name)
 
-    def apply_chat_template(self, conversations, **options):
-        for _ in conversations:
+    def __call__(self, texts, **options):
+        for _ in texts:
             with open(self.path, "a") as file:
                 file.write(f"{os.getpid()}\n")
             self.before(self.count())
-        return self.tokenizer.apply_chat_template(conversations, **options)
+        return self.tokenizer(texts, **options)
 
     def count(self):
         return len(self.path.read_text().split()) if self.path.exists() else 0
@@ -83,7 +83,7 @@ def plain(paths, tokenizer, limit):
     rows = [row for path in paths for row in pq.read_table(path, columns=COLUMNS).to_pylist()]
     ids = [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True)["input_ids"] for r in rows]
     rows = [
-        dict({c: row[c] for c in COLUMNS}, prompt_ids=x, index=i, group=i)
+        dict({c: row[c] for c in COLUMNS}, prompt_ids=x, group=i, tools=None, index=i)
         for i, (row, x) in enumerate(zip(rows, ids))
     ]
     return [row for row in rows if len(row["prompt_ids"]) <= limit]
@@ -134,13 +134,13 @@ def test_preferences(tmp_path):
 
     def encode(rows, numbers):
         ids = [template([row["prompt"] + row[name] for row in rows]) for name in names[1:]]
-        return [i % 2 and dict(zip(names[1:], pair)) or None for i, *pair in zip(numbers, *ids)]
+        return [[dict(zip(names[1:], pair))] * (i % 2) for i, *pair in zip(numbers, *ids)]
 
     found, dropped = cache.prepare(
         [tmp_path / "pairs.parquet"], tokenizer, names, (), dict.fromkeys(names[1:], cache.IDS), encode, ()
     )
-    expected = [{name: template(row[0] + x) for name, x in zip(names[1:], row[1:])} for row in rows[1::2]]
-    assert [*found] == expected and dropped == 10
+    expected = [{name: template(row[0] + x) for name, x in zip(names[1:], row[1:])} for row in rows]
+    assert [*found] == [row | dict(index=i) for i, row in enumerate(expected) if i % 2] and dropped == 10
 
 
 def test_datasets_reads_the_cache(file, home):
@@ -179,10 +179,10 @@ def test_no_files():
 
 def test_errors_name_file_and_row(file, tmp_path, home):
     rows = pq.read_table(file).to_pylist()
-    rows[13]["prompt"][0]["role"] = "human"
+    rows[13]["prompt"][0]["role"] = "bot"
     bad = tmp_path / "bad.parquet"
     pq.write_table(pa.Table.from_pylist(rows), bad)
-    with pytest.raises(ValueError, match=r"^.*/bad.parquet: row 13: 'prompt\[0\].role' is 'human'; [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^.*/bad.parquet: row 13: 'prompt\[0\].role' is 'bot'; [^\n]*$"):
         load_prompts([file, bad], make_tokenizer(), 99)
     with pytest.raises(ValueError, match=r"rows.parquet: no prompt of 1 to 2 tokens \(--max_prompt_length\)"):
         load_prompts([file], make_tokenizer(), 2)
@@ -242,7 +242,8 @@ def test_examples_for_sft(tmp_path):
         [path], make_args(messages_key="messages", **how), tokenizer, tools
     )
     tokenizer = conversation_tokenizer()
-    expected = [sft.split(*sft.encode_messages(MESSAGES[: 2 + i % 4], tokenizer)) for i in range(20)]
+    found = [sft.encode_messages(MESSAGES[: 2 + i % 4], tokenizer) for i in range(20)]
+    expected = [sft.split(*row) for rows in found for row in rows]
     first, again, cut = load(), load(), load(max_length=18, truncation="right")
     assert [*first[0]] == [*again[0]]
     assert [{name: row[name] for name in expected[1]} for row in first[0]] == [row for row in expected if row]

@@ -202,7 +202,7 @@ def test_what_are_no_messages(value, problem):
 
 def test_a_template_that_leaves_out_calls_is_refused(tmp_path):
     """It would train an empty turn."""
-    tokenizer, match = tokenizer_with(CONVERSATION), "row 0.*leaves out tool calls, such as one of .*weather"
+    tokenizer, match = tokenizer_with(CONVERSATION), "row 0.*leaves out tool calls: number 0 of message 1"
     talk, no = [user(), calls("weather", dict(x=1))], [user(), says("no")]
     row = dict(messages=talk, data_source="x", prompt=[*talk, user("?")], chosen=talk[1:], rejected=no[1:])
     row |= dict(reward_model=dict(style="model"), extra_info=dict(answer="3"))
@@ -445,7 +445,7 @@ def test_trainers_read_what_all_others_read(writer, talks, tmp_path_factory):
         pq.write_table(STRUCTS[writer](talks).rename_columns(["said"]), path)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return
-    encode = lambda rows, numbers: [dict(text=json.dumps(row["said"])) for row in rows]
+    encode = lambda rows, numbers: [[dict(text=json.dumps(row["said"]))] for row in rows]
     found, dropped = prepare([path], TOKENIZER, ["said"], ["said"], text, encode, path.name)
     assert [json.loads(row["text"]) for row in found] == [row["said"] for row in load_rows(path, ["said"])]
     assert [row["said"] for row in found] == [row["said"] for row in plain_rows(pq.read_table(path))]
@@ -529,3 +529,103 @@ def test_numbers_beside_nulls(tmp_path):
     deep = [dict(z=[dict(a=1)])] * ROW_GROUP + [dict(z=[dict(a=1, b=2)])]
     write_parquet(deep, path)
     assert load_rows(path, ["z"])[-1]["z"] == [dict(a=1, b=2)]
+
+
+@pytest.mark.parametrize("field", ("train", "weight", "training", "trainable", "loss", "loss_mask", "masked"))
+@pytest.mark.parametrize("value", (0, 1, False, True, None))
+def test_a_turn_that_is_not_to_be_trained_is_context(field, value):
+    said = [user("1+2="), says("4") | {field: value}, user("?"), says("3")]
+    found = sft.encode_messages(conversation(said, "messages"), tokenizer_with())
+    [(ids, trained)] = found
+    words = tokenizer_with().decode([x for x, on in zip(ids, trained) if on])
+    left_out = value is not None and bool(value) == (field == "masked")
+    assert words == "3<|eos|>" if left_out else words == "4<|eos|>3<|eos|>"
+    assert "4" in tokenizer_with().decode(ids)
+
+
+def test_what_is_said_of_training_and_cannot_be_done():
+    for message, problem in (
+        (says("3") | dict(weight=0.5), "'messages[0].weight' is 0.5; write 'train', 1 or 0"),
+        (says("3") | dict(mask=1), "'messages[0].mask' is 1; write 'train'"),
+        (user("3") | dict(train=True), "'messages[0].train': only turns of the assistant are trained"),
+        (says("3") | dict(thinking=["a"]), "'messages[0].thinking' must be a string"),
+    ):
+        with pytest.raises(ValueError) as error:
+            conversation([message], "messages")
+        assert str(error.value).startswith(problem)
+    assert conversation([user("3") | dict(weight=0)], "messages") == [user("3")]
+    with pytest.raises(ValueError, match="a reward model scores whole conversations"):
+        rm.conversation_ids(
+            [user()], conversation([says("3") | dict(train=0)], "chosen"), tokenizer_with(), 0
+        )
+
+
+@pytest.mark.parametrize("field", ("reasoning_content", "reasoning", "thinking", "thought"))
+def test_reasoning_is_shown_or_refused(field):
+    said = conversation([user("1+2="), says("3") | {field: "So."}], "messages")
+    assert said[1] == says("3") | dict(reasoning_content="So.")
+    read = lambda tokenizer: sft.encode_messages(said, tokenizer)
+    with pytest.raises(ValueError, match="leaves out of message 1 its reasoning"):
+        read(tokenizer_with())
+    with pytest.raises(ValueError, match="leaves out its reasoning"):
+        rm.conversation_ids(said[:1], said[1:], tokenizer_with(), 0)
+    for name in ("reasoning_content", "reasoning", "thinking"):  # whatever the template calls it
+        shows = CALLS.replace("~ m.content", f"~ (m.{name} ~ '/' if m.{name} else '') ~ m.content")
+        [(ids, trained)] = read(tokenizer_with(shows))
+        assert tokenizer_with().decode([x for x, on in zip(ids, trained) if on]) == "So./3<|eos|>"
+
+
+def test_share_gpt():
+    call = dict(name="f", arguments=dict(x=1))
+    talk = [("system", "Be."), ("human", "1+2="), ("function_call", json.dumps(call)), ("observation", "3")]
+    said = [dict(zip(("from", "value"), x)) for x in [*talk, ("gpt", "3")]]
+    expected = [dict(role="system", content="Be."), user("1+2="), says("") | dict(tool_calls=[call])]
+    expected += [dict(role="tool", content="3"), says("3")]
+    assert conversation(said, "conversations") == expected
+    assert sft_chat.make_row(dict(conversations=said), "train", 0, "x")["messages"] == expected
+
+
+def test_unknown_fields_are_named_once(tmp_path, capsys):
+    rows = [dict(messages=[user(), says("3") | dict(mood="good", votes=3)])] * 4
+    load = lambda: sft.load_examples([path], args, tokenizer_with())
+    args = sft.Args(model="", train_files=(), output_dir="", messages_key="messages")
+    path = written(tmp_path / "rows.parquet", rows)
+    for expected in (4, 4), ():  # the second time the rows are in the cache
+        load()
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        assert lines == [
+            f"note: {n} messages have a field {x!r}: only a chat template that names it reads it"
+            for n, x in zip(expected, ("mood", "votes"))
+        ]
+
+
+SCHEMA = dict(name="weather", description="Of a town.", parameters=dict(type="object", required=["x"]))
+
+
+@pytest.mark.parametrize("form", ("a list", "JSON text", "of OpenAI"))
+def test_tools_of_a_row_are_shown(form, tmp_path):
+    template = "{%- for t in tools or () -%}{{- t.function | tojson -}}{%- endfor -%}" + CALLS
+    tools = [SCHEMA] if form != "of OpenAI" else [dict(type="function", function=SCHEMA)]
+    tools = json.dumps(tools) if form == "JSON text" else tools
+    talk = [user("x"), calls("weather", dict(x="1")), dict(role="tool", content="3"), says("3")]
+    row = dict(messages=talk, prompt=talk[:1], chosen=talk[1:], rejected=[says("no")], tools=tools)
+    row |= dict(data_source="x", reward_model=dict(style="model"), extra_info=dict(answer="3"))
+    path = written(tmp_path / "rows.parquet", [row])
+    tokenizer, make = (
+        tokenizer_with(template),
+        lambda script, **how: script.Args(model="", train_files=(), output_dir="", **how),
+    )
+    found = [
+        sft.load_examples([path], make(sft, messages_key="messages"), tokenizer)[0][0]["prompt_ids"],
+        sft.load_examples([path], make(sft), tokenizer)[0][0]["prompt_ids"],
+        dpo.load_pairs([path], make(dpo), tokenizer)[0][0]["prompt_ids"],
+        rm.read_pairs([path], make(rm), tokenizer, None)[0][0]["chosen_ids"],
+        load_prompts([path], tokenizer, 999)[0][0]["prompt_ids"],
+        quantize.read_texts(path, tokenizer, quantize.Args("", ""))[0][0][0].tolist(),
+        generate_prompts(path, tokenizer)[0]["prompt_ids"],
+    ]
+    shown = json.dumps(SCHEMA)
+    assert all(tokenizer.decode(ids).startswith(shown) for ids in found)
+    assert load_prompts([path], tokenizer, 999)[0][0]["tools"] == [dict(type="function", function=SCHEMA)]
+    with pytest.raises(ValueError, match="it has tools in its column 'tools', and --env has others"):
+        load_prompts([path], tokenizer, 999, [dict(type="function", function=SCHEMA)])

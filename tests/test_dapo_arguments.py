@@ -39,7 +39,7 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch):
     ],
 )
 def test_refused(refused, monkeypatch, flags, line):
-    monkeypatch.setattr(dapo, "load_prompts", lambda *_: pytest.fail("went on to load data"))
+    monkeypatch.setattr(dapo, "load_prompt_files", lambda *_: pytest.fail("went on to load data"))
     assert line in refused(flags)
 
 

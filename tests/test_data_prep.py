@@ -54,7 +54,7 @@ def test_rows_survive_a_round_trip(tmp_path):
         ({"prompt": 7}, "'prompt' must be a list"),
         ({"prompt": []}, "'prompt' is empty"),
         ({"prompt": [{"role": "user", "content": None}]}, r"'prompt\[0\]' must be"),
-        ({"prompt": [{"role": "human", "content": "x"}]}, r"'prompt\[0\].role' is 'human'; use system"),
+        ({"prompt": [{"role": "bot", "content": "x"}]}, r"'prompt\[0\].role' is 'bot'; use system"),
         ({"reward_model": {"style": "magic", "ground_truth": "1"}}, "'reward_model.style' is 'magic'"),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "'reward_model.ground_truth' is missing"),
         ({"extra_info": "none"}, "'extra_info' must be a dict"),

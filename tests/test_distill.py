@@ -141,18 +141,20 @@ def test_rows_of_the_data(tiny, monkeypatch):
 
 
 class Letters:
-    """A tokenizer with a letter a token; its chat template is the last message in brackets."""
+    """A tokenizer with a letter a token."""
 
-    all_special_tokens = ()
+    def encode(self, text, add_special_tokens):
+        return list(text)
 
-    def apply_chat_template(self, messages, add_generation_prompt, return_dict):
-        assert messages[0] == dict(role="system", content="s") and messages[1]["role"] == "user"
-        return list(f"[{messages[1]['content']}]")
+
+def in_brackets(messages, tokenizer, tools):
+    assert messages[0] == dict(role="system", content="s") and messages[1]["role"] == "user"
+    return f"[{messages[1]['content']}]"
 
 
 def test_what_a_teacher_is_shown(monkeypatch):
     """Two groups: one has two right responses, in the other the right one has only its feedback."""
-    monkeypatch.setattr(distill, "plain", lambda messages, tokenizer: messages)
+    monkeypatch.setattr(distill, "render", in_brackets)
     args = SimpleNamespace(teacher_prompt=("{solution}\\boxed{}{prompt}", "{feedback}+{prompt}"))
     args.max_tokens_per_microbatch, args.max_response_length = 30, 10  # 20 tokens are for the prompt
     rows = []

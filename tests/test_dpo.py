@@ -122,7 +122,7 @@ BAD = {
     "long": (pair("1+2=", "3" * 40, "4"), "'chosen' has 47 tokens with its prompt, over --max_length 32"),
     "user": (
         pair("1+2=", "3", "4") | dict(rejected=MESSAGES[1:2]),
-        "'rejected' has no turn of the assistant",
+        "'rejected' has no turn of the assistant that is trained",
     ),
     "prompt": (
         pair("1+2=", "3", "4") | dict(chosen=MESSAGES[1:3]),
@@ -142,7 +142,7 @@ def test_bad_pairs(tmp_path, kind):
         dpo.load_pairs([path], args, make_tokenizer())
     args.bad_pairs = "drop"
     rows, dropped = dpo.load_pairs([path], args, make_tokenizer())
-    assert len(rows) == 2 and dropped == 1 and rows[0] == rows[1]
+    assert len(rows) == 2 and dropped == 1 and rows[0] | dict(index=2) == rows[1]
     write_parquet([bad], path)
     with pytest.raises(ValueError, match="--bad_pairs drop leaves no pair"):
         dpo.load_pairs([path], args, make_tokenizer())

@@ -151,17 +151,19 @@ def conversation_tokenizer():
 def test_assistant_turns_of_a_conversation_are_trained_and_nothing_else():
     """The newline that the template writes after EOS is not: a sampler stops before it."""
     tokenizer = conversation_tokenizer()
-    ids, trained = sft.encode_messages([message | {"tool_calls": None} for message in MESSAGES], tokenizer)
-    assert ids == tokenizer.apply_chat_template(MESSAGES, return_dict=False)
-    cuts = 0, 10, 19, 23, 25, 26
+    [(ids, trained)] = sft.encode_messages(
+        [message | {"tool_calls": None} for message in MESSAGES], tokenizer
+    )
+    assert tokenizer.decode(ids) + "\n" == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    cuts = 0, 10, 19, 23, 25
     pieces = [tokenizer.decode(ids[i:j]) for i, j in pairwise(cuts)]
     assert pieces[:2] == ["<|system|>add<|user|>1+2=<|assistant|>", "call 1+2<|eos|>"]
-    assert pieces[2:] == ["\n<|user|>3<|assistant|>", "3<|eos|>", "\n"]
-    assert trained == [False] * 10 + [True] * 9 + [False] * 4 + [True] * 2 + [False]
+    assert pieces[2:] == ["\n<|user|>3<|assistant|>", "3<|eos|>"]
+    assert trained == [False] * 10 + [True] * 9 + [False] * 4 + [True] * 2
     row = sft.split(ids, trained)
     assert tokenizer.decode(row["prompt_ids"]) == pieces[0]
     assert tokenizer.decode(row["response_ids"]) == "".join(pieces[1:4])
-    assert row["trained"] == trained[len(row["prompt_ids"]) : -1]
+    assert row["trained"] == trained[len(row["prompt_ids"]) :]
 
 
 def test_conversations_from_a_file(tmp_path):
@@ -172,41 +174,48 @@ def test_conversations_from_a_file(tmp_path):
         [file], make_args(messages_key="messages"), conversation_tokenizer()
     )
     [row] = rows
-    expected = sft.split(*sft.encode_messages(MESSAGES, conversation_tokenizer()))
-    assert row == dict(expected, ends=[conversation_tokenizer().eos_token_id], truncated=False)
+    [expected] = sft.encode_messages(MESSAGES, conversation_tokenizer())
+    expected = sft.split(*expected)
+    assert row == dict(expected, ends=[conversation_tokenizer().eos_token_id], truncated=False, index=0)
     assert (truncated, dropped) == (0, 1)
     with pytest.raises(ValueError, match=r"rows.parquet: row 0: messages: .*unknown role tool"):
         sft.load_examples([file], make_args(messages_key="messages"), make_tokenizer())
 
 
-def test_a_token_across_the_border_of_a_turn_is_context():
+def test_no_token_lies_across_the_beginning_of_a_turn():
+    """A sampler that is given the first newline writes the second: one token of both is never seen."""
     tokenizer = conversation_tokenizer()
     tokenizer.chat_template = CONVERSATION.replace("'|>'", "'|>\\n'").replace(
         "'<|assistant|>'", "'<|assistant|>\\n'"
     )
     tokenizer.add_tokens(["\n\n"])
     messages = [dict(role="user", content="hi"), dict(role="assistant", content="\nho")]
-    ids, trained = sft.encode_messages(messages, tokenizer)
-    assert tokenizer.decode([x for x, counts in zip(ids, trained) if not counts][:-1]).endswith("\n\n")
-    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "ho<|eos|>"
+    [(ids, trained)] = sft.encode_messages(messages, tokenizer)
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    assert ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
+    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "\nho<|eos|>"
 
 
 def test_a_turn_may_end_with_another_special_token_than_eos():
     """Then the saved model is to stop there too: see test_four_rows_are_learned_by_heart."""
     tokenizer = conversation_tokenizer()
     tokenizer.chat_template = CONVERSATION.replace("eos_token", "'<|system|>'")
-    ids, trained = sft.encode_messages(MESSAGES[1:3], tokenizer)
+    [(ids, trained)] = sft.encode_messages(MESSAGES[1:3], tokenizer)
     assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "call 1+2<|system|>"
-    assert tokenizer.decode(ids).endswith("<|system|>\n")
     tokenizer.chat_template = CONVERSATION.replace("eos_token", "'###'")
-    with pytest.raises(ValueError, match="ends message 1 with no token that a sampler stops at"):
-        sft.encode_messages(MESSAGES[1:3], tokenizer)
+    [(ids, trained)] = sft.encode_messages(MESSAGES[1:3], tokenizer)  # no token ends it: EOS does
+    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "call 1+2###\n<|eos|>"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+def test_a_template_that_rewrites_earlier_turns_has_a_row_for_each():
     tokenizer = conversation_tokenizer()
+    forgets = "(m.content if loop.last or m.role != 'assistant' else '...')"
+    tokenizer.chat_template = CONVERSATION.replace("~ m.content", f"~ {forgets}")
+    rows = [sft.split(*row) for row in sft.encode_messages(MESSAGES, tokenizer)]
+    assert [tokenizer.decode(row["response_ids"]) for row in rows] == ["call 1+2<|eos|>", "3<|eos|>"]
+    assert "...<|eos|>" in tokenizer.decode(rows[1]["prompt_ids"])
     tokenizer.chat_template = CONVERSATION.replace("~ m.content", "~ (m.content if loop.last else '...')")
-    with pytest.raises(ValueError, match="renders message 2 differently when others follow it"):
+    with pytest.raises(ValueError, match=r"leaves out what message 0 \(system\) says"):
         sft.encode_messages(MESSAGES, tokenizer)
 
 
@@ -392,7 +401,7 @@ def test_four_rows_are_learned_by_heart(tiny, tmp_path, key):
         model = shutil.copytree(tiny, tmp_path / "model")
         tokenizer.save_pretrained(model)
         sizes |= dict(messages_key="messages")
-        encode = lambda row, tokenizer: sft.encode_messages(row["messages"], tokenizer)
+        encode = lambda row, tokenizer: sft.encode_messages(row["messages"], tokenizer)[0]
     write_parquet(rows, tmp_path / "train.parquet")
     out = tmp_path / "run"
     run(SCRIPT, *flags(model, tmp_path, out, **sizes, test_freq=0, val_files=tmp_path / "train.parquet"))

@@ -6,6 +6,7 @@ is a hash of all that the entry depends on.
 
 import hashlib
 import inspect
+import json
 import os
 import shutil
 import sys
@@ -17,7 +18,6 @@ from datetime import date
 from itertools import accumulate
 from pathlib import Path
 
-import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 import tokenizers
@@ -52,6 +52,7 @@ class Rows:
         [row] = chats.plain_rows(self.batches[n].slice(i - self.ends[n] + len(self.batches[n]), 1))
         if "prompt" in row:
             row["prompt"] = chats.conversation(row["prompt"], "prompt")
+            row["tools"] = json.loads(row["tools"] or "null")
         return row
 
     def column(self, name):
@@ -66,36 +67,32 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
     """Rows of a list of RL data files, with `prompt_ids` (chat template, generation prompt) and `index`.
 
     Prompts without a token, or of more than max_length, are dropped.  tools: JSON schemas that the chat
-    template shows.  With a processor for tokenizer also `images` and `sampler_ids`, see images.py.  Returns
-    Rows, and how many were dropped.
+    template shows, where rows have no column `tools`.  With a processor for tokenizer also `images` and
+    `sampler_ids`, see images.py.  Returns Rows, and how many were dropped.
     """
     names, sees = ", ".join(map(str, paths)), hasattr(tokenizer, "image_processor")
-    how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
-    how["tokenizer_kwargs"] = dict(return_attention_mask=False, verbose=False)
+    how = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
 
     def encode(rows, numbers):
         try:
+            shown = [chats.shown_tools(row["tools"], tools) for row in rows]
             if sees:
-                values = [images.encode_prompt(row, tokenizer, tools) for row in rows]
+                values = [images.encode_prompt(row, tokenizer, x) for row, x in zip(rows, shown)]
             else:
-                prompts = [turns.plain(row["prompt"], tokenizer) for row in rows]
-                ids = tokenizer.apply_chat_template(prompts, **how)
-                values = [dict(prompt_ids=x) for x in ids]
-                for row, x in zip(rows, ids):
-                    if any("tool_calls" in message for message in row["prompt"]):
-                        turns.check_calls(row["prompt"], tokenizer.decode(x))
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+                texts = [turns.render(row["prompt"], tokenizer, x) for row, x in zip(rows, shown)]
+                values = [dict(prompt_ids=ids) for ids in tokenizer(texts, **how)["input_ids"]]
+        except ValueError as error:
             if len(rows) > 1:  # which of them?
                 return [values for row, i in zip(rows, numbers) for values in encode([row], [i])]
             unfit = "does not fit the tokenizer's chat template"
             unfit = f"of {names}" if isinstance(error, images.Unfit) else unfit
             raise ValueError(f"row {numbers[0]} {unfit}: {error}") from None
-        for i, row, found in zip(numbers, rows, values):
-            found |= dict(index=i, group=i, images=row["images"])
-        return [row if 0 < len(row["prompt_ids"]) <= max_length else None for row in values]
+        for i, row, found, x in zip(numbers, rows, values, shown):
+            found |= dict(group=i, images=row["images"], tools=json.dumps(x) if x else None)
+        return [[row] * (0 < len(row["prompt_ids"]) <= max_length) for row in values]
 
     columns = "data_source", "prompt", "reward_model", "extra_info"
-    fields = dict(prompt_ids=IDS, index=INT, group=INT)
+    fields = dict(prompt_ids=IDS, group=INT, tools=pa.string())
     fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
     rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, (max_length, tools))
     if paths and not rows:
@@ -103,15 +100,32 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
     return rows, dropped
 
 
+def load_prompt_files(args, tokenizer, tools=None):
+    """-> rows of training and of validation as `load_prompts` gives them, and a line about them."""
+    train_rows, dropped = load_prompts(args.train_files, tokenizer, args.max_prompt_length, tools)
+    val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length, tools)
+    if len(train_rows) < args.train_batch_size:
+        problem = f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts"
+        raise ValueError(problem)
+    dropped = f"{dropped + val_dropped} dropped: empty or over {args.max_prompt_length} tokens"
+    return (
+        train_rows,
+        val_rows,
+        f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})",
+    )
+
+
 def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
     """The columns `kept` of parquet files and the fields of `encode` -> Rows, number dropped.
 
-    encode([{column: value}], their numbers over all files) -> for each row values of the fields, or None to
-    drop it. about, code: what else the result depends on, values and functions. Raises what `load_rows` and
-    `encode` raise, in LOCAL_RANK 0; the others wait. Rows with images are an error unless they are a field.
+    encode([{column: value}], their numbers over all files) -> of each row the rows that it becomes, with
+    values of the fields; none: it is dropped. about, code: what else the result depends on, values and
+    functions. Raises what `load_rows` and `encode` raise, in LOCAL_RANK 0; the others wait. Rows with images
+    are an error unless they are a field. `index` of a row is its number over all files.
     """
-    columns = *columns, "images"
-    files, fields = [(path, *schema.open_parquet(path, columns)) for path in paths], pa.schema(fields)
+    columns = *columns, "images", "tools"
+    fields = pa.schema(dict(fields, index=INT))
+    files = [(path, *schema.open_parquet(path, columns)) for path in paths]
     entry = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "post_training")
     entry /= key_of(paths, tokenizer, (columns, kept, str(fields), about), code)
     while int(os.environ.get("LOCAL_RANK", 0)) and not entry.is_dir():
@@ -135,7 +149,7 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
     for field in fields:
         if field.type == IDS and len(rows):
             images.check_known(pc.max(pc.list_flatten(rows.column(field.name))).as_py() or 0, tokenizer)
-    return rows, sum(file.metadata.num_rows for _, file, _ in files) - len(rows)
+    return rows, sum(file.metadata.num_rows for _, file, _ in files) - len(rows.unique("index"))
 
 
 def key_of(paths, tokenizer, about, code):
@@ -170,6 +184,7 @@ def build(entry, files, *how):
             for n, source in enumerate(files):
                 before += tokenise(new / f"{n}.arrow", before, *source, *how)
             os.replace(new, entry)
+            chats.say_unknown()
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
@@ -187,10 +202,11 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
             if blind:
                 remedy = "take a model with a vision tower, or drop the column 'images' and the marks <image>"
                 raise ValueError(f"{path}: row {blind[0]} has images, which are not read here: {remedy}")
-            values = [*encode(rows, range(before + first, before + first + len(rows)))]
-            made = pa.RecordBatch.from_pylist([x for x in values if x is not None], fields)
+            numbers = range(before + first, before + first + len(rows))
+            values = [[x | dict(index=i) for x in some] for i, some in zip(numbers, encode(rows, numbers))]
+            made = pa.RecordBatch.from_pylist(sum(values, []), fields)
             if len(made):  # CAREFUL: Arrow cannot filter a string_view, as polars writes
-                one = [batch.slice(i, 1) for i, x in enumerate(values) if x is not None]
+                one = [batch.slice(i, 1) for i, some in enumerate(values) for _ in some]
                 old = [pa.concat_arrays([x.column(name) for x in one]) for name in kept]
                 stream.write(pa.RecordBatch.from_arrays([*old, *made.columns], schema=types))
             first += len(rows)

@@ -1,15 +1,23 @@
 """Conversations as chat templates read them, whatever wrote the file.
 
-A message is {role, content}, perhaps with more of FIELDS. A tool call is {function: {name, arguments}} or
-{name, arguments}; its arguments are a dict, in a file also JSON text.
+A message is {role, content}, perhaps with more of FIELDS, or {from, value} as ShareGPT has it. A tool call is
+{function: {name, arguments}} or {name, arguments}; its arguments are a dict, in a file also JSON text. Fields
+that say the same have one name here: reasoning_content, and train, which is there where it is False.
 """
 
 import json
+import sys
+from collections import Counter
 from functools import cache
 
 import pyarrow as pa
 
-FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
+SHAREGPT = dict(human="user", gpt="assistant", observation="tool", function_response="tool")  # its roles
+REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
+TRAIN = ("train", "weight", "training", "trainable", "loss", "loss_mask")  # 1: the turn is trained
+MASKED = ("masked",)  # 1: it is not
+unknown = Counter()  # of the fields of messages that have no name here
 
 
 def plain_rows(table):
@@ -35,7 +43,7 @@ def _fields(kind):
 
 def _are_messages(kind):
     """Whether a type of Arrow is a list of structs with a role."""
-    return "role" in _fields(_fields(kind).get(None))
+    return not {"role", "from"}.isdisjoint(_fields(_fields(kind).get(None)))
 
 
 def has_map(kind):
@@ -71,7 +79,7 @@ def conversation(value, name):
 
     Raises ValueError, which names the field, for what are no messages.
     """
-    if isinstance(value, str) and name != "messages":
+    if isinstance(value, str) and name not in ("messages", "conversations"):
         role = "assistant" if name in ("chosen", "rejected") else "user"
         return [dict(role=role, content=value)]
     if not isinstance(value, list):
@@ -83,13 +91,26 @@ def conversation(value, name):
 
 
 def read_messages(value, name):
-    """Messages of a published column, with FIELDS alone."""
+    """Messages of a published column, with FIELDS alone; see `say_unknown`."""
     return [{key: x[key] for key in FIELDS if key in x} for x in conversation(value, name)]
+
+
+def say_unknown(what="only a chat template that names it reads it"):
+    """A line for each field of messages that is not known here, once."""
+    for name, count in sorted(unknown.items()):
+        print(f"note: {count} messages have a field {name!r}: {what}", file=sys.stderr)
+    unknown.clear()
 
 
 def _message(value, where):
     message = _parsed(value, where, dict, "{role, content}")
     message = {key: x for key, x in message.items() if x is not None}
+    if "from" in message and "value" in message:
+        message["role"], said = message.pop("from"), message.pop("value")
+        called = message["role"] == "function_call"
+        message |= dict(role="assistant", tool_calls=[said]) if called else dict(content=said)
+    if message.get("role") in [*SHAREGPT]:
+        message["role"] = SHAREGPT[message["role"]]
     calls = _parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
     if calls:  # CAREFUL: with an empty list some templates write a turn of calls
         message["tool_calls"] = [_call(x, f"{where}.tool_calls[{i}]") for i, x in enumerate(calls)]
@@ -99,7 +120,60 @@ def _message(value, where):
         message["content"] = content = "\n".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise ValueError(f"'{where}' must be {{role, content}} with a string content")
+    thoughts = {key: message.pop(key) for key in REASONING if key in message}
+    if any(not isinstance(thought, str) for thought in thoughts.values()):
+        raise ValueError(f"'{where}.{next(iter(thoughts))}' must be a string")
+    if thought := next(filter(None, thoughts.values()), None):
+        message["reasoning_content"] = thought
+    if not _trained(message, where):
+        message["train"] = False
+    unknown.update(message.keys() - FIELDS)
     return message
+
+
+def _trained(message, where):
+    """Whether a turn is trained, for all that the data say; takes what they say out of the message."""
+    said = {key: message.pop(key) for key in (*TRAIN, *MASKED, "mask") if key in message}
+    for key, value in said.items():
+        if key == "mask" or value not in (0, 1):
+            raise ValueError(
+                f"'{where}.{key}' is {value!r:.40}; write 'train', 1 or 0: a turn is trained or not"
+            )
+        if value == (key in TRAIN) and message.get("role") != "assistant":
+            raise ValueError(f"'{where}.{key}': only turns of the assistant are trained; leave it out")
+    return message.get("role") != "assistant" or all(v == (key in TRAIN) for key, v in said.items())
+
+
+def tools_of(value, where="tools"):
+    """JSON schemas of tools, from a column or its JSON text; without what Arrow fills in."""
+    if value is None:
+        return []
+    tools = [
+        _parsed(x, f"{where}[{i}]", dict, "a JSON schema")
+        for i, x in enumerate(_parsed(value, where, list, "a list of JSON schemas"))
+    ]
+    tools = [_known(tool) for tool in tools]
+    tools = [tool if "function" in tool else dict(type="function", function=tool) for tool in tools]
+    for i, tool in enumerate(tools):
+        if not isinstance(tool["function"], dict) or not isinstance(tool["function"].get("name"), str):
+            raise ValueError(
+                f"'{where}[{i}]' must be a JSON schema with the name of a tool, not {tool!r:.60}"
+            )
+    return tools
+
+
+def shown_tools(own, given):
+    """The tools that a template shows: those of a row, or those that a script gives to all rows."""
+    if own and given:
+        raise ValueError("it has tools in its column 'tools', and --env has others: drop the column")
+    return given or own or None
+
+
+def _known(value):
+    """A value without nulls, at any depth."""
+    if isinstance(value, dict):
+        return {key: _known(x) for key, x in value.items() if x is not None}
+    return [_known(x) for x in value] if isinstance(value, list) else value
 
 
 def _call(value, where):

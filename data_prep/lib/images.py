@@ -11,7 +11,7 @@ from io import BytesIO
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from data_prep.lib.turns import check_calls, plain
+from data_prep.lib.turns import render
 from envs.messages import MARK
 
 BROKEN = (OSError, SyntaxError, Image.DecompressionBombError)  # what PIL raises on a file that is no picture
@@ -71,24 +71,20 @@ def open_images(row):
 
 def encode_prompt(row, processor, tools=None):
     """prompt_ids of a row; of a processor also sampler_ids, in which an image is one token."""
-    messages = plain(row["prompt"], processor)
     if not hasattr(processor, "image_processor"):
-        options = dict(tools=tools, add_generation_prompt=True, return_dict=False)
-        ids = processor.apply_chat_template(messages, **options)
-        if any("tool_calls" in message for message in messages):
-            check_calls(messages, processor.decode(ids))
+        text = render(row["prompt"], processor, tools)
+        ids = processor(text, add_special_tokens=False)["input_ids"]
         check_known(max(ids, default=0), processor)
         return dict(prompt_ids=ids)
     chat, pictures, marks = [], open_images(row), 0
-    for message in messages:
+    for message in row["prompt"]:
         texts = message["content"].split(MARK)
         parts = [[dict(type="image"), dict(type="text", text=text)] for text in texts]
         content = [part for part in sum(parts, [])[1:] if part["type"] == "image" or part["text"]]
         chat, marks = [*chat, message | dict(content=content)], marks + len(texts) - 1
     if marks != len(pictures):
         raise Unfit(f"it has {len(pictures)} images, and {marks} {MARK} marks in its messages")
-    text = processor.apply_chat_template(chat, add_generation_prompt=True, tools=tools, tokenize=False)
-    check_calls(messages, text)
+    text = render(chat, processor, tools)
     [ids] = processor(text=[text], images=pictures or None, add_special_tokens=False)["input_ids"]
     return dict(prompt_ids=ids, sampler_ids=processor.tokenizer.encode(text, add_special_tokens=False))
 

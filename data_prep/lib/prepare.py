@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tyro
 
+from data_prep.lib.chats import say_unknown
 from data_prep.lib.schema import check_row, write_parquet
 from data_prep.lib.source import read_hub, read_local
 
@@ -70,6 +71,7 @@ def write_splits(directory, sources, make_row, max_samples=None, seed=0):
         rows = rows if max_samples is None else draw(rows, max_samples, seed)
         rows = remember(rows, prompts.setdefault(path.name, []))
         count = write_parquet(rows, path)
+        say_unknown("it is left out")
         print(f"{path}: {count} rows" + "".join(f"; {n} left out: {why}" for why, n in left_out.items()))
     for line in repeated_prompts(prompts):
         print(line)

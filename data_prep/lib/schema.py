@@ -11,18 +11,20 @@ Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`
 A `prompt` may be a string, one message of the user; `chosen` and `rejected` too, one of the assistant.
 Messages with tool calls: chats.py.
 Any row may have `images`: a list of {bytes, path}, of which one is null, for each <image> in its prompt.
+Any row may have `tools`: JSON schemas that its chat template shows, or their JSON text.
 """
 
 import itertools
+import json
 from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import replacing
-from data_prep.lib.chats import conversation, has_map, plain_rows, storable
+from data_prep.lib.chats import conversation, has_map, plain_rows, say_unknown, storable, tools_of
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES = ("prompt", "messages", "chosen", "rejected")
 FIELDS = {
     "data_source": str,
@@ -30,7 +32,7 @@ FIELDS = {
     "reward_model": dict,
     "extra_info": dict,
 }
-OPTIONAL = ("images",)  # where it is missing or null, a row has none
+OPTIONAL = ("images", "tools")  # where it is missing or null, a row has none
 KINDS = {  # columns of a file
     "RL": ("data_source", "prompt", "ability", "reward_model", "extra_info"),
     "SFT": ("messages",),
@@ -51,6 +53,7 @@ def load_rows(paths, columns):
     for path in [paths] if isinstance(paths, str) or hasattr(paths, "__fspath__") else paths:
         file, names = open_parquet(path, columns)
         rows += checked(file.read(columns=names), columns, path)
+    say_unknown()
     return rows
 
 
@@ -99,6 +102,8 @@ def write_parquet(rows, path):
                     )
                 lists = [name for name in MESSAGES if isinstance(row.get(name), list)]
                 batch[i - count] = row | {name: storable(chats[name]) for name in lists}
+                if row.get("tools"):  # as JSON text: a file has one struct for the schemas of all rows
+                    batch[i - count]["tools"] = json.dumps(chats["tools"], ensure_ascii=False)
             try:
                 parts.append(f"{folder}/{count}")
                 pq.write_table(pa.Table.from_pylist(batch), parts[-1])
@@ -139,6 +144,11 @@ def check_row(row, where):
     for i, image in enumerate(row.get("images") or ()):
         if not isinstance(image, dict) or not (image.get("bytes") or image.get("path")):
             raise ValueError(f"{where}: 'images[{i}]' must be {{bytes, path}}, with one of them")
+    if "tools" in row:
+        try:
+            row = row | dict(tools=tools_of(row["tools"]))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     if "reward_model" in row:
         style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
         # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
@@ -167,7 +177,9 @@ def _get(row, column, where):
         raise ValueError(f"{where}: {column!r} is missing or null; fill it in or drop the row")
     if value == [] and column not in OPTIONAL:
         raise ValueError(f"{where}: {column!r} is an empty list; fill it in or drop the row")
-    if isinstance(value, list) and any(isinstance(x, dict) and "role" in x for x in value):
+    if isinstance(value, list) and any(
+        isinstance(x, dict) and not x.keys().isdisjoint(("role", "from")) for x in value
+    ):
         return value if column in MESSAGES else _messages(value, column, where)
     return value
 

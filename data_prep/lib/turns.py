@@ -1,46 +1,383 @@
-"""Where the assistant's turns are in what a chat template writes for a conversation."""
+"""What a chat template makes of a conversation: prompts, and the turns of the assistant that are trained."""
 
-from functools import cache, partial
+import json
+import re
+from functools import lru_cache, partial
+from itertools import groupby, pairwise, product
+from pathlib import Path
 
-from jinja2 import nodes
-from transformers.utils.chat_template_utils import _compile_jinja_template
+import numpy as np
+from jinja2 import TemplateError
 
-from envs.messages import without_special
+from envs import one_line
+from envs.messages import RENDER_ERRORS, special_tokens, without_special
 
-MESSAGES = nodes.Name("messages", "load")
-BEHIND = "first", "index", "index0"  # what a loop knows without a look at the next message
+THOUGHTS = {  # marks of a thought
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "◁think▷": "◁/think▷",
+}
+MARK_OF_THOUGHT = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
+DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
 
 
 def plain(messages, tokenizer):
     """A conversation of a data set as it is rendered: what users and tools say has no special tokens.
 
-    Turns of the assistant keep them, since some models call tools or think with special tokens.
+    Turns of the assistant keep them, since some models call tools or think with special tokens. Reasoning
+    has all names that templates read; a developer is the system for a template that knows none.
     """
-    ours = "assistant", "system"
-    return [m if m["role"] in ours else without_special(m, tokenizer) for m in messages]
+    ours = "assistant", "system", "developer"
+    found = [m if m["role"] in ours else without_special(m, tokenizer) for m in messages]
+    for i, message in enumerate(found):
+        if message["role"] == "developer" and not DEVELOPER.search(str(tokenizer.chat_template)):
+            found[i] = message | dict(role="system")
+        if thought := message.get("reasoning_content"):
+            found[i] = message | dict(reasoning=thought, thinking=thought)
+    return found
 
 
-def turns(messages, tokenizer, tools=None):
-    """-> the text of a conversation, and (number of the message, begin, end) of the assistant's turns in it.
+def use_template(tokenizer, args):
+    """Take --chat_template and --chat_template_kwargs: both are saved with the tokenizer.
 
-    tools: JSON schemas that the template shows.
-    A turn lies between what the template writes for the messages before it, with the generation prompt (what
-    a sampler is given), and for those up to it. ValueError if these are not the beginning of the text.
+    The values stand at the beginning of the template, so whoever serves the model renders as it was trained,
+    and may still give others.
     """
-    template = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    if args.chat_template:
+        try:
+            tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat_template {args.chat_template}: {error}") from None
+    try:
+        values = json.loads(args.chat_template_kwargs)
+        problem = "no JSON object of variables" * (not isinstance(values, dict))
+        unread = [name for name in values if name not in str(tokenizer.chat_template)]
+        problem = problem or unread and f"the chat template does not read {unread[0]!r}"
+    except ValueError as error:
+        problem = f"no JSON ({error})"
+    if problem:
+        example = """such as '{"enable_thinking": false}'"""
+        raise ValueError(
+            f"--chat_template_kwargs {args.chat_template_kwargs}: {problem}; give a JSON object, {example}"
+        )
+    if values:
+        given = [
+            f"{{%- if {x} is not defined %}}{{%- set {x} = {y!r} %}}{{%- endif %}}\n"
+            for x, y in values.items()
+        ]
+        tokenizer.chat_template = "".join(given) + tokenizer.get_chat_template()
+    if hasattr(tokenizer, "image_processor"):
+        tokenizer.tokenizer.chat_template = tokenizer.chat_template
+
+
+def render(messages, tokenizer, tools=None, prompted=True):
+    """The text of messages, with the generation prompt; tools: JSON schemas that the template shows.
+
+    ValueError, in one line, if the template cannot write them, or leaves out what somebody says or calls.
+    """
     messages = plain(messages, tokenizer)
-    text, found = template(messages), []
-    cuts, prompt, end = one_by_one(messages, tokenizer, tools, text) or (None, "", "")
-    for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+    about = tuple(
+        (
+            m["role"],
+            type(m["content"]),
+            bool(m["content"]),
+            len(m.get("tool_calls") or ()),
+            *sorted({"reasoning_content", "name"} & m.keys()),
+        )
+        for m in messages
+    )
+    form = form_of(about, tokenizer, str(tokenizer.chat_template), bool(tools), prompted)
+    return written(messages, form, tokenizer, tools, prompted)
+
+
+def written(messages, form, tokenizer, tools, prompted):
+    options = dict(tools=tools or None, tokenize=False, add_generation_prompt=prompted)
+    try:
+        return tokenizer.apply_chat_template([formed(x, *form) for x in messages], **options)
+    except RENDER_ERRORS as error:
+        name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise Unwritten(one_line(f"{name}{error}")) from None
+
+
+class Unwritten(ValueError):
+    """A template cannot write messages."""
+
+
+def formed(message, parts, text, none):
+    """A message in a form that some templates want.
+
+    parts: its content is a list. Calls are as OpenAI has them; text: their arguments are JSON text; none: no
+    content is None where there are calls.
+    """
+    if parts and isinstance(message["content"], str):
+        message = message | dict(content=[dict(type="text", text=message["content"])])
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if text:
+            function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
+        calls.append(dict(type="function") | call | dict(function=function))
+    return message | dict(tool_calls=calls, content=message["content"] or (None if none else ""))
+
+
+@lru_cache(10000)
+def form_of(about, tokenizer, template, tools, prompted):
+    """The form in which a template shows messages like these: tried on marks in their place.
+
+    All but the assistant's words must be shown, which a template may rewrite; see `turn`.
+    """
+    marks, messages = {}, []
+    for i, (role, kind, said, calls, *more) in enumerate(about):
+        mark = f"zq{i}said"
+        message = dict(role=role, content=mark if said else "", **dict.fromkeys(more, f"zq{i}more"))
+        if kind is list and said:
+            message["content"] = [dict(type="image"), dict(type="text", text=mark)]
+        if said and role != "assistant":
+            marks[mark] = f"what message {i} ({role}) says"
+        for j in range(calls):
+            name, value = f"zq{i}name{j}", f"zq{i}value{j}"
+            message.setdefault("tool_calls", []).append(
+                dict(function=dict(name=name, arguments=dict(x=value)))
+            )
+            marks[name] = marks[value] = f"tool calls: number {j} of message {i}"
+        messages.append(message)
+    schema = [
+        dict(
+            type="function",
+            function=dict(
+                name="zq",
+                description="zq",
+                parameters=dict(type="object", properties=dict(x=dict(type="string", description="zq"))),
+            ),
+        )
+    ]
+    # a list only where text will not do, and other calls only where there are any
+    forms, problem = [*product((False, True), repeat=3)], None
+    for form in forms if any(calls for _, _, _, calls, *_ in about) else forms[::4]:
+        try:
+            text = written(messages, form, tokenizer, tools and schema, prompted)
+        except Unwritten:
+            continue
+        lost = [what for mark, what in marks.items() if mark not in text]
+        if not lost:
+            return form
+        problem = problem or f"the chat template leaves out {lost[0]}; take a model whose template shows it"
+    if problem:
+        raise ValueError(problem)
+    return (False,) * 3  # the messages themselves may say why
+
+
+def left_out(message, text):
+    """What of a turn a text does not have, white space aside, or has twice; None: nothing."""
+    bare = "".join(text.split())
+    thought = message.get("reasoning_content", "")
+    parts = {
+        f"what it says, {part.strip()!r:.40}": part for part in MARK_OF_THOUGHT.split(message["content"])
+    }
+    for what, part in {f"its reasoning, {thought!r:.40}": thought, **parts}.items():
+        if "".join(part.split()) not in bare:
+            return what
+    twice = any(text.count(x) > max(1, message["content"].count(x)) for x in THOUGHTS.values())
+    return "that it thinks once" if twice else None
+
+
+def whole_thought(text):
+    """A response whose prompt opened its thought, with the opening."""
+    for opening, closing in THOUGHTS.items():
+        if closing in text and opening not in text.partition(closing)[0]:
+            return f"{opening}\n{text}"
+    return text
+
+
+def answer_after(prompt, text):
+    """What follows a prompt that may have opened a thought: the answer, which opens it only once.
+
+    An answer without a thought has an empty one, as the templates of Qwen have it.
+    """
+    end, text_ = prompt.rstrip(), text.lstrip()
+    for opening, closing in THOUGHTS.items():
+        begins = text_.startswith(opening)
+        if begins and closing not in text_:
+            raise ValueError(f"the answer opens {opening} and does not close it by {closing}")
+        if end.endswith(opening) and begins:
+            return text_.removeprefix(opening).removeprefix("\n" * prompt.endswith("\n"))
+        if end.endswith(opening) and closing not in text:
+            return f"\n{closing}\n\n{text}"
+        if end.endswith(closing) and begins:  # the prompt says that there is no thought
+            thought, _, answer = text_.removeprefix(opening).partition(closing)
+            if thought.strip():
+                remedy = "let it open one (--chat_template_kwargs), or leave out the thought"
+                raise ValueError(f"the answer has a thought and its prompt an empty one: {remedy}")
+            return answer.lstrip("\n")
+    return text
+
+
+def own_text(message, number, prompt, template):
+    """The text of a turn that the template does not show as it was said."""
+    said, thought = message["content"], message.get("reasoning_content")
+    opening = next((x for x in THOUGHTS if THOUGHTS[x] in template), None)
+    if message.get("tool_calls") or (thought and not opening):
+        what = "its reasoning" if thought else "what it says beside its calls of tools"
+        remedy = "take a model whose template shows it, or another by --chat_template"
+        raise ValueError(f"the chat template leaves out of message {number} {what}; {remedy}")
+    said = f"{opening}\n{thought}\n{THOUGHTS[opening]}\n\n{said}" if thought else said
+    return answer_after(prompt, said)
+
+
+def thought_apart(message):
+    """A message of which a thought at the beginning is its reasoning."""
+    for opening, closing in THOUGHTS.items():
+        thought, closed, said = message["content"].partition(closing)
+        if closed and thought.lstrip().startswith(opening) and not message.get("reasoning_content"):
+            thought = thought.lstrip().removeprefix(opening).strip("\n")
+            return message | dict(content=said.lstrip("\n"), reasoning_content=thought)
+    return message
+
+
+def said_in(upto, prompt, history, previous):
+    """Yield what may be the text of the last turn in `upto`, the best first.
+
+    history: gives the text of the messages before the turn, without the generation prompt; previous: what the
+    last of them says. A prompt that opens a thought may do so where the history does not.
+    """
+    end = prompt.rstrip()
+    opened = next((x for x in THOUGHTS if end.endswith(x)), None)
+    if upto.startswith(prompt):
+        yield upto[len(prompt) :]
+    if opened and upto.startswith(end.removesuffix(opened)):
+        yield answer_after(prompt, upto[len(end.removesuffix(opened)) :])
+    given, at = prompt.removeprefix(history()), len(upto)
+    while given and (at := upto.rfind(given, 0, at)) >= 0 and (previous in upto[:at] or previous not in upto):
+        yield upto[at + len(given) :]
+
+
+def turn(messages, i, tokenizer, tools):
+    """Prompt and text of turn i, and where the turn may end: behind each of its last special tokens.
+
+    The text ends behind EOS, or the last special token; without any EOS follows.
+    """
+    if not i:
+        remedy = "drop it, or say that it is not trained by 'train': false"
+        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
+    template, special = tokenizer.get_chat_template(), special_tokens(tokenizer)
+    reads = "reasoning_content" in template or "thinking" in template
+    for said in (messages, [*map(thought_apart, messages)])[: 2 if reads else 1]:
+        prompt = render(said[:i], tokenizer, tools)
+        upto = render(said[: i + 1], tokenizer, tools, prompted=False)
+        history = partial(render, said[:i], tokenizer, tools, prompted=False)
+        found = said_in(upto, prompt, history, said[i - 1]["content"].strip())
+        text = next((text for text in found if not left_out(said[i], text)), None)
+        if text is not None:
+            break
+    last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
+    if text is None:
+        text = own_text(messages[i], i, prompt, template) + last.search(upto)[0]
+    ends = [match.end() for match in special.finditer(text, last.search(text).start())]
+    if not ends:
+        text = text.rpartition(tokenizer.eos_token)[0] or text
+        text += tokenizer.eos_token
+        return prompt, text, [len(text)]
+    eos = [end for end in ends if text.endswith(tokenizer.eos_token, 0, end)]
+    text = text[: eos[-1] if eos else ends[-1]]
+    return prompt, text, [end for end in ends if end <= len(text)]
+
+
+def turns(messages, tokenizer, tools=None, first=0):
+    """-> (text, [(begin, end) of each trained turn]), as few as can be: what a sampler would read and write.
+
+    A turn is trained after the prompt that a sampler is given: the messages before it and the generation
+    prompt. Turns share a text as long as the next prompt begins with it; a template that leaves thoughts out
+    of the history needs one for each.  first: the number of the first message that is trained.
+    """
+    rows = []
+    for i in trained_turns(messages, first):
+        prompt, text, ends = turn(messages, i, tokenizer, tools)
+        spans = [(len(prompt), len(prompt) + len(text))]
+        if rows:
+            before, earlier, last_ends = rows[-1]
+            kept = [end for end in last_ends if prompt.startswith(before[:end])]
+            if kept:
+                rows.pop()
+                spans = [*earlier[:-1], (earlier[-1][0], kept[-1]), *spans]
+        rows.append((prompt + text, spans, [len(prompt) + end for end in ends]))
+    return [row[:2] for row in rows]
+
+
+def trained_turns(messages, first=0):
+    """Numbers of the turns of the assistant that are trained."""
+    roles = [(i, m) for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
+    return [i for i, message in roles if message.get("train", True)]
+
+
+def encode_messages(messages, tokenizer, tools=None, first=0):
+    """-> (ids, which are trained) of each row of a conversation, as `turns` has them.
+
+    Where a template marks what is trained by {% generation %}, transformers' mask counts.
+    """
+    if MARKED.search(tokenizer.get_chat_template()):
+        return encode_marked(messages, tokenizer, tools, first)
+    rows = []
+    for text, spans in turns(messages, tokenizer, tools, first):
+        ids, starts, ends = tokens(text, (), tokenizer)
+        # a sampler's prompt ends where the turn begins, so no token lies across that place
+        cuts = [begin for begin, _ in spans if np.any((starts < begin) & (begin < ends))]
         if cuts:
-            before, upto = text[: cuts[i]] + prompt, text[: cuts[i + 1]] + end
-        else:
-            before, upto = template(messages[:i], add_generation_prompt=True), template(messages[: i + 1])
-        if not (upto.startswith(before) and text.startswith(upto)):
-            raise ValueError(f"the chat template renders message {i} differently when others follow it")
-        check_calls(messages[i : i + 1], upto[len(before) :])
-        found.append((i, len(before), len(upto)))
-    return text, found
+            ids, starts, _ = tokens(text, cuts, tokenizer)
+        trained = sum([(begin <= starts) & (starts < end) for begin, end in spans]) > 0
+        rows.append((ids, trained.tolist()))
+    return rows
+
+
+def tokens(text, cuts, tokenizer):
+    """Ids of a text of which no token lies across a cut, and where each begins and ends."""
+    ids, places = [], []
+    for begin, end in pairwise([0, *cuts, len(text)]):
+        encoded = tokenizer(text[begin:end], add_special_tokens=False, return_offsets_mapping=True)
+        ids += encoded["input_ids"]
+        places += [(begin + a, begin + b) for a, b in encoded["offset_mapping"]]
+    return ids, *np.array(places or [(0, 0)])[: len(ids)].T
+
+
+def encode_marked(messages, tokenizer, tools, first):
+    """As `encode_messages`, by the template's marks; one row if all turns are shown in one text."""
+    wanted = trained_turns(messages, first)
+    text = render(messages, tokenizer, tools, prompted=False)
+    if all(not left_out(messages[i], text) for i in wanted):
+        return [marked(messages, tokenizer, tools, wanted)] if wanted else []
+    rows = []
+    for i in wanted:
+        text = render(messages[: i + 1], tokenizer, tools, prompted=False)
+        if what := left_out(messages[i], text):
+            raise ValueError(f"the chat template leaves out of message {i} {what}")
+        rows.append(marked(messages[: i + 1], tokenizer, tools, [i]))
+    return rows
+
+
+def marked(messages, tokenizer, tools, wanted):
+    """Ids of a conversation, and transformers' mask of them; of some turns only: the runs of these."""
+    how = dict(tools=tools or None, return_dict=True, return_assistant_tokens_mask=True)
+    encoded = tokenizer.apply_chat_template(plain(messages, tokenizer), **how)
+    ids, mask = encoded["input_ids"], [bool(x) for x in encoded["assistant_masks"]]
+    spoken = trained_turns([dict(role=m["role"]) for m in messages])
+    if wanted != spoken:
+        runs = [[*run] for on, run in groupby(range(len(mask)), key=mask.__getitem__) if on]
+        if len(runs) != len(spoken):
+            raise ValueError(f"the chat template marks {len(runs)} turns of {len(spoken)}: all or none")
+        kept = {j for i, run in zip(spoken, runs) if i in wanted for j in run}
+        mask = [j in kept for j in range(len(mask))]
+    return ids, mask
+
+
+def stops(ids, trained, tokenizer):
+    """The tokens that end the trained turns of a row: the last special token of each."""
+    special = {i for i, x in tokenizer.added_tokens_decoder.items() if x.special} | {tokenizer.eos_token_id}
+    runs = [[*run] for on, run in groupby(range(len(ids)), key=trained.__getitem__) if on]
+    last = [[ids[j] for j in run if ids[j] in special][-1:] for run in runs]
+    return {*sum(last, [])}
 
 
 def says_nothing(reply):
@@ -51,67 +388,3 @@ def says_nothing(reply):
         raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
     spoken = [message for message in reply if message.get("role") == "assistant"]
     return any(not turn["content"].strip() and not turn.get("tool_calls") for turn in spoken)
-
-
-def check_calls(messages, text):
-    """ValueError if a chat template left a tool that messages call out of the text that it made of them."""
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            name = call.get("function", call)["name"]
-            if name not in text:
-                problem = f"the chat template leaves out tool calls, such as one of {name!r}"
-                raise ValueError(f"{problem}; take a model whose template shows them")
-
-
-def one_by_one(messages, tokenizer, tools, text):
-    """-> where each message begins in the text; what follows the last, with generation prompt and without.
-
-    None if that cannot be said of all beginnings of the conversation from one look at the whole.
-    """
-    compiled = forward(tokenizer.get_chat_template())
-    if not compiled or messages[0]["role"] == "assistant":
-        return None
-    written, cuts = "", []
-
-    class Watched(list):
-        def __iter__(self):
-            for message in list.__iter__(self):
-                cuts.append(len(written))
-                yield message
-            cuts.append(len(written))
-
-    known = dict(tokenizer.special_tokens_map, tools=tools, documents=None, add_generation_prompt=False)
-    for piece in compiled.generate(messages=Watched(messages), **known):
-        written += piece
-    prompted = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True
-    )
-    if len(cuts) <= len(messages) or written != text or not prompted.startswith(text[: cuts[-1]]):
-        return None
-    return cuts, prompted[cuts[-1] :], text[cuts[-1] :]
-
-
-@cache
-def forward(template):
-    """The compiled template, if it writes message after message and then the same for all; else None.
-
-    Then it has one loop over the messages, in which it knows the first and those before, and what follows
-    the loop depends on nothing that the template itself has set.
-    """
-    compiled = _compile_jinja_template(template)
-    tree = compiled.environment.parse(template)
-    loops = [i for i, x in enumerate(tree.body) if isinstance(x, nodes.For) and x.iter == MESSAGES]
-    if len(loops) != 1:
-        return None
-    loop, until, after = tree.body[loops[0]], tree.body[: loops[0] + 1], tree.body[loops[0] + 1 :]
-    names = lambda parts: [name.name for part in parts for name in part.find_all(nodes.Name)]
-    first = [x for x in tree.find_all(nodes.Getitem) if x.node == MESSAGES and x.arg == nodes.Const(0)]
-    behind = [x for x in tree.find_all(nodes.Getattr) if x.node == nodes.Name("loop", "load")]
-    behind = [x for x in behind if x.attr in BEHIND]
-    own = {x.name for x in tree.find_all(nodes.Name) if x.ctx != "load"}
-    own |= {x.name for x in tree.find_all(nodes.Macro)} | {"messages", "loop"}
-    plain = not (loop.else_ or loop.test or loop.recursive)
-    plain = plain and names([tree]).count("messages") == 1 + len(first)
-    plain = plain and names([tree]).count("loop") == len(behind)
-    plain = plain and "add_generation_prompt" not in names(until) and own.isdisjoint(names(after))
-    return compiled if plain else None
