@@ -1,8 +1,12 @@
 """Models that take images: what they see, what they learn from it, and what is refused."""
 
 import io
+import itertools
 import math
+import random
+import re
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -146,3 +150,119 @@ def test_what_images_do_not_go_with(vlm, shapes, tmp_path, script, flags, proble
     files = dict(model=vlm, train_files=(str(shapes / "train.parquet"),), output_dir=str(tmp_path))
     with pytest.raises(SystemExit, match=problem):
         script.load_data(script.Args(**files, **flags))
+
+
+MODES = "1 L P RGB RGBA RGBX RGBa CMYK YCbCr LAB HSV I F LA La PA I;16 I;16L I;16B I;16N".split()
+
+
+def picture(mode):
+    """Pixels of all shades and degrees of transparency, 13 x 7."""
+    shades = np.random.default_rng(0).integers(0, 256, (7, 13, 4), np.uint8)
+    shades[0, :, 3], shades[1, :, 3], shades[2, 0, :3] = 0, 255, (1, 2, 3)
+    image = Image.fromarray(shades)
+    if mode.startswith("I;"):
+        return Image.frombytes(mode, (13, 7), shades[..., :2].tobytes())
+    if mode == "P":
+        image = image.convert("L")
+        image.putpalette(np.random.default_rng(1).integers(0, 256, 768, np.uint8).tobytes())
+    for between in dict(La=["LA"], LAB=["RGB"], PA=["P"], HSV=["RGB"], F=["L"]).get(mode, []):
+        image = image.convert(between)
+    return image.convert(mode)
+
+
+def files():
+    """{bytes: mode and format}: each mode in each format that takes it, with transparency, turned by EXIF."""
+    Image.init()
+    found = {}
+
+    def save(mode, kind, turn=0, **options):
+        """Whether this is a new file."""
+        if turn:
+            exif = options["exif"] = Image.Exif()
+            exif[0x0112] = turn
+        try:
+            picture(mode).save(file := io.BytesIO(), kind, speed=10, **options)
+        except Exception:  # a format has few modes, and each writer has an error of its own
+            return False
+        return found.setdefault(file.getvalue(), made := (mode, kind)) is made
+
+    save("RGBA", "ICNS")  # once, because it is enlarged to a megabyte
+    for mode, kind in itertools.product(MODES, sorted(Image.SAVE.keys() - {"ICNS"})):
+        if save(mode, kind):
+            for transparency in (0, 3, (1, 2, 3), b"\0\x40\x80"):
+                save(mode, kind, transparency=transparency)
+            if save(mode, kind, turn=6):
+                [save(mode, kind, turn=turn) for turn in range(1, 9)]
+                save(mode, kind, turn=6, transparency=0)
+    for kind in ("GIF", "PNG", "WEBP", "TIFF", "AVIF"):
+        more = [picture("RGBA").rotate(180), picture("RGBA").rotate(90, expand=False)]
+        save("RGBA", kind, save_all=True, append_images=more, duration=100)
+    # a palette with alpha, which PIL takes for no transparency
+    head = bytes([0, 1, 1, 0, 0, 4, 0, 32, 0, 0, 0, 0, 2, 0, 2, 0, 8, 0x20])
+    found[head + bytes(range(100, 116)) + bytes([0, 1, 2, 3])] = "palette with alpha", "TGA"
+    return found
+
+
+def damaged(files, count):
+    chance = random.Random(0)
+    for _ in range(count):
+        data = bytearray(chance.choice(files))
+        if chance.random() < 0.3:
+            del data[chance.randrange(1, len(data)) :]
+        for _ in range(chance.choice((1, 2, 5))):
+            data[chance.randrange(min(len(data), chance.choice((40, 200, 10000))))] = chance.randrange(256)
+        yield bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PIL, about what is damaged or large
+def test_pixels_are_those_of_vllms_loader(tmp_path, capfd):
+    """Of what comes in over its API: what is served sees what was trained on."""
+    from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    assert list(ALLOWED_IMAGE_FORMATS) == images.FORMATS
+    path, loader = tmp_path / "picture", ImageMediaIO()
+
+    def pixels(problems, load, *args):
+        try:
+            image = load(*args)
+        except problems as error:
+            assert "\n" not in str(error)
+            return None
+        return image.mode, image.size, image.tobytes()
+
+    def same(data):
+        """What both see; None if both refuse."""
+        theirs = pixels(Exception, lambda: loader.load_bytes(data).media)
+        path.write_bytes(data)
+        for where in ((data, None), (None, str(path))):
+            images.open_image.cache_clear()
+            assert pixels(images.Unfit, images.open_image, *where) == theirs, made.get(data)
+        return theirs
+
+    made = files()
+    seen = {data: same(data) for data in made}
+    read = {made[data] for data, found in seen.items() if found}
+    assert {*MODES} - {mode for mode, _ in read} == {"La", "I;16N"}  # no format has them
+    assert {kind for _, kind in made.values()} - {kind for _, kind in read} == {"EPS", "PALM", "PDF"}
+    eps = next(data for data, (_, kind) in made.items() if kind == "EPS")
+    with pytest.raises(images.Unfit, match="cannot identify image file"):  # not: Ghostscript is missing
+        images.open_image(eps, None)
+    turned = {made[data][1] for data, found in seen.items() if found and found[1] == (7, 13)}
+    assert turned == {"AVIF", "JPEG", "PNG", "TIFF", "WEBP"}
+    refused = [same(data) for data in damaged([*made], 1000)].count(None)
+    assert 300 < refused < 800
+
+    drawing = Image.new("RGBA", (2, 1))  # black, and nothing of it is to be seen
+    drawing.putpixel((1, 0), (0, 0, 0, 255))
+    drawing.save(file := io.BytesIO(), "PNG")
+    assert same(file.getvalue())[2] == bytes([255, 255, 255, 0, 0, 0])
+
+
+def test_one_place_opens_pictures():
+    opens = re.compile(r"Image\.open|load_image|decode_image|read_image|imread")
+    folders = "algos", "benchmarks", "common", "data_prep", "envs", "rewards"
+    found = [
+        path for name in folders for path in (ROOT / name).rglob("*.py") if opens.search(path.read_text())
+    ]
+    assert found == [ROOT / "data_prep/lib/images.py"]

@@ -5,16 +5,21 @@ is given, an image is one token; in those that a model runs, as many as the imag
 """
 
 import math
+from contextlib import suppress
 from functools import cache, lru_cache
 from io import BytesIO
+from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from data_prep.lib.turns import render
 from envs.messages import MARK
 
-BROKEN = (OSError, SyntaxError, Image.DecompressionBombError)  # what PIL raises on a file that is no picture
+FORMATS = (  # those that vLLM reads, in its order; not EPS, which PIL hands to Ghostscript
+    "AVIF BLP BMP CUR DCX DDS DIB FITS FLI FTEX GBR GIF ICNS ICO IM IMT IPTC JPEG JPEG2000 MCIDAS MSP PCD PCX"
+    " PIXAR PNG PPM PSD QOI SGI SPIDER SUN TGA TIFF WEBP XBM XPM XVTHUMB"
+).split()
 
 
 class Unfit(ValueError):
@@ -56,11 +61,18 @@ def image_token_ids(config):
 
 @lru_cache(8)  # the responses to a prompt share its pictures
 def open_image(data, path):
-    """The picture in bytes, or in a file; Unfit if there is none."""
+    """The picture in bytes, or in a file, with the pixels of vLLM's loader; Unfit if there is none."""
     try:
-        with Image.open(BytesIO(data) if data else path) as image:
+        with Image.open(BytesIO(data or Path(path).read_bytes()), formats=FORMATS) as image:
+            with suppress(Exception):  # a damaged EXIF turns nothing
+                image = ImageOps.exif_transpose(image)
+            if image.mode in ("LA", "PA", "RGBA") or (image.mode != "RGB" and "transparency" in image.info):
+                image = image.convert("RGBA")
+                white = Image.new("RGB", image.size, "white")
+                white.paste(image, mask=image.getchannel("A"))
+                return white
             return image.convert("RGB")
-    except BROKEN as error:
+    except Exception as error:  # PIL's readers raise anything on a damaged file
         raise Unfit(f"an image cannot be read: {error}") from None
 
 
