@@ -9,14 +9,22 @@ class Environment:
 
 The code runs in processes that can be killed, each step perhaps in another one: the object must be picklable,
 and what is big and never changes belongs into a cache of its module.  A hang, a crash or an exception ends
-its trajectory only.
+its trajectory only.  Methods and tools may be `async def`: each process has one event loop.
 """
 
+import asyncio
+import inspect
 import warnings
 
 from rewards import load_from
 
 warnings.filterwarnings("ignore", category=SyntaxWarning)  # what a model writes is parsed as Python, too
+LOOP = asyncio.Runner()  # one for all calls of a process: a client that a module keeps belongs to its loop
+
+
+def awaited(result):
+    """What a function returned, awaited if it is to be."""
+    return LOOP.get_loop().run_until_complete(result) if inspect.isawaitable(result) else result
 
 
 def load_env(spec):

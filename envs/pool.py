@@ -13,7 +13,7 @@ import threading
 
 import cloudpickle
 
-from envs import load_env, one_line
+from envs import awaited, load_env, one_line
 from rewards.manager.worker import Worker, WorkerError
 
 
@@ -106,8 +106,8 @@ def step_env(env_class, state, extra_info, text):
     """One step, in a process -> a dict with state, messages and reward, or with `error`, a line."""
     try:
         env = env_class(extra_info) if state is None else pickle.loads(base64.b64decode(state))
-        messages = _checked(env.step(text))
-        reward = env.reward() if hasattr(env, "reward") else None
+        messages = _checked(awaited(env.step(text)))
+        reward = awaited(env.reward()) if hasattr(env, "reward") else None
         state = base64.b64encode(cloudpickle.dumps(env)).decode()
     except MemoryError:
         raise  # ends the process

@@ -13,7 +13,7 @@ import types
 import typing
 from contextlib import suppress
 
-from envs import one_line
+from envs import awaited, one_line
 
 TAGGED = re.compile(
     r"<function=(.*?)(?:</function>|\Z)|<tool_call>(?!\s*<function=)(.*?)(?:</tool_call>|\Z)", re.DOTALL
@@ -138,6 +138,12 @@ class ToolEnv:
     functions = {}  # noqa: RUF012, each class has its own
     tools = _Schemas()
 
+    def __init_subclass__(cls):
+        for name, tool in cls.functions.items():
+            yields = inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool)
+            if yields or not inspect.isroutine(tool):
+                raise ValueError(f"--env: the tool {name!r} must be a function that returns its result")
+
     def __init__(self, extra_info):
         pass
 
@@ -155,7 +161,7 @@ class ToolEnv:
             hints = typing.get_type_hints(function)
             arguments = {key: _typed(value, hints.get(key, str)) for key, value in arguments.items()}
             bound = inspect.signature(function).bind(**arguments)
-            result = function(*bound.args, **bound.kwargs)
+            result = awaited(function(*bound.args, **bound.kwargs))
             if not isinstance(result, str):
                 result = json.dumps(result, default=str, ensure_ascii=False)
         except Exception as error:  # a tool is anybody's code, called with anything: the model gets the error
@@ -173,7 +179,7 @@ class TrlEnv(ToolEnv):
 
     def __init__(self, extra_info):
         self.env = self.trl_class()
-        self.env.reset(**extra_info)
+        awaited(self.env.reset(**extra_info))
 
     def _function(self, name):
         return getattr(self.env, name)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from envs import load_env
 from envs.pool import EnvPool, _checked
 from envs.tools import ToolEnv, parse_calls
+from rewards import load_file
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 
@@ -370,6 +371,220 @@ def test_trl(file, pools):
     pool.step(1, "", {})
     [answer] = pool.answers(wait=True)
     assert answer == {"key": 1, **failed("error: KeyError: 'start'")}
+
+
+ASYNC = '''
+import asyncio, functools
+from envs.tools import ToolEnv
+
+SCHEMA = [{"type": "function", "function": {"name": "f"}}]
+CLIENT = asyncio.Queue(1)  # belongs to the loop that it is first waited for in
+
+class Late:
+    """An awaitable that is no coroutine."""
+    def __init__(self, value):
+        self.value = value
+    def __await__(self):
+        yield from asyncio.sleep(0).__await__()
+        return self.value
+
+async def twice(a: int) -> int:
+    """Doubles.
+
+    Args:
+        a: a number
+    """
+    await asyncio.sleep(0.001)
+    with_timeout = asyncio.create_task(asyncio.sleep(0, a))  # needs a loop
+    return a + await with_timeout
+
+@functools.wraps(twice)
+def wrapped(a):
+    return twice(a)
+
+@functools.wraps(twice)
+def late(a):
+    return Late({"twice": 2 * a})
+
+@functools.wraps(twice)
+def plain(a):
+    return 2 * a
+
+async def client(a: int) -> int:
+    """Asks a client that its module keeps: it is of use in the next call, too.
+
+    Args:
+        a: a number
+    """
+    waiting = asyncio.create_task(CLIENT.get())
+    await asyncio.sleep(0)
+    await CLIENT.put(2 * a)
+    return await waiting
+
+@functools.wraps(twice)
+async def fail(a):
+    raise ValueError("no")
+
+@functools.wraps(twice)
+async def hang(a):
+    await asyncio.Event().wait()
+
+@functools.wraps(twice)
+async def cancelled(a):
+    raise asyncio.CancelledError
+
+class Object:
+    async def method(self, a: int) -> int:
+        return await twice(a)
+    async def __call__(self, a: int) -> int:
+        return await twice(a)
+    async def rows(self, a: int):
+        yield a
+
+async def agen(a: int):
+    yield a
+
+def gen(a: int):
+    yield a
+
+KINDS = dict(plain=plain, twice=twice, wrapped=wrapped, late=late, client=client, fail=fail, hang=hang,
+    cancelled=cancelled)
+globals().update({f"LIST_{name}": [function] for name, function in KINDS.items()})
+LIST_agen, LIST_gen, LIST_rows = [agen], [gen], [Object().rows]
+LIST_partial, LIST_object = [functools.partial(twice, a=1)], [Object()]
+
+def of_class(tool):
+    """Where a list is not: a class made by hand, with its own schemas."""
+    return type("Made", (ToolEnv,), dict(functions=dict(f=tool), tools=SCHEMA))
+method = type("Method", (ToolEnv,), dict(functions=dict(f=Object().method), tools=SCHEMA))
+
+class Env:
+    """Its step says what to do."""
+    def __init__(self, extra_info):
+        self.score = 0
+    async def step(self, text):
+        await asyncio.sleep(0.001)
+        if text == "hang":
+            await asyncio.Event().wait()
+        if text == "fail":
+            raise ValueError("no")
+        self.score += 1
+        return None if text == "stop" else [{"role": "user", "content": text}]
+    async def reward(self):
+        await asyncio.sleep(0)
+        return {"score": self.score}
+
+class Sync(Env):
+    """A step that is no coroutine, and returns one."""
+    def step(self, text):
+        return Late([{"role": "user", "content": text}])
+    def reward(self):
+        return Late(7)
+
+class AsyncInit(Env):
+    async def __init__(self, extra_info):
+        pass
+
+class Yields(Env):
+    async def step(self, text):
+        yield text
+
+class Trl:
+    async def reset(self, first):
+        await asyncio.sleep(0)
+        self.count = 2
+    async def twice(self, a: int) -> int:
+        """Doubles.
+
+        Args:
+            a: a number
+        """
+        return await twice(a)
+    @property
+    async def reward(self):
+        return self.count
+
+class TrlYields(Trl):
+    async def rows(self, a: int):
+        """Rows.
+
+        Args:
+            a: a number
+        """
+        yield a
+'''
+
+
+@pytest.fixture(scope="module")
+def async_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("async") / "mine.py"
+    path.write_text(ASYNC)
+    return path
+
+
+def answered(content, reward=None, **message):
+    return {"messages": [message | {"content": content}], "reward": reward, "failure": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "tool", "expected"),
+    [
+        ("LIST_plain", "twice", "6"),
+        ("LIST_twice", "twice", "6"),
+        ("LIST_wrapped", "twice", "6"),
+        ("LIST_late", "twice", '{"twice": 6}'),
+        ("LIST_client", "client", "6"),
+        ("LIST_fail", "twice", "error: ValueError: no"),
+        ("LIST_hang", "twice", failed("timeout")),
+        ("LIST_cancelled", "twice", failed("crash")),
+        ("method", "f", "6"),
+        ("Trl", "twice", "6"),
+    ],
+)
+def test_tools_may_be_async(async_file, pools, name, tool, expected):
+    """Awaited, with the time-out and the errors of ordinary ones; the second call is as the first."""
+    pool = pools(f"{async_file}:{name}", 1, 1 if expected == failed("timeout") else 60)
+    for _ in range(2):
+        call = json.dumps({"name": tool, "arguments": {"a": 3}})
+        [answer] = ask(pool, a=f"<tool_call>{call}</tool_call>").values()
+        if isinstance(expected, str):
+            reward = 2 if name == "Trl" else None
+            assert answer == answered(expected, reward, role="tool", name=tool)
+        else:
+            assert answer == expected
+
+
+def test_methods_may_be_async(async_file, pools):
+    assert ask(pools(f"{async_file}:Env", 1, 1), a="hang") == {"a": failed("timeout")}
+    pool = pools(f"{async_file}:Env", 2, 60)
+    answers = ask(pool, a="x", c="fail", d="stop")
+    assert answers["a"] == answered("x", {"score": 1}, role="user")
+    assert answers["c"] == failed("error: ValueError: no")
+    assert answers["d"] == {"messages": None, "reward": {"score": 1}, "failure": None}
+    assert ask(pool, a="y")["a"] == answered("y", {"score": 2}, role="user")
+    for name, answer in (
+        ("Sync", answered("x", 7, role="user")),
+        ("AsyncInit", failed("error: TypeError: __init__() should return None, not 'coroutine'")),
+    ):
+        assert ask(pools(f"{async_file}:{name}", 1, 60), a="x") == {"a": answer}
+    [answer] = ask(pools(f"{async_file}:Yields", 1, 60), a="x").values()
+    assert answer["failure"].startswith("error: TypeError: step returned <async_generator object")
+
+
+@pytest.mark.parametrize("name", "LIST_agen LIST_gen LIST_rows TrlYields LIST_partial LIST_object".split())
+def test_what_is_no_function_or_yields_is_refused(async_file, name):
+    with pytest.raises(ValueError, match=r"must be a function that returns|no list of functions") as error:
+        load_env(f"{async_file}:{name}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_class_of_tools_is_refused_where_a_list_is(async_file):
+    module = load_file(async_file, "async_tools")
+    for tool in (module.twice, module.Object().method, module.wrapped):
+        assert module.of_class(tool)({}).step("[f(a=3)]")[0]["content"] == "6"
+    for tools in ("agen", "gen", "rows", "partial", "object"):
+        with pytest.raises(ValueError, match="'f' must be a function that returns"):
+            module.of_class(*getattr(module, f"LIST_{tools}"))
 
 
 def test_load_env(file, tmp_path):
