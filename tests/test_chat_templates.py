@@ -1,0 +1,154 @@
+"""What is trained under published chat templates, against their twins that mark it, and by hand.
+
+benchmarks/chat_templates.py makes the table of docs/guides/chat-templates.md from all templates of TRL.
+"""
+
+import json
+from itertools import groupby
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import chat_templates
+from benchmarks.lib.conversations import SHAPES, make_tokenizer, messages_of
+from data_prep.lib.turns import encode_messages
+
+TEMPLATES = ROOT / "tests/fixtures/chat_templates"
+ROWS = {  # of each shape, in the order of SHAPES; -: refused
+    "qwen2_5": "1 1 1 1 1 1 1  - 1 -  1 1 - 1",  # it has no place for reasoning
+    "qwen3": "1 1 1 2 1 1 1  1 1 2  2 2 1 2",  # an empty thought is shown in the last turn alone
+    "qwen3_5_think": "1 1 1 2 1 1 1  1 1 2  1 1 1 1",  # thoughts are shown since the last question
+    "deepseek_r1_distill": "1 1 1 2 1 1 1  1 1 2  - 2 - -",  # it does not end a single call
+    "deepseekv3": "1 1 1 2 1 1 1  1 1 2  2 2 - 2",
+    "glm4moe": "1 1 1 2 1 1 1  1 1 2  2 2 2 2",  # the history has no EOS
+    "phi3": "1 1 1 1 1 1 1  - 1 -  - - - -",  # it knows no tools
+    "gptoss": "1 1 1 2 1 1 1  1 1 2  1 - 1 1",  # one call in a turn; the history has another end
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_each_shape_and_their_marks(name):
+    """Any exception besides a refusal ends this test."""
+    found = chat_templates.try_template(name, TEMPLATES)
+    rows = {shape: str(row.get("rows", "-")) for shape, row in found.items()}
+    assert rows == dict(zip(SHAPES, ROWS[name].split(), strict=True))
+    assert all("leaves out" in row["refused"] for row in found.values() if "refused" in row)
+    assert not {shape: row["wrong"] for shape, row in found.items() if row.get("wrong")}
+    differs = [(shape, turn) for shape, row in found.items() for turn in row.get("differs", ())]
+    assert not [(shape, turn) for shape, turn in differs if not turn["reason"]]
+    assert sum(row.get("compared", 0) for row in found.values()) > 8
+
+
+ASK = "<|im_start|>user\nWhat is one?<|im_end|>\n<|im_start|>assistant\n"
+THEN = "<|im_end|>\n<|im_start|>user\nAnd two?<|im_end|>\n<|im_start|>assistant\n"
+HAND = {  # template and shape: its rows, of which what is between ⟦ and ⟧ is trained
+    "qwen3, one turn": [f"{ASK}⟦<think>\n\n</think>\n\nFirst.<|im_end|>⟧"],
+    "qwen3, reasoning in two turns": [
+        f"{ASK}⟦<think>\nIt is so.\n</think>\n\nFirst.<|im_end|>⟧",
+        f"{ASK}First.{THEN}⟦<think>\nTwice.\n</think>\n\nSecond.<|im_end|>⟧",
+    ],
+    "qwen2_5, two turns": [
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        f"{ASK}⟦First.<|im_end|>⟧{THEN.removeprefix('<|im_end|>')}⟦Second.<|im_end|>⟧",
+    ],
+    "qwen3_5_think, one turn": [f"{ASK}<think>\n⟦\n</think>\n\nFirst.<|im_end|>⟧"],
+    "qwen3_5_think, second turn alone": [f"{ASK}First.{THEN}<think>\n⟦\n</think>\n\nSecond.<|im_end|>⟧"],
+    "qwen3_5_think, reasoning in two turns": [
+        f"{ASK}<think>\n⟦It is so.\n</think>\n\nFirst.<|im_end|>⟧",
+        f"{ASK}First.{THEN}<think>\n⟦Twice.\n</think>\n\nSecond.<|im_end|>⟧",
+    ],
+    "deepseek_r1_distill, one turn": [
+        "<｜begin▁of▁sentence｜><｜User｜>What is one?<｜Assistant｜><think>\n"
+        "⟦\n</think>\n\nFirst.<｜end▁of▁sentence｜>⟧",
+    ],
+    "deepseek_r1_distill, `<think>` in the content": [
+        "<｜begin▁of▁sentence｜><｜User｜>What is one?<｜Assistant｜><think>\n"
+        "⟦It is so.\n</think>\n\nFirst.<｜end▁of▁sentence｜>⟧",
+    ],
+    "deepseek_r1_distill, reasoning in two turns": [
+        "<｜begin▁of▁sentence｜><｜User｜>What is one?<｜Assistant｜><think>\n"
+        "⟦It is so.\n</think>\n\nFirst.<｜end▁of▁sentence｜>⟧",
+        "<｜begin▁of▁sentence｜><｜User｜>What is one?<｜Assistant｜>First.<｜end▁of▁sentence｜>"
+        "<｜User｜>And two?<｜Assistant｜><think>\n⟦Twice.\n</think>\n\nSecond.<｜end▁of▁sentence｜>⟧",
+    ],
+    "gptoss, reasoning in two turns": [
+        "<|start|>user<|message|>What is one?<|end|><|start|>assistant"
+        "⟦<|channel|>analysis<|message|>It is so.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>First.<|return|>⟧",
+        "<|start|>user<|message|>What is one?<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>First.<|end|>"
+        "<|start|>user<|message|>And two?<|end|><|start|>assistant"
+        "⟦<|channel|>analysis<|message|>Twice.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Second.<|return|>⟧",
+    ],
+    "gptoss, reasoning and a call": [
+        "<|start|>user<|message|>What is one?<|end|><|start|>assistant"
+        "⟦<|channel|>analysis<|message|>It is so.<|end|>"
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>⟧'
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"three"<|end|><|start|>assistant'
+        "⟦<|channel|>final<|message|>It is three.<|return|>⟧",
+    ],
+}
+
+
+def marked(ids, trained, tokenizer):
+    """A row as HAND has it; a token is trained as a whole."""
+    runs = [(on, [*run]) for on, run in groupby(range(len(ids)), key=trained.__getitem__)]
+    texts = [(on, tokenizer.decode([ids[i] for i in run])) for on, run in runs]
+    return "".join(f"⟦{text}⟧" if on else text for on, text in texts)
+
+
+@pytest.mark.parametrize("case", HAND)
+def test_by_hand(case):
+    name, shape = case.split(", ", 1)
+    tokenizer = make_tokenizer(name, (TEMPLATES / f"{name}.jinja").read_text())
+    messages, tools = messages_of(shape, tokenizer)
+    rows = [marked(*row, tokenizer) for row in encode_messages(messages, tokenizer, tools)]
+    if name == "gptoss":  # before it are the date and the tools
+        rows = [row[row.index("<|start|>user") :] for row in rows]
+    assert rows == HAND[case]
+
+
+def no_end(ids, trained):
+    return ids, [on and following for on, following in zip(trained, [*trained[1:], False])]
+
+
+def too_early(ids, trained):
+    return ids, [*trained[1:], True]
+
+
+def silent(ids, trained):
+    return ids[:-13] + ids[-1:], trained[:-13] + trained[-1:]  # without what ends with "First."
+
+
+def untrained(ids, trained):
+    return ids, [False] * len(ids)
+
+
+FAULTS = {
+    no_end: ["no token that stops a sampler ends it"],
+    too_early: ["its prompt is not what a sampler is given"],
+    silent: ["it leaves out what it says"],
+    untrained: ["turns are missing"],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(monkeypatch, fault):
+    """The benchmark would find them in what is trained of one turn."""
+    faulty = lambda *given: [fault(*row) for row in encode_messages(*given)]
+    monkeypatch.setattr(chat_templates, "encode_messages", faulty)
+    monkeypatch.setattr(chat_templates, "SHAPES", ["one turn"])
+    found = chat_templates.try_template("qwen3", TEMPLATES)["one turn"]
+    assert found["wrong"] == FAULTS[fault]
+    assert fault is untrained or found["differs"][0]["reason"] is None
+
+
+def test_the_page_has_the_tables_of_the_results():
+    """And the results are those of this code, with nothing that nobody knows the reason of."""
+    found = json.loads(chat_templates.RESULTS.read_text())
+    assert chat_templates.tables(found) in chat_templates.PAGE.read_text()
+    rows = [row for shapes in found.values() for row in shapes.values()]
+    assert not any(row.get("wrong") for row in rows)
+    assert all(turn["reason"] for row in rows for turn in row.get("differs", ()))
+    assert all(found[name] == chat_templates.try_template(name, TEMPLATES) for name in ("qwen3", "glm4moe"))
