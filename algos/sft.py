@@ -659,13 +659,13 @@ def add_adapters(lm, args):
 
 
 @torch.no_grad()
-def whole_weights(lm, dtype, skipped=()):
+def whole_weights(lm, dtype):
     """Names and weights of the sharded model as its files have them, one whole weight at a time.
 
     Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
     """
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:
+        if name in lm.all_tied_weights_keys or ".lora_" in name:
             continue
         if ".weight." in name:  # scales of QLoRA
             continue

@@ -72,6 +72,10 @@ WITHOUT_ENTROPY = [
     "def backward(ctx, d_logp):",
     GRADIENT,
 ]
+SKIPS = [  # encoders that the sampler has not, of a model that is trained on text alone
+    "def whole_weights(lm, dtype, skipped=()):",
+    'if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:',
+]
 VARIANTS = {  # lines of a copy that the longest has not
     ("LogProbs", "sft.py"): WITHOUT_ENTROPY,
     ("LogProbs", "dpo.py"): WITHOUT_ENTROPY,
@@ -99,6 +103,11 @@ VARIANTS = {  # lines of a copy that the longest has not
     ],
     ("load_policy", "dpo.py"): ["return load(args, mesh, device, add_adapters, TokenLogps)"],
     ("own_logps", "dpo.py"): ["def own_logps(policy, rows):"],
+    ("whole_weights", "grpo.py"): SKIPS,
+    ("whole_weights", "dapo.py"): SKIPS,
+    ("whole_weights", "ppo.py"): SKIPS,
+    ("whole_weights", "agent.py"): SKIPS,
+    ("whole_weights", "distill.py"): SKIPS,
     ("actor_loss", "dapo.py"): [
         "low, high = args.clip_ratio_low, args.clip_ratio_high",
         "loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, low, high)",
