@@ -2,18 +2,20 @@
 
 import os
 import shutil
+from itertools import product
 
 import pytest
 import torch
 from conftest import load_weights
 from transformers import AutoModelForCausalLM
 
-from algos import grpo
+from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from common import checkpoints
 from common.files import weights_digest
 from data_prep.tiny_model import make_tokenizer
 from tests import families
 
+TRAINERS = grpo, dapo, ppo, agent, distill, sft, dpo, rm
 ARGS = grpo.Args(model="", train_files=(), output_dir="")
 
 
@@ -38,12 +40,12 @@ def logps(policy):
 
 @pytest.mark.parametrize("family", ("llama", "deepseek_v3"))
 def test_whole_weights_are_those_of_the_files(mesh, model, family):
-    """To the bit, and once each; buffers that no file has are read too."""
+    """To the bit, and once each, in every trainer; buffers that no file has are read too."""
     expected = load_weights(model(family))
     _, policy = load(mesh, model(family))
     assert any("bias" in name for name, _ in policy.lm.named_buffers()) == (family == "deepseek_v3")
-    for dtype in (torch.float32, torch.bfloat16):
-        found = [*grpo.whole_weights(policy.lm, dtype)]
+    for script, dtype in product(TRAINERS, (torch.float32, torch.bfloat16)):
+        found = [*script.whole_weights(policy.lm, dtype)]
         assert sorted(name for name, _ in found) == sorted(expected)
         for name, x in found:
             kept = x.dtype is torch.float32 and name.endswith("bias")  # a buffer is not cast

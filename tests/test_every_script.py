@@ -2,8 +2,12 @@
 
 from functools import partial
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import load_weights
+from peft.utils import transformers_weight_conversion
 from transformers import AutoConfig, LlamaConfig
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
@@ -57,7 +61,7 @@ def test_every_script_checks_its_model(script, family, line, tmp_path):
 
 @every_copy(*SAMPLED, sft, dpo, rm)
 def test_adapters_of_every_script(script, mesh, tmp_path):
-    """Frozen weights keep the dtype of their files, adapters are float32 and follow the seed."""
+    """Frozen weights keep the dtype of their files, adapters are float32, follow the seed, and are merged."""
     families.write("qwen3_moe", tmp_path)
     whole = families.build("qwen3_moe").bfloat16()
     whole.config.dtype = torch.bfloat16
@@ -72,3 +76,52 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
         assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16)
     found = [[p.full_tensor() for n, p in lm.named_parameters() if ".lora_A." in n] for lm in policies]
     assert all(map(torch.equal, found[0], found[1])) and not any(map(torch.equal, found[0], found[2]))
+    lm, files = policies[0], load_weights(tmp_path)
+    for name, p in lm.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(p.detach().to_local(), std=0.1)
+    weights = dict(script.whole_weights(lm, torch.float32))
+    assert weights.keys() ^ files.keys() == ({"score.weight", "lm_head.weight"} if script is rm else set())
+    for name in weights.keys() & files.keys():
+        expected = files[name].float()
+        if "_proj" in name and "experts" not in name:
+            parts = lm.get_submodule(name.removesuffix(".weight"))
+            a, b = (getattr(parts, x)["default"].weight.full_tensor() for x in ("lora_A", "lora_B"))
+            expected = expected + 16 / 2 * b @ a  # lora_alpha over lora_rank
+        torch.testing.assert_close(weights[name], expected)
+
+
+@every_copy(*SAMPLED, sft, dpo, rm)
+def test_shared_experts_have_adapters(script, monkeypatch):
+    """peft takes their names for those of all experts; a test before this one may have cleared its table."""
+    renamed = transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN
+    monkeypatch.setitem(renamed, "glm4_moe", "qwen2_moe")
+    lm = families.build("glm4_moe")
+    script.add_adapters(lm, arguments(script, "", lora_rank=2))
+    adapted = {name for name, _ in lm.named_parameters() if ".lora_" in name}
+    assert any(".shared_experts.up_proj." in name for name in adapted)
+    assert not any(".experts." in name or ".gate." in name for name in adapted)
+
+
+@every_copy(*SAMPLED, sft, dpo, rm)
+def test_text_alone_does_not_train_encoders(script, mesh, tmp_path):
+    families.write("mistral3", tmp_path)
+    wrap = getattr(script, "TokenLogps", None) or script.Scorer
+    args = arguments(script, str(tmp_path), attn_implementation="sdpa")
+    lm = script.load_model(args, mesh, torch.device("cpu"), script.add_adapters, wrap).lm
+    trained = {
+        name: "language_model." in name or name.startswith(("lm_head", "score")) for name in lm.state_dict()
+    }
+    assert {*trained.values()} == {True, False}
+    assert {name: p.requires_grad for name, p in lm.named_parameters()} == trained
+
+
+@every_copy(*SAMPLED)
+def test_every_script_knows_its_rewards(script, tiny, arithmetic, tmp_path):
+    """A row that no scorer is for is one line before a model is loaded."""
+    rows = pq.read_table(arithmetic / "val.parquet").to_pylist()
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row | dict(data_source="mystery") for row in rows]), path)
+    args = arguments(script, str(tiny), train_files=(str(path),))
+    with pytest.raises(SystemExit, match=r"mystery.*--reward_fn"):
+        script.load_data(args, *([[]] if script is agent else []))

@@ -210,6 +210,23 @@ class Gpu(torch.Tensor):
     is_cuda, dtype = True, torch.bfloat16
 
 
+@every_copy(*WITH_LOGPS, rm)
+@pytest.mark.parametrize("on_a_gpu", (False, True))
+def test_a_token_sees_its_own_text(script, on_a_gpu, monkeypatch):
+    """The row of test_a_tree_by_hand, by plain softmax; two heads of queries have one of keys."""
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+    torch.manual_seed(0)
+    inputs, _ = script.one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
+    layout = {name: inputs[name] for name in ("kv_index", "shapes", "cu_seqlens")}
+    query, key, value = (torch.randn(1, heads, 7, 4) for heads in (2, 1, 1))
+    asked = query.as_subclass(Gpu) if on_a_gpu else query
+    out, _ = script.packed_attention(None, asked, key, value, None, scaling=0.7, **layout)
+    seen = [[0], [0, 1], [2], [2, 3], [0, 1, 4], [0, 1, 5], [0, 1, 5, 6]]
+    for t, s in enumerate(seen):
+        weights = (0.7 * query[0, :, t] @ key[0, 0, s].t()).softmax(-1)
+        torch.testing.assert_close(out[0, t].as_subclass(torch.Tensor), weights @ value[0, 0, s])
+
+
 PACKED = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
 PACKED += ["mistral3", "qwen3_vl"]  # without images
 

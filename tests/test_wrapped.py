@@ -163,6 +163,9 @@ def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_p
     for name, x in decoder(scorer).state_dict().items():
         assert torch.equal(x.full_tensor() if hasattr(x, "full_tensor") else x, theirs[name]), name
     assert not scorer.score.weight.full_tensor().any() and scorer.score.weight.requires_grad
+    for name, x in scorer.named_parameters():
+        learns = "language_model." in name or name == "score.weight"
+        assert x.requires_grad == (learns and "lm_head." not in name), name  # of llama4, without use
     files = load_weights(models / family)
     whole = {name: x.clone() for name, x in rm.whole_weights(scorer, torch.float32)}
     inner = {name.removeprefix("model.") for name in whole} if family == "llama4" else whole.keys()
