@@ -80,6 +80,7 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
     for name, p in lm.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(p.detach().to_local(), std=0.1)
+    assert {x.dtype for _, x in script.whole_weights(lm, torch.bfloat16)} == {torch.bfloat16}
     weights = dict(script.whole_weights(lm, torch.float32))
     assert weights.keys() ^ files.keys() == ({"score.weight", "lm_head.weight"} if script is rm else set())
     for name in weights.keys() & files.keys():
