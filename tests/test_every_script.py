@@ -1,6 +1,9 @@
 """What a copy in each trainer must not leave out: dropout, refusals, dtypes and seeds of adapters."""
 
+import sys
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,6 +45,10 @@ def test_no_trainer_has_dropout(script, tmp_path):
         (dict(temperature=0.001), "--temperature 0.001: vLLM samples at 0.01 or above"),
         (dict(top_p=0.9), "--top_p 0.9: pass --rollout_is None"),
         (dict(rollout_rs="token"), "--rollout_rs needs --rollout_rs_threshold"),
+        (
+            dict(rollout_rs="off_policy", rollout_rs_threshold=(-0.1,)),
+            "with off_policy one value, at least 0",
+        ),
     ),
 )
 def test_every_script_refuses(script, flags, line):
@@ -118,11 +125,66 @@ def test_text_alone_does_not_train_encoders(script, mesh, tmp_path):
 
 
 @every_copy(*SAMPLED)
-def test_every_script_knows_its_rewards(script, tiny, arithmetic, tmp_path):
-    """A row that no scorer is for is one line before a model is loaded."""
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    (
+        (dict(), "mystery.*--reward_fn"),  # a row that no scorer is for
+        (dict(reward_fn=("none",), train_batch_size=9), "--train_batch_size 9 is more than the 8 prompts"),
+        (dict(val_files=("nowhere.parquet",)), "nowhere.parquet"),
+    ),
+)
+def test_every_script_reads_its_rows(script, flags, line, tiny, arithmetic, tmp_path):
+    """A line before a model is loaded."""
     rows = pq.read_table(arithmetic / "val.parquet").to_pylist()
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([row | dict(data_source="mystery") for row in rows]), path)
-    args = arguments(script, str(tiny), train_files=(str(path),))
-    with pytest.raises(SystemExit, match=r"mystery.*--reward_fn"):
+    args = arguments(script, str(tiny), **dict(train_files=(str(path),)) | flags)
+    with pytest.raises(SystemExit, match=line):
         script.load_data(args, *([[]] if script is agent else []))
+
+
+@every_copy(*SAMPLED)
+def test_what_vllm_refuses_is_one_line(script, tiny, monkeypatch):
+    def refuse(*_):
+        raise ValueError("max_model_len is greater\nthan max_position_embeddings")
+
+    vllm = SimpleNamespace(EngineArgs=lambda **_: None, LLMEngine=SimpleNamespace(from_engine_args=refuse))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    usage = SimpleNamespace(UsageContext=SimpleNamespace(LLM_CLASS=None))
+    monkeypatch.setitem(sys.modules, "vllm.usage.usage_lib", usage)
+    monkeypatch.setattr(script.cpu, "own_vllm", nullcontext)
+    monkeypatch.setattr(script.families, "vllm_options", lambda *_: {})
+    with pytest.raises(SystemExit, match=r"^error: max_model_len is greater than max_position_embeddings$"):
+        script.build_engine(arguments(script, str(tiny)), torch.device("cpu"))
+
+
+@every_copy(*SAMPLED, sft, dpo, rm)
+def test_a_restart_needs_a_new_store(script, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    with pytest.raises(SystemExit, match="--max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for"):
+        script.setup_distributed(1)
+
+
+@pytest.mark.parametrize(
+    ("script", "kernel", "cause"),
+    (
+        (dpo, "sdpa", "responses see one another, or sdpa leaves out a soft cap"),
+        (dpo, "eager", "it does something to its logits that TokenLogps leaves out"),
+        (rm, "sdpa", "conversations in one row see one another, or sdpa leaves out a soft cap"),
+    ),
+)
+def test_a_model_that_a_layout_changes_is_not_trained(script, kernel, cause, mesh, tmp_path, monkeypatch):
+    families.write("llama", tmp_path)
+    args = arguments(script, str(tmp_path), attn_implementation=kernel)
+    policy = script.load_policy(args, mesh, torch.device("cpu"), *([0] if script is rm else []))
+    check = script.check_scores if script is rm else script.check_layout
+    pair = dict(prompt_ids=[9, 30], chosen_ids=[31, 32, 33], rejected_ids=[40, 41])
+    pair |= dict(chosen_trained=[True] * 3, rejected_trained=[True] * 2)
+    check(policy, [pair], args)
+    attention = script.segment_attention
+    monkeypatch.setattr(script, "segment_attention", lambda *rest: attention(*rest[:-1], 3 * rest[-1]))
+    policy.scale = 3
+    with pytest.raises(SystemExit, match=f"off by .*likely {cause}"):
+        check(policy, [pair], args)
