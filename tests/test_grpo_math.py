@@ -781,6 +781,16 @@ def test_rows_of_the_sampler(monkeypatch):
     (one, seeds_one), (two, seeds_two) = (sampled(1, rank, 2) for rank in (0, 1))  # they share a sampler
     assert seeds_one == seeds_two == seeds
     assert len(one) == len(two) == 3 and one.keys() | two.keys() == rows.keys()
+    answers = Sampler.step
+
+    def fewer(self):
+        [answer] = answers(self)
+        answer.prompt_token_ids = answer.prompt_token_ids[1:]
+        return [answer]
+
+    monkeypatch.setattr(Sampler, "step", fewer)
+    with pytest.raises(ValueError, match="vLLM and processor make other tokens of an image"):
+        sampled(1)
 
 
 def test_rows_are_sorted_by_prompt(monkeypatch):
