@@ -619,10 +619,13 @@ def test_balance(lengths, ranks):
 
 
 @pytest.mark.parametrize("packed", (False, True))
-def test_split_micro_batches(packed, monkeypatch):
-    monkeypatch.setattr(grpo, "all_reduce", lambda values, op: [values[0] + 1])  # another rank needs one more
+@every_copy(*WITH_LOGPS, rm)
+def test_split_micro_batches(packed, script, monkeypatch):
+    monkeypatch.setattr(
+        script, "all_reduce", lambda values, op: [values[0] + 1]
+    )  # another rank needs one more
     lengths = [3, 9, 1, 4, 4, 2]
-    *batches, empty = grpo.split_micro_batches(lengths, 10, packed)
+    *batches, empty = script.split_micro_batches(lengths, 10, packed)
     assert empty == [] and sorted(i for b in batches for i in b) == list(range(6))
     for b in batches:
         cost = sum(lengths[i] for i in b) if packed else max(lengths[i] for i in b) * len(b)

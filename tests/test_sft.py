@@ -20,7 +20,7 @@ from conftest import ROOT, documented, metrics, run
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig
 
-from algos import sft
+from algos import dpo, rm, sft
 from data_prep.arithmetic import make_row
 from data_prep.lib.schema import write_parquet
 from data_prep.tiny_model import make_tokenizer
@@ -110,19 +110,20 @@ def test_decay_in_the_last_steps():
     )
 
 
-def test_pack(monkeypatch):
-    monkeypatch.setattr(sft, "all_reduce", lambda values, op: values)
-    assert sft.pack([6, 5, 5, 4], 10, True) == [[0, 3], [1, 2]]
-    assert sft.pack([6, 5, 5, 4], 10, False) == [[0], [1, 2], [3]]  # padded
-    assert sft.pack([], 10, True) == [[]]
+@pytest.mark.parametrize("script", (sft, dpo, rm), ids=lambda script: script.__name__)
+def test_pack(monkeypatch, script):
+    monkeypatch.setattr(script, "all_reduce", lambda values, op: values)
+    assert script.pack([6, 5, 5, 4], 10, True) == [[0, 3], [1, 2]]
+    assert script.pack([6, 5, 5, 4], 10, False) == [[0], [1, 2], [3]]  # padded
+    assert script.pack([], 10, True) == [[]]
     lengths = np.random.default_rng(0).integers(1, 101, 500).tolist()
-    packed = sft.pack(lengths, 100, True)
+    packed = script.pack(lengths, 100, True)
     assert sorted(i for part in packed for i in part) == list(range(500))
     assert max(sum(lengths[i] for i in part) for part in packed) <= 100
     assert len(packed) <= 1.06 * sum(lengths) / 100  # next-fit, as in `split_micro_batches`: 1.29
     # another rank needs more micro-batches: some stay empty
-    monkeypatch.setattr(sft, "all_reduce", lambda values, op: [4.0])
-    assert sft.pack([6, 5], 11, True) == [[0], [1], [], []]
+    monkeypatch.setattr(script, "all_reduce", lambda values, op: [4.0])
+    assert script.pack([6, 5], 11, True) == [[0], [1], [], []]
 
 
 def test_a_string_is_one_user_message(rows_file):
