@@ -146,6 +146,12 @@ def test_a_frozen_output_layer_gets_no_gradient(script):
     assert weight.grad is None and hidden.grad.abs().sum() > 0
 
 
+@every_copy(*WITH_LOGPS)
+def test_an_output_layer_with_a_bias_is_refused(script):
+    with pytest.raises(SystemExit, match="its output layer has a bias, which log-probs leave out"):
+        script.TokenLogps(families.build("phi"))
+
+
 def test_an_entropy_that_is_only_reported_has_no_backward_pass():
     """The gradient of the log-probs is the same, whether that of the entropy is 0 or none."""
     torch.manual_seed(0)
@@ -289,7 +295,8 @@ def test_group_advantages_do_not_depend_on_order(scores, random):
     assert torch.allclose(straight[order], shuffled, atol=1e-9)
 
 
-def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl():
+@every_copy(grpo, agent)
+def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
     score_n, group_n, length_n = (
         f64(1, 0, 0, 1, 3, 0),
         torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -297,32 +304,33 @@ def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl():
     )
     args = SimpleNamespace(adv_estimator="rloo", group_size=3)
     expected = [1 - 0, 0 - 0.5, 0 - 0.5, 1 - 1.5, 3 - 0.5, 0 - 2]  # score minus the mean of the two others
-    assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
+    assert script.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
     args.adv_estimator = "dr_grpo"
     expected = [2 / 3, -1 / 3, -1 / 3, -1 / 3, 5 / 3, -4 / 3]
-    assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
+    assert script.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
     args.adv_estimator = "maxrl"  # means 1/3 and 4/3
     expected = [2, -1, -1, -0.25, 1.25, -1]
-    assert grpo.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
-    assert grpo.advantages(args, 0 * score_n, group_n, length_n).tolist() == [0] * 6
+    assert script.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
+    assert script.advantages(args, 0 * score_n, group_n, length_n).tolist() == [0] * 6
     with pytest.raises(SystemExit, match="maxrl is for scores from 0 to 1, and one is -1"):
-        grpo.advantages(args, torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 0, 0]), torch.ones(3))
+        script.advantages(args, torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 0, 0]), torch.ones(3))
     args.adv_estimator = "reinforce_plus_plus_baseline"
-    tokens = grpo.advantages(args, score_n, group_n, length_n).repeat_interleave(length_n)
+    tokens = script.advantages(args, score_n, group_n, length_n).repeat_interleave(length_n)
     assert tokens.mean().item() == pytest.approx(0, abs=1e-9)
     assert tokens.var().item() == pytest.approx(1)
 
 
-def test_gdpo():
+@every_copy(grpo, agent)
+def test_gdpo(script):
     """Two rewards: in the first group both speak, in the second only the one whose weight is 1/2."""
     args, group_n = SimpleNamespace(adv_estimator="gdpo"), torch.tensor([0, 1, 0, 1, 0, 1])
     parts = [(2.0, [1, 0, 0, 0, 0, 0]), (0.5, [0, 10, 30, 20, 60, 30])]
     one, two = np.array([2, -1, -1]) / 3**0.5, np.array([-1, 0, 1])
     sums = np.stack([2 * one + 0.5 * two, 0.5 * two], 1).ravel()  # (1, 0, 0) has the std 1 / sqrt(3)
     expected = sums / sums.std(ddof=1)
-    adv_n = grpo.advantages(args, None, group_n, None, parts)
+    adv_n = script.advantages(args, None, group_n, None, parts)
     assert adv_n.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
-    same = grpo.advantages(args, None, group_n, None, [(weight, [0.1] * 6) for weight, _ in parts])
+    same = script.advantages(args, None, group_n, None, [(weight, [0.1] * 6) for weight, _ in parts])
     assert same.tolist() == [0] * 6  # exactly: such rows are not trained
 
 
@@ -819,6 +827,11 @@ def test_a_rank_sees_the_rows_of_the_others(script, monkeypatch):
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(0.1 / 3)
     with pytest.raises(SystemExit, match=r"log-probs differ by 0\.1 > 0\.0001"):
         script.check_sampler(DENSE, rows, args, 1)
+
+
+@every_copy(*SAMPLED)
+def test_columns_of_a_batch_without_rows(script):
+    assert script.collate([], "cpu")["adv_nt"].shape == (0, 1)
 
 
 def test_a_batch_without_rows_has_all_columns():
