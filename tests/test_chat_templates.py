@@ -18,7 +18,7 @@ ROWS = {  # of each shape, in the order of SHAPES; -: refused
     "qwen2_5": "1 1 1 1 1 1 1  - 1 -  1 1 - 1",  # it has no place for reasoning
     "qwen3": "1 1 1 2 1 1 1  1 1 2  2 2 1 2",  # an empty thought is shown in the last turn alone
     "qwen3_5_think": "1 1 1 2 1 1 1  1 1 2  1 1 1 1",  # thoughts are shown since the last question
-    "deepseek_r1_distill": "1 1 1 2 1 1 1  1 1 2  - 2 - -",  # it does not end a single call
+    "deepseek_r1_distill": "1 1 1 2 1 1 1  1 1 2  2 2 - -",
     "deepseekv3": "1 1 1 2 1 1 1  1 1 2  2 2 - 2",
     "glm4moe": "1 1 1 2 1 1 1  1 1 2  2 2 2 2",  # the history has no EOS
     "phi3": "1 1 1 1 1 1 1  - 1 -  - - - -",  # it knows no tools

@@ -15,6 +15,8 @@ SPECIAL = re.compile(
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 ENDS = {  # by how names begin: BOS, EOS, and at what else samplers of the family stop
     "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    # a single call has no other end there
+    "deepseek_r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
     "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     "diffusion_gemma": ("<bos>", "<eos>", "<turn|>", "<|tool_response>"),
     "gemma": ("<bos>", "<eos>", "<end_of_turn>", "<turn|>", "<|tool_response>"),

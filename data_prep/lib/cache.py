@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
+from common.run import fail
 from data_prep.lib import chats, images, schema, turns
 
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size
@@ -105,8 +106,7 @@ def load_prompt_files(args, tokenizer, tools=None):
     train_rows, dropped = load_prompts(args.train_files, tokenizer, args.max_prompt_length, tools)
     val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length, tools)
     if len(train_rows) < args.train_batch_size:
-        problem = f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts"
-        raise ValueError(problem)
+        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
     dropped = f"{dropped + val_dropped} dropped: empty or over {args.max_prompt_length} tokens"
     return (
         train_rows,
