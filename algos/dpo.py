@@ -114,7 +114,7 @@ from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOLS, IDS, prepare
 from data_prep.lib.images import load_processor
-from data_prep.lib.turns import encode_messages, says_nothing, use_template
+from data_prep.lib.turns import encode_messages, says_nothing, shown_tools, use_template
 
 RESPONSES = "chosen", "rejected"  # of a pair
 
@@ -928,7 +928,8 @@ def load_pairs(paths, args, tokenizer):
     def example(record, i):
         try:
             texts = [record[name] for name in columns]
-            return [encode_pair(*texts, tokenizer, args.max_length, record["tools"])]
+            tools = shown_tools(record["tools"], None, tokenizer)
+            return [encode_pair(*texts, tokenizer, args.max_length, tools)]
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             if args.bad_pairs == "drop":
                 return []

@@ -62,10 +62,9 @@ from transformers import AutoConfig
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import replacing, weights_digest
 from common.run import fail, refuse
-from data_prep.lib.chats import shown_tools
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.schema import load_rows
-from data_prep.lib.turns import use_template
+from data_prep.lib.turns import shown_tools, use_template
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 
@@ -114,7 +113,8 @@ def load_prompts(args, tokenizer, tools):
         chat = row[args.prompt_key]
         chat = chat if isinstance(chat, list) else [dict(role="user", content=str(chat))]
         try:
-            prompt = encode_prompt(dict(row, prompt=chat), tokenizer, shown_tools(row["tools"], tools))
+            own = shown_tools(row["tools"], tools, tokenizer)
+            prompt = encode_prompt(dict(row, prompt=chat), tokenizer, own)
         except ValueError as error:
             fail(f"{args.data}: row {i}: {args.prompt_key}: {' '.join(str(error).split())}")
         if 0 < len(prompt["prompt_ids"]) <= args.max_prompt_length:

@@ -69,7 +69,7 @@ from transformers.utils import logging
 from common.files import replacing
 from data_prep.lib.chats import answer
 from data_prep.lib.schema import load_rows, open_parquet
-from data_prep.lib.turns import encode_messages, render, says_nothing
+from data_prep.lib.turns import encode_messages, render, says_nothing, shown_tools
 
 BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
 
@@ -83,12 +83,13 @@ def read_texts(path, tokenizer, args, limit=None):
             break
         messages, *replies = (row[key] for key in keys)
         try:
+            tools = shown_tools(row["tools"], None, tokenizer)
             silent = says_nothing(replies[0] if replies else messages)
             first = len(messages) if replies else 0
             messages = messages + [dict(role="assistant", content=answer(reply)) for reply in replies]
-            found = [] if silent else encode_messages(messages, tokenizer, row["tools"], first)
+            found = [] if silent else encode_messages(messages, tokenizer, tools, first)
             if not silent and not found:  # prompts alone
-                ids = tokenizer.encode(render(messages, tokenizer, row["tools"]), add_special_tokens=False)
+                ids = tokenizer.encode(render(messages, tokenizer, tools), add_special_tokens=False)
                 found = [(ids, [False] * len(ids))]
         except ValueError as error:
             raise ValueError(f"{path}: row {number}: {error}") from None

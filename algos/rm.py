@@ -104,7 +104,7 @@ from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, r
 from data_prep.lib.cache import IDS, prepare
 from data_prep.lib.images import load_processor
 from data_prep.lib.schema import open_parquet
-from data_prep.lib.turns import left_out, render, use_template
+from data_prep.lib.turns import check_scored, render, shown_tools, use_template
 from envs.messages import without_special
 
 PAIR = "chosen_ids", "rejected_ids"  # the conversations of a row
@@ -144,11 +144,7 @@ def conversation_ids(prompt, reply, tokenizer, pad_id, tools=None):
     reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
     prompt, reply = without_special([prompt, reply], tokenizer)
     text = render([*prompt, *reply], tokenizer, tools, prompted=False)
-    for message in reply:
-        if not message.get("train", True):
-            raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
-        if what := left_out(dict(message, content=""), text):
-            raise ValueError(f"the chat template leaves out {what}")
+    check_scored(reply, text)
     alone = render(prompt, tokenizer, tools, prompted=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # CAREFUL: a classifier reads its score at the last token that is not its pad, which may be EOS
@@ -709,7 +705,8 @@ def read_pairs(paths, args, tokenizer, pad_id):
         where = f"{', '.join(paths)}: row {i}"
         margin = record.get("margin", 0.0)
         try:
-            about = margin, tokenizer, pad_id, args.max_length, record["tools"]
+            tools = shown_tools(record["tools"], None, tokenizer)
+            about = margin, tokenizer, pad_id, args.max_length, tools
             return [pair(*(record[x] for x in columns[:3]), *about)]
         except NoPair as problem:
             if args.bad_pairs == "drop":

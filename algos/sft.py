@@ -111,9 +111,9 @@ from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare
-from data_prep.lib.chats import answer, shown_tools
+from data_prep.lib.chats import answer
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
-from data_prep.lib.turns import answer_after, encode_messages, says_nothing, stops, use_template
+from data_prep.lib.turns import answer_after, encode_messages, says_nothing, shown_tools, stops, use_template
 from envs import load_env
 
 
@@ -1134,7 +1134,7 @@ def load_examples(paths, args, tokenizer, tools=None):
         try:
             if says_nothing(record[columns[-1]]):
                 return []
-            own = shown_tools(record["tools"], tools)
+            own = shown_tools(record["tools"], tools, tokenizer)
             if args.messages_key:
                 found = encode_messages(record[args.messages_key], tokenizer, own)
             else:

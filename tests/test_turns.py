@@ -142,6 +142,11 @@ def test_marks_of_a_template_count():
     assert turns.stops(ids, trained, tokenizer) == {tokenizer.eos_token_id}
 
 
+def test_a_turn_that_is_not_trained_may_be_empty():
+    said = [dict(role="assistant", content="", train=False), dict(role="assistant", content="3")]
+    assert not turns.says_nothing(said) and turns.says_nothing([said[1] | dict(content=" ")])
+
+
 THINKS = TAIL.replace("'<|assistant|>'", "'<|assistant|><think>\n'")
 
 

@@ -76,7 +76,7 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
 
     def encode(rows, numbers):
         try:
-            shown = [chats.shown_tools(row["tools"], tools) for row in rows]
+            shown = [turns.shown_tools(row["tools"], tools, tokenizer) for row in rows]
             if sees:
                 values = [images.encode_prompt(row, tokenizer, x) for row, x in zip(rows, shown)]
             else:

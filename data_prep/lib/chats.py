@@ -162,13 +162,6 @@ def tools_of(value, where="tools"):
     return tools
 
 
-def shown_tools(own, given):
-    """The tools that a template shows: those of a row, or those that a script gives to all rows."""
-    if own and given:
-        raise ValueError("it has tools in its column 'tools', and --env has others: drop the column")
-    return given or own or None
-
-
 def _known(value):
     """A value without nulls, at any depth."""
     if isinstance(value, dict):

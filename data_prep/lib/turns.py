@@ -20,6 +20,9 @@ THOUGHTS = {  # marks of a thought
 }
 MARK_OF_THOUGHT = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
+TOOL = dict(name="zqtool", description="zq", parameters=dict(type="object", properties={}))
+TOOL["parameters"]["properties"]["x"] = dict(type="string", description="zq")
+TOOL = dict(type="function", function=TOOL)  # one that no text speaks of
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
 
 
@@ -77,25 +80,27 @@ def render(messages, tokenizer, tools=None, prompted=True):
 
     ValueError, in one line, if the template cannot write them, or leaves out what somebody says or calls.
     """
+    return written(shown(messages, tokenizer, tools, prompted), tokenizer, tools, prompted)
+
+
+def shown(messages, tokenizer, tools, prompted):
+    """Messages in the form in which the template shows them."""
     messages = plain(messages, tokenizer)
-    about = tuple(
-        (
-            m["role"],
-            type(m["content"]),
-            bool(m["content"]),
-            len(m.get("tool_calls") or ()),
-            *sorted({"reasoning_content", "name"} & m.keys()),
+    about = []
+    for m in messages:
+        fields = sorted({"reasoning_content", "name"} & m.keys())
+        about.append(
+            (m["role"], type(m["content"]), bool(m["content"]), len(m.get("tool_calls") or ()), *fields)
         )
-        for m in messages
-    )
-    form = form_of(about, tokenizer, str(tokenizer.chat_template), bool(tools), prompted)
-    return written(messages, form, tokenizer, tools, prompted)
+    form = form_of(tuple(about), tokenizer, str(tokenizer.chat_template), bool(tools), prompted)
+    return [formed(message, *form) for message in messages]
 
 
-def written(messages, form, tokenizer, tools, prompted):
+def written(messages, tokenizer, tools, prompted):
+    """What the template writes; Unwritten where it cannot."""
     options = dict(tools=tools or None, tokenize=False, add_generation_prompt=prompted)
     try:
-        return tokenizer.apply_chat_template([formed(x, *form) for x in messages], **options)
+        return tokenizer.apply_chat_template(messages, **options)
     except RENDER_ERRORS as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise Unwritten(one_line(f"{name}{error}")) from None
@@ -139,27 +144,16 @@ def form_of(about, tokenizer, template, tools, prompted):
         if said and role != "assistant":
             marks[mark] = f"what message {i} ({role}) says"
         for j in range(calls):
-            name, value = f"zq{i}name{j}", f"zq{i}value{j}"
-            message.setdefault("tool_calls", []).append(
-                dict(function=dict(name=name, arguments=dict(x=value)))
-            )
+            name, value = f"zq{i}name{j}z", f"zq{i}value{j}z"
+            call = dict(function=dict(name=name, arguments=dict(x=value)))
+            message.setdefault("tool_calls", []).append(call)
             marks[name] = marks[value] = f"tool calls: number {j} of message {i}"
         messages.append(message)
-    schema = [
-        dict(
-            type="function",
-            function=dict(
-                name="zq",
-                description="zq",
-                parameters=dict(type="object", properties=dict(x=dict(type="string", description="zq"))),
-            ),
-        )
-    ]
     # a list only where text will not do, and other calls only where there are any
     forms, problem = [*product((False, True), repeat=3)], None
     for form in forms if any(calls for _, _, _, calls, *_ in about) else forms[::4]:
         try:
-            text = written(messages, form, tokenizer, tools and schema, prompted)
+            text = written([formed(x, *form) for x in messages], tokenizer, tools and [TOOL], prompted)
         except Unwritten:
             continue
         lost = [what for mark, what in marks.items() if mark not in text]
@@ -169,6 +163,15 @@ def form_of(about, tokenizer, template, tools, prompted):
     if problem:
         raise ValueError(problem)
     return (False,) * 3  # the messages themselves may say why
+
+
+def shown_tools(own, given, tokenizer):
+    """The tools that a template shows: those in the column of a row, or those that a script gives to all."""
+    if own and given:
+        raise ValueError("it has tools in its column 'tools', and --env has others: drop the column")
+    if own and "zqtool" not in render([dict(role="user", content="zq")], tokenizer, [TOOL]):
+        raise ValueError("it has tools in its column 'tools', and the chat template shows none")
+    return given or own or None
 
 
 def left_out(message, text):
@@ -183,6 +186,15 @@ def left_out(message, text):
             return what
     twice = any(text.count(x) > max(1, message["content"].count(x)) for x in THOUGHTS.values())
     return "that it thinks once" if twice else None
+
+
+def check_scored(reply, text):
+    """ValueError if a text, of a conversation that is scored as a whole, is not all of a reply."""
+    for message in reply:
+        if not message.get("train", True):
+            raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
+        if what := left_out(message | dict(content=""), text):
+            raise ValueError(f"the chat template leaves out {what}")
 
 
 def whole_thought(text):
@@ -360,7 +372,7 @@ def encode_marked(messages, tokenizer, tools, first):
 def marked(messages, tokenizer, tools, wanted):
     """Ids of a conversation, and transformers' mask of them; of some turns only: the runs of these."""
     how = dict(tools=tools or None, return_dict=True, return_assistant_tokens_mask=True)
-    encoded = tokenizer.apply_chat_template(plain(messages, tokenizer), **how)
+    encoded = tokenizer.apply_chat_template(shown(messages, tokenizer, tools, False), **how)
     ids, mask = encoded["input_ids"], [bool(x) for x in encoded["assistant_masks"]]
     spoken = trained_turns([dict(role=m["role"]) for m in messages])
     if wanted != spoken:
@@ -386,5 +398,5 @@ def says_nothing(reply):
         return not reply.strip()
     if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
         raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
-    spoken = [message for message in reply if message.get("role") == "assistant"]
+    spoken = [x for x in reply if x.get("role") == "assistant" and x.get("train", True)]
     return any(not turn["content"].strip() and not turn.get("tool_calls") for turn in spoken)
