@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import safetensors
@@ -99,7 +100,12 @@ def point_latest_at(path, keep):
     root, link = path.parent, path.parent / ".latest"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
-    link.replace(root / "latest")
+    latest = root / "latest"
+    if latest.is_dir() and not latest.is_symlink():  # of a run that was copied with its links followed
+        print(f"{latest} is a copy of a checkpoint: it is a link again", file=sys.stderr)
+        latest.rename(root / ".copy")
+        shutil.rmtree(root / ".copy")
+    link.replace(latest)
     done = sorted(old for old in root.glob("step_*") if old <= path)
     for old in done[:-keep] if keep else ():
         shutil.rmtree(old)

@@ -37,7 +37,10 @@ def json_line(value):
 
 @functools.cache
 def weights_digest(model):
-    """Digest of safetensors in a directory: headers and the start of each weight; a hub name's commit."""
+    """Digest of weights in a directory; a hub name's commit.
+
+    Of safetensors the headers and the start of each weight; of other formats a part of every megabyte.
+    """
     directory = Path(model)
     if not directory.is_dir():
         from huggingface_hub import hf_hub_download  # here, because it takes longer than a short script
@@ -53,4 +56,19 @@ def weights_digest(model):
                 if name != "__metadata__":
                     file.seek(8 + len(header) + weight["data_offsets"][0])
                     digest.update(file.read(1024))
+    for path in sorted({*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")}):
+        with path.open("rb") as file:
+            for start in range(0, path.stat().st_size, 2**20):
+                file.seek(start)
+                digest.update(file.read(1024))
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def file_digest(name):
+    """Digest of a file, FILE or FILE:NAME, as it was when this process first asked; "": there is none."""
+    path = next((path for path in (Path(name), Path(name.rpartition(":")[0])) if path.is_file()), None)
+    if not path:
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

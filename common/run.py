@@ -1,9 +1,11 @@
 """A run of a trainer: its opening, its log (terminal, log.txt, metrics.jsonl, trackers) and its end."""
 
 import atexit
+import fcntl
 import json
 import math
 import os
+import platform
 import shutil
 import sys
 from contextlib import suppress
@@ -16,15 +18,22 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.files import json_line, replacing, weights_digest
+from common.files import file_digest, json_line, replacing, weights_digest
 
 MODELS = "model", "critic_model", "reward_model", "teacher"  # flags that name weights
-MUST_AGREE = set(  # for a run to resume: its data, its model and its objective
-    "env lora_rank lora_alpha lora_kind train_files seed prompt_key loss kl"
-    " response_key messages_key chosen_key rejected_key bad_pairs max_length truncation max_prompt_length"
-    " max_response_length train_batch_size group_size adv_estimator loss_agg reward_fn policy_loss"
-    " center_rewards_coef text_key teacher_prompt teacher_sources teacher_update_rate echo_coef"
-    " value_quantiles chat_template chat_template_kwargs".split()
+FILES = "train_files", "reward_fn", "env", "chat_template"  # and files that decide what is learned
+MAY_CHANGE = set(  # when a run resumes; all other flags must agree. Of weights and files the content counts
+    "model critic_model reward_model teacher output_dir resume lr critic_lr lr_schedule warmup_steps"
+    " decay_steps total_epochs total_steps save_freq test_freq keep_checkpoints tracker val_files"
+    " val_group_size val_temperature rollout_dump hsdp_replicas tp_size sp_size sp_attention packing offload"
+    " gradient_checkpointing max_tokens_per_microbatch gpu_memory_utilization attn_implementation liger"
+    " reward_timeout_s env_timeout_s".split()
+)
+TOKENIZER = "tokenizer*", "chat_template*", "vocab.*", "merges.txt"  # its files
+HELD = {}  # locks of directories, until the process ends
+DATA = set(  # may differ too where --resume PATH begins another run
+    "train_files prompt_key response_key messages_key text_key chosen_key rejected_key seed reward_fn"
+    " reward_weights env".split()
 )
 
 
@@ -50,32 +59,64 @@ def open_run(args):
             setattr(args, flag, real(name) if isinstance(name, str) else (*map(real, name),))
     if args.tracker != "none" and not find_spec(args.tracker):
         fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
+    hold(out)
+    known = digests(args)  # now, because a file may change during the run
     if (out / "args.json").exists():
         if args.resume == "never":
             fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
-        saved = json.loads((out / "args.json").read_text())
-        args_now = json.loads(json.dumps(asdict(args)))
-        other = [k for k in saved if k in MUST_AGREE and k in args_now and saved[k] != args_now[k]]
-        if changes := "; ".join(f"--{k} {saved[k]} there, {args_now[k]} now" for k in other):
+        if changes := differences(out / "args.json", args, MAY_CHANGE):
             fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
     checkpoint = latest if latest.exists() else Path(args.resume)  # the same command resumes its own run
     if checkpoint != latest and args.resume in ("auto", "never"):
         return None
     if checkpoint != latest and not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+    if checkpoint != latest and (checkpoint.resolve().parents[1] / "args.json").exists():
+        if changes := differences(checkpoint.resolve().parents[1] / "args.json", args, MAY_CHANGE | DATA):
+            fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
+        known = {flag: digest for flag, digest in known.items() if flag not in DATA}
     with suppress(OSError, ValueError):  # what is damaged, checkpoint or model, is refused when it is loaded
         saved = json.loads((checkpoint / "trainer_state.json").read_text()).get("digests", {})
-        for flag, digest in digests(args).items():
+        for flag, digest in known.items():
             if saved.get(flag, digest) != digest:
-                problem = f"--{flag} {vars(args)[flag]} has other weights than when {checkpoint} was written"
-                fail(f"{problem}: put those back, or start a new run in another --output_dir")
+                what = f"--{flag} {vars(args)[flag]}" if flag in vars(args) else f"the {flag} of {args.model}"
+                problem = f"{what} has another content than when {checkpoint} was written"
+                fail(f"{problem}: put it back, or begin in another --output_dir by --resume {checkpoint}")
     return checkpoint.resolve()
 
 
+def differences(path, args, may):
+    """What differs between the arguments of a run and those of now, except flags that may."""
+    saved, now = json.loads(path.read_text()), json.loads(json.dumps(asdict(args)))
+    other = [k for k in saved if k not in may and k in now and saved[k] != now[k]]
+    return "; ".join(f"--{k} {saved[k]} there, {now[k]} now" for k in other)
+
+
+def hold(out):
+    """Stop if another process trains in this directory. A kill frees the lock; workers do not inherit it."""
+    if int(os.environ.get("RANK", 0)) or out in HELD:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    HELD[out] = file = (out / ".lock").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        fail(f"--output_dir {out} is in use by {file.read()}: wait for it, or choose another")
+    except OSError:  # a file system without locks
+        return
+    file.truncate(0)
+    print(f"process {os.getpid()} of {platform.node()}", end="", file=file, flush=True)
+
+
 def digests(args):
-    """{flag: digest} of the models that a run starts from; a checkpoint keeps them."""
-    names = {flag: getattr(args, flag, None) or () for flag in MODELS}
-    return {f: [*map(weights_digest, [n] if isinstance(n, str) else n)] for f, n in names.items()}
+    """{flag: digests} of the models and files that decide what a run learns; a checkpoint keeps them."""
+    names = {flag: getattr(args, flag, None) or () for flag in (*MODELS, *FILES)}
+    names = {flag: [x] if isinstance(x, str) else x for flag, x in names.items()}
+    found = {flag: [*map(weights_digest, names[flag])] for flag in MODELS}
+    tokenizer = sorted(str(path) for name in TOKENIZER for path in Path(args.model).glob(name))
+    found["tokenizer"] = [*map(file_digest, tokenizer)]
+    return found | {flag: [*map(file_digest, names[flag])] for flag in FILES}
 
 
 def in_one_line(error):

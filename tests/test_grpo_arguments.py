@@ -74,7 +74,7 @@ def test_unknown_data_source(refused, tmp_path, arithmetic):
     pq.write_table(
         pa.Table.from_pylist([row | dict(data_source="mystery") for row in rows]), tmp_path / "x.parquet"
     )
-    line = refused(train_files=tmp_path / "x.parquet")
+    line = refused(train_files=tmp_path / "x.parquet", train_batch_size=8, ppo_mini_batch_size=8)
     assert "mystery" in line and "openai/gsm8k" in line and "--reward_fn" in line
 
 

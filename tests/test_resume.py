@@ -1,0 +1,150 @@
+"""What may change when a run resumes: what decides what it learns is the same, or a line says what is not."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import pytest
+
+from algos import grpo
+from common import checkpoints, run
+
+# flags of grpo.py that may change: rate and schedule, steps, frequencies, validation, tracker, memory, ranks
+MAY = set(
+    "output_dir resume total_epochs total_steps save_freq test_freq keep_checkpoints tracker rollout_dump"
+    " val_files val_group_size val_temperature lr lr_schedule warmup_steps hsdp_replicas tp_size offload"
+    " gradient_checkpointing max_tokens_per_microbatch gpu_memory_utilization attn_implementation"
+    " reward_timeout_s".split()
+)
+OTHER = dict(seed=2, adv_estimator="rloo", kl_kind="k1", loss_agg="seq-mean-token-mean", policy_loss="gspo")
+
+
+def changed(args, name):
+    """The arguments with another value of one flag."""
+    value = getattr(args, name)
+    if name in OTHER:
+        return replace(args, **{name: OTHER[name]})
+    kinds = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value / 2 + 0.1}
+    kinds |= {
+        tuple: lambda: (*value, *value[:1]) if value else (1.0,),
+        str: lambda: f"{value}x",
+        type(None): lambda: 1,
+    }
+    return replace(args, **{name: kinds[type(value)]()})
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """A run with a checkpoint -> its arguments. Its files are in the directory."""
+    monkeypatch.setattr(run, "HELD", {})
+    model, step = tmp_path / "model", tmp_path / "run/checkpoints/step_000001"
+    model.mkdir()
+    (model / "pytorch_model.bin").write_bytes(bytes(range(256)) * 9000)
+    (model / "tokenizer.json").write_text("{}")
+    for name in ("rows.parquet", "reward.py", "template.jinja"):
+        (tmp_path / name).write_text(name)
+    args = grpo.Args(
+        model=str(model),
+        train_files=(str(tmp_path / "rows.parquet"),),
+        reward_fn=(f"{tmp_path}/reward.py:score",),
+        chat_template=str(tmp_path / "template.jinja"),
+        output_dir=str(tmp_path / "run"),
+    )
+    step.mkdir(parents=True)
+    forget()
+    assert run.open_run(args) is None
+    (tmp_path / "run/args.json").write_text(json.dumps(vars(args)))
+    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, digests=run.digests(args))))
+    (step.parent / "latest").symlink_to(step.name)
+    return args
+
+
+def forget():
+    """As in a new process."""
+    run.file_digest.cache_clear()
+    run.weights_digest.cache_clear()
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(grpo.Args)])
+def test_what_changes_and_what_a_resume_says(begun, name):
+    assert run.open_run(begun).name == "step_000001"
+    args = changed(begun, name)
+    if name in MAY - {"output_dir", "resume", "tracker"}:
+        assert run.open_run(args).name == "step_000001"
+    elif name not in MAY | {"model"}:
+        with pytest.raises(
+            SystemExit, match=rf"holds a run with other arguments .*--{name} .* there, .* now"
+        ):
+            run.open_run(args)
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("model/pytorch_model.bin", "--model .*"),
+        ("model/tokenizer.json", "the tokenizer of .*"),
+        ("model/chat_template.jinja", "the tokenizer of .*"),
+        ("rows.parquet", "--train_files .*"),
+        ("reward.py", "--reward_fn .*"),
+        ("template.jinja", "--chat_template .*"),
+    ],
+)
+def test_the_content_of_files_counts(begun, tmp_path, file, says):
+    """Weights in any format; a run that begins from the checkpoint may have other data and rewards."""
+    path = tmp_path / file
+    old = path.read_bytes() if path.exists() else b""
+    path.write_bytes(b"\1" + old[1:])
+    forget()
+    line = (
+        f"^error: {says}has another content than when .*latest was written: put it back, or begin in another"
+    )
+    with pytest.raises(SystemExit, match=line):
+        run.open_run(begun)
+    other = replace(
+        begun, output_dir=str(tmp_path / "other"), resume=f"{begun.output_dir}/checkpoints/latest"
+    )
+    if says in ("--train_files .*", "--reward_fn .*"):
+        assert run.open_run(other).name == "step_000001"
+    else:
+        with pytest.raises(SystemExit, match="has another content"):
+            run.open_run(other)
+
+
+def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
+    other = replace(
+        begun, output_dir=str(tmp_path / "other"), resume=f"{begun.output_dir}/checkpoints/latest"
+    )
+    assert run.open_run(replace(other, total_steps=9, train_files=("x",), seed=7)).name == "step_000001"
+    with pytest.raises(SystemExit, match=r"is of a run with other arguments .*--lora_alpha .* there, 33 now"):
+        run.open_run(replace(other, lora_alpha=33))
+
+
+def test_two_runs_in_one_directory(begun):
+    """The second says which process has it; a kill frees it."""
+    program = "import sys, time; from common import run; from pathlib import Path;"
+    program += "run.hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    for file in run.HELD.values():  # a new process has none
+        file.close()
+    run.HELD.clear()
+    start = [sys.executable, "-c", program, begun.output_dir]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(SystemExit, match=f"is in use by process {process.pid} of .*: wait for it"):
+            run.open_run(begun)
+        process.kill()
+    run.HELD.clear()
+    assert run.open_run(begun).name == "step_000001"
+
+
+def test_a_run_that_was_copied_with_its_links_followed(begun, tmp_path, capsys):
+    root, step = tmp_path / "run/checkpoints", tmp_path / "run/checkpoints/step_000002"
+    (root / "latest").unlink()
+    (root / "latest").mkdir()
+    (root / "latest/trainer_state.json").write_text((root / "step_000001/trainer_state.json").read_text())
+    assert run.open_run(begun) == root / "latest"
+    step.mkdir()
+    checkpoints.point_latest_at(step, 0)
+    assert (root / "latest").readlink().name == "step_000002" and (root / "step_000001").is_dir()
+    assert "latest is a copy of a checkpoint: it is a link again" in capsys.readouterr().err
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step_000001", "step_000002"]
