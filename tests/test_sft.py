@@ -424,7 +424,7 @@ def test_what_may_change_when_a_run_goes_on(straight, tiny, arithmetic):
     newest = f"step_{STEPS:06d}"
     assert open_run(lr=1.0, max_tokens_per_microbatch=99, test_freq=1, packing=False).name == newest
     for changes in (dict(train_batch_size=16), dict(model="another"), dict(resume="never")):
-        with pytest.raises(SystemExit, match=r"there, |already holds|has other weights"):
+        with pytest.raises(SystemExit, match=r"there, |already holds|has another content"):
             open_run(**changes)
     path = straight / "checkpoints/step_000004"
     assert open_run(output_dir=str(straight / "fresh"), resume=str(path)) == path
@@ -444,7 +444,7 @@ def test_a_run_stays_with_its_base_model(straight, tiny, arithmetic, tmp_path):
     link.unlink()
     link.symlink_to(tmp_path / "trained")
     args.model = str(link)
-    with pytest.raises(SystemExit, match=r"--model .*trained has other weights than when .*latest was"):
+    with pytest.raises(SystemExit, match=r"--model .*trained has another content than when .*latest was"):
         sft.open_run(args)
 
 
