@@ -138,12 +138,15 @@ def scheduled_rate(args, step, total_steps):
 
 # ---- The step --------------------------------------------------------------------------
 def encode(prompt, response, tokenizer, tools=None, images=()):
-    """Ids of a prompt (messages, or a string: the user's) and a response with EOS; which are trained."""
+    """Ids of a prompt (messages, or a string: the user's) and a response to its end; which are trained."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not hasattr(tokenizer, "image_processor"):
+        reply = dict(role="assistant", content=answer(response))
+        [row] = encode_messages([*messages, reply], tokenizer, tools, first=len(messages))
+        return row
     prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     text = answer_after(tokenizer.decode(prompt_ids[-20:]), answer(response))
-    response_ids = tokenizer.encode(text, add_special_tokens=False)
+    response_ids = tokenizer.tokenizer.encode(text, add_special_tokens=False)
     response_ids.append(tokenizer.eos_token_id)
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)

@@ -24,7 +24,7 @@ import tyro
 
 from data_prep.lib.prepare import run
 from data_prep.lib.schema import load_rows, open_parquet, write_parquet
-from data_prep.lib.turns import says_nothing, whole_thought
+from data_prep.lib.turns import opens_only, says_nothing, whole_thought
 
 
 @dataclass
@@ -58,6 +58,8 @@ def judged(path, right, left_out):
                 left_out["their reward failed"] += 1
             elif says_nothing(reply):
                 left_out["empty"] += 1
+            elif any(opens_only(message["content"]) for message in reply if message["role"] == "assistant"):
+                left_out["a thought is not closed"] += 1
             elif "finish_reasons" in row and row["finish_reasons"][k] != "stop":
                 left_out["cut off"] += 1  # as a row it would teach to stop early
             else:

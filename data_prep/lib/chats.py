@@ -13,6 +13,7 @@ from functools import cache
 import pyarrow as pa
 
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = dict(human="user", gpt="assistant", observation="tool", function_response="tool")  # its roles
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
 TRAIN = ("train", "weight", "training", "trainable", "loss", "loss_mask")  # 1: the turn is trained
@@ -111,6 +112,10 @@ def _message(value, where):
         message |= dict(role="assistant", tool_calls=[said]) if called else dict(content=said)
     if message.get("role") in [*SHAREGPT]:
         message["role"] = SHAREGPT[message["role"]]
+    if message.get("role") not in ROLES:
+        raise ValueError(f"'{where}.role' is {message.get('role')!r:.40}; use {', '.join(ROLES)}")
+    if "function_call" in message:  # the older name
+        message["tool_calls"] = [message.pop("function_call")]
     calls = _parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
     if calls:  # CAREFUL: with an empty list some templates write a turn of calls
         message["tool_calls"] = [_call(x, f"{where}.tool_calls[{i}]") for i, x in enumerate(calls)]
@@ -123,8 +128,11 @@ def _message(value, where):
     thoughts = {key: message.pop(key) for key in REASONING if key in message}
     if any(not isinstance(thought, str) for thought in thoughts.values()):
         raise ValueError(f"'{where}.{next(iter(thoughts))}' must be a string")
-    if thought := next(filter(None, thoughts.values()), None):
-        message["reasoning_content"] = thought
+    thoughts = {*filter(None, thoughts.values())}
+    if len(thoughts) > 1 or (thoughts and message["role"] != "assistant"):
+        raise ValueError(f"'{where}' has two fields of reasoning, or is not the assistant's: keep one")
+    if thoughts:
+        message["reasoning_content"] = thoughts.pop()
     if not _trained(message, where):
         message["train"] = False
     unknown.update(message.keys() - FIELDS)
@@ -175,6 +183,8 @@ def _call(value, where):
     function = _parsed(call.get("function", call), where, dict, form)
     if not isinstance(function.get("name"), str):
         raise ValueError(f"'{where}' must be {form} with the name of a tool, not {value!r:.60}")
+    if odd := function.keys() - {"name", "arguments", "id", "type", "index"} - {"strict", "description"}:
+        raise ValueError(f"'{where}' has {min(odd)!r}, which is not read: write 'name' and 'arguments'")
     arguments = _parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
     try:
         json.dumps(arguments)

@@ -1,7 +1,7 @@
 """The rows of all data sets: their definition, a validator, a reader and a writer.
 
 data_source: str                      which reward scores the row (rewards.SOURCES)
-prompt: list of {role, content}       chat messages; role is one of ROLES
+prompt: list of {role, content}       chat messages; role is one of ROLES in chats.py
 ability: str                          kind of task, for people
 reward_model: {style, ground_truth}   style "rule..." or "model"; a rule needs the ground truth
 extra_info: dict                      split, index (of the row in its source), question, answer, ...
@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 from common.files import replacing
 from data_prep.lib.chats import conversation, has_map, plain_rows, say_unknown, storable, tools_of
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES = ("prompt", "messages", "chosen", "rejected")
 FIELDS = {
     "data_source": str,
@@ -136,11 +135,6 @@ def check_row(row, where):
         if name in row and not isinstance(row[name], kind):
             raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
     chats = {name: _messages(row[name], name, where) for name in MESSAGES if name in row}
-    for name, messages in chats.items():
-        for i, message in enumerate(messages):
-            if message.get("role") not in ROLES:
-                role, roles = message.get("role"), ", ".join(ROLES)
-                raise ValueError(f"{where}: '{name}[{i}].role' is {role!r}; use {roles}")
     for i, image in enumerate(row.get("images") or ()):
         if not isinstance(image, dict) or not (image.get("bytes") or image.get("path")):
             raise ValueError(f"{where}: 'images[{i}]' must be {{bytes, path}}, with one of them")

@@ -7,7 +7,8 @@ from itertools import groupby, pairwise, product
 from pathlib import Path
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from envs import one_line
 from envs.messages import RENDER_ERRORS, special_tokens, without_special
@@ -23,6 +24,7 @@ DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this
 TOOL = dict(name="zqtool", description="zq", parameters=dict(type="object", properties={}))
 TOOL["parameters"]["properties"]["x"] = dict(type="string", description="zq")
 TOOL = dict(type="function", function=TOOL)  # one that no text speaks of
+OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that are given anyway
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
 
 
@@ -50,27 +52,38 @@ def use_template(tokenizer, args):
     """
     if args.chat_template:
         try:
-            tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat_template {args.chat_template}: {error}") from None
+            tokenizer.chat_template = text = Path(args.chat_template).read_text("utf-8")
+            _compile_jinja_template(text)
+        except (OSError, UnicodeDecodeError, TemplateError) as error:
+            raise ValueError(f"--chat_template {args.chat_template}: {one_line(error)}") from None
+        if text.lstrip().startswith('{"'):
+            raise ValueError(f"--chat_template {args.chat_template}: this is JSON; give the template in it")
+    templates = (
+        tokenizer.chat_template
+        if isinstance(tokenizer.chat_template, dict)
+        else {"": tokenizer.chat_template}
+    )
+    read, problem, values = set(), None, {}
+    for text in filter(None, templates.values()):
+        read |= meta.find_undeclared_variables(_compile_jinja_template(text).environment.parse(text))
     try:
         values = json.loads(args.chat_template_kwargs)
-        problem = "no JSON object of variables" * (not isinstance(values, dict))
-        unread = [name for name in values if name not in str(tokenizer.chat_template)]
-        problem = problem or unread and f"the chat template does not read {unread[0]!r}"
+        json.dumps(values, allow_nan=False)
+        if not isinstance(values, dict):
+            problem = "it is no JSON object"
+        elif unread := values.keys() - read | values.keys() & OURS:
+            problem = f"the chat template has no variable {min(unread)!r}"
     except ValueError as error:
-        problem = f"no JSON ({error})"
+        problem = f"it is no JSON ({error})"
     if problem:
-        example = """such as '{"enable_thinking": false}'"""
-        raise ValueError(
-            f"--chat_template_kwargs {args.chat_template_kwargs}: {problem}; give a JSON object, {example}"
-        )
-    if values:
-        given = [
-            f"{{%- if {x} is not defined %}}{{%- set {x} = {y!r} %}}{{%- endif %}}\n"
-            for x, y in values.items()
-        ]
-        tokenizer.chat_template = "".join(given) + tokenizer.get_chat_template()
+        example = """write it as '{"enable_thinking": false}'"""
+        raise ValueError(f"--chat_template_kwargs {args.chat_template_kwargs}: {problem}; {example}")
+    given = [
+        f"{{%- if {x} is not defined %}}{{%- set {x} = {y!r} %}}{{%- endif %}}\n" for x, y in values.items()
+    ]
+    if given:
+        templates = {name: "".join(given) + text for name, text in templates.items()}
+        tokenizer.chat_template = templates.get("", templates)
     if hasattr(tokenizer, "image_processor"):
         tokenizer.tokenizer.chat_template = tokenizer.chat_template
 
@@ -85,6 +98,8 @@ def render(messages, tokenizer, tools=None, prompted=True):
 
 def shown(messages, tokenizer, tools, prompted):
     """Messages in the form in which the template shows them."""
+    if tokenizer.chat_template is None:
+        raise ValueError("the model has no chat template; give one by --chat_template FILE")
     messages = plain(messages, tokenizer)
     about = []
     for m in messages:
@@ -175,17 +190,18 @@ def shown_tools(own, given, tokenizer):
 
 
 def left_out(message, text):
-    """What of a turn a text does not have, white space aside, or has twice; None: nothing."""
+    """What of a turn a text does not have, white space aside; None: nothing."""
     bare = "".join(text.split())
+    called = "".join(json.dumps(message.get("tool_calls", []), ensure_ascii=False).split())
     thought = message.get("reasoning_content", "")
     parts = {
         f"what it says, {part.strip()!r:.40}": part for part in MARK_OF_THOUGHT.split(message["content"])
     }
     for what, part in {f"its reasoning, {thought!r:.40}": thought, **parts}.items():
-        if "".join(part.split()) not in bare:
+        part = "".join(part.split())
+        if part and bare.count(part) <= called.count(part):  # what a call says is not what the turn says
             return what
-    twice = any(text.count(x) > max(1, message["content"].count(x)) for x in THOUGHTS.values())
-    return "that it thinks once" if twice else None
+    return None
 
 
 def check_scored(reply, text):
@@ -195,6 +211,11 @@ def check_scored(reply, text):
             raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
         if what := left_out(message | dict(content=""), text):
             raise ValueError(f"the chat template leaves out {what}")
+
+
+def opens_only(text):
+    """Whether a response opens a thought and does not close it."""
+    return any(text.lstrip().startswith(x) and y not in text for x, y in THOUGHTS.items())
 
 
 def whole_thought(text):
@@ -210,22 +231,31 @@ def answer_after(prompt, text):
 
     An answer without a thought has an empty one, as the templates of Qwen have it.
     """
+    check_thought(text, prompt)
     end, text_ = prompt.rstrip(), text.lstrip()
     for opening, closing in THOUGHTS.items():
-        begins = text_.startswith(opening)
-        if begins and closing not in text_:
-            raise ValueError(f"the answer opens {opening} and does not close it by {closing}")
-        if end.endswith(opening) and begins:
+        if end.endswith(opening) and text_.startswith(opening):
             return text_.removeprefix(opening).removeprefix("\n" * prompt.endswith("\n"))
         if end.endswith(opening) and closing not in text:
-            return f"\n{closing}\n\n{text}"
-        if end.endswith(closing) and begins:  # the prompt says that there is no thought
-            thought, _, answer = text_.removeprefix(opening).partition(closing)
-            if thought.strip():
-                remedy = "let it open one (--chat_template_kwargs), or leave out the thought"
-                raise ValueError(f"the answer has a thought and its prompt an empty one: {remedy}")
-            return answer.lstrip("\n")
+            return f"\n{closing}\n\n" + text.lstrip("\n")
+        if end.endswith(closing) and closing in text:
+            return text.partition(closing)[2].lstrip("\n")
     return text
+
+
+def check_thought(text, prompt):
+    """ValueError if an answer opens a thought and does not close it, or thinks where its prompt does not."""
+    end = prompt.rstrip()
+    for opening, closing in THOUGHTS.items():
+        before, closed, _ = text.partition(closing)
+        thought = before.lstrip().removeprefix(opening)
+        if text.lstrip().startswith(opening) and not closed:
+            raise ValueError(f"the answer opens {opening} and does not close it by {closing}")
+        if end.endswith(opening) and closed and opening in thought:
+            raise ValueError(f"the answer opens {opening} in its middle, and its prompt has opened it")
+        if end.endswith(closing) and closed and thought.strip():
+            remedy = "let it open one (--chat_template_kwargs), or leave out the thought"
+            raise ValueError(f"the answer has a thought and its prompt an empty one: {remedy}")
 
 
 def own_text(message, number, prompt, template):
@@ -267,6 +297,12 @@ def said_in(upto, prompt, history, previous):
         yield upto[at + len(given) :]
 
 
+def shows(text, said, message):
+    """Whether a text has all of a turn, and its thought once."""
+    twice = any(text.count(x) > max(1, message["content"].count(x)) for x in THOUGHTS.values())
+    return not twice and not left_out(said, text)
+
+
 def turn(messages, i, tokenizer, tools):
     """Prompt and text of turn i, and where the turn may end: behind each of its last special tokens.
 
@@ -279,22 +315,26 @@ def turn(messages, i, tokenizer, tools):
     reads = "reasoning_content" in template or "thinking" in template
     for said in (messages, [*map(thought_apart, messages)])[: 2 if reads else 1]:
         prompt = render(said[:i], tokenizer, tools)
+        check_thought(messages[i]["content"], prompt)
+        if said[i].get("reasoning_content") and any(x in said[i]["content"] for x in THOUGHTS.values()):
+            raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
         upto = render(said[: i + 1], tokenizer, tools, prompted=False)
         history = partial(render, said[:i], tokenizer, tools, prompted=False)
         found = said_in(upto, prompt, history, said[i - 1]["content"].strip())
-        text = next((text for text in found if not left_out(said[i], text)), None)
+        text = next((text for text in found if shows(text, said[i], messages[i])), None)
         if text is not None:
             break
     last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
     if text is None:
-        text = own_text(messages[i], i, prompt, template) + last.search(upto)[0]
+        begun = last.search(MARK_OF_THOUGHT.sub("", prompt[-20:]).rstrip())[0]  # the tokens of its role
+        text = own_text(messages[i], i, prompt, template) + last.search(upto)[0].removeprefix(begun)
     ends = [match.end() for match in special.finditer(text, last.search(text).start())]
     if not ends:
         text = text.rpartition(tokenizer.eos_token)[0] or text
         text += tokenizer.eos_token
         return prompt, text, [len(text)]
     eos = [end for end in ends if text.endswith(tokenizer.eos_token, 0, end)]
-    text = text[: eos[-1] if eos else ends[-1]]
+    text = text[: eos[0] if eos else ends[-1]]
     return prompt, text, [end for end in ends if end <= len(text)]
 
 
@@ -372,7 +412,7 @@ def encode_marked(messages, tokenizer, tools, first):
 def marked(messages, tokenizer, tools, wanted):
     """Ids of a conversation, and transformers' mask of them; of some turns only: the runs of these."""
     how = dict(tools=tools or None, return_dict=True, return_assistant_tokens_mask=True)
-    encoded = tokenizer.apply_chat_template(shown(messages, tokenizer, tools, False), **how)
+    encoded = tokenizer.apply_chat_template(shown(messages, tokenizer, tools, prompted=False), **how)
     ids, mask = encoded["input_ids"], [bool(x) for x in encoded["assistant_masks"]]
     spoken = trained_turns([dict(role=m["role"]) for m in messages])
     if wanted != spoken:
@@ -399,4 +439,5 @@ def says_nothing(reply):
     if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
         raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
     spoken = [x for x in reply if x.get("role") == "assistant" and x.get("train", True)]
-    return any(not turn["content"].strip() and not turn.get("tool_calls") for turn in spoken)
+    full = lambda x: x["content"].strip() or x.get("tool_calls") or x.get("reasoning_content")
+    return not all(map(full, spoken))
