@@ -549,6 +549,12 @@ def test_what_is_said_of_training_and_cannot_be_done():
         (says("3") | dict(mask=1), "'messages[0].mask' is 1; write 'train'"),
         (user("3") | dict(train=True), "'messages[0].train': only turns of the assistant are trained"),
         (says("3") | dict(thinking=["a"]), "'messages[0].thinking' must be a string"),
+        (says("3") | dict(thinking="a", reasoning="b"), "'messages[0]' has two fields of reasoning"),
+        (dict(role="chatgpt", content="3"), "'messages[0].role' is 'chatgpt'; use system, developer"),
+        (
+            says("") | dict(tool_calls=[dict(name="f", parameters={})]),
+            "'messages[0].tool_calls[0]' has 'parameters', which is not read",
+        ),
     ):
         with pytest.raises(ValueError) as error:
             conversation([message], "messages")
@@ -583,6 +589,12 @@ def test_share_gpt():
     expected += [dict(role="tool", content="3"), says("3")]
     assert conversation(said, "conversations") == expected
     assert sft_chat.make_row(dict(conversations=said), "train", 0, "x")["messages"] == expected
+
+
+def test_the_older_name_of_a_call():
+    call = dict(name="f", arguments='{"x": 1}')
+    [found] = conversation([dict(role="assistant", function_call=call)], "messages")
+    assert found == says("") | dict(tool_calls=[dict(name="f", arguments=dict(x=1))])
 
 
 def test_unknown_fields_are_named_once(tmp_path, capsys):

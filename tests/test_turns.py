@@ -4,9 +4,11 @@ import itertools
 import random
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from test_sft import CONVERSATION, conversation_tokenizer
+from transformers import AutoTokenizer
 
 from algos import sft
 from data_prep import tiny_model
@@ -221,3 +223,66 @@ def test_text_is_never_a_special_token():
         for x in ("<|user|>", " ")
     )
     assert without_special(call, tokenizer) == clean
+
+
+ODD = {  # what people bring, and what it is refused for
+    "opens alone": (dict(content="<think>\nno end"), "opens <think> and does not close it"),
+    "thinks in two places": (
+        dict(content="<think>\na\n</think>\n\n3", reasoning_content="a"),
+        "message 1 has a thought in its content and another in a field",
+    ),
+    "opens in its middle": (dict(content="Hm. <think>\na\n</think>\n3"), "in its middle"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_thoughts_are_refused(kind):
+    tokenizer = conversation_tokenizer()
+    tokenizer.chat_template = START + LOOP + BODY + STOP + THINKS
+    message, problem = ODD[kind]
+    said = [dict(role="user", content="1+2="), dict(role="assistant", **message)]
+    with pytest.raises(ValueError, match=problem):
+        turns.encode_messages(said, tokenizer)
+
+
+KWARGS = {
+    "null": "it is no JSON object",
+    "[1]": "it is no JSON object",
+    '{"thinking": false}': "the chat template has no variable 'thinking'",
+    '{"messages": 1}': "the chat template has no variable 'messages'",
+    '{"enable_thinking": NaN}': "it is no JSON",
+    '{"enable_thinking": 1e999}': "it is no JSON",
+    '{"enable_thinking"': "it is no JSON",
+}
+
+
+def flags(file=None, kwargs="{}"):
+    return SimpleNamespace(chat_template=file, chat_template_kwargs=kwargs)
+
+
+def test_another_template_and_its_variables(tmp_path):
+    """Saved with the tokenizer; who serves the model may still give other values."""
+    tokenizer, path = conversation_tokenizer(), tmp_path / "mine.jinja"
+    variable = "{{- '<think>' if enable_thinking else '' -}}"
+    text = START + LOOP + BODY + STOP + TAIL.replace("{%- endif -%}", variable + "{%- endif -%}")
+    path.write_text(text)
+    turns.use_template(tokenizer, flags(str(path), '{"enable_thinking": true}'))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    loaded, said = AutoTokenizer.from_pretrained(tmp_path / "saved"), [dict(role="user", content="1")]
+    assert turns.render(said, loaded) == "<|user|>1<|assistant|><think>"
+    how = dict(add_generation_prompt=True, tokenize=False)
+    assert loaded.apply_chat_template(said, enable_thinking=False, **how) == "<|user|>1<|assistant|>"
+    for kwargs, problem in KWARGS.items():
+        with pytest.raises(ValueError, match=rf"^--chat_template_kwargs .*{problem}[^\n]*$"):
+            turns.use_template(tokenizer, flags(str(path), kwargs))
+    for name, text in dict(broken="{% if x %}", json='{"chat_template": "x"}').items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=rf"^--chat_template .*{name}: [^\n]*$"):
+            turns.use_template(tokenizer, flags(str(tmp_path / name)))
+    with pytest.raises(ValueError, match=r"--chat_template .*nowhere: .*No such file"):
+        turns.use_template(tokenizer, flags(str(tmp_path / "nowhere")))
+    tokenizer.chat_template = dict(default=text, tool_use=text + variable)
+    turns.use_template(tokenizer, flags())
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="the model has no chat template; give one by --chat_template FILE"):
+        sft.encode("1+2=", "3", tokenizer)

@@ -129,8 +129,8 @@ def _message(value, where):
     if any(not isinstance(thought, str) for thought in thoughts.values()):
         raise ValueError(f"'{where}.{next(iter(thoughts))}' must be a string")
     thoughts = {*filter(None, thoughts.values())}
-    if len(thoughts) > 1 or (thoughts and message["role"] != "assistant"):
-        raise ValueError(f"'{where}' has two fields of reasoning, or is not the assistant's: keep one")
+    if len(thoughts) > 1:
+        raise ValueError(f"'{where}' has two fields of reasoning, and they differ: keep one")
     if thoughts:
         message["reasoning_content"] = thoughts.pop()
     if not _trained(message, where):

@@ -311,7 +311,7 @@ def turn(messages, i, tokenizer, tools):
     if not i:
         remedy = "drop it, or say that it is not trained by 'train': false"
         raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
-    template, special = tokenizer.get_chat_template(), special_tokens(tokenizer)
+    template, special = str(tokenizer.chat_template), special_tokens(tokenizer)
     reads = "reasoning_content" in template or "thinking" in template
     for said in (messages, [*map(thought_apart, messages)])[: 2 if reads else 1]:
         prompt = render(said[:i], tokenizer, tools)
@@ -326,7 +326,7 @@ def turn(messages, i, tokenizer, tools):
             break
     last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
     if text is None:
-        begun = last.search(MARK_OF_THOUGHT.sub("", prompt[-20:]).rstrip())[0]  # the tokens of its role
+        begun = last.search(MARK_OF_THOUGHT.sub("", prompt[-80:]).rstrip())[0]  # the tokens of its role
         text = own_text(messages[i], i, prompt, template) + last.search(upto)[0].removeprefix(begun)
     ends = [match.end() for match in special.finditer(text, last.search(text).start())]
     if not ends:
@@ -370,7 +370,7 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
 
     Where a template marks what is trained by {% generation %}, transformers' mask counts.
     """
-    if MARKED.search(tokenizer.get_chat_template()):
+    if MARKED.search(str(tokenizer.chat_template)):
         return encode_marked(messages, tokenizer, tools, first)
     rows = []
     for text, spans in turns(messages, tokenizer, tools, first):
