@@ -327,7 +327,8 @@ def turn(messages, i, tokenizer, tools):
     last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
     if text is None:
         begun = last.search(MARK_OF_THOUGHT.sub("", prompt[-80:]).rstrip())[0]  # the tokens of its role
-        text = own_text(messages[i], i, prompt, template) + last.search(upto)[0].removeprefix(begun)
+        end = last.search(upto)[0]
+        text = own_text(messages[i], i, prompt, template) + (end.removeprefix(begun).strip() or end)
     ends = [match.end() for match in special.finditer(text, last.search(text).start())]
     if not ends:
         text = text.rpartition(tokenizer.eos_token)[0] or text
