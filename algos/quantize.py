@@ -89,7 +89,9 @@ def read_texts(path, tokenizer, args, limit=None):
             messages = messages + [dict(role="assistant", content=answer(reply)) for reply in replies]
             found = [] if silent else encode_messages(messages, tokenizer, tools, first)
             if not silent and not found:  # prompts alone
-                ids = tokenizer.encode(render(messages, tokenizer, tools), add_special_tokens=False)
+                ids = tokenizer.encode(
+                    render(messages, tokenizer, tools, prompted=False), add_special_tokens=False
+                )
                 found = [(ids, [False] * len(ids))]
         except ValueError as error:
             raise ValueError(f"{path}: row {number}: {error}") from None

@@ -27,7 +27,7 @@ MAY_CHANGE = set(  # when a run resumes; all other flags must agree. Of weights 
     " decay_steps total_epochs total_steps save_freq test_freq keep_checkpoints tracker val_files"
     " val_group_size val_temperature rollout_dump hsdp_replicas tp_size sp_size sp_attention packing offload"
     " gradient_checkpointing max_tokens_per_microbatch gpu_memory_utilization attn_implementation liger"
-    " reward_timeout_s env_timeout_s".split()
+    " reward_timeout_s env_timeout_s max_gen_batches".split()
 )
 TOKENIZER = "tokenizer*", "chat_template*", "vocab.*", "merges.txt"  # its files
 HELD = {}  # locks of directories, until the process ends
@@ -64,7 +64,8 @@ def open_run(args):
     if (out / "args.json").exists():
         if args.resume == "never":
             fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
-        if changes := differences(out / "args.json", args, MAY_CHANGE):
+        changes = latest.exists() and differences(out / "args.json", args, MAY_CHANGE)
+        if changes:  # without a checkpoint there is nothing to go on from
             fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
     checkpoint = latest if latest.exists() else Path(args.resume)  # the same command resumes its own run
     if checkpoint != latest and args.resume in ("auto", "never"):

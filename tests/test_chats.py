@@ -641,5 +641,8 @@ def test_tools_of_a_row_are_shown(form, tmp_path):
     assert load_prompts([path], tokenizer, 999)[0][0]["tools"] == [dict(type="function", function=SCHEMA)]
     with pytest.raises(ValueError, match="it has tools in its column 'tools', and --env has others"):
         load_prompts([path], tokenizer, 999, [dict(type="function", function=SCHEMA)])
+    made = sft_chat.make_row(dict(messages=talk, tools=tools), "train", 0, "x")
+    write_parquet([made], tmp_path / "made.parquet")
+    assert load_rows(tmp_path / "made.parquet", ["tools"])[0]["tools"][0]["function"] == SCHEMA
     with pytest.raises(ValueError, match="the chat template shows none"):
         load_prompts([path], tokenizer_with(), 999)

@@ -181,7 +181,7 @@ def test_surplus_groups_are_trained_next_or_thrown_away(loop):
 
 def test_surplus_groups_without_correction_are_warned_of(loop):
     log = "warning: with --rollout_is None tokens of older weights are not corrected"
-    assert log in (loop[0] / "one more/log.txt").read_text()
+    assert log in (loop[0] / "always right/log.txt").read_text()
     assert log not in (loop[0] / "surplus/log.txt").read_text()
 
 

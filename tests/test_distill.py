@@ -138,6 +138,10 @@ def test_rows_of_the_data(tiny, monkeypatch):
     assert [row["mask_t"].tolist() for row in rows] == [[True] * 3, [True] * 4]
     assert [row["older_t"].tolist() for row in rows] == [[True] * 3, [True] * 4]
     assert rows[0]["response_ids"].dtype == np.int32 and "length" not in prompts[1]
+    opened = tokenizer.encode("<think>\n", add_special_tokens=False)  # by the generation prompt
+    said = [dict(extra_info=dict(answer="<think>\n5\n</think>9"), prompt_ids=opened)] * 2
+    [row] = distill.data_rows(said, tokenizer, SimpleNamespace(max_response_length=99))
+    assert tokenizer.decode(row["response_ids"]) == "5\n</think>9<|eos|>"
 
 
 class Letters:

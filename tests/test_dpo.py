@@ -374,3 +374,20 @@ def test_models_that_do_not_fit(pictures, tmp_path):
     (config := transformers.Gemma3Config()).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=r"takes images, which dpo\.py does not"):
         dpo.check_model(config, make_args(model=str(tmp_path), train_files=(pictures,)))
+
+
+def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():
+    tokenizer = conversation_tokenizer()
+    said = lambda *texts: [dict(role=x, content=y) for x, y in zip(("user", "assistant") * 3, texts)]
+    prompt, reply = said("1+1=", "2", "1+2="), dict(role="assistant", content="3")
+    row = dpo.encode_pair(prompt, [reply], "4", tokenizer, 99)
+    assert tokenizer.decode(row["chosen_ids"]) == "3<|eos|>" and row["tokens"] == [2, 2]
+    assert "2<|eos|>" in tokenizer.decode(row["prompt_ids"])
+    longer = [reply, dict(role="user", content="?"), reply]
+    assert dpo.encode_pair(prompt, longer, "4", tokenizer, 99)["tokens"] == [4, 2]
+    forgets = "(m.content if loop.last or m.role != 'assistant' else '...')"
+    tokenizer.chat_template = tokenizer.chat_template.replace("~ m.content", f"~ {forgets}")
+    with pytest.raises(ValueError, match="rewrites a turn of 'chosen' when another follows"):
+        dpo.encode_pair(prompt, longer, "4", tokenizer, 99)
+    with pytest.raises(ValueError, match="'chosen' has no turn of the assistant that is trained"):
+        dpo.encode_pair(prompt, [reply | dict(train=False)], "4", tokenizer, 99)

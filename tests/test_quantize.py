@@ -12,6 +12,9 @@ from conftest import ROOT, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from algos import quantize
+from data_prep.arithmetic import make_row
+from data_prep.lib.schema import write_parquet
+from data_prep.tiny_model import make_tokenizer
 
 QUANTIZE = ROOT / "algos/quantize.py"
 LOADED = """
@@ -286,3 +289,13 @@ def test_errors_are_one_line(model, arithmetic, tmp_path):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 1 and "error: " in done.stderr and "Traceback" not in done.stderr
     assert not out.exists() and not any(tmp_path.glob(".out*"))
+
+
+def test_prompts_alone_are_texts_without_a_generation_prompt(tmp_path):
+    tokenizer, row = make_tokenizer(), make_row("train", 0, 1, 2)
+    write_parquet([row], tmp_path / "rows.parquet")
+    [(ids, spoken)] = quantize.read_texts(
+        str(tmp_path / "rows.parquet"), tokenizer, quantize.Args("", "", response_key=None)
+    )
+    assert ids[0].tolist() == tokenizer.apply_chat_template(row["prompt"], return_dict=False)
+    assert not spoken.any()

@@ -156,3 +156,14 @@ def test_bad_input(scored, tmp_path):
 def test_command(scored, tmp_path):
     done = run(ROOT / "data_prep/rejection.py", scored, "--local_save_dir", tmp_path, "--keep", "first")
     assert "sft.parquet: 3 rows from 3 of 4 prompts (75.0%)" in done.stdout
+
+
+def test_thoughts_of_responses(tmp_path, capsys):
+    """A row has the mark that the prompt of its response opened; a thought that is left open is no row."""
+    texts = ["So.\n</think>\n\n3", "<think>\nIt is\n</think>\n\n3", "<think>\nno end"]
+    row = make_row("test", 0, 1, 2) | dict(responses=texts, finish_reasons=[STOP] * 3)
+    row |= dict(results=[json.dumps(dict(score=1.0))] * 3)
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "scored.parquet")
+    rows, _ = build(tmp_path / "out", str(tmp_path / "scored.parquet"))
+    assert [text for _, text in rows] == ["<think>\n" + texts[0], texts[1]]
+    assert "1 a thought is not closed" in capsys.readouterr().out

@@ -148,3 +148,11 @@ def test_a_run_that_was_copied_with_its_links_followed(begun, tmp_path, capsys):
     assert (root / "latest").readlink().name == "step_000002" and (root / "step_000001").is_dir()
     assert "latest is a copy of a checkpoint: it is a link again" in capsys.readouterr().err
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step_000001", "step_000002"]
+
+
+def test_a_run_without_a_checkpoint_begins_anew(begun, tmp_path):
+    """Its error may ask for another flag; with a checkpoint the flag would have to agree."""
+    (tmp_path / "run/checkpoints/latest").unlink()
+    assert run.open_run(replace(begun, temperature=0.5)) is None
+    with pytest.raises(SystemExit, match="already holds a run"):
+        run.open_run(replace(begun, resume="never"))

@@ -21,9 +21,11 @@ THOUGHTS = {  # marks of a thought
 }
 MARK_OF_THOUGHT = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
-TOOL = dict(name="zqtool", description="zq", parameters=dict(type="object", properties={}))
-TOOL["parameters"]["properties"]["x"] = dict(type="string", description="zq")
-TOOL = dict(type="function", function=TOOL)  # one that no text speaks of
+TOOL = {  # one of which no text speaks
+    "name": "zqtool",
+    "description": "zq",
+    "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "zq"}}},
+}
 OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that are given anyway
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
 
@@ -58,11 +60,9 @@ def use_template(tokenizer, args):
             raise ValueError(f"--chat_template {args.chat_template}: {one_line(error)}") from None
         if text.lstrip().startswith('{"'):
             raise ValueError(f"--chat_template {args.chat_template}: this is JSON; give the template in it")
-    templates = (
-        tokenizer.chat_template
-        if isinstance(tokenizer.chat_template, dict)
-        else {"": tokenizer.chat_template}
-    )
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        templates = {"": templates}
     read, problem, values = set(), None, {}
     for text in filter(None, templates.values()):
         read |= meta.find_undeclared_variables(_compile_jinja_template(text).environment.parse(text))
@@ -168,7 +168,12 @@ def form_of(about, tokenizer, template, tools, prompted):
     forms, problem = [*product((False, True), repeat=3)], None
     for form in forms if any(calls for _, _, _, calls, *_ in about) else forms[::4]:
         try:
-            text = written([formed(x, *form) for x in messages], tokenizer, tools and [TOOL], prompted)
+            text = written(
+                [formed(x, *form) for x in messages],
+                tokenizer,
+                tools and [dict(type="function", function=TOOL)],
+                prompted,
+            )
         except Unwritten:
             continue
         lost = [what for mark, what in marks.items() if mark not in text]
@@ -184,7 +189,8 @@ def shown_tools(own, given, tokenizer):
     """The tools that a template shows: those in the column of a row, or those that a script gives to all."""
     if own and given:
         raise ValueError("it has tools in its column 'tools', and --env has others: drop the column")
-    if own and "zqtool" not in render([dict(role="user", content="zq")], tokenizer, [TOOL]):
+    probe = [dict(role="user", content="zq")], tokenizer, [dict(type="function", function=TOOL)]
+    if own and TOOL["name"] not in render(*probe):
         raise ValueError("it has tools in its column 'tools', and the chat template shows none")
     return given or own or None
 
@@ -232,10 +238,10 @@ def answer_after(prompt, text):
     An answer without a thought has an empty one, as the templates of Qwen have it.
     """
     check_thought(text, prompt)
-    end, text_ = prompt.rstrip(), text.lstrip()
+    end, begins = prompt.rstrip(), text.lstrip()
     for opening, closing in THOUGHTS.items():
-        if end.endswith(opening) and text_.startswith(opening):
-            return text_.removeprefix(opening).removeprefix("\n" * prompt.endswith("\n"))
+        if end.endswith(opening) and begins.startswith(opening):
+            return begins.removeprefix(opening).removeprefix("\n" * prompt.endswith("\n"))
         if end.endswith(opening) and closing not in text:
             return f"\n{closing}\n\n" + text.lstrip("\n")
         if end.endswith(closing) and closing in text:

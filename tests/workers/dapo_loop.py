@@ -37,7 +37,7 @@ SCENARIOS = {  # groups by prompt number, in turn; flags
     "epoch": (KINDS, "--total_epochs 1 --lora_rank 4"),
     "epoch again": (KINDS, "--total_epochs 1 --lora_rank 4"),
 }
-GOES_ON = {"resumed on": "resumed", "epoch again": "epoch"}  # in one directory
+GOES_ON = {"one more": "always right", "resumed on": "resumed", "epoch again": "epoch"}  # in one directory
 gen_batches, syncs, groups, totals = 0, 0, [], []
 deal = dapo.deal
 
