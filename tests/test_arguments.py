@@ -148,6 +148,7 @@ class Tracked:
     output_dir: str
     tracker: str = "none"
     resume: str = "auto"
+    model: str = "hub/name"
 
 
 @dataclass
@@ -171,7 +172,8 @@ def test_links_to_models_are_followed(tmp_path):
 
 def test_a_run_resumes_with_its_teacher_and_its_critic(tmp_path):
     (tmp_path / "args.json").write_text('{"teacher_update_rate": 0.1, "value_quantiles": 1}')
-    assert open_run(Taught(str(tmp_path))) is None
+    (tmp_path / "checkpoints/latest").mkdir(parents=True)
+    assert open_run(Taught(str(tmp_path))) is not None
     with pytest.raises(SystemExit, match=r"\(--teacher_update_rate 0.1 there, 0.0 now\)"):
         open_run(Taught(str(tmp_path), teacher_update_rate=0.0))
     with pytest.raises(SystemExit, match=r"\(--value_quantiles 1 there, 8 now\)"):

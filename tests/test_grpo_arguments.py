@@ -146,7 +146,7 @@ def test_temperature(refused):
 
 def test_output_dir_of_another_run(refused, tmp_path):
     """A run goes on with another learning rate, but not with other data."""
-    (tmp_path / "out").mkdir()
+    (tmp_path / "out/checkpoints/latest").mkdir(parents=True)
     (tmp_path / "out/args.json").write_text(json.dumps(dict(seed=7, lr=1.0)))
     line = refused()
     assert "(--seed 7 there, 1 now)" in line

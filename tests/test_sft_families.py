@@ -64,7 +64,7 @@ def test_a_run_ends_before_its_first_step(arithmetic, tmp_path):
     families.write("gemma2", tmp_path / "model")
     files = "--model", tmp_path / "model", "--train_files", arithmetic / "train.parquet"
     done = run(ROOT / "algos/sft.py", *files, "--output_dir", tmp_path / "run", check=False)
-    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    assert done.returncode == 1 and not (tmp_path / "run/args.json").exists()
     [line] = [line for line in done.stderr.splitlines() if "error" in line]
     assert line.startswith(f"error: {tmp_path}/model (gemma2): ") and re.search(SOFT_CAP, line)
 
