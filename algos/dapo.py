@@ -16,7 +16,6 @@ import base64
 import faulthandler
 import math
 import os
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -88,7 +87,7 @@ class Args:
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
-    max_gen_batches: int = 10  # most generation batches of a step; the run stops if they give too few groups
+    max_gen_batches: int = 10  # most generation batches of a step; then it trains on the groups that it has
     max_staleness: int = 4  # age in steps above which surplus and unfinished groups are dropped; 0: paper
     partial_rollout: bool = False  # stop sampling at enough groups; the others continue in the next step
     # tokens below max_response_length with a penalty from 0 to 1; None: a fifth of that length; 0: off
@@ -133,7 +132,7 @@ from transformers.utils import logging
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.turns import use_template
@@ -305,8 +304,7 @@ def main(args):
     if args.max_staleness and not args.rollout_is:
         log.say("warning: with --rollout_is None tokens of older weights are not corrected")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
-    stop = []  # SIGTERM makes the step in progress the last
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    stop = stop_on_signals()  # the step in progress is the last
 
     def validate():
         with awake(engine, [policy], optimizer, args, timing={}):
@@ -321,7 +319,7 @@ def main(args):
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(done + 1, total_steps + 1):
-        timing, saving = saving, {}
+        timing = saving
         begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         # ---- rollout and reward, until there are enough groups; all ranks know all rows
@@ -362,10 +360,16 @@ def main(args):
         dropped = [row for row in sampled if not row["keep"]]
         all_correct = sum(row["acc"] > 0 for row in dropped) / max(len(sampled), 1)
         all_wrong = len(dropped) / max(len(sampled), 1) - all_correct
-        if len(rows) < wanted:
-            few = f"{len(rows) // args.group_size} of --train_batch_size {args.train_batch_size} groups"
-            rest = f"{all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
-            fail(f"step {step}: --max_gen_batches {gen_batches} gave {few} with both kinds; {rest}")
+        if len(rows) < wanted:  # then these, the same number on each rank
+            ranks = dist.get_world_size() // args.sp_size
+            wanted = len(rows) // (args.group_size * ranks) * args.group_size * ranks
+            kinds = f"{all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
+            few = f"step {step}: --max_gen_batches {gen_batches}: less than a group a rank has both kinds"
+            if not wanted and all_correct > all_wrong:
+                log.say(f"{few}; {kinds}: solved")
+                break
+            if not wanted:
+                fail(f"{few}; {kinds}")
         generated = sum((row["step_t"] == step).sum() for row in sampled + unfinished)
         surplus, stale = split_by_age(rows[wanted:], step, args.max_staleness)
         unfinished, given_up = split_by_age(unfinished, step, args.max_staleness)
@@ -398,8 +402,8 @@ def main(args):
             metrics = update_actor(policy, optimizer, mini_batches, args)
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
-        last = step == total_steps or state["drawn"] >= max_prompts
-        last = last or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
+        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
+        last = stop != [0] or step == total_steps or state["drawn"] >= max_prompts
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics |= validate()
@@ -410,6 +414,7 @@ def main(args):
         metrics |= {
             "actor/lr": optimizer.param_groups[0]["lr"],
             "dapo/gen_batches": gen_batches,
+            "dapo/groups": len(rows) / args.group_size,
             "dapo/dropped_all_right": all_correct,
             "dapo/dropped_all_wrong": all_wrong,
             "dapo/carried_over": np.mean([row["older_t"].any() for row in rows]),
@@ -429,14 +434,13 @@ def main(args):
         if args.rollout_dump and dist.get_rank() == 0:
             dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with timed(saving, "save_checkpoint"):
-                content = state | {name: [as_json(row) for row in state[name]] for name in LEFT_OVER}
-                save_checkpoint(args, step, trained, optimizer, tokenizer, whole_weights, **content)
+        due = last or (args.save_freq and step % args.save_freq == 0)
+        content = state | {name: [as_json(row) for row in state[name]] for name in LEFT_OVER}
+        saving = save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights, **content)
         if last:
             break
     log.close()
-    leave()
+    leave(stop)
 
 
 # --------------------------------------------------------------------------------------------------

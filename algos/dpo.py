@@ -17,7 +17,6 @@ import faulthandler
 import hashlib
 import math
 import os
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -111,7 +110,7 @@ from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.files import replacing, weights_digest
 from common.metrics import speed_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import BOOLS, IDS, prepare
 from data_prep.lib.images import load_processor
 from data_prep.lib.turns import encode_messages, says_nothing, shown_tools, use_template
@@ -336,15 +335,14 @@ def main(args):
     state = load_checkpoint(resume_from, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
-    stop = []  # SIGTERM makes the step in progress the last
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    stop = stop_on_signals()  # the step in progress is the last
 
     if val_rows and not state["step"]:
         log.log(evaluate(policy, val_rows, val_reference, args) | {"training/global_step": 0}, 0)
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
-        timing, saving = saving, {}
+        timing = saving
         begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
@@ -355,7 +353,8 @@ def main(args):
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args)
         # ---- validation
-        last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
+        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
+        last = stop != [0] or step == total_steps
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics |= evaluate(policy, val_rows, val_reference, args)
@@ -372,13 +371,12 @@ def main(args):
         }
         log.log(metrics, step, loss="train/loss", acc="rewards/accuracies", tok_s="perf/throughput")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizer, tokenizer, whole_weights)
+        due = last or (args.save_freq and step % args.save_freq == 0)
+        saving = save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights)
         if last:
             break
     log.close()
-    leave()
+    leave(stop)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ Docs: docs/algorithms/grpo.md
 import faulthandler
 import math
 import os
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -134,7 +133,7 @@ from transformers.utils import logging
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
 from data_prep.lib.turns import use_template
@@ -312,8 +311,7 @@ def main(args):
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
-    stop = []  # SIGTERM makes the step in progress the last
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    stop = stop_on_signals()  # the step in progress is the last
 
     def validate():
         with awake(engine, models, optimizer, args, timing={}):
@@ -328,7 +326,7 @@ def main(args):
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
-        timing, saving = saving, {}
+        timing = saving
         begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
@@ -365,7 +363,8 @@ def main(args):
             metrics = update_actor(policy, optimizer, mini_batches, args)
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
-        last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
+        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
+        last = stop != [0] or step == total_steps
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics |= validate()
@@ -384,13 +383,12 @@ def main(args):
         if args.rollout_dump and dist.get_rank() == 0:
             dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizer, tokenizer, whole_weights)
+        due = last or (args.save_freq and step % args.save_freq == 0)
+        saving = save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights)
         if last:
             break
     log.close()
-    leave()
+    leave(stop)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ Docs: docs/algorithms/ppo.md
 import faulthandler
 import math
 import os
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -139,7 +138,7 @@ from transformers.utils import logging
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files, load_prompts
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.turns import render, use_template
@@ -372,8 +371,7 @@ def main(args):
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
-    stop = []  # SIGTERM makes the step in progress the last
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    stop = stop_on_signals()  # the step in progress is the last
 
     def validate():
         with awake(engine, models, optimizer, args, timing={}):
@@ -388,7 +386,7 @@ def main(args):
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
-        timing, saving = saving, {}
+        timing = saving
         begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
@@ -444,7 +442,8 @@ def main(args):
             metrics["actor/lr"] = lr
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
-        last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
+        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
+        last = stop != [0] or step == total_steps
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics |= validate()
@@ -463,13 +462,14 @@ def main(args):
         if args.rollout_dump and dist.get_rank() == 0:
             dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizers, tokenizer, whole_weights, kl_coef=kl_coef)
+        due = last or (args.save_freq and step % args.save_freq == 0)
+        saving = save_checkpoint(
+            due, args, step, trained, optimizers, tokenizer, whole_weights, kl_coef=kl_coef
+        )
         if last:
             break
     log.close()
-    leave()
+    leave(stop)
 
 
 # --------------------------------------------------------------------------------------------------

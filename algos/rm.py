@@ -16,7 +16,6 @@ Docs: docs/algorithms/rm.md
 import faulthandler
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ from transformers.utils import logging
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.metrics import speed_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import IDS, prepare
 from data_prep.lib.images import load_processor
 from data_prep.lib.schema import open_parquet
@@ -254,15 +253,14 @@ def main(args):
     check_scores(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
-    stop = []  # SIGTERM makes the step in progress the last
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    stop = stop_on_signals()  # the step in progress is the last
 
     if val_rows and not state["step"]:
         log.log(evaluate(policy, val_rows, args) | {"training/global_step": 0}, 0)
 
     saving = {}  # seconds of the last checkpoint, reported by the step after it
     for step in range(state["step"] + 1, total_steps + 1):
-        timing, saving = saving, {}
+        timing = saving
         begin = time.perf_counter()
         faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
         epoch, number = divmod(step - 1, steps_per_epoch)
@@ -274,7 +272,8 @@ def main(args):
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args)
         # ---- validation
-        last = step == total_steps or all_reduce([bool(stop)], dist.ReduceOp.MAX) == [1]
+        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
+        last = stop != [0] or step == total_steps
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
             with timed(timing, "testing"):
                 metrics |= evaluate(policy, val_rows, args)
@@ -290,13 +289,12 @@ def main(args):
         }
         log.log(metrics, step, loss="train/loss", accuracy="train/accuracy", tok_s="perf/throughput")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if last or (args.save_freq and step % args.save_freq == 0):
-            with timed(saving, "save_checkpoint"):
-                save_checkpoint(args, step, trained, optimizer, tokenizer, whole_weights)
+        due = last or (args.save_freq and step % args.save_freq == 0)
+        saving = save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights)
         if last:
             break
     log.close()
-    leave()
+    leave(stop)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import safetensors
@@ -14,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
 from common.families import copy_processor
-from common.run import digests, fail, in_one_line
+from common.run import UNSAVED, digests, fail, in_one_line
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -33,6 +35,8 @@ def checkpointed(models, optimizers):
 
 def load_checkpoint(path, models, optimizers):
     """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
+    for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
+        optimizer.register_step_pre_hook(lambda *_: UNSAVED.clear())  # the weights are of no whole step
     if path is None:
         return dict(step=0, origin="")
     content = checkpointed(models, optimizers)
@@ -47,11 +51,23 @@ def load_checkpoint(path, models, optimizers):
     return state | dict(origin=f"\nresumed from {path}")
 
 
-def save_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, **state):
-    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one.
+def save_checkpoint(due, args, step, models, optimizers, tokenizer, whole_weights, **state):
+    """A step is whole: write it where a checkpoint is due, else before whatever ends the run -> seconds.
 
     whole_weights(lm, dtype): yields the names and whole weights of a sharded model, on all ranks alike.
     """
+    write = partial(write_checkpoint, args, step, models, optimizers, tokenizer, whole_weights, **state)
+    UNSAVED[:] = [write]
+    if not due:
+        return {}
+    UNSAVED.clear()
+    begin = time.perf_counter()
+    write()
+    return dict(save_checkpoint=time.perf_counter() - begin)
+
+
+def write_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, **state):
+    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one."""
     root = Path(args.output_dir) / "checkpoints"
     path = root / f"step_{step:06d}"
     rank0 = dist.get_rank() == 0

@@ -7,9 +7,11 @@ import math
 import os
 import platform
 import shutil
+import signal
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +32,7 @@ MAY_CHANGE = set(  # when a run resumes; all other flags must agree. Of weights 
     " reward_timeout_s env_timeout_s max_gen_batches".split()
 )
 TOKENIZER = "tokenizer*", "chat_template*", "vocab.*", "merges.txt"  # its files
+UNSAVED = []  # what writes the last whole step, until a checkpoint has it or the next update begins
 HELD = {}  # locks of directories, until the process ends
 DATA = set(  # may differ too where --resume PATH begins another run
     "train_files prompt_key response_key messages_key text_key chosen_key rejected_key seed reward_fn"
@@ -39,9 +42,35 @@ DATA = set(  # may differ too where --resume PATH begins another run
 
 def fail(message):
     """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
+    save_first()
     for bar in [*getattr(tqdm, "_instances", ())]:
         bar.close()  # the line is below it
     raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+def save_first():
+    """Before the run ends: write the last whole step, if no checkpoint has it and all ranks end together."""
+    while UNSAVED:
+        write, store = UNSAVED.pop(), dist.distributed_c10d._get_default_store()
+        store.set(f"end of rank {dist.get_rank()}", "")
+        try:
+            store.wait([f"end of rank {rank}" for rank in range(dist.get_world_size())], timedelta(minutes=1))
+            print(f"saved first: {write()}", file=sys.stderr) if not dist.get_rank() else write()
+        except (Exception, SystemExit) as error:  # whatever it is, the run ends for another reason
+            print(f"what was trained since the last checkpoint is lost: {error}", file=sys.stderr)
+
+
+def stop_on_signals():
+    """-> [the number of a SIGTERM or SIGINT, 0 until one comes]. A second one ends the process at once."""
+    stop = [0]
+
+    def end(number, _):
+        stop[0] = number
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    return stop
 
 
 def refuse(problems):
@@ -65,7 +94,7 @@ def open_run(args):
         if args.resume == "never":
             fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
         changes = latest.exists() and differences(out / "args.json", args, MAY_CHANGE)
-        if changes:  # without a checkpoint there is nothing to go on from
+        if changes:  # without one there is nothing to go on from
             fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
     checkpoint = latest if latest.exists() else Path(args.resume)  # the same command resumes its own run
     if checkpoint != latest and args.resume in ("auto", "never"):
@@ -151,6 +180,7 @@ class Logger:
     """Terminal, log.txt, metrics.jsonl and the tracker of rank 0; the other ranks are silent."""
 
     def __init__(self, args, step, total_steps):
+        sys.excepthook = lambda *error: (save_first(), sys.__excepthook__(*error))
         self.out, self.rank0 = Path(args.output_dir), dist.get_rank() == 0
         self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
         if not self.rank0:
@@ -188,6 +218,7 @@ class Logger:
 
     def close(self):
         """Say where the results are, and what to do next."""
+        save_first()
         self.bar.close()
         done = "done" if self.bar.n == self.bar.total else "stopped; the same command resumes it"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {self.out}/checkpoints/latest/hf")
@@ -203,13 +234,13 @@ def learning_rate(args, step, total_steps):
     return args.lr * decay[args.lr_schedule]
 
 
-def leave():
+def leave(stop):
     """End the process together with the other ranks: the last call of a script."""
     # Python's own end would abort if a thread of gloo still has a tensor (pytorch PR 179291)
     dist.barrier()
     atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(128 + int(stop[0]) if any(stop) else 0)
 
 
 def ranks_on(device, lm):

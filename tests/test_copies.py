@@ -248,7 +248,7 @@ def test_the_algorithm_comes_first_and_is_short(name):
     assert [re.sub(r"[^\w ]", "", x).strip() for x in order] == [
         "class Args", "The mathematics", "The step", "def mainargs", "The system"
     ]  # fmt: skip
-    assert lines[-1] == "    main(Args(**flags))" and lines[above - 4] == "    leave()"
+    assert lines[-1] == "    main(Args(**flags))" and lines[above - 4] == "    leave(stop)"
 
 
 @pytest.mark.parametrize("name", LIMITS)

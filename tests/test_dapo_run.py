@@ -119,12 +119,24 @@ def loop(tiny, arithmetic, tmp_path_factory):
     return out, {name: ast.literal_eval(found) for _, name, found in lines}
 
 
-def test_always_right_is_an_error_on_both_ranks(loop):
-    [(line, *counts), other] = loop[1]["always right"]
-    assert counts == [3, 1, []] and other == (1, 3, 1, [])
-    assert "--max_gen_batches 3" in line and "0 of --train_batch_size 4 groups" in line and "100%" in line
-    [(line, *counts), other] = loop[1]["one more"]  # the hint can be followed
-    assert "--max_gen_batches 4" in line and counts == [4, 1, []] and other == (1, 4, 1, [])
+def test_nothing_left_to_learn(loop):
+    """All right: the run ends well. All wrong: an error, on both ranks."""
+    assert loop[1]["always right"] == [("ended", 3, 1, [])] * 2
+    log = (loop[0] / "always right/log.txt").read_text()
+    assert "--max_gen_batches 3: less than a group a rank has both kinds; 100% of " in log
+    assert "all correct, 0% all wrong: solved\n" in log
+    [(line, *counts), other] = loop[1]["always wrong"]
+    assert counts == [4, 1, []] and other == (1, 4, 1, [])
+    assert line.startswith("error: step 1: --max_gen_batches 4: less") and "100% all wrong" in line
+
+
+def test_few_groups_are_trained_on_and_saved(loop):
+    """Three groups for two ranks: one each, then the third is alone; the step that was trained is kept."""
+    assert [rank[:3] for rank in loop[1]["solved"]] == [("ended", 2, 2)] * 2
+    out = loop[0] / "solved"
+    assert metrics(out)[1]["dapo/groups"] == 2 and list(groups(out, 1)) == [0, 1]
+    assert state(out, 1)["step"] == 1 and {row["index"] for row in state(out, 1)["surplus"]} == {2}
+    assert "solved\n" in (out / "log.txt").read_text()
 
 
 def test_one_sync_a_step(loop):

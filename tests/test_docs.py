@@ -26,7 +26,7 @@ PAGES = [
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 FOREIGN = set(  # of torchrun, Slurm, pip and other programs
-    "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
+    "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts --shutdown-timeout"
     " --standalone --no-deps --no-build-isolation --pid --nodes --ntasks-per-node --gpus-per-node --signal"
     " --security-opt --num_processes".split()
 )

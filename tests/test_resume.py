@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+from ast import literal_eval
 from dataclasses import fields, replace
 
 import pytest
+import torch
+from conftest import ROOT, load_weights, metrics
+from conftest import run as launch
 
 from algos import grpo
 from common import checkpoints, run
@@ -150,7 +154,42 @@ def test_a_run_that_was_copied_with_its_links_followed(begun, tmp_path, capsys):
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step_000001", "step_000002"]
 
 
-def test_a_run_without_a_checkpoint_begins_anew(begun, tmp_path):
+def test_whatever_ends_a_run_saves_first(tiny, arithmetic, tmp_path):
+    """Where all ranks end before an update; then the same command goes on as if nothing had been."""
+    worker = ROOT / "tests/workers/ends.py", tiny, arithmetic / "train.parquet", tmp_path
+    done = launch(*worker, "straight", "before", "stops", "during", "full", ranks=2)
+    found = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("END")]
+    again = "ended", "ended"
+    assert [(name, literal_eval(how)) for name, how in found] == [
+        ("straight", [*again]),
+        ("before", ["before the update"] * 2),
+        ("before", [*again]),
+        ("stops", ["error: all ranks stop", 1]),
+        ("stops", [*again]),
+        ("during", ["during the update"] * 2),
+        ("during", [*again]),
+        ("full", ["error: all ranks stop", 1]),
+        ("full", [*again]),
+    ]
+    straight = load_weights(tmp_path / "straight/checkpoints/latest/hf")
+    for name, first in dict(before=3, stops=3, during=1, full=1).items():  # the step that was done again
+        assert metrics(tmp_path / name).keys() == {1, 2, 3, 4}
+        steps = sorted(path.name for path in (tmp_path / name / "checkpoints").glob("step_*"))
+        assert steps == ["step_000002"] * (first == 3) + ["step_000004"]
+        weights = load_weights(tmp_path / name / "checkpoints/latest/hf")
+        assert all(torch.equal(x, weights[key]) for key, x in straight.items())
+    assert done.stderr.count("saved first: ") == 2
+    assert "is lost: error: " in done.stderr and "No space left on device" in done.stderr
+
+
+def test_one_rank_that_ends_alone_does_not_wait_for_ever(tiny, arithmetic, tmp_path):
+    worker = ROOT / "tests/workers/ends.py", tiny, arithmetic / "train.parquet", tmp_path
+    done = launch(*worker, "alone", ranks=2, check=False)
+    assert done.returncode and "what was trained since the last checkpoint is lost" in done.stderr
+    assert "one rank alone" in done.stderr and not (tmp_path / "alone/checkpoints").exists()
+
+
+def test_a_run_without_a_checkpoint_may_have_other_flags(begun, tmp_path):
     """Its error may ask for another flag; with a checkpoint the flag would have to agree."""
     (tmp_path / "run/checkpoints/latest").unlink()
     assert run.open_run(replace(begun, temperature=0.5)) is None

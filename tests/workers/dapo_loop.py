@@ -26,7 +26,8 @@ KINDS = [ALL_WRONG, MIXED, LONG_BUT_ALL_RIGHT, ALL_RIGHT, LONG_AND_RIGHT]
 
 SCENARIOS = {  # groups by prompt number, in turn; flags
     "always right": ([ALL_RIGHT], "--max_gen_batches 3"),
-    "one more": ([ALL_RIGHT], "--max_gen_batches 4 --rollout_is None"),
+    "always wrong": ([ALL_WRONG], "--max_gen_batches 4 --rollout_is None"),
+    "solved": ([MIXED] * 3 + [ALL_RIGHT] * 50, "--max_gen_batches 1"),
     "three batches": ([ALL_RIGHT] * 4 + [MIXED] * 12, "--max_gen_batches 2 --total_steps 1"),
     "kinds": (KINDS, "--total_steps 4"),
     "filtered": (KINDS, "--total_steps 2 --overlong_filtering"),
@@ -37,7 +38,11 @@ SCENARIOS = {  # groups by prompt number, in turn; flags
     "epoch": (KINDS, "--total_epochs 1 --lora_rank 4"),
     "epoch again": (KINDS, "--total_epochs 1 --lora_rank 4"),
 }
-GOES_ON = {"one more": "always right", "resumed on": "resumed", "epoch again": "epoch"}  # in one directory
+GOES_ON = {
+    "always wrong": "always right",
+    "resumed on": "resumed",
+    "epoch again": "epoch",
+}  # in one directory
 gen_batches, syncs, groups, totals = 0, 0, [], []
 deal = dapo.deal
 
@@ -78,7 +83,7 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
 
 def main(model, data, out):
     global gen_batches, syncs, groups, tokenizer
-    dapo.leave, leave = dist.barrier, dapo.leave  # one process for all scenarios
+    dapo.leave, leave = lambda _: dist.barrier(), dapo.leave  # one process for all scenarios
     tokenizer = dapo.load_processor(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
@@ -103,7 +108,7 @@ def main(model, data, out):
         dist.all_gather_object(found, (code, gen_batches, syncs, totals))
         if os.environ["RANK"] == "0":
             print("SCENARIO", name, found, sep="|")
-    leave()
+    leave([0])
 
 
 if __name__ == "__main__":
