@@ -90,7 +90,7 @@ def write_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, *
             copy_processor(models["hf"], args.model, path / "hf")
             state |= dict(step=step, digests=digests(args))
             # the last file: a directory without it is unfinished
-            (path / "trainer_state.json").write_text(json.dumps(state, default=str))
+            (path / "trainer_state.json").write_text(json.dumps(state))
             point_latest_at(path, args.keep_checkpoints)
     except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
         problem = [in_one_line(error)]

@@ -31,8 +31,9 @@ def replacing(path):
 
 
 def json_line(value):
-    """A line of JSON, with null for NaN and infinity, which JSON does not have."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None)) + "\n"
+    """A line of JSON, with null for NaN and infinity, which JSON does not have, and text for other things."""
+    value = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+    return json.dumps(value) + "\n"
 
 
 @functools.cache

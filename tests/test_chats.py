@@ -2,6 +2,8 @@
 
 import json
 import math
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from functools import partial
 from types import SimpleNamespace
 
@@ -646,3 +648,39 @@ def test_tools_of_a_row_are_shown(form, tmp_path):
     assert load_rows(tmp_path / "made.parquet", ["tools"])[0]["tools"][0]["function"] == SCHEMA
     with pytest.raises(ValueError, match="the chat template shows none"):
         load_prompts([path], tokenizer_with(), 999)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "seen"),
+    [
+        (pa.timestamp("us"), datetime(2020, 1, 2, 3), "2020-01-02T03:00:00"),
+        (pa.timestamp("ns", tz="UTC"), datetime(2020, 1, 2, 3), "2020-01-02T03:00:00+00:00"),
+        (pa.date32(), date(2020, 1, 2), "2020-01-02"),
+        (pa.time64("us"), time(3, 4), "03:04:00"),
+        (pa.duration("s"), timedelta(seconds=61), "0:01:01"),
+        (pa.decimal128(9, 2), Decimal("1.50"), "1.50"),
+        (pa.decimal256(40, 2), Decimal("1.50"), "1.50"),
+        (pa.binary(), b"a\xff", "a\\xff"),
+        (pa.binary(2), b"ab", "ab"),
+        (pa.large_binary(), b"ab", "ab"),
+        (pa.binary_view(), b"ab", "ab"),
+        (pa.string_view(), "ab", "ab"),
+        (pa.dictionary(pa.int8(), pa.string()), "ab", "ab"),
+        (pa.int64(), 2**60, 2**60),
+        (pa.float32(), 0.5, 0.5),
+        (pa.list_(pa.date32(), 1), [date(2020, 1, 2)], ["2020-01-02"]),
+        (pa.struct([("on", pa.date32())]), dict(on=date(2020, 1, 2)), dict(on="2020-01-02")),
+        (pa.null(), None, None),
+    ],
+)
+def test_a_reward_sees_what_json_has(kind, value, seen, tmp_path):
+    """In training, in files of rollouts and after a resume alike."""
+    row = dict(data_source="arithmetic", prompt=[user()], extra_info=None)
+    table = pa.Table.from_pylist([row | dict(reward_model=dict(style="rule", ground_truth="1"))] * 2)
+    about = pa.StructArray.from_arrays([pa.array([value] * 2, kind)], ["x"])
+    table = table.set_column(table.column_names.index("extra_info"), "extra_info", about)
+    pq.write_table(table, path := tmp_path / "rows.parquet")
+    [_, read] = load_rows(path, ["extra_info"])
+    rows, _ = load_prompts([path], tokenizer_with(), 100)
+    assert read["extra_info"] == rows[1]["extra_info"] == dict(x=seen)
+    assert json.loads(json.dumps(rows[1])) == rows[1]

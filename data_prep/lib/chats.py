@@ -18,6 +18,9 @@ SHAREGPT = dict(human="user", gpt="assistant", observation="tool", function_resp
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
 TRAIN = ("train", "weight", "training", "trainable", "loss", "loss_mask")  # 1: the turn is trained
 MASKED = ("masked",)  # 1: it is not
+FOR_REWARDS = "extra_info", "reward_model"
+JSON_TYPES = [getattr(pa.types, f"is_{name}") for name in "null boolean integer floating string".split()]
+JSON_TYPES += pa.types.is_large_string, pa.types.is_string_view
 unknown = Counter()  # of the fields of messages that have no name here
 
 
@@ -25,14 +28,25 @@ def plain_rows(table):
     """Rows of an Arrow table, without what Arrow fills in: in messages no field is null, and JSON is read.
 
     Arrow has one struct for all messages, and one for all arguments of tools: each has all fields of all.
-    A null that JSON has is kept, because somebody wrote it.
+    A null that JSON has is kept, because somebody wrote it. What a reward gets, `extra_info` and
+    `reward_model`, is as JSON has it, because files of rollouts and checkpoints have it so: a date is text.
     """
     rows = table.to_pylist()
     for field in table.schema:
         if _has_messages(field.type):
             for row in rows:
                 row[field.name] = _plain(row[field.name], field.type)
+        elif field.name in FOR_REWARDS and _holds(field.type, _is_no_json):
+            for row in rows:
+                row[field.name] = json.loads(json.dumps(row[field.name], default=_text))
     return rows
+
+
+def _text(value):
+    """Dates, times, decimal numbers and bytes as text."""
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def _fields(kind):
@@ -49,7 +63,17 @@ def _are_messages(kind):
 
 def has_map(kind):
     """Whether a type of Arrow has a map in it, at any depth."""
-    return isinstance(kind, pa.MapType) or any(map(has_map, _fields(kind).values()))
+    return _holds(kind, lambda kind: isinstance(kind, pa.MapType))
+
+
+def _holds(kind, test):
+    """Whether a type of Arrow, or one in it at any depth, is one for which a test is true."""
+    return test(kind) or any(_holds(x, test) for x in _fields(kind).values())
+
+
+def _is_no_json(kind):
+    """Whether values of a type of Arrow are not as JSON has them."""
+    return not (_fields(kind) or any(test(kind) for test in JSON_TYPES))
 
 
 @cache
