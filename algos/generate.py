@@ -192,15 +192,15 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
 
     No row waits for another: its environment works while the sampler writes for others.
     rows: dicts with prompt_ids, extra_info and `entropy`, numbers that seed the sampling. This adds
-    response_ids, all that follows the prompt; mask_t, whether the model wrote a token; rollout_logp_t, 0
-    where it did not; answer_ids, of the last turn; finish_reason: stop, length, turns, or timeout, crash,
-    error of the environment; and more. Returns the seconds in which the sampler had nothing to do.
+    response_ids, all that follows the prompt; answer_ids, of the last turn; finish_reason: stop, length,
+    turns, or timeout, crash, error of the environment; and more.
+    Returns the seconds in which the sampler had nothing to do.
     """
     from vllm.distributed import get_tp_group
 
     tp_group, waiting, idle = get_tp_group(), set(), 0.0
     for i, row in enumerate(rows):
-        row |= dict(response_ids=[], rollout_logp_t=[], mask_t=[], turns=0, messages=[])
+        row |= dict(response_ids=[], turns=0, messages=[])
         row |= dict(cut_observations=0, env_reward=None, failure=None)
         ask(engine, i, row, args, sampling)
     while engine.has_unfinished_requests() or waiting:
@@ -245,9 +245,6 @@ def ask(engine, i, row, args, sampling):
 def add_turn(row, output, tokenizer):
     """Add a turn of the model to its row -> the text of the turn."""
     row["response_ids"] += output.token_ids
-    row["mask_t"] += [True] * len(output.token_ids)
-    if output.logprobs:
-        row["rollout_logp_t"] += output.logprobs.logprobs
     row |= dict(answer_ids=output.token_ids, finish_reason=output.finish_reason)
     row["turns"] += 1
     text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
@@ -274,8 +271,6 @@ def add_answer(row, answer, tools, tokenizer, args):
         row["finish_reason"] = "turns" if row["turns"] == args.max_turns else "length"
         return False
     row["response_ids"] += ids
-    row["mask_t"] += [False] * len(ids)
-    row["rollout_logp_t"] += [0.0] * len(ids)
     row["messages"] += messages
     row["cut_observations"] += longer
     return True

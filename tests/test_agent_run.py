@@ -35,7 +35,7 @@ def flags(model, arithmetic):
         sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --total_steps 4 --save_freq 2"
         sizes += " --max_prompt_length 16 --max_response_length 96 --max_tokens_per_microbatch 500"
         rest = "--lr 3e-3 --test_freq 2 --rollout_dump --keep_checkpoints 0 --env_timeout_s 20"
-        rest += " --echo_coef 0.05 --warmup_steps 2"
+        rest += " --echo_coef 0.05 --warmup_steps 2 --use_kl_loss --kl_loss_coef 0.01"
         return ["--model", model, "--output_dir", out, *files, *talk, *sizes.split(), *rest.split(), *more]
 
     return flags
@@ -73,6 +73,12 @@ def test_sampler_and_trainer_agree_on_five_turns(straight):
     for step in range(1, 5):
         assert metrics(straight)[step]["training/rollout_logp_diff_mean"] < 1e-5
         assert metrics(straight)[step]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_the_reference_stays_where_training_began(straight):
+    """The policy goes away from it step by step, also in a run that was resumed: see `same`."""
+    kl = [metrics(straight)[step]["actor/kl_loss"] for step in range(1, 5)]
+    assert 0 < kl[0] < kl[1] < kl[2] < kl[3] and kl[3] > 2 * kl[1]  # of equal learning rates
 
 
 def test_advantages_are_those_of_the_groups(straight):
@@ -172,6 +178,7 @@ def test_generate_and_eval(straight, flags, arithmetic, tmp_path):
         (("--max_turns", 0), "--max_turns"),
         (("--max_observation_length", 0), "--max_observation_length"),
         (("--env_timeout_s", 0), "--env_timeout_s 0.0 must be above 0"),
+        (("--env", f"{ROOT}/envs/calculator.py:TOOLS"), "the chat template: unknown role tool"),
     ],
 )
 def test_bad_flags_are_one_line(flags, tmp_path, more, error):

@@ -12,10 +12,11 @@ from test_tool_conversations import TEMPLATES, TOOLS, conversation, make_tokeniz
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from algos import agent
+from algos import agent, generate
 from envs.messages import Unrenderable, observation
 
 PROMPT = [dict(role="user", content="37*85=")]
+both_copies = pytest.mark.parametrize("script", (agent, generate), ids=("agent", "generate"))
 
 
 class Engine:
@@ -76,7 +77,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
 
 
-def talk(tokenizer, said, told, tools=TOOLS, seed=0, **limits):
+def talk(tokenizer, said, told, tools=TOOLS, seed=0, script=agent, **limits):
     """Rows that say `said[i]` and are told `told[i]` -> the rows, engine and pool after the conversation."""
     limits = dict(max_response_length=10_000, max_turns=8, max_observation_length=99) | limits
     prompt_ids = tokenizer.apply_chat_template(
@@ -84,9 +85,9 @@ def talk(tokenizer, said, told, tools=TOOLS, seed=0, **limits):
     )
     rows = [dict(prompt_ids=prompt_ids, extra_info={}, entropy=(1, 2, i, 0)) for i in range(len(said))]
     engine, pool = Engine(said, tokenizer, seed), Pool(told, tools, seed)
-    agent.converse(engine, rows, pool, tokenizer, SimpleNamespace(**limits))
+    script.converse(engine, rows, pool, tokenizer, SimpleNamespace(**limits))
     assert all(row["prompt_ids"] is prompt_ids for row in rows) and pool.cleared == 1
-    for row in rows:
+    for row in rows if script is agent else ():
         assert len(row["response_ids"]) == len(row["rollout_logp_t"]) == len(row["mask_t"])
         assert all((x < 0) == own for x, own in zip(row["rollout_logp_t"], row["mask_t"]) if x == x)
     return rows, engine, pool
@@ -175,7 +176,8 @@ def test_turns_are_limited():
         assert len(pool.heard[0]) == limit and sampled(rows[0])[-5:] == rows[0]["response_ids"][-5:]
 
 
-def test_the_response_is_limited():
+@both_copies
+def test_the_response_is_limited(script):
     """An observation that leaves room for a token is kept whole; one that leaves none ends the response."""
     tokenizer = make_tokenizer("qwen2.5")
     [[row], *_] = talk(tokenizer, [["ask", "x"]], [[tool("1" * 20), None]])
@@ -188,9 +190,8 @@ def test_the_response_is_limited():
         (turn, "length", turn),
         (turn - 1, "length", turn - 1),
     ):
-        [[row], engine, pool] = talk(
-            tokenizer, [["ask", "x"]], [[tool("1" * 20), None]], max_response_length=room
-        )
+        said, told = [["ask", "x"]], [[tool("1" * 20), None]]
+        [[row], engine, pool] = talk(tokenizer, said, told, max_response_length=room, script=script)
         assert (row["finish_reason"], len(row["response_ids"])) == (reason, length), room
         assert len(engine.prompts[0]) == 1 + (room > turn + follow)
         assert pool.heard.get(0, []) == (
@@ -224,10 +225,11 @@ def test_no_tool_ends_its_message():
     assert [after.count(tokenizer.convert_tokens_to_ids(x)) for x in ("<|im_end|>", "<|im_start|>")] == [1, 2]
 
 
-def test_a_failure_ends_its_own_row():
+@both_copies
+def test_a_failure_ends_its_own_row(script):
     said = [["a", "b"], ["a", "b"], ["a", "b"], ["a", "b"]]
     told = [["timeout"], ["crash"], ["error: KeyError: x"], [tool("1"), None]]
-    rows, *_ = talk(make_tokenizer("qwen2.5"), said, told)
+    rows, *_ = talk(make_tokenizer("qwen2.5"), said, told, script=script)
     assert [row["finish_reason"] for row in rows] == ["timeout", "crash", "error", "stop"]
     assert [row["failure"] for row in rows] == ["timeout", "crash", "error: KeyError: x", None]
     assert [row["turns"] for row in rows] == [1, 1, 1, 2]
@@ -262,16 +264,18 @@ USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
         ),
     ],
 )
-def test_what_a_template_cannot_write_ends_its_own_row(template, messages, failure):
+@both_copies
+def test_what_a_template_cannot_write_ends_its_own_row(template, messages, failure, script):
     """That trajectory is an error, as that of an environment that raises; the others go on."""
     tokenizer = make_tokenizer("qwen2.5")
     tokenizer.chat_template = template
     said, told = [["ask", "x"]] * 3, [[messages, None], [None], ["crash"]]
-    rows, *_ = talk(tokenizer, said, told)
+    rows, *_ = talk(tokenizer, said, told, script=script)
     assert [row["finish_reason"] for row in rows] == ["error", "stop", "crash"]
     assert rows[0]["failure"].startswith(failure) and "\n" not in rows[0]["failure"]
-    assert rows[0]["turns"] == 1 and sampled(rows[0]) == rows[0]["response_ids"]
-    assert agent.turn_metrics([counted(row) for row in rows])["env/errors"] == 1
+    assert rows[0]["turns"] == 1 and rows[0]["response_ids"] == rows[0]["answer_ids"]
+    if script is agent:
+        assert agent.turn_metrics([counted(row) for row in rows])["env/errors"] == 1
 
 
 def counted(row):
@@ -301,7 +305,7 @@ def test_without_environment_there_is_one_turn():
     tokenizer = make_tokenizer("qwen2.5")
     rows = [dict(prompt_ids=[5, 6], extra_info={}, entropy=(1, 2, 3, 4))]
     engine = Engine([["x"]], tokenizer)
-    agent.converse(engine, rows, None, tokenizer, SimpleNamespace(max_response_length=9))
+    generate.converse(engine, rows, None, tokenizer, SimpleNamespace(max_response_length=9))
     assert rows[0]["finish_reason"] == "stop" and rows[0]["turns"] == 1
     [seed] = np.random.SeedSequence((1, 2, 3, 4)).generate_state(1)
     assert engine.seeds == [seed]  # grpo.py's

@@ -341,10 +341,14 @@ def test_resumed_equals_straight(tiny, arithmetic, tmp_path, itself):
 
 
 def test_sampled_from_end_to_end(tiny, arithmetic, tmp_path):
-    """One optimizer step a rollout: the loss is the estimated KL. Its own teacher has nothing to say."""
+    """One optimizer step a rollout: the loss is the estimated KL. Its own teacher has nothing to say.
+
+    Two ranks answer half of the prompts each, and score all.
+    """
     more = "--kl", "sampled", "--ppo_mini_batch_size", 16, "--total_steps", 2
-    run(ROOT / "algos/distill.py", *flags(tiny, tiny, arithmetic, tmp_path, *more))
+    run(ROOT / "algos/distill.py", *flags(tiny, tiny, arithmetic, tmp_path, *more), ranks=2)
     _, first, second = metrics(tmp_path).values()
+    assert len({row["index"] for row in rollouts(tmp_path, 1)}) == 16 == len(rollouts(tmp_path, 1))
     assert abs(first["actor/teacher_kl"]) < 1e-6 and first["actor/grad_norm"] < 1e-4
     assert abs(second["actor/teacher_kl"]) < 0.01 and "timing_s/ref" in second
     for m in (first, second):

@@ -346,9 +346,22 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
 # ---- bad arguments
 
 
-def test_errors_are_one_line(tiny, data, tmp_path):
-    words = flags(tiny, data, tmp_path / "run", "--train_batch_size", 41)
-    with pytest.raises(SystemExit, match=r"^error: --train_batch_size 41 is more than the 40 .* pairs$"):
+@pytest.mark.parametrize(
+    ("more", "line"),
+    (
+        (("--train_batch_size", 41), "--train_batch_size 41 is more than the 40 training pairs"),
+        (
+            ("--val_files", "bad.parquet"),
+            r".*/bad.parquet: row 1: .*; mend it, or drop .* by --bad_pairs drop",
+        ),
+    ),
+)
+def test_errors_are_one_line(more, line, tiny, data, tmp_path):
+    rows = [pair("1+1=", "2", "3"), pair("1+2=", "3", "3")]
+    write_parquet(rows, tmp_path / "bad.parquet")
+    more = [tmp_path / x if x == "bad.parquet" else x for x in more]
+    words = flags(tiny, data, tmp_path / "run", *more)
+    with pytest.raises(SystemExit, match=f"^error: {line}$"):
         dpo.main(dpo.Args(**dpo.parse(dpo.Args, words)))
 
 

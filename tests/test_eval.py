@@ -271,7 +271,8 @@ def test_differences_are_paired(tmp_path, monkeypatch):
         (["--reward_fn", "nowhere.py:f"], "nowhere.py"),
         (["--data", "nowhere.parquet"], "nowhere.parquet"),
         (["--data", __file__], "test_eval.py"),
-        (["--data", "scored.parquet"], "scores"),
+        (["--data", "scored.parquet"], "it has a column 'scores' already"),
+        (["--data", *["data.parquet"] * 27], "--data: 27 files, at most 26"),
         ([], "nobody/knows"),
     ],
 )

@@ -11,6 +11,8 @@ from conftest import ROOT, metrics, run
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from algos import export
+
 EXPORT = ROOT / "algos/export.py"
 # without do_sample transformers reads this and would not write it
 SAMPLING = dict(eos_token_id=[1, 2], pad_token_id=0, temperature=0.9, top_p=0.6)
@@ -39,7 +41,8 @@ def lora(tiny, arithmetic, tmp_path_factory):
 
 
 def equal(*paths):
-    a, b = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
+    """Whether two models, or directories, have the same weights in the same dtype."""
+    a, b = (x if isinstance(x, torch.nn.Module) else AutoModelForCausalLM.from_pretrained(x) for x in paths)
     pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
     return a.dtype == b.dtype and all(x == y and torch.equal(v, w) for (x, v), (y, w) in pairs)
 
@@ -58,6 +61,17 @@ def test_a_model(full, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / x, dtype="auto").state_dict() for x in ("half", "out")
     )
     assert all(torch.equal(x, whole[name].bfloat16()) for name, x in half.items())
+
+
+def test_a_model_of_several_files(tiny, tmp_path):
+    """Its index names the file of each weight, and how large they are together."""
+    lm = AutoModelForCausalLM.from_pretrained(tiny)
+    lm.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    count = export.save_model(tmp_path / "hf", "bfloat16", tmp_path / "half")
+    assert len([*(tmp_path / "half").glob("*.safetensors")]) > 1
+    assert equal(tmp_path / "half", lm.bfloat16())
+    index = json.loads((tmp_path / "half/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * count == 2 * sum(p.numel() for p in lm.parameters())
 
 
 def test_a_checkpoint_goes_on_with_other_replicas(full, arithmetic, tmp_path):

@@ -138,6 +138,7 @@ def refused(monkeypatch):
         (dict(top_p=1.5), "--top_p 1.5"),
         (dict(top_k=-2), "--top_k -2"),
         (dict(tp_size=2), "use a multiple of --tp_size 2"),
+        (dict(env=f"{ROOT}/envs/calculator.py:TOOLS"), "the chat template: unknown role tool"),
     ],
 )
 def test_bad_input_gives_one_line(tiny, data, tmp_path, refused, changed, message):

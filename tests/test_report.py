@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from conftest import ROOT, documented, run
 
+from algos import report as report_script
 from algos.report import CHECKS, LIMIT, Args, Run, spread, thin, write
 
 SAMPLE = ROOT / "tests/fixtures/report"  # ten steps of the demo, and two of its dumped steps
@@ -521,6 +522,15 @@ def test_bad_input_gives_one_line_and_leaves_an_old_report(tmp_path, runs, messa
     done = run(ROOT / "algos/report.py", "--output", tmp_path / "report.html", *runs, check=False)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert message in done.stderr and (tmp_path / "report.html").read_text() == "old"
+
+
+def test_runs_that_make_a_file_too_large(tmp_path, monkeypatch):
+    run_ = make_run(tmp_path / "run", rows({"train/loss": [1]}))
+    (out := tmp_path / "report.html").write_text("old")
+    monkeypatch.setattr(report_script, "LIMIT", 1_000_000)  # less than the library that draws
+    with pytest.raises(SystemExit, match=r"^error: 2 runs make a file over 1\.0 MB; give fewer at a time$"):
+        report_script.main(Args(runs=[str(run_), str(SAMPLE)], output=str(out)))
+    assert out.read_text() == "old"
 
 
 def test_a_run_that_has_just_begun(tmp_path):

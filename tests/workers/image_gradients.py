@@ -105,6 +105,7 @@ def main(model, file, out):
     sft_args = sft.Args(**how, grad_clip=1e9)
     results, policy = {}, grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
     plain = sft.load_policy(sft_args, mesh, device)
+    sft.check_layout(plain, make_rows(model), sft_args)  # the model's own logits have none of images, too
     for budget in (10, 170, 100_000):
         rows, some = make_rows(model), dataclasses.replace(args, max_tokens_per_microbatch=budget)
         mini_batches, _, _ = grpo.deal(rows, policy.packed, some)
