@@ -107,7 +107,7 @@ def load_responses(path, key):
     for i, row in enumerate(rows):
         row["ground_truth"] = row["reward_model"].get("ground_truth")
         row["texts"] = texts = [row[key]] if isinstance(row[key], str) else row[key]
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{path}: row {i}: {key!r} must be a string or a list of strings")
         if len(texts) != len(rows[0]["texts"]):
             raise ValueError(f"{path}: row {i}: {len(texts)} responses, row 0 {len(rows[0]['texts'])}")

@@ -273,13 +273,23 @@ def test_differences_are_paired(tmp_path, monkeypatch):
         (["--data", __file__], "test_eval.py"),
         (["--data", "scored.parquet"], "it has a column 'scores' already"),
         (["--data", *["data.parquet"] * 27], "--data: 27 files, at most 26"),
+        (["--data", "uneven.parquet"], "uneven.parquet: row 1: 1 responses, row 0 2"),
+        (["--data", "empty.parquet"], "row 0: 'responses' is an empty list"),
+        (
+            ["--data", "data.parquet", "--response_key", "extra_info.index"],
+            "row 0: 'extra_info.index' must be a",
+        ),
         ([], "nobody/knows"),
     ],
 )
 def test_bad_input_gives_one_line(tmp_path, arguments, message):
     data = write(tmp_path / "data.parquet", ("nobody/knows", "1", ["1", "2"]))
     scored = write(tmp_path / "scored.parquet", ("nobody/knows", "1", ["1", "2"]), scores=[[0, 1]])
-    arguments = [scored if argument == scored.name else argument for argument in arguments]
+    about = "nobody/knows", "1"
+    uneven = write(tmp_path / "uneven.parquet", (*about, ["1", "2"]), (*about, ["1"]))
+    empty = write(tmp_path / "empty.parquet", (*about, []))
+    files = {path.name: path for path in (data, scored, uneven, empty)}
+    arguments = [files.get(argument, argument) for argument in arguments]
     (tmp_path / "reward.py").write_text(REWARD)
     known = ["--reward_fn", f"{tmp_path}/reward.py:first_word"] if "--k" in arguments else []
     done = run(
