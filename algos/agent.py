@@ -546,8 +546,8 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
 
     No row waits for another: its environment works while the sampler writes for others.
     rows: dicts with prompt_ids, extra_info and `entropy`, numbers that seed the sampling. This adds
-    response_ids, all that follows the prompt; answer_ids, of the last turn; finish_reason: stop, length,
-    turns, or timeout, crash, error of the environment; and more.
+    response_ids, all that follows the prompt; answer_ids, of the last turn without the token that ended it;
+    finish_reason: stop, length, turns, or timeout, crash, error of the environment; and more.
     mask_t: whether the model wrote a token; rollout_logp_t: 0 where it did not.
     Returns the seconds in which the sampler had nothing to do.
     """
@@ -603,9 +603,11 @@ def add_turn(row, output, tokenizer):
     row["response_ids"] += output.token_ids
     row["mask_t"] += [True] * len(output.token_ids)
     row["rollout_logp_t"] += output.logprobs.logprobs
-    row |= dict(answer_ids=output.token_ids, finish_reason=output.finish_reason)
+    ended = output.finish_reason == "stop"  # by its last token
+    answer_ids = output.token_ids[: len(output.token_ids) - ended]
+    row |= dict(answer_ids=answer_ids, finish_reason=output.finish_reason)
     row["turns"] += 1
-    text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    text = tokenizer.decode(answer_ids)  # with special tokens: some mark thoughts and calls
     row["messages"].append(dict(role="assistant", content=text))
     return text
 

@@ -64,7 +64,7 @@ from common.files import replacing, weights_digest
 from common.run import fail, refuse
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.schema import load_rows
-from data_prep.lib.turns import shown_tools, use_template
+from data_prep.lib.turns import opens_only, shown_tools, use_template
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 
@@ -192,8 +192,8 @@ def converse(engine, rows, pool, tokenizer, args, **sampling):
 
     No row waits for another: its environment works while the sampler writes for others.
     rows: dicts with prompt_ids, extra_info and `entropy`, numbers that seed the sampling. This adds
-    response_ids, all that follows the prompt; answer_ids, of the last turn; finish_reason: stop, length,
-    turns, or timeout, crash, error of the environment; and more.
+    response_ids, all that follows the prompt; answer_ids, of the last turn without the token that ended it;
+    finish_reason: stop, length, turns, or timeout, crash, error of the environment; and more.
     Returns the seconds in which the sampler had nothing to do.
     """
     from vllm.distributed import get_tp_group
@@ -245,9 +245,11 @@ def ask(engine, i, row, args, sampling):
 def add_turn(row, output, tokenizer):
     """Add a turn of the model to its row -> the text of the turn."""
     row["response_ids"] += output.token_ids
-    row |= dict(answer_ids=output.token_ids, finish_reason=output.finish_reason)
+    ended = output.finish_reason == "stop"  # by its last token
+    answer_ids = output.token_ids[: len(output.token_ids) - ended]
+    row |= dict(answer_ids=answer_ids, finish_reason=output.finish_reason)
     row["turns"] += 1
-    text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    text = tokenizer.decode(answer_ids)  # with special tokens: some mark thoughts and calls
     row["messages"].append(dict(role="assistant", content=text))
     return text
 
@@ -293,9 +295,13 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     too_long = "", 0, "prompt_too_long", "{}"
     answers = {row: [] if row in prompts else [too_long] * args.n_samples for row in rows}
     for (row, _), talk in zip(jobs, talks, strict=True):
-        text = tokenizer.decode(talk["answer_ids"], skip_special_tokens=True)
+        text, prompt = (tokenizer.decode(ids) for ids in (talk["answer_ids"], talk["prompt_ids"][-20:]))
+        turns = [m["content"] for m in talk["messages"] if m["role"] == "assistant"]
+        reason = talk["finish_reason"]
+        if reason == "stop" and any(opens_only(turn, prompt) for turn in turns):
+            reason = "thought"
         episode = json.dumps({name: talk[name] for name in EPISODE})
-        answers[row].append((text, len(talk["response_ids"]), talk["finish_reason"], episode))
+        answers[row].append((text, len(talk["response_ids"]), reason, episode))
     names = columns_of(args)
     return pa.table({name: [[a[i] for a in row] for row in answers.values()] for i, name in enumerate(names)})
 

@@ -51,16 +51,20 @@ def judged(path, right, left_out):
             raise ValueError(f"{path}: row {i}: 'responses' and 'results' differ in length; score it again")
         found = []
         for k, (text, result) in enumerate(zip(row["responses"], map(json.loads, row["results"]))):
-            reply = [{"role": "assistant", "content": whole_thought(text)}]
+            reason = row["finish_reasons"][k] if "finish_reasons" in row else "stop"
+            reply = [{"role": "assistant", "content": text}]
             if "episodes" in row:  # a conversation with an environment
                 reply = json.loads(row["episodes"][k]).get("messages", reply)
+            turns = [message for message in reply if message["role"] == "assistant"]
+            for message in turns:
+                message["content"] = whole_thought(message["content"])
             if "failure" in result:
                 left_out["their reward failed"] += 1
             elif says_nothing(reply):
                 left_out["empty"] += 1
-            elif any(opens_only(message["content"]) for message in reply if message["role"] == "assistant"):
+            elif reason == "thought" or any(opens_only(message["content"]) for message in turns):
                 left_out["a thought is not closed"] += 1
-            elif "finish_reasons" in row and row["finish_reasons"][k] != "stop":
+            elif reason != "stop":
                 left_out["cut off"] += 1  # as a row it would teach to stop early
             else:
                 found.append((reply, result.get("acc", result["score"]) >= right))

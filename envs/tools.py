@@ -2,7 +2,7 @@
 
 parse_calls: [(name, arguments), ...] of a turn, (None, what is wrong) for a call that cannot be read; nothing
 if there is no call.  Each format is tried; the first that finds a call is taken.
-Special tokens such as [TOOL_CALLS] are missing from the text of a turn.  Then the call must be all of it.
+Special tokens around a call may be marks that no format knows: it is read without them, too.
 """
 
 import ast
@@ -18,12 +18,14 @@ from envs import awaited, one_line
 TAGGED = re.compile(
     r"<function=(.*?)(?:</function>|\Z)|<tool_call>(?!\s*<function=)(.*?)(?:</tool_call>|\Z)", re.DOTALL
 )
+EDGES = re.compile(r"^(?:<\|/?\w+\|>\s*)+|(?:\s*<\|/?\w+\|>)+$")  # special tokens at both ends of a text
 DECODER, BETWEEN = json.JSONDecoder(), re.compile(r"[;\s]*")
 
 
 def parse_calls(text):
     text = text.rpartition("</think>")[2].strip()
-    return next(filter(None, (read(text) for read in FORMATS)), [])
+    texts = text, EDGES.sub("", text)
+    return next(filter(None, (read(x) for x in texts for read in FORMATS)), [])
 
 
 def _hermes(text):

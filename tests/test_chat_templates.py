@@ -6,11 +6,15 @@ benchmarks/chat_templates.py makes the table of docs/guides/chat-templates.md fr
 import json
 from itertools import groupby
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT
 
+from algos import sft
 from benchmarks import chat_templates
-from benchmarks.lib.conversations import SHAPES, make_tokenizer, messages_of
+from benchmarks.lib.conversations import SHAPES, ends_of, make_tokenizer, messages_of
+from data_prep import rejection
 from data_prep.lib.turns import encode_messages
 
 TEMPLATES = ROOT / "tests/fixtures/chat_templates"
@@ -107,6 +111,28 @@ def test_by_hand(case):
     if name == "gptoss":  # before it are the date and the tools
         rows = [row[row.index("<|start|>user") :] for row in rows]
     assert rows == HAND[case]
+
+
+@pytest.mark.parametrize("shape", ("one turn", "reasoning"))
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_sampler_wrote_is_trained_as_it_was(name, shape, tmp_path):
+    """Decoded, chosen by rejection.py and read by sft.py it is the same tokens; some marks are special."""
+    tokenizer = make_tokenizer(name, (TEMPLATES / f"{name}.jinja").read_text())
+    [*prompt, reply], _ = messages_of(shape, tokenizer)
+    if shape == "reasoning" and name in ("qwen2_5", "phi3"):  # which have no place for it, and may write it
+        reply = dict(role="assistant", content="<think>\nIt is so.\n</think>\n\nFirst.")
+    [(ids, trained)] = encode_messages([*prompt, reply], tokenizer)
+    begin = trained.index(True)
+    end = next(i for i in range(begin, len(ids)) if tokenizer.decode(ids[i]) in ends_of(name)[1:])
+    text = tokenizer.decode(ids[begin:end])
+    assert "First." in text and ("It is so." in text) == (shape == "reasoning")
+    row = dict(data_source="", prompt=prompt, responses=[text], finish_reasons=["stop"])
+    pq.write_table(pa.Table.from_pylist([row | dict(results=['{"score": 1}'])]), tmp_path / "scored.parquet")
+    rejection.main(rejection.Args(files=(str(tmp_path / "scored.parquet"),), local_save_dir=str(tmp_path)))
+    args = sft.Args(model="", train_files=(), output_dir="", max_length=9999)
+    [[again], *_] = sft.load_examples([str(tmp_path / "sft.parquet")], args, tokenizer)
+    assert again["prompt_ids"] == ids[:begin]
+    assert again["response_ids"][: end + 1 - begin] == ids[begin : end + 1]
 
 
 def no_end(ids, trained):

@@ -129,6 +129,17 @@ def test_conversations_with_an_environment(tmp_path):
     assert pq.read_schema(tmp_path / "sft.parquet").names == ["data_source", "messages", "extra_info"]
 
 
+def test_thoughts_of_conversations(tmp_path):
+    """Each turn has the mark that its prompt opened; one that leaves its thought open spoils the row."""
+    say = lambda *texts: dict(
+        messages=[dict(role=x, content=y) for x, y in zip(("assistant", "tool") * 2, texts)]
+    )
+    talks = say("a</think><<1+2>>", "3", "b</think>3"), say("<think>a<<1+2>>", "3", "b</think>3")
+    row = row_of(["3", "3"], [dict(score=1.0)] * 2, episodes=[*map(json.dumps, talks)])
+    rows, _ = build(tmp_path, write([row], tmp_path / "agent.parquet"))
+    assert rows == [("?", "<think>\na</think><<1+2>>", "3", "<think>\nb</think>3")]
+
+
 def test_trainers_take_what_it_writes(scored, tmp_path):
     build(tmp_path, scored)
     base, tokenizer = dict(model="", train_files=(), output_dir=""), make_tokenizer()
@@ -159,11 +170,17 @@ def test_command(scored, tmp_path):
 
 
 def test_thoughts_of_responses(tmp_path, capsys):
-    """A row has the mark that the prompt of its response opened; a thought that is left open is no row."""
-    texts = ["So.\n</think>\n\n3", "<think>\nIt is\n</think>\n\n3", "<think>\nno end"]
-    row = make_row("test", 0, 1, 2) | dict(responses=texts, finish_reasons=[STOP] * 3)
-    row |= dict(results=[json.dumps(dict(score=1.0))] * 3)
+    """A row has the mark that the prompt of its response opened; a thought that is left open is no row.
+
+    generate.py says so of the third, whose prompt has opened it.
+    """
+    texts = ["So.\n</think>\n\n3", "<think>\nIt is\n</think>\n\n3", "It is 3", "<think>\nno end"]
+    texts += ["<|channel>thought\nno end", "<|channel|>analysis<|message|>no end"]
+    row = make_row("test", 0, 1, 2) | dict(
+        responses=texts, finish_reasons=[STOP, STOP, "thought", *[STOP] * 3]
+    )
+    row |= dict(results=[json.dumps(dict(score=1.0))] * 6)
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "scored.parquet")
     rows, _ = build(tmp_path / "out", str(tmp_path / "scored.parquet"))
     assert [text for _, text in rows] == ["<think>\n" + texts[0], texts[1]]
-    assert "1 a thought is not closed" in capsys.readouterr().out
+    assert "4 a thought is not closed" in capsys.readouterr().out

@@ -185,6 +185,14 @@ def test_a_thought_that_the_prompt_opens_is_written_once(said, trained, way):
     assert found == ("<|user|>1+2=<|assistant|><think>\n", trained)
 
 
+def test_thoughts_that_are_left_open():
+    opened, closed = "<|assistant|><think>\n", "<|assistant|><think>\n\n</think>\n\n"
+    for case in (("So.", opened), ("", opened), ("<think>So.",), ("\n<|channel>thought\nSo.",)):
+        assert turns.opens_only(*case)
+    for case in (("So.",), ("So.", closed), ("So.</think>3", opened), ("<think>So.</think>",)):
+        assert not turns.opens_only(*case)
+
+
 def test_a_thought_after_a_prompt_that_has_none():
     closed = "<|assistant|><think>\n\n</think>\n\n"
     assert turns.answer_after(closed, "<think>\n\n</think>\n\n3") == turns.answer_after(closed, "3") == "3"

@@ -19,6 +19,7 @@ THOUGHTS = {  # marks of a thought
     "<seed:think>": "</seed:think>",
     "◁think▷": "◁/think▷",
 }
+OPENED = THOUGHTS | {"<|channel>": "<channel|>", "<|channel|>analysis": "<|end|>"}  # Gemma 4, gpt-oss
 MARK_OF_THOUGHT = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
 TOOL = {  # one of which no text speaks
@@ -219,9 +220,11 @@ def check_scored(reply, text):
             raise ValueError(f"the chat template leaves out {what}")
 
 
-def opens_only(text):
-    """Whether a response opens a thought and does not close it."""
-    return any(text.lstrip().startswith(x) and y not in text for x, y in THOUGHTS.items())
+def opens_only(text, prompt=""):
+    """Whether a response does not close a thought that it, or its prompt, has opened."""
+    begins, end = text.lstrip(), prompt.rstrip()
+    opened = [y for x, y in OPENED.items() if begins.startswith(x) or end.endswith(x)]
+    return any(closing not in text for closing in opened)
 
 
 def whole_thought(text):
@@ -276,6 +279,20 @@ def own_text(message, number, prompt, template):
     return answer_after(prompt, said)
 
 
+def as_written(messages, i, prompt, tokenizer, tools):
+    """The text of turn i if a model wrote it, with special tokens that the template would write once more.
+
+    gpt-oss: <|channel|>analysis<|message|>It is.<|end|><|start|>assistant<|channel|>final<|message|>Yes.
+    """
+    said, special = messages[i]["content"], special_tokens(tokenizer)
+    if not special.search(said) or messages[i].keys() & {"tool_calls", "reasoning_content"}:
+        return None
+    upto = render([*messages[:i], dict(role="assistant", content="zq")], tokenizer, tools, prompted=False)
+    begun, _, end = upto.removeprefix(prompt).rpartition("zq")
+    again = upto.startswith(prompt) and special.search(MARK_OF_THOUGHT.sub("", begun))
+    return said + end if again else None
+
+
 def thought_apart(message):
     """A message of which a thought at the beginning is its reasoning."""
     for opening, closing in THOUGHTS.items():
@@ -321,6 +338,9 @@ def turn(messages, i, tokenizer, tools):
     reads = "reasoning_content" in template or "thinking" in template
     for said in (messages, [*map(thought_apart, messages)])[: 2 if reads else 1]:
         prompt = render(said[:i], tokenizer, tools)
+        text = as_written(said, i, prompt, tokenizer, tools)
+        if text is not None:
+            break
         check_thought(messages[i]["content"], prompt)
         if said[i].get("reasoning_content") and any(x in said[i]["content"] for x in THOUGHTS.values()):
             raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
@@ -333,7 +353,7 @@ def turn(messages, i, tokenizer, tools):
     last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
     if text is None:
         begun = last.search(MARK_OF_THOUGHT.sub("", prompt[-80:]).rstrip())[0]  # the tokens of its role
-        end = last.search(upto)[0]
+        end = last.search(upto)[0].removeprefix(last.search(messages[i]["content"])[0])
         text = own_text(messages[i], i, prompt, template) + (end.removeprefix(begun).strip() or end)
     ends = [match.end() for match in special.finditer(text, last.search(text).start())]
     if not ends:

@@ -62,14 +62,16 @@ class RewardManager:
     def score_responses(self, rows, tokenizer):
         """Score a trainer's rows -> the rows with `sampled`, what was scored, and `reward`.
 
-        Of a response of several turns the last one, `answer_ids`, is scored: not what a tool wrote.
+        Of a response of several turns the last one, `answer_ids`, is scored: not what a tool wrote. Special
+        tokens may mark thoughts and calls: the text has all but the one that ended the response.
         """
-        texts = [row.get("answer_ids", row["response_ids"]) for row in rows]
+        ends = [len(row["response_ids"]) - (row["finish_reason"] == "stop") for row in rows]
+        texts = [row.get("answer_ids", row["response_ids"][:end]) for row, end in zip(rows, ends)]
         samples = [
             dict(
                 data_source=row["data_source"],
                 prompt_str=row["prompt"][-1]["content"],
-                solution_str=tokenizer.decode(text, skip_special_tokens=True),
+                solution_str=tokenizer.decode(text),
                 ground_truth=row["reward_model"]["ground_truth"],
                 extra_info=row["extra_info"],
             )
