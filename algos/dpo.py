@@ -923,7 +923,7 @@ def load_pairs(paths, args, tokenizer):
     """-> rows as `encode_pair` makes them, and how many --bad_pairs dropped."""
     columns = [args.prompt_key, args.chosen_key, args.rejected_key]
 
-    def example(record, i):
+    def example(record, _):
         try:
             texts = [record[name] for name in columns]
             tools = shown_tools(record["tools"], None, tokenizer)
@@ -932,7 +932,7 @@ def load_pairs(paths, args, tokenizer):
             if args.bad_pairs == "drop":
                 return []
             remedy = "mend it, or drop such pairs by --bad_pairs drop"
-            raise ValueError(f"{', '.join(paths)}: row {i}: {error}; {remedy}") from None
+            raise ValueError(f"{error}; {remedy}") from None
 
     fields = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids", "tokens"), IDS)
     fields |= dict.fromkeys(("chosen_trained", "rejected_trained"), BOOLS)

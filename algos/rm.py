@@ -699,19 +699,16 @@ def read_pairs(paths, args, tokenizer, pad_id):
     if any("margin" in open_parquet(path, columns)[0].schema_arrow.names for path in paths):
         columns.append("margin")
 
-    def example(record, i):
-        where = f"{', '.join(paths)}: row {i}"
+    def example(record, _):
         margin = record.get("margin", 0.0)
+        tools = shown_tools(record["tools"], None, tokenizer)
+        about = margin, tokenizer, pad_id, args.max_length, tools
         try:
-            tools = shown_tools(record["tools"], None, tokenizer)
-            about = margin, tokenizer, pad_id, args.max_length, tools
             return [pair(*(record[x] for x in columns[:3]), *about)]
         except NoPair as problem:
             if args.bad_pairs == "drop":
                 return []
-            raise ValueError(f"{where}: {problem}; or drop such pairs by --bad_pairs drop") from None
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
+            raise ValueError(f"{problem}; or drop such pairs by --bad_pairs drop") from None
 
     fields = dict(chosen_ids=IDS, rejected_ids=IDS, margin=pa.float64())
     about = args.max_length, args.bad_pairs, pad_id

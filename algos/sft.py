@@ -1130,23 +1130,19 @@ def load_examples(paths, args, tokenizer, tools=None):
     columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
     keep = slice(args.max_length) if args.truncation == "right" else slice(-args.max_length, None)
 
-    def example(record, i):
-        where = f"{', '.join(paths)}: row {i}"
-        try:
-            if says_nothing(record[columns[-1]]):
-                return []
-            own = shown_tools(record["tools"], tools, tokenizer)
-            if args.messages_key:
-                found = encode_messages(record[args.messages_key], tokenizer, own)
-            else:
-                found = [encode(*(record[x] for x in columns), tokenizer, own, record["images"])]
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"{where}: {', '.join(columns)}: {error!r}") from None
+    def example(record, _):
+        if says_nothing(record[columns[-1]]):
+            return []
+        own = shown_tools(record["tools"], tools, tokenizer)
+        if args.messages_key:
+            found = encode_messages(record[args.messages_key], tokenizer, own)
+        else:
+            found = [encode(*(record[x] for x in columns), tokenizer, own, record["images"])]
         rows = []
         for ids, trained in found:
             truncated = len(ids) > args.max_length
             if truncated and args.truncation == "error":
-                problem = f"{where} has {len(ids)} tokens, over --max_length {args.max_length}"
+                problem = f"{len(ids)} tokens, over --max_length {args.max_length}"
                 raise ValueError(f"{problem}; raise it or pass --truncation left or right")
             about = dict(ends=[*stops(ids, trained, tokenizer)], truncated=truncated, images=record["images"])
             row = split(ids[keep], trained[keep])
@@ -1190,10 +1186,10 @@ class Texts:
 def load_texts(paths, args, tokenizer):
     """As `load_examples`: Texts, with EOS after each."""
 
-    def example(record, i):
+    def example(record, _):
         text = record[args.text_key]
         if not isinstance(text, str):
-            raise ValueError(f"{', '.join(paths)}: row {i}: {args.text_key} is no text: {text!r:.60}")
+            raise ValueError(f"{args.text_key} is no text: {text!r:.60}")
         ids = tokenizer(text, verbose=False)["input_ids"]  # with BOS, if it has one
         ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
         return [dict(ids=ids, bytes=len(text.encode()))] if text else []

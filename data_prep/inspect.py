@@ -90,7 +90,7 @@ def prompt_lengths(path, rows, tokenizer):
         try:
             text = render(chat, tokenizer, rows[i].get("tools"), prompted)
         except ValueError as error:
-            raise ValueError(f"{path}: row {i} does not fit the tokenizer's chat template: {error}") from None
+            raise ValueError(f"{path}: row {i}: {error}") from None
         lengths.append(len(tokenizer.encode(text, add_special_tokens=False)))
     return lengths
 
@@ -107,6 +107,8 @@ def print_histogram(lengths, unit):
 
 def main(args):
     tokenizer, prompts, valid = None, {}, True
+    if not args.tokenizer and (args.chat_template or args.chat_template_kwargs != "{}"):
+        raise ValueError("--chat_template and --chat_template_kwargs need --tokenizer, which they are for")
     if args.tokenizer:
         from transformers import AutoTokenizer  # slow to import
 

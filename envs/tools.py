@@ -135,7 +135,10 @@ class _Schemas:
 
 
 class ToolEnv:
-    """Answers the calls of a turn; one without calls is the last.  functions: {name: function}."""
+    """Answers the calls of a turn; one without calls is the last.  functions: {name: function}.
+
+    step is an ordinary function, also for an `async def step` of a class of its own that calls it.
+    """
 
     functions = {}  # noqa: RUF012, each class has its own
     tools = _Schemas()

@@ -188,7 +188,7 @@ def test_errors_name_file_and_row(file, tmp_path, home):
         load_prompts([file], make_tokenizer(), 2)
     rows[13]["prompt"][0]["role"] = "tool"
     write_parquet(rows, bad)
-    with pytest.raises(ValueError, match=r"^row 33 does not fit the tokenizer's chat template: unknown role"):
+    with pytest.raises(ValueError, match=r"/bad.parquet: row 13: the chat template: unknown role tool$"):
         load_prompts([file, bad], make_tokenizer(), 99)
     pages = bytearray(file.read_bytes())
     pages[4:100] = bytes(96)

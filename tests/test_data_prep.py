@@ -321,7 +321,7 @@ def test_inspect_takes_what_trainers_take(tmp_path):
     pq.write_table(pa.Table.from_pylist([dict(messages=talk)]), path)
     result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
     assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert f"{path}: row 0 does not fit the tokenizer's chat template: unknown role tool" in result.stderr
+    assert f"{path}: row 0: the chat template: unknown role tool" in result.stderr
 
 
 # ---- models
@@ -424,3 +424,9 @@ def test_smollm2_tokenizer():
     assert (t.eos_token, t.eos_token_id, t.pad_token_id) == ("<|im_end|>", 2, 0)
     text = "  12345 isn't   a\n\n\tb é 🎯 5  7 , . x"
     assert t.decode(t.encode(text)) == text
+
+
+def test_inspect_needs_a_tokenizer_for_a_template(tmp_path):
+    for more in (["--chat_template", "x.jinja"], ["--chat_template_kwargs", '{"a": 1}']):
+        done = run_script("inspect.py", tmp_path / "x.parquet", *more, cwd=tmp_path)
+        assert done.returncode == 1 and "need --tokenizer" in done.stderr and done.stderr.count("\n") == 1

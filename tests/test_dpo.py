@@ -128,7 +128,10 @@ BAD = {
         pair("1+2=", "3", "4") | dict(chosen=MESSAGES[1:3]),
         "the prompts of 'chosen' and 'rejected' differ after the chat template",
     ),
-    "template": (pair("1+2=", "3", "4") | dict(rejected=MESSAGES[2:]), "unknown role tool"),
+    "template": (
+        pair("1+2=", "3", "4") | dict(rejected=MESSAGES[2:]),
+        "the chat template: unknown role tool",
+    ),
 }
 
 

@@ -494,6 +494,13 @@ class Yields(Env):
     async def step(self, text):
         yield text
 
+class Mine(ToolEnv):
+    functions, tools = KINDS, SCHEMA
+    async def step(self, text):
+        await asyncio.sleep(0)
+        answers = super().step(text)
+        return answers and [*answers, {"role": "user", "content": "Go on."}]
+
 class Trl:
     async def reset(self, first):
         await asyncio.sleep(0)
@@ -557,6 +564,23 @@ def test_tools_may_be_async(async_file, pools, name, tool, expected):
             assert answer == answered(expected, reward, role="tool", name=tool)
         else:
             assert answer == expected
+
+
+@pytest.mark.parametrize("tool", ("plain", "twice", "wrapped", "late", "client", "fail", "hang", "cancelled"))
+def test_an_async_step_may_ask_the_tools(async_file, pools, tool):
+    """ToolEnv's own step, as often as it likes, with tools of every kind."""
+    expected = {"late": '{"twice": 6}', "fail": "error: ValueError: no"}.get(tool, "6")
+    failure = {"hang": failed("timeout"), "cancelled": failed("crash")}.get(tool)
+    pool = pools(f"{async_file}:Mine", 1, 1 if tool == "hang" else 60)
+    call = json.dumps({"name": tool, "arguments": {"a": 3}})
+    for times in (1, 2):
+        [answer] = ask(pool, a=f"<tool_call>{call}</tool_call>" * times).values()
+        if failure:
+            assert answer == failure
+        else:
+            said = [message["content"] for message in answer["messages"]]
+            assert said == [expected] * times + ["Go on."] and answer["failure"] is None
+    assert failure or ask(pool, a="done")["a"]["messages"] is None
 
 
 def test_methods_may_be_async(async_file, pools):

@@ -179,7 +179,7 @@ def test_conversations_from_a_file(tmp_path):
     expected = sft.split(*expected)
     assert row == dict(expected, ends=[conversation_tokenizer().eos_token_id], truncated=False, index=0)
     assert (truncated, dropped) == (0, 1)
-    with pytest.raises(ValueError, match=r"rows.parquet: row 0: messages: .*unknown role tool"):
+    with pytest.raises(ValueError, match=r"rows.parquet: row 0: the chat template: unknown role tool$"):
         sft.load_examples([file], make_args(messages_key="messages"), make_tokenizer())
 
 
@@ -244,7 +244,7 @@ def test_a_row_without_its_response(keep):
 
 def test_rows_over_the_limit(rows_file):
     load = lambda **changes: sft.load_examples([rows_file], make_args(**changes), make_tokenizer())
-    with pytest.raises(ValueError, match=r"rows.parquet: row 1 has 11 tokens, over --max_length 10"):
+    with pytest.raises(ValueError, match=r"rows.parquet: row 1: 11 tokens, over --max_length 10"):
         load(max_length=10)
     rows, _, truncated, dropped = load(max_length=10, truncation="right")
     assert [len(row["response_ids"]) for row in rows] == [2, 2, 2] and (truncated, dropped) == (2, 0)

@@ -71,7 +71,7 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
     template shows, where rows have no column `tools`.  With a processor for tokenizer also `images` and
     `sampler_ids`, see images.py.  Returns Rows, and how many were dropped.
     """
-    names, sees = ", ".join(map(str, paths)), hasattr(tokenizer, "image_processor")
+    sees = hasattr(tokenizer, "image_processor")
     how = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
 
     def encode(rows, numbers):
@@ -82,12 +82,10 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
             else:
                 texts = [turns.render(row["prompt"], tokenizer, x) for row, x in zip(rows, shown)]
                 values = [dict(prompt_ids=ids) for ids in tokenizer(texts, **how)["input_ids"]]
-        except ValueError as error:
-            if len(rows) > 1:  # which of them?
-                return [values for row, i in zip(rows, numbers) for values in encode([row], [i])]
-            unfit = "does not fit the tokenizer's chat template"
-            unfit = f"of {names}" if isinstance(error, images.Unfit) else unfit
-            raise ValueError(f"row {numbers[0]} {unfit}: {error}") from None
+        except ValueError:
+            if len(rows) > 1:  # which of them? The first that raises it again
+                return (values for row, i in zip(rows, numbers) for values in encode([row], [i]))
+            raise
         for i, row, found, x in zip(numbers, rows, values, shown):
             found |= dict(group=i, images=row["images"], tools=json.dumps(x) if x else None)
         return [[row] * (0 < len(row["prompt_ids"]) <= max_length) for row in values]
@@ -97,6 +95,7 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
     fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
     rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, (max_length, tools))
     if paths and not rows:
+        names = ", ".join(map(str, paths))
         raise ValueError(f"{names}: no prompt of 1 to {max_length} tokens (--max_prompt_length)")
     return rows, dropped
 
@@ -120,8 +119,8 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
 
     encode([{column: value}], their numbers over all files) -> of each row the rows that it becomes, with
     values of the fields; none: it is dropped. about, code: what else the result depends on, values and
-    functions. Raises what `load_rows` and `encode` raise, in LOCAL_RANK 0; the others wait. Rows with images
-    are an error unless they are a field. `index` of a row is its number over all files.
+    functions. Raises ValueError, in one line with file and row, in LOCAL_RANK 0; the others wait. Rows with
+    images are an error unless they are a field. `index` of a row is its number over all files.
     """
     columns = *columns, "images", "tools"
     fields = pa.schema(dict(fields, index=INT))
@@ -203,7 +202,14 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
                 remedy = "take a model with a vision tower, or drop the column 'images' and the marks <image>"
                 raise ValueError(f"{path}: row {blind[0]} has images, which are not read here: {remedy}")
             numbers = range(before + first, before + first + len(rows))
-            values = [[x | dict(index=i) for x in some] for i, some in zip(numbers, encode(rows, numbers))]
+            values = []
+            try:
+                for i, some in zip(numbers, encode(rows, numbers)):
+                    values.append([x | dict(index=i) for x in some])
+            except (TypeError, KeyError, AttributeError, ValueError) as error:  # of one row
+                name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                problem = " ".join(f"{name}{error}".split())
+                raise ValueError(f"{path}: row {first + len(values)}: {problem}") from None
             made = pa.RecordBatch.from_pylist(sum(values, []), fields)
             if len(made):  # CAREFUL: Arrow cannot filter a string_view, as polars writes
                 one = [batch.slice(i, 1) for i, some in enumerate(values) for _ in some]

@@ -119,7 +119,7 @@ def written(messages, tokenizer, tools, prompted):
         return tokenizer.apply_chat_template(messages, **options)
     except RENDER_ERRORS as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise Unwritten(one_line(f"{name}{error}")) from None
+        raise Unwritten(one_line(f"the chat template: {name}{error}")) from None
 
 
 class Unwritten(ValueError):
