@@ -18,6 +18,8 @@ NO_TRUTH = ("", "nan", "none", "null", "[invalid]")  # ground truths that no ans
 DECIMAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 FRACTION = re.compile(r"(-?)(\d*)\\frac\{(\d+)\}\{(0*[1-9]\d*)\}")
 REPEATING = re.compile(r"(-?\d+\.(\d*))\\overline\{(\d+)\}")
+# 0,5 or 1.234,56; "3, 4" and (1,2) are lists
+DECIMAL_COMMA = re.compile(r"([^,(\[;]*\d),(\d*[1-9]\d*(?![\d,])[^,(\[;]*)")
 WORDS = re.compile(r"[A-Za-z][A-Za-z ]+")
 # CAREFUL: no quotes, and no dot but in a decimal. So what passes can name no attribute and hold no string,
 # even if some library evaluated it.
@@ -41,6 +43,8 @@ def spelling(answer):
 def equal(answer, truth):
     """Whether the answer equals the ground truth.  Never raises; what cannot be decided is not equal."""
     (a, a_unit), (b, b_unit) = normalize(answer), normalize(truth)
+    if ("," in a) != ("," in b):
+        (a, a_unit), (b, b_unit) = normalize(with_point(answer)), normalize(with_point(truth))
     if not a or b.lower() in NO_TRUTH or (a_unit and b_unit and a_unit != b_unit):
         return False
     x, y = number(a), number(b)
@@ -55,6 +59,12 @@ def equal(answer, truth):
         return call_in_worker("rewards.mathematics.symbolic:equal", a, b, timeout_s=TIMEOUT_S) is True
     except (TimeoutError, WorkerError):  # a tower of powers; out of memory
         return False
+
+
+def with_point(text):
+    """A single number with a decimal comma, with a point; any other text as it is."""
+    match = DECIMAL_COMMA.fullmatch(text.strip()[:MAX_CHARS])
+    return re.sub(r"(?<=\d)\.(?=\d{3})", "", match[1]) + "." + match[2] if match else text
 
 
 def number(text):

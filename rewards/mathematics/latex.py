@@ -1,39 +1,77 @@
 r"""Finds the answer in a response, and brings answers into one spelling.
 
 Text only: `\dfrac12`, `\frac{1}{2}` and `1/2` are one spelling; to see that 2^{-1} is equal is a calculation.
+Spellings of Chinese and European sources are read too: `答案：５元`, `]0;1,5[`, `\tg x`, `1\,000`.
 """
 
 import re
 
+from rewards.mathematics.tex import with_braces
+from rewards.mathematics.units import split_unit
+
 MAX_CHARS, MAX_NESTED = 1000, 200  # a longer answer, or with more that can be nested, stays as it is
-NESTED = re.compile(r"[{(\[^_]|\\(?:frac|sqrt|binom)")
+NESTED = re.compile(r"[{(\[^_|]|\\[A-Za-z]+")
 
 BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,9}|\\(?!\\?(?:boxed|fbox)).|[{}]", re.DOTALL)
 BARE_ANSWER = re.compile(r"[^\s${}]{1,99}(?:\{[^{}$]{0,99}\}){0,2}")  # of \boxed 5, \boxed\frac{1}{2}
+# What introduces an answer, in the languages of the data
+LABEL = "(?:answer|答案|答|故选|antwort|réponse|respuesta|risposta|resposta|odpowiedź|ответ)"
 
 UNICODE = (
-    r"°=^\circ π=\pi ∞=\infty √=\sqrt ∅=\emptyset ×=\times ÷=\div ·=\cdot ⋅=\cdot ±=\pm ≤=\le ≥=\ge ≠=\ne"
-    r" ∪=\cup ∈=\in ²=^2 ³=^3 ½=\frac12 ¼=\frac14 ¾=\frac34 €= £= ¥="
+    r"°=^\circ π=\pi ∞=\infty √=\sqrt ∛=\sqrt[3] ∜=\sqrt[4] ∅=\emptyset Ø=\emptyset ×=\times ÷=\div ·=\cdot"
+    r" ⋅=\cdot ∙=\cdot ∗=* ⁄=/ ∕=/ ±=\pm ≤=\le ≦=\le ⩽=\le ≥=\ge ≧=\ge ⩾=\ge ≠=\ne ∪=\cup ∈=\in ∣=| ∶=:"
+    r" ½=\frac12 ⅓=\frac13 ⅔=\frac23 ¼=\frac14 ¾=\frac34 ⅕=\frac15 ⅙=\frac16 ⅛=\frac18 ℝ=\mathbb{R} 、=,"
+    r" ℃=^\circ\mathrm{C} €= £= ¥= ￥="
 )
 UNICODE = {char: f"{latex} " for char, latex in (pair.split("=") for pair in UNICODE.split())}
-UNICODE |= dict(zip("０１２３４５６７８９（）［］，．：；％＝＋－−–", "0123456789()[],.:;%=+---"))
-UNICODE = str.maketrans(UNICODE)
+UNICODE |= {chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)}  # full width
+UNICODE = str.maketrans(UNICODE | dict(zip("−–—﹣‑。【】", "-----.[]")))
+RAISED, LOWERED = ("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n"), ("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+THIN = re.compile("(?<=\\d)[\u2009\u202f\u00a0'’](?=\\d{3}(?!\\d))")  # thousands
 
+FUNCTIONS = (  # as Europe writes them
+    "arcctg=arccot arccotg=arccot arctg=arctan ctg=cot cotg=cot tg=tan cosec=csc lg=log_{10} sh=sinh ch=cosh"
+    " th=tanh cth=coth"
+)
+FUNCTIONS = dict(pair.split("=") for pair in FUNCTIONS.split())
 NAMES = "(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|pi|log|ln|exp|gcd|lcm|min|max|infty"
+EUROPEAN = "|".join(FUNCTIONS)
 RULES = [  # (pattern, replacement), in this order
-    (r"\\(?:boxed|fbox|left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])", ""),
+    (rf"^{LABEL}\s*(?:[:是为]\s*)+|^故?选\s*(?=[A-H]\b)", ""),
+    (r"(?<![\dA-Za-z)}\]])\{?\}?\^\{?(\d)\}?\s*\\sqrt(?![A-Za-z[])", r"\\sqrt[\1]"),
+    (r"\\(?:left|right)\s*\.", ""),
+    (r"\\(?:boxed|fbox|left|right|[bB]igg?[lr]?|(?:display|text)style|[hv]line|rm)(?![A-Za-z])", ""),
+    (r"(\\\\)\s*\[[-\d.]+\s*[a-z]{2}\]", r"\1"),  # space between the rows of a matrix
     (r"(?<!\\)\\[()\[\]]", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-    (r"\\(le|ge|ne)(?:q|qslant)(?![A-Za-z])", r"\\\1 "),
-    (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
-    (r"\\[lr]vert(?![A-Za-z])", "|"),
-    (r"\\(begin|end)\s*\{[pb]?(?:matrix|array)\}(?:\s*\{[lcr|\s]*\})?", r"\\\1{pmatrix}"),
+    (r"\\(le|ge|ne)(?:qq?|qslant)(?![A-Za-z])", r"\\\1 "),
+    (r"\\lt(?![A-Za-z])", "<"),
+    (r"\\gt(?![A-Za-z])", ">"),
+    (r"\\(?:varnothing|O)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
+    (r"\\(?:[lr]?vert|mid)(?![A-Za-z])", "|"),
+    (r"\\([lr])brace(?![A-Za-z])", lambda match: "\\{" if match[1] == "l" else "\\}"),
+    (r"\\mathbb\s*\{?R\}?", r"(-\\infty,\\infty)"),
+    (r"\\math(?:rm|bf|it)\s+([A-Za-z])(?![A-Za-z])", r"\1"),
+    (r"\\bar(?![A-Za-z])", r"\\overline"),
+    (r"(?<=[\d.,])\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\\overline{\1\2\3}"),  # repeating
+    (
+        rf"\\(?:(?:operatorname|mathrm|text)\s*\{{\s*)?({EUROPEAN})(?![A-Za-z])(?:\s*\}})?",
+        lambda match: f"\\{FUNCTIONS[match[1]]} ",
+    ),
+    (
+        r"(?:\\\{\s*\\begin\{array\}\s*\{l\}|(?:\\\{\s*)?\\begin\{cases\})([^&]*?)\\end\{(?:array|cases)\}",
+        lambda match: match[1].replace("\\\\", ", "),  # a system
+    ),
+    (r"\\(begin|end)\s*\{(?:[pb]|small)?(?:matrix|array)\}(?:\s*\{[lcr|\s]*\})?", r"\\\1{pmatrix}"),
     (
         r"((?:sin|cos|tan|cot|sec|csc)\s{0,9}\(?)(\d{1,9})\s{0,9}\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?",
         r"\1\\frac{\2\\pi}{180}",
     ),
+    (r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])\s*\}?\s*$", r"\\text{ \1}"),
     (r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", " "),
+    (r"(?<!\d)0\{,\}(?=\d)", "0."),  # a decimal comma
+    (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=\d),(?=\\overline)", "."),
     (r"(?<=\d)(?:\{,\}|,\s*\\!|\\[,;: ]|~)\s*(?=\d{3}(?!\d))", ""),  # thousands, as LaTeX writes them
     (r"\\!", ""),
     (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " "),
@@ -42,51 +80,38 @@ RULES = [  # (pattern, replacement), in this order
 WORD_RULES = [  # when the units and the \text commands are gone
     (r" +", " "),  # CAREFUL: first, as the time of a rule below grows with the cube of the blanks in a row
     (rf"(?<![\\A-Za-z])({NAMES})(?![A-Za-z])", r"\\\1 "),
-    (r"\s*;\s*|\s*,?\s*(?<![\\A-Za-z])(?:or|and)(?![A-Za-z])\s*", ","),
+    (r"(?<![\\A-Za-z])(arctg|c?tg)(?![A-Za-z])", lambda match: f"\\{FUNCTIONS[match[1]]} "),
     (r"\*\*", "^"),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"!=", r"\\ne "),
-    (r"(?<![\d.^_/}])(\d+) */ *(\d+)(?![\d.^_!/])", r"\\frac{\1}{\2}"),
-    (r"^(-?\d{1,3}) (\d{3}(?: \d{3})*)$", lambda match: match[0].replace(" ", "")),
+    (r"^(-?\d{1,3}) (\d{3}(?: \d{3})*)(?![ \d])", lambda match: match[0].replace(" ", "")),
+    (r"^(-?\d+\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),
     (r"(?<![\d.])(?=\.\d)", "0"),
-    (r"(\.\d*?)0+(?!\d)", r"\1"),
+]
+NUMBER_RULES = [  # when all arguments have braces
+    (r"(?<![\d.^_/}])(\d+) */ *(\d+)(?![\d.^_!/])", r"\\frac{\1}{\2}"),
+    (r"(\.\d*?)0+(?!\d|\\overline)", r"\1"),
     (r"(?<=\d)\.(?![\d.]|\\overline)", ""),
     (r"(?<![\d.])0+(?=\d)", ""),
     (r"^\+", ""),
     (r" +", " "),
 ]
-RULES, WORD_RULES = ([(re.compile(p), new) for p, new in rules] for rules in (RULES, WORD_RULES))
+RULES, WORD_RULES, NUMBER_RULES = (
+    [(re.compile(pattern), new) for pattern, new in rules] for rules in (RULES, WORD_RULES, NUMBER_RULES)
+)
+RAISED_TEXT, LOWERED_TEXT = (re.compile(f"[{chars}]+") for chars, _ in (RAISED, LOWERED))
+OR, AND = (
+    re.compile(rf"\s*,?\s*(?:(?<![\\A-Za-z]){english}(?![A-Za-z])|\b(?:{others})\b|[{chinese}])\s*")
+    for english, others, chinese in (("or", "oder|ou|или", "或"), ("and", "und|et|и", "和与且"))
+)
+INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
+SEMICOLONS = re.compile(r"[(\[\]][^()\[\]]*;[^()\[\]]*[)\]\[]|^[^()\[\]]*;[^()\[\]]*$")
+INTERVAL = re.compile(r"([(\[\]])([^()\[\]]*,[^()\[\]]*)([)\]\[])")
+SET = re.compile(r"\\\{[a-z](?:\|(?=[^|]*$)|:)(.*)\\\}")  # \{x|x>1\}
 THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
 # The blanks that say nothing: all but those between two digits or two letters.
 BLANK = re.compile(r" (?![A-Za-z\d])|(?<![A-Za-z\d]) |(?<=\d) (?!\d)|(?<=[A-Za-z]) (?![A-Za-z])")
-
-TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname\*?)\s*\{([^{}]*)\}"
-)
-VALUE = re.compile(r"\d|\\(?!text|math|mbox)")  # what has a unit
-UNIT = (  # any words but those that make another value
-    r"(?!.*\b(?:or|and|to|not|more|less|most|least|dozen|half|halves|thirds?|plus|minus|times|over|squared|cubed"
-    r"|factorial)\b)"
-)
-POWER = r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?$"
-TEXT_UNIT = re.compile(
-    rf"(?<![_^{{\s])\s*\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{{(?!\s*[iej]\s*\}}){UNIT}([^{{}}\d]+)\}}{POWER}"
-)
-PLAIN_UNIT = re.compile(
-    r"(?<=[\d)}\]])\s*(?=\s[A-Za-z.]{3}|(?:[mck]m|in|ft|yd|mi|kg|lb|oz|min|sec|hr|mph)(?:s|\b))"
-    rf"{UNIT}([A-Za-z.\s/]+){POWER}"
-)
-UNIT_NAMES = (
-    "millimeter=mm centimeter=cm meter=m kilometer=km inch=in inche=in foot=ft feet=ft yard=yd mile=mi gram=g"
-    " kilogram=kg pound=lb ounce=oz hour=hr minute=min second=sec percent=% degree= unit= square= sq= cubic="
-)
-UNIT_NAMES = dict(pair.split("=") for pair in UNIT_NAMES.split())
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-
-TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|.", re.DOTALL)
-ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "^": 1, "_": 1}
-CLOSERS = {"{": "}", "(": ")]", "[": ")]"}
 
 
 def last_boxed(text):
@@ -113,21 +138,41 @@ def normalize(answer):
     text = _bare(answer.replace("\\boxed", "").strip(" \n$"))
     if len(text) > MAX_CHARS or len(NESTED.findall(text)) > MAX_NESTED:
         return text, ""
-    text = _replace(" ".join(text.translate(UNICODE).split()), RULES)
+    text = text if text.isascii() else _ascii(text)
+    text = SEMICOLONS.sub(_decimals, _replace(" ".join(text.split()), RULES))
     unit = "dollar" if r"\$" in text else ""
     text = text.replace(r"\$", " ").replace("$", " ").lstrip().rstrip(" .,")
     if text.endswith("%"):
         text, unit = text.rstrip(" \\%"), "%"
-    for pattern in (TEXT_UNIT, PLAIN_UNIT):
-        match = pattern.search(text)
-        if match and VALUE.search(text, 0, match.start()):
-            scale, unit = _unit(match, unit)
-            text = text[: match.start()] + scale
-        text = TEXT.sub(r" \1 ", text).strip()
+    text, unit = split_unit(text, unit)
     joined = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     if not {",", "(", "["} & {*joined}:  # (1,234) is a pair
         text = joined
-    return _bare(BLANK.sub("", _items(TOKEN.findall(_replace(text, WORD_RULES))[::-1]))), unit
+    text = _replace(text, WORD_RULES)
+    text = OR.sub(r"\\cup " if INEQUALITY.search(text) else ",", text)
+    text = with_braces(AND.sub(",", text).replace(";", ","))
+    text = BLANK.sub("", _replace(text, NUMBER_RULES))
+    match = SET.fullmatch(text)
+    text = match[1] if match and INEQUALITY.search(match[1]) else text
+    return _bare(INTERVAL.sub(_interval, text)), unit
+
+
+def _ascii(text):
+    """Text with LaTeX for characters that have it."""
+    text = RAISED_TEXT.sub(lambda match: f"^{{{match[0].translate(str.maketrans(*RAISED))}}}", text)
+    text = LOWERED_TEXT.sub(lambda match: f"_{{{match[0].translate(str.maketrans(*LOWERED))}}}", text)
+    return THIN.sub("", text).translate(UNICODE)
+
+
+def _decimals(match):
+    """Of numbers that semicolons part: a comma between digits is a decimal point."""
+    return re.sub(r"(?<=\d),(?=\d)", ".", match[0])
+
+
+def _interval(match):
+    """]0,1[ as (0,1)."""
+    opener, closer = match[1].replace("]", "("), match[3].replace("[", ")")
+    return opener + match[2] + closer
 
 
 def _bare(text):
@@ -149,47 +194,3 @@ def _replace(text, rules):
     for pattern, replacement in rules:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _unit(match, unit):
-    """(factor of words such as million, name of the unit) of a match of a unit pattern."""
-    words = [word.rstrip("s") for word in match[1].lower().replace(".", "").split()]
-    factor = rf"\cdot 10^{{{SCALES[words.pop(0)]}}}" if words and words[0] in SCALES else ""
-    power = match[2] or ("2" if {"square", "sq"} & {*words} else "3" if "cubic" in words else "")
-    name = " ".join(filter(None, (UNIT_NAMES.get(word, word) for word in words)))
-    return factor, name + power if name else unit
-
-
-def _items(tokens, closers=""):
-    r"""Text of the tokens (last one first) up to a closer, with the braces that TeX lets one leave out."""
-    text = ""
-    while tokens and tokens[-1] not in closers:
-        text += _item(tokens)
-    return text + (tokens.pop() if tokens else "")
-
-
-def _item(tokens):
-    token = text = tokens.pop()
-    if token in CLOSERS:
-        text += _items(tokens, CLOSERS[token])
-    if token == "\\sqrt" and tokens and tokens[-1] == "[":
-        text += _item(tokens)
-    for _ in range(ARGUMENTS.get(token, 0)):
-        text += f"{{{_argument(tokens, token)}}}"
-    return text
-
-
-def _argument(tokens, command):
-    """Next argument: a group, or the next token; numbers are split as TeX does, but not in 2^10."""
-    while tokens and tokens[-1] == " ":
-        tokens.pop()
-    if not tokens:
-        return ""
-    if tokens[-1].isdecimal() and command.startswith("\\"):
-        digits = tokens.pop()
-        tokens.extend([digits[1:]] if digits[1:] else [])
-        return digits[0]
-    text = _item(tokens)
-    if text in "+-" and command == "^":
-        return text + _argument(tokens, command)
-    return text[1:-1] if text[0] + text[-1] in ("{}", "()") else text

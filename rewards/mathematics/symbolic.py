@@ -16,12 +16,16 @@ from functools import lru_cache, reduce
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from math_verify import verify
+from sympy.functions.elementary.hyperbolic import HyperbolicFunction
 
 from rewards.mathematics.equivalence import number
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time-out; our caller has
 
 DIGITS, MAX_DIGITS = 50, 10**5
+POINTS, POINTS_NEEDED = 8, 3  # where expressions with variables are compared, where they must be defined
+INTEGERS = {"n", "k", "m"}  # variables that may be none but integers
+GROWING = sympy.exp | sympy.factorial | sympy.binomial | sympy.gamma | HyperbolicFunction
 VALUES = sympy.Expr | sympy.MatrixBase
 RELATIONS = sympy.core.relational.Relational | sympy.And
 TASKS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
@@ -48,11 +52,17 @@ def equal(answer, truth):
         return x == y
     entries, others = _entries(answer), _entries(truth)
     if len(entries) > 1 or len(others) > 1:
-        return _match(entries, others)
+        if _are_named(entries) == _are_named(others):
+            return _match(entries, others)
+        entries, others = (_coordinates(x[0]) if len(x) == 1 and x[0][0] == "(" else x for x in (entries, others))
+        return len(entries) == len(others) and all(map(equal, entries, others))
     if (entries, others) != ([answer], [truth]):
         return equal(entries[0], others[0])
+    entries, others = _split(answer, "\\cup"), _split(truth, "\\cup")
+    if len(entries) > 1 and len(others) > 1:
+        return _match(entries, others)
     sides, others = _split(answer, "=", "\\in"), _split(truth, "=", "\\in")
-    if len(sides) > 1 and len(others) == 1:
+    if len(sides) > 1 and len(others) == 1 and "\\cup" not in sides[0]:
         values = [side for side in sides if side and not _is_symbolic(side)] or sides[-1:]
         return all(equal(value, truth) for value in values)
     if len(sides) == 1 and len(others) > 1:
@@ -60,9 +70,6 @@ def equal(answer, truth):
     if len(sides) == len(others) == 2 and sides[0] == others[0]:
         return equal(sides[1], others[1])
     if not RELATION.search(answer + truth):
-        entries, others = _split(answer, "\\cup"), _split(truth, "\\cup")
-        if len(entries) > 1 and len(others) > 1:
-            return _match(entries, others)
         entries, others = _coordinates(answer), _coordinates(truth)
         if len(entries) > 1 and len(others) > 1:
             brackets = answer[0] + answer[-1] == truth[0] + truth[-1]
@@ -97,6 +104,12 @@ def _coordinates(text):
     """Entries of a pair, a longer tuple or an interval; one entry if the text is none."""
     is_tuple = text[:1] in ("(", "[") and text[-1:] in (")", "]")
     return _split(text[1:-1], ",") if is_tuple else [text]
+
+
+def _are_named(entries):
+    """Whether each entry gives another quantity its value: x=1,y=2, but not x_1=1,x_2=2."""
+    names = [entry.partition("=")[0].partition("_")[0] for entry in entries if "=" in entry]
+    return len({*names}) == len(names) == len(entries)
 
 
 def _match(entries, others, same=equal):
@@ -185,7 +198,7 @@ def _same_relation(x, y):
     if x.rel_op.replace(">", "<") != y.rel_op.replace(">", "<") or x.free_symbols != y.free_symbols:
         return False
     x_gap, y_gap = (z.gts - z.lts if hasattr(z, "gts") else z.lhs - z.rhs for z in (x, y))
-    point = _points(x.free_symbols)[0]
+    point = next(_points(x.free_symbols, large=False))
     x_there, y_there = x_gap.xreplace(point), y_gap.xreplace(point)
     if hasattr(x, "gts") and not sympy.N(x_there * y_there).is_positive:
         return False
@@ -197,30 +210,57 @@ def _same_value(x, y):
     if isinstance(x, sympy.MatrixBase) or isinstance(y, sympy.MatrixBase):
         return getattr(x, "shape", None) == getattr(y, "shape", None) and all(map(_same_value, x, y))
     symbols = (x.free_symbols | y.free_symbols) - {IMAGINARY}
-    verdicts = []
-    for point in _points(symbols):
-        verdicts.append(_same_number(x.xreplace(point), y.xreplace(point)))
-        if verdicts[-1] is False:
+    if not symbols:
+        return _same_number(*(z.xreplace({IMAGINARY: sympy.I}) for z in (x, y))) is True
+    is_complex = x.has(IMAGINARY, sympy.I) or y.has(IMAGINARY, sympy.I)
+    is_absolute = x.has(sympy.Abs) != y.has(sympy.Abs)  # sqrt(|x|) is more than sqrt(x)
+    agreed = 0
+    for i, point in enumerate(_points(symbols, large=not (_grows(x) or _grows(y)))):
+        if i >= POINTS and agreed >= POINTS_NEEDED:
+            break
+        verdict = _same_number(x.xreplace(point), y.xreplace(point))
+        if not verdict and not is_complex:
+            defined = _is_real(x, point), _is_real(y, point)
+            if verdict is False and all(defined) or is_absolute and any(defined):
+                return False
+        elif verdict is False:
             return False
-    return verdicts.count(True) >= (3 if symbols else 1)
+        agreed += verdict is True
+    return agreed >= POINTS_NEEDED
 
 
-def _points(symbols):
-    """Values for the variables: four times positive, four times of any sign; without variables one point."""
-    rng = random.Random(0)
-    signs = [(1,)] * 4 + [(1, -1)] * 4 if symbols else [()]
-    return [
-        {
-            symbol: sympy.Rational(rng.choice(sign) * rng.randint(1, 99), 37)
-            for symbol in sorted(symbols, key=str)
-        }
-        | {IMAGINARY: sympy.I}
-        for sign in signs
-    ]
+def _grows(x):
+    """Whether an expression may be huge where its variables are large."""
+    parts = sympy.preorder_traversal(x)
+    return any(isinstance(part, GROWING) or (part.is_Pow and part.exp.free_symbols) for part in parts)
+
+
+def _points(symbols, large):
+    """Values for the variables: POINTS of all signs and sizes, then more for small domains and for integers."""
+    rng, symbols = random.Random(0), sorted(symbols, key=str)
+
+    def point(scale, signs=(1,)):
+        # CAREFUL: odd over even, as (-1)^x is real for odd over odd
+        values = [rng.choice(signs) * (2 * rng.randint(1, 99) + 1) * scale / 2 for _ in symbols]
+        return dict(zip(symbols, values)) | {IMAGINARY: sympy.I}
+
+    small, unit, middle = (sympy.Rational(*scale) for scale in ((1, 37), (1, 101), (101, 103)))
+    size = small * 1001 if large else small
+    yield from (point(small) for _ in range(4))
+    yield from (point(small, [-1]), point(small, [1, -1]), point(size), point(size, [-1]))
+    yield from (point(scale) for scale in [unit, middle] * 3)
+    if {str(symbol) for symbol in symbols} <= INTEGERS:
+        yield from ({symbol: sympy.Integer(rng.randint(1, 99)) for symbol in symbols} for _ in range(9))
+
+
+def _is_real(x, point):
+    """Whether an expression and all its parts are real at a point: sqrt(a)*sqrt(b) is not where a, b < 0."""
+    parts = (part for part in sympy.preorder_traversal(x) if isinstance(part, sympy.Pow | sympy.Function))
+    return all(sympy.N(sympy.real_root(part.xreplace(point).doit())).is_real for part in parts)
 
 
 def _same_number(x, y):
-    """True or False, or None where a value is undefined or only one is real."""
+    """True or False, or None where a value is undefined only one is real."""
     x, y = sympy.real_root(x.doit()), sympy.real_root(y.doit())  # the cube root of -8 is -2
     if x.has(sympy.nan, sympy.zoo) or y.has(sympy.nan, sympy.zoo):
         return None
