@@ -86,20 +86,57 @@ CHECKS = {  # instruction -> whether a text follows it; further arguments are th
 }
 
 
+def read(truth):
+    """Pairs (instruction, arguments) of a row, in any spelling in which data sets come.
+
+    The row and each part of it: JSON text, a dict or list, or an array of numpy.  The arguments: a dict for each
+    instruction, or one dict of columns.  `datasets` gives every dict the keys of all: a null is no argument.
+    """
+    truth = plain(truth)
+    names, kwargs = truth["instruction_id_list"], truth.get("kwargs") or [{}] * len(truth["instruction_id_list"])
+    if isinstance(kwargs, dict):
+        kwargs = [{key: column[i] for key, column in kwargs.items()} for i in range(len(names))]
+    given = [{k: v for k, v in (x or {}).items() if v is not None and v == v} for x in kwargs]
+    return list(zip(names, given, strict=True))
+
+
+def plain(value):
+    """The value without JSON text and arrays of numpy in it."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return plain(json.loads(value))
+        except ValueError:  # [a placeholder]
+            return value
+    if isinstance(value, dict):
+        # CAREFUL: only what holds arguments is read as JSON, not an argument such as a phrase in brackets
+        deep = ("instruction_id_list", "kwargs")
+        return {key: plain(item) if key in deep or not isinstance(item, str) else item for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {score, acc, pred}: the share that is followed, whether all are, and which are not.
 
-    ground_truth: JSON of {"instruction_id_list": [...], "kwargs": [{...}, ...]}, as IFEval has it.
-    Raises ValueError for an instruction that is not known here.
+    ground_truth: {"instruction_id_list": [...], "kwargs": [{...}, ...]}, as IFEval has it; see `read`.
+    Raises ValueError for an instruction that is not known here, or without an argument that it needs.
     """
-    truth = json.loads(ground_truth)
-    names, given = truth["instruction_id_list"], truth["kwargs"]
-    if unknown := sorted({*names} - CHECKS.keys()):
+    instructions = read(ground_truth)
+    if unknown := sorted({name for name, _ in instructions} - CHECKS.keys()):
         raise ValueError(f"unknown instruction {', '.join(unknown)}; known: {', '.join(CHECKS)}")
-    missed = [
-        name
-        for name, kwargs in zip(names, given, strict=True)
-        if not (solution_str.strip() and CHECKS[name](solution_str, **kwargs))
-    ]
-    score = 1 - len(missed) / len(names)
+    missed = []
+    for name, given in instructions:
+        needed = arguments(CHECKS[name])
+        if absent := needed - given.keys():
+            raise ValueError(f"{name} has no {', '.join(sorted(absent))}")
+        kwargs = {key: given[key] for key in needed}
+        if not (solution_str.strip() and CHECKS[name](solution_str, **kwargs)):
+            missed.append(name)
+    score = 1 - len(missed) / len(instructions)
     return {"score": score, "acc": float(not missed), "pred": ", ".join(missed) or "all followed"}
+
+
+def arguments(check):
+    """Names of a check's arguments besides the text."""
+    code = getattr(check, "__code__", None)  # str.isupper has none
+    return {*code.co_varnames[1 : code.co_argcount]} if code else set()

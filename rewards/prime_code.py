@@ -3,7 +3,8 @@
 The program is the last block fenced as python (without one the last block, without a fence all the text)
 after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs": [...], "outputs": [...]} and
 - no more: input and output are texts, or lists of lines.  Lines are compared word by word, blank lines left
-  out.  An expected number with a point or an exponent allows TOLERANCE; all other words must be the same.
+  out.  An expected number with a point or an exponent allows TOLERANCE, an expected integer any spelling of
+  exactly its value: 3.0 for 3, 1e8.  All other words must be the same.
   A program that ends with an error fails, whatever it printed.
 - "fn_name": an input is a JSON argument on each line, an output is JSON.  The program defines a function of
   that name, or a class Solution with such a method.  The result is compared as JSON: a tuple is a list, keys
@@ -30,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from decimal import Decimal
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -43,7 +45,8 @@ OUTPUT_BYTES = 1 << 16  # that a program may print beyond four times the longest
 TOLERANCE = dict(rel_tol=1e-5, abs_tol=1e-8)
 CHILD = Path(__file__).with_name("sandbox").joinpath("calls.py").read_text()
 FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)\s*+")
-NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
+LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 INTEGER = re.compile(r"[+-]?[0-9]+")
 BUILTINS = frozenset(dir(builtins))
 DIGITS = 100_000  # of an integer. CAREFUL: not without a limit, as the time to read it grows with the square
@@ -214,10 +217,13 @@ def same_text(text, expected):
 
 
 def same_word(word, expected):
-    if word == expected or INTEGER.fullmatch(expected):
+    if word == expected or not (NUMBER.fullmatch(expected) and NUMBER.fullmatch(word)):
         return word == expected
-    are_numbers = NUMBER.fullmatch(expected) and NUMBER.fullmatch(word)
-    return bool(are_numbers) and math.isclose(float(word), float(expected), **TOLERANCE)
+    if not INTEGER.fullmatch(expected):
+        return math.isclose(float(word), float(expected), **TOLERANCE)
+    # Exactly, as LiveCodeBench does. CAREFUL: 010 and 10 may be binary
+    has_zeros = any(LEADING_ZERO.match(x) for x in (word, expected))
+    return not has_zeros and Decimal(word) == Decimal(expected)
 
 
 def same_json(value, expected):

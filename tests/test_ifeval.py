@@ -1,7 +1,9 @@
 """Verifiable instructions: each kind by hand, and every question that data_prep/instructions.py makes up."""
 
 import json
+import math
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, run
@@ -74,6 +76,43 @@ def test_by_hand(name, kwargs, right, wrong):
         assert score(text, (name, kwargs)) == dict(score=1.0, acc=1.0, pred="all followed"), text
     for text in [*wrong, "", " \n"]:
         assert score(text, (name, kwargs)) == dict(score=0.0, acc=0.0, pred=name), text
+
+
+ALL_KEYS = {key for _, kwargs, _, _ in CASES for key in kwargs} | {"capital_frequency", "language"}
+
+
+@pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), CASES)
+def test_every_spelling_of_a_row(name, kwargs, right, wrong):
+    """`datasets` gives every dict all keys, null where they are not meant; parquet gives arrays and floats."""
+    names = [name, "punctuation:no_comma"]
+    nulls = [dict.fromkeys(ALL_KEYS) | kwargs, dict.fromkeys(ALL_KEYS)]
+    numbers = [{k: float(v) if isinstance(v, int) else v for k, v in x.items()} for x in nulls]
+    arrays = [{k: np.array(v) if isinstance(v, list) else v for k, v in x.items()} for x in nulls]
+    columns = {key: [row[key] for row in nulls] for key in ALL_KEYS}
+    nan = [{k: math.nan if v is None else v for k, v in x.items()} for x in nulls]
+    rows = [
+        *(dict(instruction_id_list=names, kwargs=x) for x in ([kwargs, {}], nulls, numbers, arrays, columns, nan)),
+        dict(instruction_id_list=np.array(names), kwargs=np.array(nulls, dtype=object)),
+        dict(instruction_id_list=tuple(names), kwargs=tuple(nulls), key=1000, prompt="x"),
+        dict(instruction_id_list=names, kwargs=[kwargs, None]),
+        dict(instruction_id_list=json.dumps(names), kwargs=json.dumps(nulls)),
+        dict(instruction_id_list=names, kwargs=[json.dumps(x) for x in nulls]),
+        json.dumps(dict(instruction_id_list=names, kwargs=nulls)),
+        json.dumps(dict(instruction_id_list=names, kwargs=columns)),
+    ]
+    for row in rows:
+        for text in right:
+            assert name not in compute_score("ifeval", text, row)["pred"], row
+        for text in wrong:
+            assert name in compute_score("ifeval", text, row)["pred"], row
+
+
+def test_a_missing_argument_is_an_error_of_the_row():
+    for row in ([{}], [{"end_phrase": None}], None):
+        with pytest.raises(ValueError, match="startend:end_checker has no end_phrase"):
+            compute_score("ifeval", "x", dict(instruction_id_list=["startend:end_checker"], kwargs=row))
+    row = dict(instruction_id_list=["startend:end_checker"], kwargs=[{"end_phrase": "[end]"}])
+    assert compute_score("ifeval", "the [end]", row)["acc"] == 1
 
 
 def test_the_share_of_several():

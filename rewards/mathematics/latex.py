@@ -27,17 +27,17 @@ UNICODE = {char: f"{latex} " for char, latex in (pair.split("=") for pair in UNI
 UNICODE |= {chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)}  # full width
 UNICODE = str.maketrans(UNICODE | dict(zip("−–—﹣‑。【】", "-----.[]")))
 RAISED, LOWERED = ("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n"), ("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-THIN = re.compile("(?<=\\d)[\u2009\u202f\u00a0'’](?=\\d{3}(?!\\d))")  # thousands
+THIN = re.compile("(?<=\\d)[\u2009\u202f\u00a0’](?=\\d{3}(?!\\d))")  # thousands
 
 FUNCTIONS = (  # as Europe writes them
     "arcctg=arccot arccotg=arccot arctg=arctan ctg=cot cotg=cot tg=tan cosec=csc lg=log_{10} sh=sinh ch=cosh"
     " th=tanh cth=coth"
 )
 FUNCTIONS = dict(pair.split("=") for pair in FUNCTIONS.split())
-NAMES = "(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|pi|log|ln|exp|gcd|lcm|min|max|infty"
+NAMES = "(?:arc?)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|pi|log|ln|exp|gcd|lcm|min|max|infty"
 EUROPEAN = "|".join(FUNCTIONS)
 RULES = [  # (pattern, replacement), in this order
-    (rf"^{LABEL}\s*(?:[:是为]\s*)+|^故?选\s*(?=[A-H]\b)", ""),
+    (rf"^(?i:{LABEL})\s*(?:[:是为]\s*)+|^故?选\s*(?=[A-H]\b)", ""),
     (r"(?<![\dA-Za-z)}\]])\{?\}?\^\{?(\d)\}?\s*\\sqrt(?![A-Za-z[])", r"\\sqrt[\1]"),
     (r"\\(?:left|right)\s*\.", ""),
     (r"\\(?:boxed|fbox|left|right|[bB]igg?[lr]?|(?:display|text)style|[hv]line|rm)(?![A-Za-z])", ""),
@@ -72,7 +72,7 @@ RULES = [  # (pattern, replacement), in this order
     (r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", " "),
     (r"(?<!\d)0\{,\}(?=\d)", "0."),  # a decimal comma
     (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=\d),(?=\\overline)", "."),
-    (r"(?<=\d)(?:\{,\}|,\s*\\!|\\[,;: ]|~)\s*(?=\d{3}(?!\d))", ""),  # thousands, as LaTeX writes them
+    (r"(?<=\d)(?: ?\{, ?\}|,\s*\\!|\\[,;: ]|[~'])\s*(?=\d{3}(?!\d))", ""),  # thousands, as LaTeX writes them
     (r"\\!", ""),
     (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " "),
     (r" +", " "),
@@ -85,11 +85,13 @@ WORD_RULES = [  # when the units and the \text commands are gone
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"!=", r"\\ne "),
+    (r"(?<=[①-⑳]),? ?(?=[①-⑳])", ""),
     (r"^(-?\d{1,3}) (\d{3}(?: \d{3})*)(?![ \d])", lambda match: match[0].replace(" ", "")),
-    (r"^(-?\d+\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),
+    (r"^(-?\d+)[.,](\d*)\((\d+)\)$", r"\1.\2\\overline{\3}"),
     (r"(?<![\d.])(?=\.\d)", "0"),
 ]
 NUMBER_RULES = [  # when all arguments have braces
+    (r"(?<![A-Za-z\\}]) ?C ?_\{(\d+)\}\^\{(\d+)\}", r"\\binom{\1}{\2}"),
     (r"(?<![\d.^_/}])(\d+) */ *(\d+)(?![\d.^_!/])", r"\\frac{\1}{\2}"),
     (r"(\.\d*?)0+(?!\d|\\overline)", r"\1"),
     (r"(?<=\d)\.(?![\d.]|\\overline)", ""),
@@ -107,9 +109,10 @@ OR, AND = (
 )
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 SEMICOLONS = re.compile(r"[(\[\]][^()\[\]]*;[^()\[\]]*[)\]\[]|^[^()\[\]]*;[^()\[\]]*$")
-INTERVAL = re.compile(r"([(\[\]])([^()\[\]]*,[^()\[\]]*)([)\]\[])")
+INSIDE = r"(?:[^()\[\]]|\([^()]*\)|\\sqrt\[[^\]]*\])*"
+INTERVAL = re.compile(rf"((?<!sqrt)[(\[]|\](?!\{{))({INSIDE},{INSIDE})([)\]]|(?<!sqrt)\[)")
 SET = re.compile(r"\\\{[a-z](?:\|(?=[^|]*$)|:)(.*)\\\}")  # \{x|x>1\}
-THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
+THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:,\d{3})+(?!\d)")
 # The blanks that say nothing: all but those between two digits or two letters.
 BLANK = re.compile(r" (?![A-Za-z\d])|(?<![A-Za-z\d]) |(?<=\d) (?!\d)|(?<=[A-Za-z]) (?![A-Za-z])")
 
@@ -135,10 +138,12 @@ def last_boxed(text):
 
 def normalize(answer):
     r"""(value, unit) of an answer: (r"\frac{1}{2}", "cm") of r"$\dfrac12\text{ centimeters}$"."""
-    text = _bare(answer.replace("\\boxed", "").strip(" \n$"))
+    text = answer.replace("\\boxed", "").strip(" \n$")
+    if text.endswith("\\"):  # of 5\$, or a slip
+        text = text.rstrip("\\") + ("\\$" if answer.rstrip(" \n").endswith("\\$") else "")
+    text = _bare(text if text.isascii() else _ascii(text))
     if len(text) > MAX_CHARS or len(NESTED.findall(text)) > MAX_NESTED:
         return text, ""
-    text = text if text.isascii() else _ascii(text)
     text = SEMICOLONS.sub(_decimals, _replace(" ".join(text.split()), RULES))
     unit = "dollar" if r"\$" in text else ""
     text = text.replace(r"\$", " ").replace("$", " ").lstrip().rstrip(" .,")
@@ -178,7 +183,7 @@ def _interval(match):
 def _bare(text):
     """The text without braces around it, and without parentheses unless they hold a pair."""
     text = _unwrap(text, "{", "}")
-    return text if "," in text else _unwrap(text, "(", ")")
+    return text if "," in text or ";" in text else _unwrap(text, "(", ")")
 
 
 def _unwrap(text, opener, closer):

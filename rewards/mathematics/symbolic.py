@@ -32,13 +32,17 @@ TASKS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.")
 OPENERS, CLOSERS = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
 RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![A-Za-z])")
-# What an equation may give the value of: x, \theta, x_{1}, f(x), total, (x,y)
-NAME = re.compile(r"\\?[A-Za-z]+(?:_\{\w+\})?(?:\([a-z](?:,[a-z])*\))?|\([a-z](?:,[a-z])+\)")
+# What an equation may give the value of: x, \theta, x_{1}, f(x), total, (x,y), |AB|, \frac{AB}{CD}, V_{1}:V_{2}
+NAME = re.compile(
+    r"\\?[A-Za-z]+(?:_\{\\?\w+\})?(?:\([a-z](?:,[a-z])*\))?|\([a-z](?:,[a-z])+\)|\|[A-Z]{2}\|"
+    r"|\\frac\{[A-Z]{2}\}\{[A-Z]{2}\}|[A-Z]+(?:_\{\w+\})?:[A-Z]+(?:_\{\w+\})?"
+)
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|omega|lambda|mu)(?![A-Za-z])")
 WORD = re.compile(r"(?<![\\A-Za-z])(?!pmatrix\})[A-Za-z]{4,}")
 SENTENCE = re.compile(r"\d.*(?<![\\A-Za-z])[a-z]{2}|(?<![\\A-Za-z])[a-z]{2}.*\d")  # 59 no
 NO_VALUE = re.compile(r"\d \d|\d_|\\approx")  # 1 9 is not 1*9, and 12_{8} is no 12
 DECIMAL = re.compile(r"(\d+)\.(\d+)")
+SCIENTIFIC = re.compile(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})$")
 PURE_FRACTION = re.compile(r"\\frac\{\d+\}\{\d+\}")
 IMAGINARY = sympy.Symbol("i")
 
@@ -61,7 +65,7 @@ def equal(answer, truth):
     entries, others = _split(answer, "\\cup"), _split(truth, "\\cup")
     if len(entries) > 1 and len(others) > 1:
         return _match(entries, others)
-    sides, others = _split(answer, "=", "\\in"), _split(truth, "=", "\\in")
+    sides, others = (_ends(_split(text, "=", "\\in")) for text in (answer, truth))
     if len(sides) > 1 and len(others) == 1 and "\\cup" not in sides[0]:
         values = [side for side in sides if side and not _is_symbolic(side)] or sides[-1:]
         return all(equal(value, truth) for value in values)
@@ -104,6 +108,12 @@ def _coordinates(text):
     """Entries of a pair, a longer tuple or an interval; one entry if the text is none."""
     is_tuple = text[:1] in ("(", "[") and text[-1:] in (")", "]")
     return _split(text[1:-1], ",") if is_tuple else [text]
+
+
+def _ends(sides):
+    """First and last side of x = 1+1 = 2; all sides where they contradict each other."""
+    is_chain = len(sides) > 2 and NAME.fullmatch(sides[0])
+    return [sides[0], sides[-1]] if is_chain and all(equal(x, sides[-1]) for x in sides[1:-1]) else sides
 
 
 def _are_named(entries):
@@ -154,6 +164,7 @@ def _parse(text):
     """The sympy object of a formula.  Raises many exceptions for what is none."""
     if WORD.search(text) or NO_VALUE.search(text):
         raise ValueError(f"{text} is text")
+    text = SCIENTIFIC.sub(r"\1\\cdot10^{\2}", text)
     # Decimals become fractions, which are exact: rounding makes 0.0000001 equal to 0.
     text = DECIMAL.sub(lambda m: rf"{{\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}}}", text)
     formula = _Parser(is_real=None, config=ConversionConfig(lowercase_symbols=False)).parse(text)
@@ -180,12 +191,19 @@ def _digits(x):
         return len(str(x))
     digits = [_digits(part) for part in (x if isinstance(x, sympy.MatrixBase) else x.args)] or [2]
     if isinstance(x, sympy.Pow | sympy.exp):
-        few = 10 if x.exp.free_symbols else 10 ** min(digits[-1], 9)  # variables take small values
-        factor = abs(x.exp) if x.exp.is_Rational else few
-        return (digits[0] if len(digits) > 1 else 1) * factor + digits[-1]
+        return (digits[0] if len(digits) > 1 else 1) * _size(x.exp, digits[-1]) + digits[-1]
     if isinstance(x, sympy.factorial | sympy.binomial | sympy.gamma):
-        return 10 ** min(max(digits), 9) * max(digits)
+        sizes = map(_size, x.args, digits)
+        return max(size * len(str(size)) for size in sizes)
     return sum(digits)
+
+
+def _size(x, digits):
+    """About the absolute value of an exponent or of what a factorial is of; variables are small there."""
+    if digits > 1000:
+        return 10**9
+    value = abs(sympy.N(x.xreplace({symbol: sympy.Integer(10) for symbol in x.free_symbols}), 9))
+    return int(min(value, 10**9)) + 1 if value.is_real else 10**9
 
 
 def _relations(x):
@@ -250,7 +268,7 @@ def _points(symbols, large):
     yield from (point(small, [-1]), point(small, [1, -1]), point(size), point(size, [-1]))
     yield from (point(scale) for scale in [unit, middle] * 3)
     if {str(symbol) for symbol in symbols} <= INTEGERS:
-        yield from ({symbol: sympy.Integer(rng.randint(1, 99)) for symbol in symbols} for _ in range(9))
+        yield from ({symbol: sympy.Integer(rng.randint(1, 12)) for symbol in symbols} for _ in range(9))
 
 
 def _is_real(x, point):
