@@ -14,7 +14,7 @@ import unicodedata
 
 WINDOW = 1000  # characters that may follow the answer
 DIGITS = frozenset("0123456789")
-TO_ASCII = str.maketrans("０１２３４５６７８９−－＋\u00a0", "0123456789--+ ")
+TO_ASCII = str.maketrans("０１２３４５６７８９−－＋．，\u00a0", "0123456789--+., ", "\u2009\u202f")
 # An expression that continues after a number, or began before it: only bounded text next to it is read.
 GOES_ON = re.compile(r"[eE][+-]?[0-9]|:[0-9]|[ \t]{0,3}(?:[-+*/^×÷]|or )[ \t]{0,3}[0-9]")
 BEGAN = re.compile(r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷][ \t]{0,3})\Z")

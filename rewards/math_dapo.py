@@ -1,5 +1,6 @@
 r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the ground truth, else -1.
 
+- The marker may be in another language, as `答案：` (LABEL of mathematics/latex.py).
 - The rest of the marker's line counts, or else the next line that is not blank; in that line, a box if any.
 - A response with a box but without the marker has no answer: the prompt asks for `Answer:`.
 - Thoughts (all up to the last `</think>`) give no answer; only the last WINDOW characters do.  (verl looks at
@@ -9,10 +10,10 @@ r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the groun
 import re
 
 from rewards.mathematics.equivalence import judge
-from rewards.mathematics.latex import last_boxed
+from rewards.mathematics.latex import LABEL, last_boxed
 
 WINDOW = 1000
-MARKER = re.compile(r"answer\**\s?[:：]", re.IGNORECASE)
+MARKER = re.compile(rf"{LABEL}\**\s?[:：]", re.IGNORECASE)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -1,7 +1,7 @@
 r"""1 if the response's final answer equals the ground truth, else 0; the answer needs no box.
 
 - The last \boxed{} counts.  Without: the formula, or else the rest of the line, after the last "answer is" or
-  "answer:"; or else the last formula $...$; or else the last number, read as `rewards.gsm8k` does.
+  "answer:" (in any language of LABEL); or else the last formula $...$; or else the last number, read as `rewards.gsm8k` does.
 - Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
 """
 
@@ -9,10 +9,10 @@ import re
 
 from rewards import gsm8k
 from rewards.mathematics.equivalence import judge, spelling
-from rewards.mathematics.latex import last_boxed
+from rewards.mathematics.latex import LABEL, last_boxed
 
 WINDOW = 1000
-MARKER = re.compile(r"answer(?:\s+is|\**\s?[:：])[*:\s]{0,9}([^\n]+)", re.IGNORECASE)
+MARKER = re.compile(rf"{LABEL}(?:\s+is|[是为]|\**\s?[:：])[*:：\s]{{0,9}}([^\n]+)", re.IGNORECASE)
 FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST_NUMBER = re.compile(r"(?:\b(or|and)\s+)?(?<!\S)(\S*\d\S*)\D*$")  # 7 or 8 is two answers
 
