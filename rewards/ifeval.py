@@ -89,11 +89,14 @@ CHECKS = {  # instruction -> whether a text follows it; further arguments are th
 def read(truth):
     """Pairs (instruction, arguments) of a row, in any spelling in which data sets come.
 
-    The row and each part of it: JSON text, a dict or list, or an array of numpy.  The arguments: a dict for each
-    instruction, or one dict of columns.  `datasets` gives every dict the keys of all: a null is no argument.
+    The row and each part of it: JSON text, a dict or list, or an array of numpy.  The arguments: a dict for
+    each instruction, or one dict of columns.  `datasets` gives every dict the keys of all: a null is no argument.
     """
     truth = plain(truth)
-    names, kwargs = truth["instruction_id_list"], truth.get("kwargs") or [{}] * len(truth["instruction_id_list"])
+    names, kwargs = (
+        truth["instruction_id_list"],
+        truth.get("kwargs") or [{}] * len(truth["instruction_id_list"]),
+    )
     if isinstance(kwargs, dict):
         kwargs = [{key: column[i] for key, column in kwargs.items()} for i in range(len(names))]
     given = [{k: v for k, v in (x or {}).items() if v is not None and v == v} for x in kwargs]
@@ -111,7 +114,10 @@ def plain(value):
     if isinstance(value, dict):
         # CAREFUL: only what holds arguments is read as JSON, not an argument such as a phrase in brackets
         deep = ("instruction_id_list", "kwargs")
-        return {key: plain(item) if key in deep or not isinstance(item, str) else item for key, item in value.items()}
+        return {
+            key: plain(item) if key in deep or not isinstance(item, str) else item
+            for key, item in value.items()
+        }
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

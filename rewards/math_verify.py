@@ -1,7 +1,8 @@
 r"""1 if the response's final answer equals the ground truth, else 0; the answer needs no box.
 
 - The last \boxed{} counts.  Without: the formula, or else the rest of the line, after the last "answer is" or
-  "answer:" (in any language of LABEL); or else the last formula $...$; or else the last number, read as `rewards.gsm8k` does.
+  "answer:" (in any language of LABEL); or else the last formula $...$; or else the last number, read
+  as `rewards.gsm8k` does.
 - Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
 """
 

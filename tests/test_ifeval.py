@@ -83,7 +83,7 @@ ALL_KEYS = {key for _, kwargs, _, _ in CASES for key in kwargs} | {"capital_freq
 
 @pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), CASES)
 def test_every_spelling_of_a_row(name, kwargs, right, wrong):
-    """`datasets` gives every dict all keys, null where they are not meant; parquet gives arrays and floats."""
+    """`datasets` gives every dict all keys, often null; parquet gives arrays and floats."""
     names = [name, "punctuation:no_comma"]
     nulls = [dict.fromkeys(ALL_KEYS) | kwargs, dict.fromkeys(ALL_KEYS)]
     numbers = [{k: float(v) if isinstance(v, int) else v for k, v in x.items()} for x in nulls]
@@ -91,7 +91,10 @@ def test_every_spelling_of_a_row(name, kwargs, right, wrong):
     columns = {key: [row[key] for row in nulls] for key in ALL_KEYS}
     nan = [{k: math.nan if v is None else v for k, v in x.items()} for x in nulls]
     rows = [
-        *(dict(instruction_id_list=names, kwargs=x) for x in ([kwargs, {}], nulls, numbers, arrays, columns, nan)),
+        *(
+            dict(instruction_id_list=names, kwargs=x)
+            for x in ([kwargs, {}], nulls, numbers, arrays, columns, nan)
+        ),
         dict(instruction_id_list=np.array(names), kwargs=np.array(nulls, dtype=object)),
         dict(instruction_id_list=tuple(names), kwargs=tuple(nulls), key=1000, prompt="x"),
         dict(instruction_id_list=names, kwargs=[kwargs, None]),

@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/guides/rewards.md"
 # suite, case, gold, answer; same: what a person says; math_verify: what it says; missed: we do not see it
 CASES = [json.loads(line) for line in FILE.open()]
 HEAD = (
-    "| Suite | Cases | We agree | We miss | We accept wrongly | math-verify agrees | misses | accepts wrongly |\n"
+    "| Suite | Cases | We agree | miss | accept wrongly | math-verify agrees | misses | accepts wrongly |\n"
     "|---|---|---|---|---|---|---|---|\n"
 )
 

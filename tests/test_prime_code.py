@@ -68,10 +68,16 @@ def test_find_program(response, program):
         ("0.334", "0.333333333", False),
         ("2", "2.0", True),
         *((word, "3", True) for word in ("3.0", "3.", "+3", "3.000", "3e0", "0.3e1", "30e-1", "3.0E+0")),
-        *((word, "3", False) for word in ("3.1", "2.9999999999", "03", "3.0.0", "3,0", "three", "3.0x", "0x3")),
+        *(
+            (word, "3", False)
+            for word in ("3.1", "2.9999999999", "03", "3.0.0", "3,0", "three", "3.0x", "0x3")
+        ),
         *((word, "-3", same) for word, same in [("-3.0", True), ("3.0", False), ("−3", False)]),
         *((word, "0", same) for word, same in [("-0", True), ("-0.0", True), ("0.0", True), ("1e-9", False)]),
-        *((word, "10", False) for word in ("010", "0010", "1 0", "10.0000001", "1e999999999", "1e9999999999")),
+        *(
+            (word, "10", False)
+            for word in ("010", "0010", "1 0", "10.0000001", "1e999999999", "1e9999999999")
+        ),
         ("10", "010", False),
         ("1 2.0 3\n4.0", "1 2 3\n4", True),
         ("1.0\n2.0", "1 2", False),

@@ -19,7 +19,7 @@ DECIMAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 FRACTION = re.compile(r"(-?)(\d*)\\frac\{(\d+)\}\{(0*[1-9]\d*)\}")
 REPEATING = re.compile(r"(-?\d+\.(\d*))\\overline\{(\d+)\}")
 # 0,5 or 1.234,56; "3, 4" and (1,2) are lists
-DECIMAL_COMMA = re.compile(r"([^,(\[;]*\d),(\d*[1-9]\d*(?![\d,])[^,(\[;]*)")
+DECIMAL_COMMA = re.compile(r"(?!\{)([^,(\[;]*\d),(\d*[1-9]\d*(?![\d,])[^,(\[;]*)")
 WORDS = re.compile(r"[A-Za-z][A-Za-z ]+")
 # CAREFUL: no quotes, and no dot but in a decimal. So what passes can name no attribute and hold no string,
 # even if some library evaluated it.

@@ -87,6 +87,7 @@ WORD_RULES = [  # when the units and the \text commands are gone
     (r"!=", r"\\ne "),
     (r"(?<=[①-⑳]),? ?(?=[①-⑳])", ""),
     (r"^(-?\d{1,3}) (\d{3}(?: \d{3})*)(?![ \d])", lambda match: match[0].replace(" ", "")),
+    (r"^-?\d{1,3}(?:\.\d{3}){2,}$", lambda match: match[0].replace(".", "")),
     (r"^(-?\d+)[.,](\d*)\((\d+)\)$", r"\1.\2\\overline{\3}"),
     (r"(?<![\d.])(?=\.\d)", "0"),
 ]

@@ -32,7 +32,7 @@ TASKS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.")
 OPENERS, CLOSERS = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
 RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![A-Za-z])")
-# What an equation may give the value of: x, \theta, x_{1}, f(x), total, (x,y), |AB|, \frac{AB}{CD}, V_{1}:V_{2}
+# What an equation may give the value of: x, \theta, x_{1}, f(x), total, (x,y), |AB|, \frac{AB}{CD}, V:W
 NAME = re.compile(
     r"\\?[A-Za-z]+(?:_\{\\?\w+\})?(?:\([a-z](?:,[a-z])*\))?|\([a-z](?:,[a-z])+\)|\|[A-Z]{2}\|"
     r"|\\frac\{[A-Z]{2}\}\{[A-Z]{2}\}|[A-Z]+(?:_\{\w+\})?:[A-Z]+(?:_\{\w+\})?"
@@ -58,7 +58,9 @@ def equal(answer, truth):
     if len(entries) > 1 or len(others) > 1:
         if _are_named(entries) == _are_named(others):
             return _match(entries, others)
-        entries, others = (_coordinates(x[0]) if len(x) == 1 and x[0][0] == "(" else x for x in (entries, others))
+        entries, others = (
+            _coordinates(x[0]) if len(x) == 1 and x[0][0] == "(" else x for x in (entries, others)
+        )
         return len(entries) == len(others) and all(map(equal, entries, others))
     if (entries, others) != ([answer], [truth]):
         return equal(entries[0], others[0])
@@ -254,7 +256,7 @@ def _grows(x):
 
 
 def _points(symbols, large):
-    """Values for the variables: POINTS of all signs and sizes, then more for small domains and for integers."""
+    """Values for the variables: POINTS of all signs and sizes, more for small domains and integers."""
     rng, symbols = random.Random(0), sorted(symbols, key=str)
 
     def point(scale, signs=(1,)):
