@@ -34,7 +34,7 @@ def with_braces(text):
 
 
 def _item(tokens):
-    """Text of the next token (tokens stand in reverse) with all that belongs to it."""
+    """Text of the next token (the list is in reverse) with all that belongs to it."""
     token = text = tokens.pop()
     if token in CLOSERS:
         while tokens and tokens[-1] not in CLOSERS[token]:

@@ -32,8 +32,10 @@ CHINESE_SCALES = dict(zip("十百千万亿", (1, 2, 3, 4, 8)))
 POWERS = {"square": "2", "sq": "2", "平方": "2", "cubic": "3", "立方": "3"}
 NAMES = (
     "millimeter=mm centimeter=cm meter=m kilometer=km metre=m centimetre=cm kilometre=km inch=in inche=in"
-    " foot=ft feet=ft yard=yd mile=mi gram=g kilogram=kg pound=lb ounce=oz hour=hr minute=min second=sec percent=%"
-    " pct=% percentage=% degree= unit= square= sq= cubic= 平方= 立方= 个= 度= 元=yuan 毫米=mm 厘米=cm 分米=dm 米=m"
+    " foot=ft feet=ft yard=yd mile=mi gram=g kilogram=kg pound=lb ounce=oz hour=hr"
+    " minute=min second=sec percent=%"
+    " pct=% percentage=% degree= unit= square= sq= cubic= 平方= 立方= 个= 度= 元=yuan 毫米=mm"
+    " 厘米=cm 分米=dm 米=m"
     " 千米=km 公里=km 克=g 千克=kg 公斤=kg 小时=hr 分钟=min 秒=sec 升=l 毫升=ml м=m см=cm км=km кг=kg"
 )
 NAMES = dict(pair.split("=") for pair in NAMES.split())
