@@ -90,7 +90,7 @@ def read(truth):
     """Pairs (instruction, arguments) of a row, in any spelling in which data sets come.
 
     The row and each part of it: JSON text, a dict or list, or an array of numpy.  The arguments: a dict for
-    each instruction, or one dict of columns.  `datasets` gives every dict the keys of all: a null is no argument.
+    each instruction, or one dict of columns.  `datasets` gives each dict all keys: a null is no argument.
     """
     truth = plain(truth)
     names, kwargs = (
