@@ -116,7 +116,7 @@ class Args:
     reward_manager: Literal["naive", "prime"] = "naive"  # prime: rewards run in processes of their own
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
-    reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
+    reward_timeout_s: float = 30.0  # seconds for each response: with prime, or an async reward
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
@@ -146,7 +146,7 @@ from data_prep.lib.turns import use_template
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 from rewards import check_sources
-from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
+from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
 from rewards.manager.combined import load_rewards, score_parts
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -272,7 +272,7 @@ def echo_weights(rows, size):
 def trajectories(engine, pool, tokenizer, args, prompts, step, group_size, **sampling):
     """Let sampler and environments answer the prompts of all ranks, in turns -> the rows of this rank.
 
-    Ranks that share a sampler (--tp_size) answer the union of their prompts and keep their own. A row's
+    Ranks that share a sampler (--tp_size) answer the union of their prompts and keep whole groups. A row's
     length counts all after the prompt. Also returns the seconds in which the sampler had nothing to do.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -289,7 +289,7 @@ def trajectories(engine, pool, tokenizer, args, prompts, step, group_size, **sam
         row["prompt_length"] = len(row["prompt_ids"])
         episode = {name: row[name] for name in ("turns", "messages", "env_reward", "failure")}
         row["extra_info"] = row["extra_info"] | episode  # for the reward
-    return rows[rank % args.tp_size :: args.tp_size], idle
+    return [row for i, row in enumerate(rows) if i // group_size % args.tp_size == rank % args.tp_size], idle
 
 
 def turn_metrics(rows):
@@ -1073,7 +1073,7 @@ def load_data(args, tools):
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, sees=families.takes_images(args))
         use_template(tokenizer, args)
-        reward_fn = load_rewards(args.reward_fn, args.reward_weights)
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
         train_rows, val_rows, summary = load_prompt_files(args, tokenizer, tools)
@@ -1180,7 +1180,7 @@ def score_rows(rows, manager, tokenizer):
     if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
         by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, scored)
-    return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
+    return settle(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
 
 
 # endregion

@@ -30,7 +30,7 @@ class Args:
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: the scorer of each row's data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
     reward_workers: int = 4  # processes of the prime manager
-    reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
+    reward_timeout_s: float = 30.0  # seconds for each response: with prime, or an async reward
 
 
 if __name__ == "__main__":
@@ -46,10 +46,10 @@ from rich.text import Text
 from common.files import replacing
 from data_prep.lib.schema import load_rows
 from rewards import check_sources
-from rewards.manager import RewardManager
+from rewards.manager import RewardManager, check_results
 from rewards.manager.combined import load_rewards
 
-SAMPLE = ("data_source", "ground_truth", "extra_info")  # what a reward gets besides the response
+SAMPLE = ("data_source", "ground_truth", "extra_info", "prompt")  # what a reward gets besides the response
 Z = 1.96  # z of a 95 % interval
 MORE = -0.71, 0.71  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
 ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval
@@ -102,10 +102,10 @@ def load_responses(path, key):
     there = set(pq.read_schema(path).names)
     if clash := there & {"scores", "results"}:
         raise ValueError(f"{path}: it has a column {min(clash)!r} already; use the file without")
-    extra = there & {"response_tokens", "finish_reasons", "episodes"}
+    extra = there & {"response_tokens", "finish_reasons", "episodes", "prompt"}
     rows = load_rows(path, ["data_source", "reward_model", "extra_info", key, *extra])
     for i, row in enumerate(rows):
-        row["ground_truth"] = row["reward_model"].get("ground_truth")
+        row |= dict(ground_truth=row["reward_model"].get("ground_truth"), prompt=row.get("prompt"))
         row["texts"] = texts = [row[key]] if isinstance(row[key], str) else row[key]
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{path}: row {i}: {key!r} must be a string or a list of strings")
@@ -210,9 +210,9 @@ def main(args):
         episodes = [json.loads(x) for row in rows for x in row.get("episodes", ["{}"] * len(row["texts"]))]
         for sample, episode in zip(samples, episodes, strict=True):  # what a conversation's reward looks at
             sample["extra_info"] = sample["extra_info"] | episode
-        scored = iter(manager.score(samples))
-        results = [[next(scored) for _ in row["texts"]] for row in rows]
-        n, prompts = len(results[0]), [[row[x] for x in SAMPLE] for row in rows]
+        n, prompts = len(rows[0]["texts"]), [[row[x] for x in SAMPLE] for row in rows]
+        scored = check_results(manager.score(samples, [i // n for i in range(len(samples))]))
+        results = [scored[i : i + n] for i in range(0, len(scored), n)]
         ks = sorted(set(args.k) or {n, *(2**i for i in range(n.bit_length()))})
         columns = measure(rows, results, ks)
         shown = [name for name in columns if not name.startswith("pass@") or int(name[5:]) in ks]

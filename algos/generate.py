@@ -67,6 +67,7 @@ from data_prep.lib.schema import load_rows
 from data_prep.lib.turns import opens_only, shown_tools, use_template
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
+from rewards.manager import check_environments
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons")
 ENV_WORKERS = 8  # environments of a rank that work at the same time
@@ -292,6 +293,7 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
     converse(engine, talks, pool, tokenizer, args, **sampling)
+    check_environments(talks)
     too_long = "", 0, "prompt_too_long", "{}"
     answers = {row: [] if row in prompts else [too_long] * args.n_samples for row in rows}
     for (row, _), talk in zip(jobs, talks, strict=True):

@@ -110,7 +110,7 @@ class Args:
     reward_manager: Literal["naive", "prime"] = "naive"  # prime: rewards run in processes of their own
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
-    reward_timeout_s: float = 30.0  # seconds that the prime manager gives each response
+    reward_timeout_s: float = 30.0  # seconds for each response: with prime, or an async reward
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
@@ -138,7 +138,7 @@ from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
 from data_prep.lib.turns import use_template
 from rewards import check_sources
-from rewards.manager import RewardManager, demote_failures, dump_rollouts, validation_metrics
+from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
 from rewards.manager.combined import load_rewards, score_parts
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -909,7 +909,7 @@ def load_data(args):
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, sees=families.takes_images(args))
         use_template(tokenizer, args)
-        reward_fn = load_rewards(args.reward_fn, args.reward_weights)
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
         train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
@@ -1013,7 +1013,7 @@ def move(device, models, optimizer):
 def rollout(engine, args, prompts, step, group_size, **sampling):
     """Let the sampler answer the prompts of all ranks -> the rows of this rank.
 
-    Ranks that share a sampler (--tp_size) answer the union of their prompts and keep their own.
+    Ranks that share a sampler (--tp_size) answer the union of their prompts and keep whole groups.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -1044,7 +1044,7 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
             row["length"] = len(response.token_ids)
             row["prompt_length"] = len(row["prompt_ids"])
             row["finish_reason"] = response.finish_reason
-    return rows[rank % args.tp_size :: args.tp_size]
+    return [row for i, row in enumerate(rows) if i // group_size % args.tp_size == rank % args.tp_size]
 
 
 def score_rows(rows, manager, tokenizer):
@@ -1054,7 +1054,7 @@ def score_rows(rows, manager, tokenizer):
     if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
         by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, scored)
-    return demote_failures(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
+    return settle(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
 
 
 # endregion

@@ -113,6 +113,8 @@ class Run:
         self.metrics = set().union(*rows.values())
         with suppress(OSError, ValueError, TypeError):
             self.args = dict(json.loads((path / "args.json").read_text()))
+        log = path / "log.txt"
+        self.log = log.read_text(errors="replace").splitlines() if log.is_file() else []
 
     @cached_property
     def verdicts(self):
@@ -141,6 +143,16 @@ class Run:
     def by_dtype(self, float32, bfloat16):
         """A limit that depends on rounding; it is that of bfloat16 where the dtype is unknown."""
         return float32 if self.args.get("compute_dtype") == "float32" else bfloat16
+
+    def nats(self, name):
+        """Steps, and a KL in nats a token: --loss_agg weighs `actor/kl_loss` as it weighs the loss."""
+        mode = self.args.get("loss_agg") or ""
+        if name != "actor/kl_loss" or not mode.startswith("seq-mean-token-sum"):
+            return self.curve(name, least=0)
+        others = matching(self.metrics, "response_length/mean env/token_ratio")
+        steps, values, lengths, *environment = self.curve(name, *others, least=0)
+        lengths = lengths * (1 - sum(environment))  # tokens of an environment are not trained
+        return steps, values / lengths * (self.args["max_response_length"] if mode.endswith("norm") else 1)
 
     def one_update(self):
         """Whether a rollout has one optimizer step; without args.json it is unknown, and False."""
@@ -209,10 +221,14 @@ class Run:
 
     def check_failures(self):
         """Errors, timeouts, crashes of `reward/*` and `env/*`: any warning, over 1 % of responses wrong"""
+        said = [line for line in self.log if line.startswith(("warning: the ", "error: the "))]
+        if said and said[-1] == self.log[-1] and said[-1].startswith("error"):  # nothing came after it
+            return Verdict("wrong", said[-1].removeprefix("error: "), max(self.rows, default=None))
         steps, *failures = self.curve(*matching(self.metrics, "*/errors */timeouts */crashes"))
         failures = np.sum(failures, 0)
         wrong = 0.01 * self.args.get("train_batch_size", 0) * self.args.get("group_size", 1) or math.inf
-        return highest(steps, failures, 0, wrong, f"{failures.sum():.0f} in all, most in a step:")
+        text = "".join(f"{line.removeprefix('warning: ')}; " for line in said if failures.any())
+        return highest(steps, failures, 0, wrong, f"{text}{failures.sum():.0f} in all, most in a step:")
 
     def check_score_collapse(self):
         """Score lost since its best: over 0.25 warning, over 0.5 wrong, if over 0.05 of the range"""
@@ -287,7 +303,7 @@ class Run:
         """KL to the reference before the first update: over 1e-6 wrong, in bfloat16 over 1e-3"""
         names = ["actor/kl_loss"] if self.args.get("use_kl_loss") and self.one_update() else []
         names += ["actor/reward_kl_penalty"] if self.args.get("kl_coef") else []
-        curves = [zip(*self.curve(name, least=0)) for name in names]
+        curves = [zip(*self.nats(name)) for name in names]
         values = [abs(value) for points in curves for step, value in points if step == 1]
         need(values, "no reference, no step 1, or several updates in step 1")
         return highest([1], [max(values)], *self.by_dtype((1e-6, 1e-6), (1e-3, 1e-3)), "KL of step 1:")
@@ -295,7 +311,7 @@ class Run:
     def check_kl_growth(self):
         """KL at the end over 0.5 nats a token: warning, over 1 or, on average, under -0.05: wrong"""
         need("actor/teacher_kl" not in self.metrics, "no reference, but a teacher")
-        curves = [self.curve(name, least=0) for name in ("actor/kl_loss", "actor/reward_kl_penalty")]
+        curves = [self.nats(name) for name in ("actor/kl_loss", "actor/reward_kl_penalty")]
         curves = [curve for curve in curves if curve[1].any()]
         need(curves, "no reference, or a KL of 0")
         steps, values = curves[0]

@@ -179,8 +179,11 @@ def open_tracker(args, step):
 class Logger:
     """Terminal, log.txt, metrics.jsonl and the tracker of rank 0; the other ranks are silent."""
 
+    here = None  # the one of this process
+
     def __init__(self, args, step, total_steps):
         sys.excepthook = lambda *error: (save_first(), sys.__excepthook__(*error))
+        Logger.here = self
         self.out, self.rank0 = Path(args.output_dir), dist.get_rank() == 0
         self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
         if not self.rank0:

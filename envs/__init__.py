@@ -12,29 +12,11 @@ and what is big and never changes belongs into a cache of its module.  A hang, a
 its trajectory only.  Methods and tools may be `async def`: each process has one event loop.
 """
 
-import asyncio
-import inspect
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 from rewards import load_from
 
 warnings.filterwarnings("ignore", category=SyntaxWarning)  # what a model writes is parsed as Python, too
-LOOP = asyncio.Runner()  # one for all calls of a process: a client that a module keeps belongs to its loop
-INNER, THREAD = asyncio.Runner(), ThreadPoolExecutor(1)  # for what is to be awaited while LOOP is at work
-
-
-def awaited(result):
-    """What a function returned, awaited if it is to be."""
-    if not inspect.isawaitable(result):
-        return result
-    if not LOOP.get_loop().is_running():
-        return LOOP.get_loop().run_until_complete(result)
-    return THREAD.submit(INNER.run, _value(result)).result()  # an `async def step` has called ToolEnv's
-
-
-async def _value(awaitable):
-    return await awaitable
 
 
 def load_env(spec):

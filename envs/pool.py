@@ -13,7 +13,8 @@ import threading
 
 import cloudpickle
 
-from envs import awaited, load_env, one_line
+from envs import load_env, one_line
+from rewards.manager.calls import awaited
 from rewards.manager.worker import Worker, WorkerError
 
 
@@ -111,7 +112,7 @@ def step_env(env_class, state, extra_info, text):
         state = base64.b64encode(cloudpickle.dumps(env)).decode()
     except MemoryError:
         raise  # ends the process
-    except Exception as error:  # an environment is anybody's code, and a failure ends its trajectory only
+    except BaseException as error:  # an environment is anybody's code: a failure ends its trajectory only
         return {"error": one_line(f"{type(error).__name__}: {error}")}
     return {"state": state, "messages": messages, "reward": reward}
 

@@ -13,7 +13,8 @@ import types
 import typing
 from contextlib import suppress
 
-from envs import awaited, one_line
+from envs import one_line
+from rewards.manager.calls import awaited
 
 TAGGED = re.compile(
     r"<function=(.*?)(?:</function>|\Z)|<tool_call>(?!\s*<function=)(.*?)(?:</tool_call>|\Z)", re.DOTALL
@@ -169,7 +170,11 @@ class ToolEnv:
             result = awaited(function(*bound.args, **bound.kwargs))
             if not isinstance(result, str):
                 result = json.dumps(result, default=str, ensure_ascii=False)
-        except Exception as error:  # a tool is anybody's code, called with anything: the model gets the error
+        except MemoryError:
+            raise  # ends the process
+        except (
+            BaseException
+        ) as error:  # a tool is anybody's code, called with anything: the model gets the error
             result = one_line(f"error: {type(error).__name__}: {error}")
         return {"role": "tool", "name": name, "content": result}
 

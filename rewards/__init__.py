@@ -38,14 +38,7 @@ SOURCES = {  # data_source, which may end in *, -> module of this package
     "quixbugs": "prime_code",
     "reasoning_gym/*": "reasoning_gym",
 }
-ANSWERS = (
-    "gsm8k",
-    "exact",
-    "math",
-    "math_dapo",
-    "prime_math",
-    "geo3k",
-)  # these compare with an answer
+ANSWERS = "gsm8k", "exact", "math", "math_dapo", "prime_math", "geo3k"  # these compare with an answer
 
 
 def _scorer(source):
@@ -132,7 +125,9 @@ def load_from(spec, flag):
     folder = f"{zlib.crc32(os.fsencode(path.parent)):08x}"  # two folders may have files of one name
     try:
         module = load_file(path, f"{flag.strip('-')}_{path.stem}_{folder}")
-    except Exception as error:  # anything in a user's file
+    except KeyboardInterrupt:  # of whoever looks at the terminal
+        raise
+    except BaseException as error:  # anything in a user's file, SystemExit of its argparse too
         raise ValueError(f"{flag} {spec}: {path} cannot be loaded: {error!r}") from error
     if not hasattr(module, name):
         raise ValueError(f"{flag} {spec}: {path} defines no {name!r}")

@@ -95,6 +95,8 @@ def fail(kind: str):
     Args:
         kind: how
     """
+    if kind in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):
+        raise getattr(__builtins__, kind, None) or __builtins__[kind]
     raise ValueError("of kind\\n" + kind)
 
 def undocumented(a):
@@ -288,6 +290,8 @@ def test_tools(file):
     assert answer("add", a=None)[1].startswith("error: TypeError: unsupported operand")
     assert answer("fail", kind="x\ny") == ("fail", "error: ValueError: of kind x y")
     assert len(answer("fail", kind="x" * 9999)[1]) == 200
+    for kind in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):  # the model is told, the process stays
+        assert answer("fail", kind=kind) == ("fail", f"error: {kind}:")
     assert answer("gone") == ("error: no tool 'gone'; there are: add, fail",)
     assert env_class({}).step("<tool_call>gone</tool_call>") == [
         {"role": "tool", "content": f"error: {UNREADABLE[1]}"}
@@ -548,7 +552,7 @@ def answered(content, reward=None, **message):
         ("LIST_client", "client", "6"),
         ("LIST_fail", "twice", "error: ValueError: no"),
         ("LIST_hang", "twice", failed("timeout")),
-        ("LIST_cancelled", "twice", failed("crash")),
+        ("LIST_cancelled", "twice", "error: CancelledError:"),
         ("method", "f", "6"),
         ("Trl", "twice", "6"),
     ],
@@ -636,6 +640,13 @@ def test_load_env(file, tmp_path):
         EnvPool(f"{file}:Env", 0, 1)
 
 
+@pytest.mark.parametrize("line", ["import sys; sys.exit(0)", "raise SystemExit", "import nowhere"])
+def test_a_file_that_ends_python_is_refused(tmp_path, line):
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"--env .*mine.py cannot be loaded: \w+"):
+        EnvPool(f"{tmp_path}/mine.py:Env", 1, 1)
+
+
 def test_no_torch_in_a_worker(file):
     """Schemas are made with transformers, in the process that shows them to the model and in no other."""
     shipped = [
@@ -653,7 +664,8 @@ def test_failures_end_their_trajectory_only(file, pools):
     answers = ask(pool, a="hang", b="one", c="end", d="leave", e="kill", f="fail", g="deep", h="two")
     failures = {key: answer["failure"] for key, answer in answers.items()}
     assert failures["a"] == "timeout"
-    assert [failures[key] for key in "cde"] == ["crash"] * 3
+    assert [failures[key] for key in "ce"] == ["crash"] * 2
+    assert failures["d"] == "error: SystemExit:"
     assert failures["f"].startswith("error: KeyError: 'several\\nlines xxx") and len(failures["f"]) < 220
     assert failures["g"].startswith("error: RecursionError")
     assert answers["c"] == failed("crash")
@@ -797,7 +809,7 @@ def test_a_killed_owner_leaves_no_process(file):
     assert out.returncode == -signal.SIGKILL, out.stderr
     files = [Path(f"/proc/{pid}/cmdline") for pid in out.stdout.decode().split()]
     assert len(files) == 3
-    wait_for(lambda: not any(f.exists() and b"rewards.manager.worker" in f.read_bytes() for f in files))
+    wait_for(lambda: not any(f.exists() and b"rewards.manager.serve" in f.read_bytes() for f in files))
 
 
 ROWS = [

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from algos import ppo
 from common.metrics import failure_metrics
-from rewards.manager import demote_failures, score_row
+from rewards.manager import RewardManager, demote_failures
 from rewards.manager.combined import load_rewards
 
 ROW = "data_source", "solution_str", "ground_truth"
@@ -237,7 +237,8 @@ def test_model_scores_are_further_rewards(rules, models, weights, expected):
 def test_model_score_without_rules():
     for weights, expected in (((), 1.5), ((2.0,), 3.0)):
         flags = SimpleNamespace(reward_fn=(), reward_weights=weights)
-        rows = [dict(reward=score_row(load_rewards(("none",), ()), dict.fromkeys(ROW)))]
+        manager = RewardManager("naive", load_rewards(("none",), ()))
+        rows = [dict(reward=manager.score([dict.fromkeys(ROW)])[0])]
         [row] = ppo.add_model_scores(rows, [[{"score": 1.5}]], flags)
         assert row["reward"] == {"score": expected, "score/rules": 0, "score/model": 1.5}
 

@@ -11,8 +11,10 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from conftest import ROOT, documented, run
 
+from algos import grpo
 from algos import report as report_script
 from algos.report import CHECKS, LIMIT, Args, Run, spread, thin, write
 
@@ -377,6 +379,40 @@ def make_run(path, table=(), args=None, text=None):
     if args is not None:
         (path / "args.json").write_text(json.dumps(args))
     return path
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", *(f"seq-mean-token-{x}" for x in ("sum", "mean", "sum-norm"))]
+)
+@pytest.mark.parametrize(("nats", "word"), [(0.3, OK), (0.7, WARNING), (2.3, WRONG)])
+def test_a_kl_is_judged_by_the_token(tmp_path, mode, nats, word):
+    """However --loss_agg weighs it: responses of 3 and 7 tokens, of at most 40."""
+    mask_nt = torch.arange(7) < torch.tensor([[3], [7]])
+    plain = {KL: nats * grpo.loss_weights(mask_nt, mode, 40).sum().item(), "response_length/mean": 5}
+    talks = plain | {"response_length/mean": 20, "env/token_ratio": 0.75}  # an environment wrote the rest
+    flags = dict(loss_agg=mode, max_response_length=40)
+    for name, metrics in dict(plain=plain, talks=talks).items():
+        path = make_run(tmp_path / name, rows(metrics), flags)
+        assert Run(path, name).verdicts["kl-growth"].word == word
+    metrics = plain | {KL: plain[KL] * 1e-9}
+    path = make_run(tmp_path / "first", rows(metrics), flags | ONE | FP32 | dict(use_kl_loss=True))
+    assert Run(path, "first").verdicts["kl-first-step"].word == OK
+
+
+def test_a_failed_reward_is_named(tmp_path):
+    path = make_run(tmp_path / "run", rows({"reward/errors": [0, 1]}), ONE | dict(group_size=16))
+    warning = "the reward failed for 1 of 8 responses, one with KeyError: 'a'"
+    (path / "log.txt").write_text(f"2 steps\nwarning: {warning}; more\n")
+    verdict = Run(path, "run").verdicts["failures"]
+    assert verdict.word == WARNING and verdict.says.startswith(warning)
+    ended = make_run(tmp_path / "ended", [], ONE)
+    error = "the reward failed for all 8 responses, the first with KeyError: 'a' (mine.py, line 3)"
+    (ended / "log.txt").write_text(f"error: {error}: mend it\n")
+    done = run(ROOT / "algos/report.py", path, ended, "--output", tmp_path / "report.html")
+    assert f"wrong: failures, {error}" in done.stdout
+    assert "KeyError: &#39;a&#39; (mine.py, line 3)" in (tmp_path / "report.html").read_text()
+    (ended / "log.txt").write_text(f"error: {error}: mend it\nstep 1 of 1, done\n")  # mended and resumed
+    assert Run(ended, "ended").verdicts["failures"].word == NO
 
 
 def test_command(tmp_path):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rewards import load_reward_fn
-from rewards.manager.worker import ERRORS, Worker, WorkerError, _is_readable, call_in_worker
+from rewards.manager.wire import is_readable
+from rewards.manager.worker import ERRORS, Worker, WorkerError, call_in_worker
 
 
 def add(a, b):
@@ -89,15 +90,15 @@ def test_crash_memory_exception():
 
 HIJACK = """
 import json, sys, threading, time
-from rewards.manager import worker
+from rewards.manager import wire
 
 def say(sock, reply):
-    worker._send(sock, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+    wire.send(sock, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
 
 def take_over(code, later=0.0):
     '''As a response would that runs code here: find the socket and the number of the call.'''
     frame = sys._getframe()
-    while frame.f_code.co_name != "_serve":
+    while frame.f_code.co_name != "serve":
         frame = frame.f_back
     names = dict(frame.f_locals, say=say, time=time)
     if not later:
@@ -168,7 +169,7 @@ def test_no_reply_is_taken_for_that_of_another_call(take_over):
     forged = "say(sock, [number, 'result', {'sum': 99}])"
     worker = Worker()
     worker.call(take_over, f"{forged}; {forged}", timeout_s=30)
-    assert _is_readable(worker._socket, 600)  # the second one is there
+    assert is_readable(worker._socket, 600)  # the second one is there
     assert worker.call(add, 1, 2, timeout_s=30) == {"sum": 3}
     worker = Worker()
     worker.call(take_over, forged, 1.0, timeout_s=30)
@@ -215,6 +216,6 @@ def test_a_worker_does_not_outlive_its_thread_or_its_caller():
 def _alive(p):
     """Whether p is still a worker's number: what has ended has no command line, others have another."""
     try:
-        return b"rewards.manager.worker" in Path(f"/proc/{p}/cmdline").read_bytes()
+        return b"rewards.manager.serve" in Path(f"/proc/{p}/cmdline").read_bytes()
     except OSError:
         return False

@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass
 
 from rewards import compute_score, load_reward_fn
+from rewards.manager.calls import EARLIER, check_signature, parameters, sees_group
 
 
 @dataclass
 class CombinedReward:
-    """A reward function of several: `score` is the weighted sum, `score/NAME` the score of each.
+    """Several rewards: `score` is the weighted sum, `score/NAME` the score of each.
 
     functions: {name: function}.  Of extra keys with one name, the first function's stays.
     """
@@ -16,20 +17,35 @@ class CombinedReward:
     functions: dict
     weights: list
 
-    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
-        extras, scores = {}, {}
-        for name, function in self.functions.items():
-            result = function(
-                data_source=data_source,
-                solution_str=solution_str,
-                ground_truth=ground_truth,
-                extra_info=extra_info,
-            )
-            result = result if isinstance(result, dict) else {"score": result}
-            scores[f"score/{name}"] = result["score"]
-            extras = result | extras
-        total = sum(weight * score for weight, score in zip(self.weights, scores.values(), strict=True))
+    def of(self, found, n):
+        """The results of n rows from those of each function so far, {name: [result of each row]}."""
+        rows = zip(*found.values(), strict=True) if found else [()] * n
+        return [self._sum(dict(zip(found, parts, strict=True))) for parts in rows]
+
+    def _sum(self, parts):
+        for part in parts.values():
+            if "failure" in part:
+                return {"score": 0.0, "failure": part["failure"]}
+        extras = {}
+        for part in parts.values():
+            extras = part | extras
+        scores = {f"score/{name}": part["score"] for name, part in parts.items()}
+        total = sum(w * score for w, score in zip(self.weights, scores.values(), strict=False))
+        if not math.isfinite(total):
+            return {"score": 0.0, "failure": f"OverflowError: the weighted sum of the rewards is {total}"}
         return extras | scores | {"score": total}
+
+
+class OneReward(CombinedReward):
+    """A single reward, with its own results."""
+
+    def _sum(self, parts):
+        return next(iter(parts.values()), {})
+
+
+def parts_of(reward_fn):
+    """What `load_rewards` returned as several rewards, of which there may be one."""
+    return reward_fn if isinstance(reward_fn, CombinedReward) else OneReward({"": reward_fn}, [1.0])
 
 
 def score_parts(reward_fn, rows):
@@ -49,11 +65,11 @@ def no_rule(**_):
 BUILT_IN = {"rewards": compute_score, "none": no_rule}
 
 
-def load_rewards(specs, weights):
+def load_rewards(specs, weights, group_size=2):
     """The reward function of the flags --reward_fn and --reward_weights.
 
     specs: FILE.py:NAME, "rewards" for `compute_score`, or "none" for a 0.  No weights: all 1.
-    Raises ValueError, in one line.
+    group_size: responses to a prompt in training.  Raises ValueError, in one line.
     """
     weights = weights or [1.0] * len(specs)
     if not specs:
@@ -67,7 +83,13 @@ def load_rewards(specs, weights):
         name = spec.replace("\\", "/").rpartition("/")[2].replace(".py:", ".")
         if name in functions:
             raise ValueError(f"two --reward_fn have the name {name}: rename a file or a function")
-        functions[name] = BUILT_IN[spec] if spec in BUILT_IN else load_reward_fn(spec)
+        function = BUILT_IN[spec] if spec in BUILT_IN else load_reward_fn(spec)
+        check_signature(function, spec)
+        if sees_group(function) and group_size < 2:
+            raise ValueError(f"--reward_fn {spec} compares the responses to a prompt: --group_size above 1")
+        if sees_group(function) and EARLIER in parameters(function) and not functions:
+            raise ValueError(f"--reward_fn {spec} reads the results of others: give one of them before it")
+        functions[name] = function
     if len(specs) == 1 and list(weights) == [1.0]:
         return functions[name]
     return CombinedReward(functions, list(weights))

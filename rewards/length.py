@@ -1,0 +1,30 @@
+"""A penalty of length relative to the correct responses of the group (Arora and Zanette, arXiv 2502.04463).
+
+--reward_fn rewards rewards/length.py:score --reward_weights 1 0.2
+
+The score of a correct response is -sigmoid((length - mean) / std): near 0 for a short one, -1 for a long one.
+Mean and std are those of the correct responses to the prompt. A wrong response has 0: a short wrong answer
+gains nothing, and with a weight below 1 a correct response stays better than a wrong one.
+A response is correct if the rewards before it in --reward_fn gave `acc` 1, or without `acc` a sum of 1.
+Lengths are in characters; in a conversation those of the last turn.
+"""
+
+import math
+import statistics
+
+
+def score(solution_strs, results, **_):
+    """results: those of the rewards before it.
+
+    Correct, with 10 and 30 characters: -0.27 and -0.73; wrong: 0. A single correct one: -0.5.
+    """
+    correct = [result.get("acc", result["score"]) >= 1 and "failure" not in result for result in results]
+    lengths = [len(text) for text, good in zip(solution_strs, correct, strict=True) if good]
+    if not lengths:
+        return [0.0] * len(solution_strs)
+    mean, std = statistics.fmean(lengths), statistics.pstdev(lengths)
+    penalties = []
+    for text, good in zip(solution_strs, correct, strict=True):
+        z = (len(text) - mean) / (std + 1e-6)
+        penalties.append(-1 / (1 + math.exp(-z)) if good else 0.0)
+    return penalties

@@ -1,0 +1,161 @@
+"""How a reward is called: for one response or for a group, awaited if it is `async def`."""
+
+import asyncio
+import inspect
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from rewards.manager.results import failed, result_of, results_of
+
+ONE = "data_source", "solution_str", "ground_truth", "extra_info"
+GROUP = {f"{name}s": name for name in ONE}  # verl's names: lists, one entry a response
+EARLIER = "results"  # of a reward of a group: what the rewards before it in --reward_fn gave
+PROMPT = {True: "prompts", False: "prompt"}  # for who asks: the chat messages of a group, or of a response
+LOOP = asyncio.Runner()  # one for all calls of a process: a client that a module keeps belongs to its loop
+INNER, THREAD = asyncio.Runner(), ThreadPoolExecutor(1)  # for what is to be awaited while LOOP is at work
+
+
+def awaited(result):
+    """What a function returned, awaited if it is to be."""
+    if not inspect.isawaitable(result):
+        return result
+    if not LOOP.get_loop().is_running():
+        return LOOP.get_loop().run_until_complete(result)
+    return THREAD.submit(INNER.run, _value(result)).result()  # an `async def step` has called ToolEnv's
+
+
+async def _value(awaitable):
+    return await awaitable
+
+
+def parameters(function):
+    """The parameters of a reward by name; **_ where Python does not know them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return inspect.signature(lambda **_: None).parameters
+
+
+def sees_group(function):
+    """Whether a reward gets all responses to a prompt at once: it has the parameter `solution_strs`."""
+    return "solution_strs" in parameters(function)
+
+
+def check_signature(function, spec):
+    """Raise ValueError, in one line, if a reward does not take what it will be called with."""
+    names = [*GROUP] if sees_group(function) else [*ONE]
+    known = parameters(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    needs = [p for p in known.values() if p.default is p.empty and not str(p).startswith("*")]
+    given = {*names, PROMPT[sees_group(function)], EARLIER if sees_group(function) else None}
+    unknown = [p.name for p in needs if p.name not in given]
+    missing = [] if takes_all else [name for name in names if name not in known]
+    if unknown or missing:
+        why = f"it needs {', '.join(unknown)}" if unknown else f"it does not take {', '.join(missing)}"
+        raise ValueError(
+            f"--reward_fn {spec}: a reward is called with {', '.join(names)} by name, and {why}:"
+            f" write it as def NAME({', '.join(names)}) or with **_"
+        )
+
+
+def arguments(function, rows, earlier):
+    """The arguments of one call. rows: those of a group, or a single one."""
+    if sees_group(function):
+        found = {plural: [row.get(name) for row in rows] for plural, name in GROUP.items()}
+        more = {EARLIER: earlier, PROMPT[True]: [row.get("prompt") for row in rows]}
+    else:
+        found = {name: rows[0][name] if name != "extra_info" else rows[0].get(name) for name in ONE}
+        more = {PROMPT[False]: rows[0].get("prompt")}
+    return found | {name: x for name, x in more.items() if name in parameters(function)}
+
+
+def sent(function, row):
+    """What a process needs of a row: a prompt may be long."""
+    unused = (
+        {"prompt_str"} if PROMPT[sees_group(function)] in parameters(function) else {"prompt_str", "prompt"}
+    )
+    return {name: x for name, x in row.items() if name not in unused}
+
+
+@contextmanager
+def kept_alive():
+    """While the block lasts, os._exit ends the reward and not the run."""
+    own, leave = os.getpid(), os._exit
+
+    def stay(code):
+        if os.getpid() != own:  # a process that the reward has forked
+            leave(code)
+        raise SystemExit(f"os._exit({code})")
+
+    os._exit = stay
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+def begin(function, rows, earlier=None):
+    """Call a reward -> what it returned or is to be awaited, or the exception that it raised."""
+    try:
+        return function(**arguments(function, rows, earlier))
+    # CAREFUL: the one place that catches everything. A reward is anybody's code run on anything a model
+    # writes; its failure is reported in the row, where the trainer counts it, not disguised as a 0.
+    except KeyboardInterrupt:  # of whoever looks at the terminal
+        raise
+    except BaseException as error:  # SystemExit too, of argparse for one
+        return error
+
+
+def end(function, rows, returned):
+    """What a call returned or raised -> the results of its rows."""
+    try:
+        if isinstance(returned, BaseException):
+            raise returned
+        return results_of(returned, len(rows)) if sees_group(function) else [result_of(returned)]
+    except BaseException as error:  # also of a method of what it returned
+        return [failed(error, function)] * len(rows)
+
+
+async def _outcome(awaitable):
+    try:
+        return await awaitable
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # for SystemExit asyncio would end the run
+        return error
+
+
+def call_here(function, calls, timeout_s, at_once):
+    """Make calls in this process -> the results of each. calls: [(rows, earlier results)].
+
+    Those of an `async def` wait for each other's answers, so many at once; each has timeout_s seconds.
+    """
+    with kept_alive():
+        returned = [begin(function, *call) for call in calls]
+    waits = {i: x for i, x in enumerate(returned) if inspect.isawaitable(x)}
+
+    async def wait_for_all():
+        places = asyncio.Semaphore(at_once)
+
+        async def wait_for(i):
+            async with places:
+                task = asyncio.ensure_future(_outcome(waits[i]))
+                done, _ = await asyncio.wait([task], timeout=timeout_s)
+                task.cancel()
+                returned[i] = task.result() if done else TimeoutError(f"no result after {timeout_s} s")
+
+        await asyncio.gather(*map(wait_for, waits))
+
+    if waits:
+        with kept_alive():
+            awaited(wait_for_all())
+    return [end(function, rows, x) for (rows, _), x in zip(calls, returned, strict=True)]
+
+
+def call_once(function, rows, earlier):
+    """The results of one call, in the process of a worker, which has the time-out."""
+    returned = begin(function, rows, earlier)
+    if inspect.isawaitable(returned):
+        returned = awaited(_outcome(returned))
+    return end(function, rows, returned)

@@ -1,0 +1,102 @@
+"""Rewards that fail: what they count, when a run says so, and when it ends."""
+
+import re
+import sys
+
+PASSING = re.compile(r"\w*(timeout|connect)", re.IGNORECASE)  # exceptions of a server that may come back
+OUTAGE = 3  # steps in a row without a single score, all for such reasons, that a run waits for
+
+
+class Failures:
+    """Looks at the rewards of each step, or at the environments."""
+
+    def __init__(self, what):
+        self.what, self.said, self.has_worked, self.lost = what, set(), False, 0
+
+    def check(self, failures, total):
+        """Say the first failure of each kind; stop if nothing else came. All ranks call this alike."""
+        if len(failures) < total:
+            self.lost, self.has_worked = 0, True
+        elif failures:
+            self.lost += 1
+            passing = self.has_worked and self.lost < OUTAGE and all(map(PASSING.match, failures))
+            if not passing:
+                stop(f"the {self.what} failed for all {total} responses, the first with {failures[0]}")
+        for failure in failures:
+            kind = failure.partition(":")[0]
+            if kind not in self.said:
+                self.said.add(kind)
+                text = f"the {self.what} failed for {len(failures)} of {total} responses, one with {failure}"
+                say(f"warning: {text}; more such failures are only counted")
+
+
+REWARDS, ENVIRONMENTS = Failures("reward"), Failures("environment")  # of this process
+
+
+def say(message):
+    """A line for people, in log.txt too if this process trains."""
+    log = sys.modules["common.run"].Logger.here if "common.run" in sys.modules else None
+    log.say(message) if log else print(message, file=sys.stderr)
+
+
+def stop(message):
+    """End the run; the line is also in its log.txt."""
+    from common.run import Logger, fail
+
+    text = f"{message}: mend it, and start again"
+    if Logger.here and Logger.here.rank0:
+        with (Logger.here.out / "log.txt").open("a") as file:
+            file.write(f"error: {text}\n")
+    fail(text)
+
+
+def settle(rows):
+    """The rows of a step, of all ranks, with failed rewards as the lowest; see `demote_failures`.
+
+    Stops the run where every reward failed, or every environment.
+    """
+    check_environments(rows)
+    REWARDS.check(failures_of([row["reward"] for row in rows]), len(rows))
+    return demote_failures(rows)
+
+
+def check_environments(rows):
+    """Say which environments failed; stop if each did."""
+    ENVIRONMENTS.check([row["failure"] for row in rows if row.get("failure")], len(rows))
+
+
+def check_results(results):
+    """The results of a file of responses; stop if every reward failed."""
+    REWARDS.check(failures_of(results), len(results))
+    return results
+
+
+def failures_of(results):
+    return [result["failure"] for result in results if "failure" in result]
+
+
+def demote_failures(rows):
+    """Rows, with `group` and `reward`, in which a failed reward counts as the lowest of its group.
+
+    A failure says nothing about the response. As a 0 it would beat the wrong ones of a reward of +1 and -1.
+    Where all of a group failed, they stay as they are.
+      scores  1  -1  0 failed | 1  0.5  0 failed | 0 failed  0 failed
+      become  1  -1 -1        | 1  0.5  0        | 0         0
+    """
+    lowest = {}  # of each group, of those that did not fail
+    for row in rows:
+        if "failure" not in row["reward"]:
+            known = lowest.setdefault(row["group"], row["reward"])
+            lowest[row["group"]] = min(known, row["reward"], key=lambda result: result["score"])
+
+    def demoted(result, floor):
+        names = [k for k in floor if k in ("score", "acc") or k.startswith("score/")]
+        low = {k: floor[k] if k.startswith("score/") else min(result.get(k, 0.0), floor[k]) for k in names}
+        return result | low  # parts: those of the lowest response, because weights may be negative
+
+    return [
+        row | dict(reward=demoted(row["reward"], lowest.get(row["group"], {})))
+        if "failure" in row["reward"]
+        else row
+        for row in rows
+    ]

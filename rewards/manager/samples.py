@@ -1,0 +1,69 @@
+"""What people read of scored responses: a few in the terminal, all in a file, means over a validation."""
+
+import sys
+
+from common.files import json_line
+
+SHOWN_CHARS = 240  # of a text in a printed sample
+
+
+def print_samples(rows, results, num_examine, call):
+    """Print `num_examine` rows of each data source: in the first call the first ones, and so on."""
+    by_source = {}
+    for row, result in zip(rows, results, strict=True):
+        by_source.setdefault(str(row.get("data_source")), []).append((row, result))
+    for source, scored in by_source.items():
+        for i in range(call * num_examine, call * num_examine + min(num_examine, len(scored))):
+            row, result = scored[i % len(scored)]
+            truth = _one_line(row.get("ground_truth"))
+            print(f"{_one_line(source)}: {_one_line(row.get('prompt_str', ''))} [{truth}]")
+            print(f"  {_one_line(row.get('solution_str'))} -> {_one_line(result)}", flush=True)
+
+
+def _one_line(value):
+    """Text for the terminal: no control characters, in its encoding, the middle of a long text left out."""
+    text = str(value)
+    if len(text) > SHOWN_CHARS:
+        text = f"{text[: SHOWN_CHARS // 2]} [...] {text[-SHOWN_CHARS // 2 :]}"
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def validation_metrics(rows):
+    """val-core/{source}/{acc|reward}/{mean@N,best@N,maj@N}: means over prompts with N responses each.
+
+    rows: dicts with data_source, index (of the prompt) and reward (a result of the reward manager).
+    The value is `acc` where the scorer returns it, else the score; maj, the value of the most frequent
+    `pred`, needs one, and is 0 where no response has any. A response whose reward failed counts 0.
+    """
+    metrics = {}
+    for source in sorted({row["data_source"] for row in rows}):
+        groups = {}
+        for row in rows:
+            if row["data_source"] == source:
+                groups.setdefault(row["index"], []).append(row["reward"])
+        results = [result for group in groups.values() for result in group]
+        kind, key = ("acc", "acc") if any("acc" in result for result in results) else ("reward", "score")
+        values = [[float(result.get(key, 0)) for result in group] for group in groups.values()]
+        prefix, n = f"val-core/{source}/{kind}", len(values[0])
+        metrics[f"{prefix}/mean@{n}"] = sum(sum(v) / len(v) for v in values) / len(values)
+        metrics[f"{prefix}/best@{n}"] = sum(max(v) for v in values) / len(values)
+        if any("pred" in result for result in results):
+            votes = [[result.get("pred") for result in group] for group in groups.values()]
+            winners = []
+            for value, vote in zip(values, votes, strict=True):
+                cast = [answer for answer in vote if answer is not None]
+                winners.append(value[vote.index(max(cast, key=cast.count))] if cast else 0.0)
+            metrics[f"{prefix}/maj@{n}"] = sum(winners) / len(values)
+    return metrics
+
+
+def dump_rollouts(rows, path):
+    """Write scored rows of a trainer to a file, one JSON line each."""
+    lines = []
+    for row in rows:
+        where = {name: row[name] for name in ("index", "sample", "finish_reason")}
+        lines.append(row["sampled"] | row["reward"] | where | dict(response_ids=row["response_ids"].tolist()))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(map(json_line, lines)))

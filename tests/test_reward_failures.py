@@ -1,0 +1,192 @@
+"""A reward that fails: a rule for each way to be broken, what a run says of it, and when it ends."""
+
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from algos import eval as evaluation
+from rewards.manager import RewardManager, check_results, failures, settle
+from rewards.manager.combined import load_rewards
+from rewards.manager.failures import OUTAGE, Failures
+
+BROKEN = {  # body of a reward: what its failure says
+    "return '1.0'": "TypeError: the reward returned '1.0' (str) as score, which is no number (mine.py:score)",
+    "return": "TypeError: the reward returned None (NoneType) as score",
+    "return [1.0]": "TypeError: the reward returned [1.0] (list) as score",
+    "return {'acc': 1.0}": "ValueError: the reward returned a dict without 'score': {'acc': 1.0}",
+    "return {'score': 1.0, 'acc': 'yes'}": "TypeError: the reward returned 'yes' (str) as acc",
+    "return float('nan')": "ValueError: the reward returned nan as score",
+    "return 1e999": "ValueError: the reward returned inf as score",
+    "return 1j": "TypeError: ",
+    "return {'score': object()}": "TypeError: ",
+    "raise ValueError('two\\nlines')": "ValueError: two lines (mine.py, line 3)",
+    "return extra_info['level']": "KeyError: 'level' (mine.py, line 3)",
+    "return solution_str.score": "AttributeError: 'str' object has no attribute 'score' (mine.py, line 3)",
+    "import nowhere": "ModuleNotFoundError: No module named 'nowhere' (mine.py, line 3)",
+    "import json; return json.loads('{')": "JSONDecodeError: Expecting property name",
+    "raise SystemExit": "SystemExit: (mine.py, line 3)",
+    "import argparse; argparse.ArgumentParser().parse_args(['x'])": "SystemExit: 2 (mine.py, line 3)",
+    "exec('import sys; sys.exit(0)')": "SystemExit: 0 (mine.py, line 3)",
+    "raise type('Stop', (BaseException,), {})('x')": "Stop: x (mine.py, line 3)",
+    "raise GeneratorExit": "GeneratorExit: (mine.py, line 3)",
+    "import asyncio; raise asyncio.CancelledError": "CancelledError: (mine.py, line 3)",
+    "return score(data_source, solution_str, ground_truth)": "RecursionError: maximum recursion depth",
+}
+IN_A_PROCESS = {  # in the trainer's own process they would end or stop it
+    "import os; os._exit(0)": "WorkerError: the worker process ended with code 0 (mine.py:score)",
+    "import os; os.abort()": "WorkerError: the worker process ended with code -6 (mine.py:score)",
+    "raise KeyboardInterrupt": "WorkerError: KeyboardInterrupt() (mine.py:score)",
+    "while True: pass": "TimeoutError: no result after 2 s (mine.py:score)",
+}
+HEAD = "{}def score(data_source, solution_str, ground_truth, extra_info=None):\n    '''A reward.'''\n    {}\n"
+ROW = dict(data_source="x", solution_str="four", ground_truth="4", extra_info={})
+
+
+def write(folder, body, kind=""):
+    (folder / "mine.py").write_text(HEAD.format(kind, body))
+    return f"{folder}/mine.py:score"
+
+
+def outcome(mode, reward, **options):
+    [result] = RewardManager(mode, reward, **options).score([ROW])
+    return result
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_each_way_to_be_broken_is_named(tmp_path, kind):
+    cases = {body: says for body, says in BROKEN.items() if not (kind and "return score(" in body)}
+    modes = [("naive", cases | {"import os; os._exit(0)": "SystemExit: os._exit(0) (mine.py, line 3)"})]
+    for mode, table in (*modes, ("prime", cases | IN_A_PROCESS)):
+        for i, (body, says) in enumerate(table.items()):
+            (folder := tmp_path / f"{mode}{i}").mkdir()
+            reward = load_rewards([write(folder, body, kind)], [])
+            result = outcome(mode, reward, timeout_s=2 if "while" in body else 60)
+            assert set(result) == {"score", "failure"} and result["score"] == 0
+            assert result["failure"].startswith(says), body
+            with pytest.raises(SystemExit, match="error: the reward failed for all 1 responses, the first"):
+                Failures("reward").check([result["failure"]], 1)
+
+
+def test_ctrl_c_ends_a_run(tmp_path):
+    for kind in ("", "async "):
+        reward = load_rewards([write(tmp_path, "raise KeyboardInterrupt", kind)], [])
+        with pytest.raises(KeyboardInterrupt):
+            outcome("naive", reward)
+
+
+@pytest.mark.parametrize(
+    "value", ["True", "False", "3", "0.5", "{'score': True}", "__import__('numpy').float32(1)"]
+)
+def test_what_is_no_failure(tmp_path, value):
+    body = f"from fractions import Fraction; return {value}"
+    assert "failure" not in outcome("naive", load_rewards([write(tmp_path, body)], []))
+
+
+SIGNATURES = {
+    "prompts, completions, **kwargs": "it needs prompts, completions",  # TRL's
+    "completions, answer": "it needs completions, answer",
+    "solution_str": "it does not take data_source, ground_truth, extra_info",
+    "data_source, solution_str, ground_truth": "it does not take extra_info",
+    "data_source, solution_str, ground_truth, extra_info, tokenizer": "it needs tokenizer",
+    "solution_strs, ground_truth": "it needs ground_truth",
+    "solution_strs": "it does not take data_sources, ground_truths, extra_infos",
+    "": "it does not take data_source",
+}
+
+
+@pytest.mark.parametrize("parameters", SIGNATURES)
+def test_a_wrong_signature_is_refused_at_the_start(tmp_path, parameters):
+    (tmp_path / "mine.py").write_text(f"def score({parameters}):\n    return 1.0\n")
+    with pytest.raises(ValueError, match=SIGNATURES[parameters]) as error:
+        load_rewards([f"{tmp_path}/mine.py:score"], [])
+    assert "\n" not in str(error.value) and "by name" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["import sys; sys.exit(0)", "raise SystemExit", "import nowhere", "1 / 0", "def"]
+)
+def test_a_file_that_cannot_be_loaded(tmp_path, line):
+    """A script that calls its own main() would else end the run with code 0."""
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"--reward_fn .*mine.py cannot be loaded: \w+"):
+        load_rewards([f"{tmp_path}/mine.py:score"], [])
+
+
+def rows_of(*results):
+    return [dict(group=i, reward=result) for i, result in enumerate(results)]
+
+
+GOOD, BUG, LOST = (
+    {"score": 1.0},
+    dict(score=0.0, failure="KeyError: 'a'"),
+    dict(score=0.0, failure="TimeoutError: 9 s"),
+)
+AWAY = dict(score=0.0, failure="APIConnectionError: refused")
+STEPS = [  # rewards of each step; the step that ends the run
+    ([(GOOD, GOOD)] * 9, None),
+    ([(BUG, GOOD)] * 9, None),
+    ([(BUG, BUG)], 0),
+    ([(LOST, LOST)], 0),  # it has never worked
+    ([(GOOD, BUG), (BUG, BUG)], 1),
+    ([(GOOD, BUG), (BUG, LOST)], 1),
+    ([(GOOD,), (AWAY,), (LOST,), (GOOD,), (AWAY,), (AWAY,), (GOOD, AWAY)], None),  # a server that came back
+    ([(GOOD,), *[(LOST, AWAY)] * OUTAGE], OUTAGE),
+    ([(), ()], None),
+]
+
+
+@pytest.mark.parametrize(("steps", "ends"), STEPS)
+def test_when_a_run_ends(steps, ends, monkeypatch):
+    monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
+    for i, results in enumerate(steps):
+        if i == ends:
+            with pytest.raises(SystemExit, match="the reward failed for all"):
+                settle(rows_of(*results))
+        else:
+            settle(rows_of(*results))
+
+
+def test_said_once_for_each_kind_and_in_log_txt(tmp_path, monkeypatch, capsys):
+    from common.run import Logger
+
+    monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
+    settle(rows_of(GOOD, BUG))
+    assert (
+        capsys.readouterr().err.count("warning: the reward failed for 1 of 2 responses, one with KeyError")
+        == 1
+    )
+    said = []
+    monkeypatch.setattr(Logger, "here", SimpleNamespace(say=said.append, out=tmp_path, rank0=True))
+    for results in ((GOOD, BUG), (BUG, GOOD, LOST), (GOOD, LOST, BUG)):
+        settle(rows_of(*results))
+    assert len(said) == 1 and "1 of 3" not in said[0] and "one with TimeoutError: 9 s" in said[0]
+    with pytest.raises(SystemExit) as error:
+        settle(rows_of(BUG, BUG))
+    assert (tmp_path / "log.txt").read_text() == f"{error.value}\n"
+    assert "the reward failed for all 2 responses, the first with KeyError: 'a'" in str(error.value)
+
+
+def test_an_environment_that_always_fails_ends_the_run():
+    rows = [row | dict(failure="error: KeyError: 'x'") for row in rows_of(GOOD, GOOD)]
+    with pytest.raises(SystemExit, match="the environment failed for all 2 responses"):
+        settle(rows)
+
+
+def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys):
+    """In one line, with code 1; where some responses are scored, a warning."""
+    row = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
+    row |= dict(reward_model=dict(style="rule", ground_truth="4"), responses=["4", "five"])
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "responses.parquet")
+    flags = dict(data=(str(tmp_path / "responses.parquet"),), output=str(tmp_path / "eval"))
+    monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
+    evaluation.main(evaluation.Args(**flags, reward_fn=(write(tmp_path, "return float(solution_str)"),)))
+    assert "warning: the reward failed for 1 of 2 responses, one with ValueError" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"all 2 .*the first with KeyError: 'level' \(mine.py, line 3\)"):
+        evaluation.main(evaluation.Args(**flags, reward_fn=(write(tmp_path, "return extra_info['level']"),)))
+
+
+def test_check_results_is_silent_about_good_ones(capsys):
+    assert check_results([GOOD] * 3) == [GOOD] * 3
+    assert capsys.readouterr() == ("", "")
