@@ -72,10 +72,8 @@ def arguments(function, rows, earlier):
 
 def sent(function, row):
     """What a process needs of a row: a prompt may be long."""
-    unused = (
-        {"prompt_str"} if PROMPT[sees_group(function)] in parameters(function) else {"prompt_str", "prompt"}
-    )
-    return {name: x for name, x in row.items() if name not in unused}
+    asks = PROMPT[sees_group(function)] in parameters(function)
+    return {name: x for name, x in row.items() if name != "prompt_str" and (asks or name != "prompt")}
 
 
 @contextmanager
