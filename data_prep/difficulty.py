@@ -1,0 +1,84 @@
+"""Prompts of middle difficulty: those that a model answers correctly sometimes, by its scored responses.
+
+python algos/generate.py --model MODEL --data train.parquet --output responses.parquet --n_samples 8
+python algos/eval.py --data responses.parquet --output runs/eval
+python data_prep/difficulty.py runs/eval/scored_A.parquet --local_save_dir data/middle --low 0.1 --high 0.9
+
+Writes train.parquet: the rows as they were before generate.py, with the pass rate in extra_info.pass_rate.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
+sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from data_prep.lib.prepare import run
+from data_prep.lib.schema import load_rows, open_parquet, write_parquet
+
+ADDED = (
+    "responses response_tokens finish_reasons episodes scores results".split()
+)  # by generate.py and eval.py
+
+
+@dataclass
+class Args:
+    files: tyro.conf.Positional[tuple[str, ...]]
+    """Parquet files with responses and scores, as eval.py writes them; the same prompt may be in several."""
+    local_save_dir: str
+    """Directory for train.parquet."""
+    low: float = 0.1
+    """Lowest share of correct responses of a prompt that is kept."""
+    high: float = 0.9
+    """Highest share of correct responses of a prompt that is kept."""
+    right: float = 1.0
+    """A response is correct if its accuracy, or else its score, is at least this."""
+
+
+def judged(path, right):
+    """Yield each row as it was before generate.py, and of each response whether it is correct."""
+    names = open_parquet(path, ["results", "prompt", "extra_info"])[0].schema_arrow.names
+    for row in load_rows(path, names):
+        results = map(json.loads, row["results"])
+        found = [result.get("acc", result["score"]) >= right for result in results if "failure" not in result]
+        yield {name: x for name, x in row.items() if name not in ADDED}, found
+
+
+def main(args):
+    if not 0 <= args.low <= args.high <= 1:
+        raise ValueError(f"--low {args.low} --high {args.high}: it must be 0 <= low <= high <= 1")
+    prompts, counts, rows = {}, Counter(), []
+    for path in args.files:
+        for row, found in judged(path, args.right):
+            key = json.dumps([row["prompt"], row.get("reward_model")], default=str)
+            prompts.setdefault(key, (row, []))[1].extend(found)
+    for row, found in prompts.values():
+        rate = sum(found) / len(found) if found else None
+        if rate is None:
+            counts["no response could be scored"] += 1
+        elif rate < args.low:
+            counts[f"correct in less than {args.low:.0%}"] += 1
+        elif rate > args.high:
+            counts[f"correct in more than {args.high:.0%}"] += 1
+        else:
+            rows.append(row | dict(extra_info=row["extra_info"] | dict(pass_rate=rate)))
+    left_out = "; ".join(f"{n} {why}" for why, n in counts.items())
+    if not rows:
+        raise ValueError(f"{', '.join(args.files)}: no prompt from --low to --high: {left_out}")
+    path = Path(args.local_save_dir) / "train.parquet"
+    mean = sum(row["extra_info"]["pass_rate"] for row in rows) / len(rows)
+    share = f"{len(rows)} of {len(prompts)} prompts ({len(rows) / len(prompts):.1%})"
+    print(f"{path}: {write_parquet(rows, path)} rows, {share}, correct on average in {mean:.1%}")
+    if left_out:
+        print(f"prompts left out: {left_out}")
+
+
+if __name__ == "__main__":
+    run(main, Args)
