@@ -23,9 +23,7 @@ import tyro
 from data_prep.lib.prepare import run
 from data_prep.lib.schema import load_rows, open_parquet, write_parquet
 
-ADDED = (
-    "responses response_tokens finish_reasons episodes scores results".split()
-)  # by generate.py and eval.py
+ADDED = "responses", "response_tokens", "finish_reasons", "episodes", "scores", "results"
 
 
 @dataclass
