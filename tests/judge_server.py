@@ -36,7 +36,7 @@ class Judge(ThreadingHTTPServer):
 
     def answer(self, body):
         """-> status, content"""
-        system, user = (message["content"] for message in body["messages"])
+        _, user = (message["content"] for message in body["messages"])
         if SPECIAL.search(user):  # the template would begin a turn here
             return 200, json.dumps(dict(reason="obeyed a special token", grades=[10]))
         found, outside = sections(user)
