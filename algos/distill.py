@@ -1219,7 +1219,8 @@ def check_teacher(args, tokenizer, rows):
     paths = {os.path.realpath(name) for name in (args.model, *args.teacher)}
     same = len(paths) == 1 and not (args.lora_rank or several)
     asked = args.lam < 1 or any("{answer}" in text for text in args.teacher_prompt)
-    missing = [row["index"] for row in rows if asked and not row["extra_info"].get("answer")]
+    texts = [row["extra_info"].get("answer") for row in rows] if asked else []
+    missing = [row["index"] for row, text in zip(rows, texts) if not (text and isinstance(text, str))]
     alone = args.lam == 1 or args.kl == "full" and args.group_size == 1
     no_rule = args.reward_fn == ("none",)
     templates = args.teacher_prompt
@@ -1227,7 +1228,7 @@ def check_teacher(args, tokenizer, rows):
     empty += [text for text in templates if "{feedback}" in text and no_rule]
     problems = {
         f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1": not alone,
-        f"{len(missing)} rows have no extra_info.answer, the first is {min(missing, default=0)}": missing,
+        f"{len(missing)} rows have no text in extra_info.answer, first {min(missing, default=0)}": missing,
         "--teacher_prompt: {solution} needs --group_size above 1, both it and {feedback} a rule": templates
         and {*templates} <= {*empty},
         "several --teacher need --kl sampled": several and args.kl == "full",

@@ -19,24 +19,28 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 gc.set_threshold(50_000)  # with 700 a sixth of the imports' time is a search for garbage in what stays
 atexit.register(gc.freeze)  # the search at Python's end would take a second
 
-RANGES = {  # smallest (1e-9: above 0) and largest value: flags, of a tuple each value
+RANGES = {  # smallest (1e-9: above 0) and largest value, always finite: flags, of a tuple each value
     (1, math.inf): "total_epochs total_steps train_batch_size ppo_mini_batch_size ppo_epochs group_size"
     " val_group_size n_samples batch_size max_prompt_length max_response_length max_length max_turns"
     " max_observation_length max_tokens_per_microbatch max_gen_batches hsdp_replicas tp_size sp_size k"
     " reward_workers calibration_rows value_quantiles",
     (0, math.inf): "seed save_freq test_freq keep_checkpoints max_staleness lora_rank critic_lr warmup_steps"
     " lr decay_steps critic_warmup weight_decay overlong_buffer temperature val_temperature clip_ratio_low"
-    " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma",
+    " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma follow"
+    " rollout_rs_threshold",
     (1e-9, math.inf): "lora_alpha grad_clip env_timeout_s reward_timeout_s rollout_is_threshold"
     " cliprange_value kl_target lam_alpha beta",
     (1e-9, 1): "top_p gpu_memory_utilization",
     (0, 1): "gamma lam critic_lam teacher_update_rate echo_coef uncertainty_bonus",
+    (-math.inf, math.inf): "entropy_coeff reward_weights",
 }
 IDLE = {  # a flag and its value: flags that have no effect with it
     ("lora_rank", 0): "lora_alpha",
     ("use_kl_loss", False): "kl_loss_coef kl_kind",
     ("kl_coef", 0): "kl_target",
     ("value_quantiles", 1): "uncertainty_bonus",
+    ("policy_loss", "sapo"): "clip_ratio_low clip_ratio_high",
+    ("kl", "full"): "clip_ratio_low clip_ratio_high",
     ("rollout_is", None): "rollout_is_threshold",
     ("rollout_rs", None): "rollout_rs_threshold",
     ("loss", "sigmoid"): "simpo_gamma",
@@ -93,7 +97,9 @@ def unusable(values, defaults):
         for name in names.split():
             value = values.get(name)
             for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not low <= number <= high:  # NaN too
+                if number is not None and not math.isfinite(number):
+                    return f"--{name} {number} must be finite"
+                if number is not None and not low <= number <= high:
                     return f"--{name} {number} must be {least} {int(low)}{most}"
     for (other, value), names in IDLE.items():
         for name in names.split():

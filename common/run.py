@@ -161,7 +161,11 @@ def open_tracker(args, step):
     if args.tracker == "wandb":  # which reads WANDB_PROJECT, and WANDB_MODE=offline for no network
         import wandb
 
-        return wandb.init(dir=out, name=out.name, config=asdict(args)).log
+        name = out / "wandb.id"  # a resumed run goes on in the same one
+        if not name.exists():
+            name.write_text(wandb.util.generate_id())
+        own = dict(id=name.read_text(), resume="allow", config=asdict(args))
+        return wandb.init(dir=out, name=out.name, **own).log
     if args.tracker == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -223,7 +227,7 @@ class Logger:
         """Say where the results are, and what to do next."""
         save_first()
         self.bar.close()
-        done = "done" if self.bar.n == self.bar.total else "stopped; the same command resumes it"
+        done = "done" if self.bar.n >= self.bar.total else "stopped; the same command resumes it"
         self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {self.out}/checkpoints/latest/hf")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
 
@@ -237,7 +241,7 @@ def learning_rate(args, step, total_steps):
     return args.lr * decay[args.lr_schedule]
 
 
-def leave(stop):
+def leave(stop=(0,)):
     """End the process together with the other ranks: the last call of a script."""
     # Python's own end would abort if a thread of gloo still has a tensor (pytorch PR 179291)
     dist.barrier()

@@ -46,7 +46,7 @@ def test_every_number_has_a_range():
             name for name, kind in found.items() if re.search("int|float", re.sub("Literal.*", "", kind))
         }
     ranges = {name for names in RANGES.values() for name in names.split()}
-    free = {"entropy_coeff", "reward_weights", "rollout_rs_threshold", "label_smoothing", "top_k", "follow"}
+    free = {"label_smoothing", "top_k"}
     assert ranges | free == numbers
     idle = {name for (other, _), names in IDLE.items() for name in (other, *names.split())}
     assert idle <= flags
@@ -61,7 +61,15 @@ def test_every_number_has_a_range():
         (dict(keep_checkpoints=-1), "--keep_checkpoints -1 must be at least 0"),
         (dict(top_p=0.0), "--top_p 0.0 must be above 0 and at most 1"),
         (dict(top_p=1.5), "--top_p 1.5 must be above 0 and at most 1"),
-        (dict(lr=math.nan), "--lr nan must be at least 0"),
+        (dict(lr=math.nan), "--lr nan must be finite"),
+        (dict(kl_coef=math.inf), "--kl_coef inf must be finite"),
+        (dict(reward_weights=(1.0, -math.inf)), "--reward_weights -inf must be finite"),
+        (dict(entropy_coeff=-0.5), None),
+        (
+            dict(policy_loss="sapo", clip_ratio_low=0.1),
+            "--clip_ratio_low 0.1 has no effect with --policy_loss sapo",
+        ),
+        (dict(kl="full", clip_ratio_high=0.1), "--clip_ratio_high 0.1 has no effect with --kl full"),
         (dict(k=(1, 0)), "--k 0 must be at least 1"),
         (dict(kl_target=0.2, kl_coef=0.0), "--kl_target 0.2 has no effect with --kl_coef 0"),
         (
@@ -72,7 +80,7 @@ def test_every_number_has_a_range():
             dict(decay_steps=4, lr_schedule="constant"),
             "--decay_steps 4 has no effect with --lr_schedule constant",
         ),
-        (dict(total_steps=None, grad_clip=math.inf, kl_target=0.2, kl_coef=0.1), None),
+        (dict(total_steps=None, grad_clip=1e9, kl_target=0.2, kl_coef=0.1), None),
     ),
 )
 def test_values_out_of_range_and_flags_without_effect(values, line):

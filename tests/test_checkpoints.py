@@ -102,7 +102,7 @@ def run(mesh, model, tmp_path):
     def save(step, **state):
         trained = dict(hf=policy.lm)
         tokenizer = make_tokenizer()
-        grpo.save_checkpoint(args, step, trained, optimizer, tokenizer, grpo.whole_weights, **state)
+        checkpoints.write_checkpoint(args, step, trained, optimizer, tokenizer, grpo.whole_weights, **state)
 
     def again():
         """A new run from `latest` -> the state, then weights and moments of both."""

@@ -258,7 +258,7 @@ def test_the_share_of_the_student(refused, arithmetic, tmp_path):
     rows[3]["extra_info"]["answer"] = ""
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bare.parquet")
     line = refused("--lam", 0.5, train_files=tmp_path / "bare.parquet")
-    assert "1 rows have no extra_info.answer, the first is 3" in line
+    assert "1 rows have no text in extra_info.answer, first 3" in line
     assert line in refused("--teacher_prompt", "{answer} {prompt}", train_files=tmp_path / "bare.parquet")
 
 

@@ -206,7 +206,7 @@ def main():
     spec.loader.exec_module(algo)
     args, clock, parts = algo.Args(**algo.parse(algo.Args)), Clock(), []
     dict(step=watch_steps, start=watch_start)[kind](algo, clock, parts)
-    algo.leave, leave = lambda: None, algo.leave  # the figures are still to be written
+    algo.leave, leave = lambda _: None, algo.leave  # the figures are still to be written
     with suppress(Ready):
         algo.main(args)
     parts.append(clock.parts)  # of a start, or what comes behind the last step: the checkpoint

@@ -231,7 +231,7 @@ def check_lora(args, mesh, device, results):
         grpo.update_actor(policy, optimizer, deal(make_rows(), policy, args), args)
         if step == 1:
             trained_models = dict(hf=policy.lm)
-            grpo.save_checkpoint(args, step, trained_models, optimizer, tokenizer, grpo.whole_weights)
+            grpo.save_checkpoint(True, args, step, trained_models, optimizer, tokenizer, grpo.whole_weights)
         return [p.full_tensor().clone() for p in trained(policy)]
 
     optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
@@ -380,7 +380,7 @@ def main(model, out, hsdp_replicas):
     # hf/ is as the model came: in half precision, and what is tied is there once
     assert policy.lm.config.tie_word_embeddings
     tokenizer, optimizer = grpo.load_processor(model), torch.optim.AdamW(policy.parameters())
-    grpo.save_checkpoint(args, 1, dict(hf=policy.lm), optimizer, tokenizer, grpo.whole_weights)
+    grpo.save_checkpoint(True, args, 1, dict(hf=policy.lm), optimizer, tokenizer, grpo.whole_weights)
     hf = Path(args.output_dir) / "checkpoints/latest/hf"
     saved = load_file(hf / "model.safetensors")
     assert saved.keys() == expected.keys() - {"lm_head.weight"}

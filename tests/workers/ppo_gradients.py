@@ -228,7 +228,7 @@ def checkpoint(policy, critic, critic_optimizer, args):
         state = dict(step=7, kl_coef=ppo.adapt(0.1, 5.0, 1.0, 1, horizon=7))
         tokenizer = ppo.load_processor(args.model)
         kl_coef = state["kl_coef"]
-        ppo.save_checkpoint(args, 7, models, optimizers, tokenizer, ppo.whole_weights, kl_coef=kl_coef)
+        ppo.save_checkpoint(True, args, 7, models, optimizers, tokenizer, ppo.whole_weights, kl_coef=kl_coef)
     else:
         state = ppo.load_checkpoint(Path(args.output_dir) / "checkpoints/latest", models, optimizers)
     moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
