@@ -61,7 +61,7 @@ from transformers import AutoConfig
 
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import replacing, weights_digest
-from common.run import fail, refuse
+from common.run import fail, hold, refuse
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.schema import load_rows
 from data_prep.lib.turns import opens_only, shown_tools, use_template
@@ -82,6 +82,7 @@ def check_args(args, world):
         f"--top_k {args.top_k}: use -1 (off) or a number of tokens": args.top_k < -1,
         f"{world} ranks: use a multiple of --tp_size {args.tp_size}": world % max(args.tp_size, 1),
         f"--output {args.output} exists: choose another, or remove it": os.path.lexists(args.output),
+        f"--model {root}: vLLM finds no files in a path with [ or *: rename it": {*"[*"} & {*str(root)},
         f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/": (
             root.is_dir() and not found
         ),
@@ -320,6 +321,7 @@ def main(args):
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
         prompts, table = load_prompts(args, tokenizer, pool and pool.tools)
         about = table["extra_info"].to_pylist() if "extra_info" in table.column_names else [{}] * len(table)
+        hold(Path(f"{args.output}.shards"), f"--output {args.output}")
         shards, made_by = plan_shards(args, prompts, table.num_rows)
         todo = [path for path in shards if not path.is_file()]  # before the ranks meet, so equal on all
         engine = build_engine(args)

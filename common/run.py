@@ -14,6 +14,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import torch
@@ -88,7 +89,7 @@ def open_run(args):
             setattr(args, flag, real(name) if isinstance(name, str) else (*map(real, name),))
     if args.tracker != "none" and not find_spec(args.tracker):
         fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
-    hold(out)
+    hold(out, f"--output_dir {out}")
     known = digests(args)  # now, because a file may change during the run
     if (out / "args.json").exists():
         if args.resume == "never":
@@ -122,8 +123,8 @@ def differences(path, args, may):
     return "; ".join(f"--{k} {saved[k]} there, {now[k]} now" for k in other)
 
 
-def hold(out):
-    """Stop if another process trains in this directory. A kill frees the lock; workers do not inherit it."""
+def hold(out, flag):
+    """Stop if another process writes to this directory. A kill frees the lock; workers do not inherit it."""
     if int(os.environ.get("RANK", 0)) or out in HELD:
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,7 @@ def hold(out):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        fail(f"--output_dir {out} is in use by {file.read()}: wait for it, or choose another")
+        fail(f"{flag} is in use by {file.read()}: wait for it, or choose another")
     except OSError:  # a file system without locks
         return
     file.truncate(0)
@@ -161,9 +162,9 @@ def open_tracker(args, step):
     if args.tracker == "wandb":  # which reads WANDB_PROJECT, and WANDB_MODE=offline for no network
         import wandb
 
-        name = out / "wandb.id"  # a resumed run goes on in the same one
+        name = out / "wandb.id"  # a resumed run continues in the same one
         if not name.exists():
-            name.write_text(wandb.util.generate_id())
+            name.write_text(uuid4().hex[:8])
         own = dict(id=name.read_text(), resume="allow", config=asdict(args))
         return wandb.init(dir=out, name=out.name, **own).log
     if args.tracker == "tensorboard":

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import subprocess
 import sys
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from algos import generate
 from algos.generate import COLUMNS
+from common.run import HELD
 
 GENERATE = ROOT / "algos/generate.py"
 ROWS, SAMPLES, BATCH, LONG = 22, 3, 4, 5  # row LONG has a prompt over the limit
@@ -95,8 +97,17 @@ def test_a_killed_run_goes_on(alone, tiny, data, tmp_path, refused):
     assert run("-c", KILLED, GENERATE, *flags(tiny, data, out), check=False).returncode == -signal.SIGKILL
     left = {path.name: path.stat().st_mtime_ns for path in shards.glob("*.parquet")}
     assert list(sorted(left)) == ["00000000.parquet", "00000004.parquet"] and not out.exists()
-    assert len(list(shards.iterdir())) == 3  # and one that is not done
+    assert len(list(shards.glob("[!.]*"))) == 2 and len(list(shards.iterdir())) == 4  # .lock, one not done
 
+    program = "import sys, time; from pathlib import Path; from common import run;"
+    program += "run.hold(Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(600)"
+    start = [sys.executable, "-c", program, shards]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdout.readline() == "held\n"
+        line = f"--output {out} is in use by process {other.pid} of "
+        assert line in refused(*flags(tiny, data, out))
+        other.kill()
+    HELD.clear()
     assert "temperature 1.0 there, 0.5 now" in refused(*flags(tiny, data, out, temperature=0.5))
     pq.write_table(pq.read_table(data).slice(1), tmp_path / "changed.parquet")
     assert "digest of the prompts" in refused(*flags(tiny, tmp_path / "changed.parquet", out))
@@ -127,6 +138,7 @@ def refused(monkeypatch):
         (dict(data="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(data=__file__), "not a parquet file"),
         (dict(model="/"), "--model /: no *.safetensors"),
+        (dict(model="[1]"), "--model [1]: vLLM finds no files in a path with [ or *: rename it"),
         (dict(prompt_key="question"), "no column 'question'"),
         (dict(n_samples=0), "--n_samples 0 must be at least 1"),
         (dict(batch_size=-1), "--batch_size -1"),

@@ -1,6 +1,7 @@
 """What may change when a run resumes: what decides what it learns is the same, or a line says what is not."""
 
 import json
+import re
 import subprocess
 import sys
 from ast import literal_eval
@@ -36,6 +37,30 @@ def changed(args, name):
         type(None): lambda: 1,
     }
     return replace(args, **{name: kinds[type(value)]()})
+
+
+PAGE = ROOT / "docs/guides/resume.md"
+
+
+def table():
+    """Rows of the page: the flags of grpo.py by what a resume says to a change."""
+    names = [field.name for field in fields(grpo.Args)]
+    kinds = {
+        "must agree; the line names the flag, its value there and now": lambda name: (
+            name not in run.MAY_CHANGE
+        ),
+        "may change": lambda name: name in run.MAY_CHANGE and name not in (*run.MODELS, *run.FILES),
+        "may move; the content must agree": lambda name: name in run.MODELS,
+    }
+    return [
+        f"| {', '.join(f'`--{name}`' for name in filter(test, names))} | {what} |"
+        for what, test in kinds.items()
+    ]
+
+
+def test_the_page_has_the_table():
+    """`python tests/test_resume.py` writes it."""
+    assert "\n".join(table()) in PAGE.read_text()
 
 
 @pytest.fixture
@@ -127,7 +152,7 @@ def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
 def test_two_runs_in_one_directory(begun):
     """The second says which process has it; a kill frees it."""
     program = "import sys, time; from common import run; from pathlib import Path;"
-    program += "run.hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    program += "run.hold(Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(600)"
     for file in run.HELD.values():  # a new process has none
         file.close()
     run.HELD.clear()
@@ -195,3 +220,13 @@ def test_a_run_without_a_checkpoint_may_have_other_flags(begun, tmp_path):
     assert run.open_run(replace(begun, temperature=0.5)) is None
     with pytest.raises(SystemExit, match="already holds a run"):
         run.open_run(replace(begun, resume="never"))
+
+
+if __name__ == "__main__":
+    before, _, after = PAGE.read_text().partition("|---|---|\n<!-- table -->\n")
+    rows = "\n".join(table())
+    if after:
+        PAGE.write_text(f"{before}|---|---|\n{rows}\n{after}")
+    else:
+        old = re.search(r"(\| Flags \|.*\n\|---\|---\|\n)((?:\|.*\n)+)", before)
+        PAGE.write_text(before.replace(old[2], rows + "\n"))
