@@ -361,15 +361,15 @@ def main(args):
         all_correct = sum(row["acc"] > 0 for row in dropped) / max(len(sampled), 1)
         all_wrong = len(dropped) / max(len(sampled), 1) - all_correct
         if len(rows) < wanted:  # then these, the same number on each rank
-            ranks = dist.get_world_size() // args.sp_size
-            wanted = len(rows) // (args.group_size * ranks) * args.group_size * ranks
-            kinds = f"{all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
+            each = args.group_size * dist.get_world_size() // args.sp_size
+            wanted = len(rows) // each * each
+        if not wanted:
             few = f"step {step}: --max_gen_batches {gen_batches}: less than a group a rank has both kinds"
-            if not wanted and all_correct > all_wrong:
-                log.say(f"{few}; {kinds}: solved")
-                break
-            if not wanted:
-                fail(f"{few}; {kinds}")
+            few += f"; {all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
+            if all_correct <= all_wrong:
+                fail(few)
+            log.say(f"{few}: solved")
+            break
         generated = sum((row["step_t"] == step).sum() for row in sampled + unfinished)
         surplus, stale = split_by_age(rows[wanted:], step, args.max_staleness)
         unfinished, given_up = split_by_age(unfinished, step, args.max_staleness)

@@ -26,13 +26,12 @@ RANGES = {  # smallest (1e-9: above 0) and largest value, always finite: flags, 
     " reward_workers calibration_rows value_quantiles",
     (0, math.inf): "seed save_freq test_freq keep_checkpoints max_staleness lora_rank critic_lr warmup_steps"
     " lr decay_steps critic_warmup weight_decay overlong_buffer temperature val_temperature clip_ratio_low"
-    " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma follow"
-    " rollout_rs_threshold",
+    " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma follow",
     (1e-9, math.inf): "lora_alpha grad_clip env_timeout_s reward_timeout_s rollout_is_threshold"
     " cliprange_value kl_target lam_alpha beta",
     (1e-9, 1): "top_p gpu_memory_utilization",
     (0, 1): "gamma lam critic_lam teacher_update_rate echo_coef uncertainty_bonus",
-    (-math.inf, math.inf): "entropy_coeff reward_weights",
+    (-math.inf, math.inf): "entropy_coeff reward_weights rollout_rs_threshold",
 }
 IDLE = {  # a flag and its value: flags that have no effect with it
     ("lora_rank", 0): "lora_alpha",
