@@ -25,7 +25,7 @@ name, faults, notes = sys.argv[1:4]
 del sys.argv[1:4]
 algo = importlib.import_module(f"algos.{name}")
 checkpoints = importlib.import_module("common.checkpoints")
-timed, log, lasted = algo.timed, algo.Logger.log, {}
+timed, log, write, lasted = algo.timed, algo.Logger.log, checkpoints.write_checkpoint, {}
 
 
 def no_room(*_):
@@ -68,6 +68,12 @@ def counting_log(self, metrics, step, **shown):
     log(self, metrics, step, **shown)
 
 
+def faulty_write(*args, **state):
+    with faulty_timed({}, "save_checkpoint"):
+        return write(*args, **state)
+
+
+checkpoints.write_checkpoint = faulty_write
 algo.timed, algo.Logger.log, algo.step = faulty_timed, counting_log, 0
 algo.TIMEOUT_S = float(os.environ.get("FAULTY_TIMEOUT_S", algo.TIMEOUT_S))
 algo.main(algo.Args(**algo.parse(algo.Args)))
