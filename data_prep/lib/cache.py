@@ -34,6 +34,7 @@ BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many ro
 QUIET_ROWS = 5000  # fewer are tokenised before a progress bar is of use
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
+STREAM_END = bytes.fromhex("ffffffff00000000")  # of Arrow
 
 
 class Rows:
@@ -141,8 +142,10 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
     batches = [pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in none], schema=none)]
     try:
         for n in range(len(paths)):
-            file = pa.ipc.open_file(pa.memory_map(str(entry / f"{n}.arrow")))  # refuses one that was cut
-            batches += map(file.get_batch, range(file.num_record_batches))
+            file = pa.memory_map(str(entry / f"{n}.arrow"))
+            batches += pa.ipc.open_stream(file)
+            if file.read_at(8, max(file.size() - 8, 0)) != STREAM_END:
+                raise OSError("its end is missing")
     except (pa.ArrowException, OSError) as error:
         sys.exit(f"error: {entry} is damaged ({str(error).splitlines()[0]}): delete it")
     rows = Rows(batches)
@@ -195,7 +198,7 @@ def tokenise(new, before, path, file, names, columns, kept, fields, encode):
     quiet = count < QUIET_ROWS or int(os.environ.get("RANK", 0)) or not sys.stderr.isatty()
     types = pa.schema([*map(file.schema_arrow.field, kept), *fields])
     bar = tqdm(desc="tokenising", total=count, disable=quiet)
-    with bar, open(new, "wb") as out, pa.ipc.new_file(out, types) as stream:
+    with bar, open(new, "wb") as out, pa.ipc.new_stream(out, types) as stream:
         for batch in batches(path, file, names):
             rows = [*schema.checked(batch, columns, path, first)]
             blind = [i for i, row in enumerate(rows, first) if row["images"] and "images" not in fields.names]
