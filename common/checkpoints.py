@@ -15,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from common.families import copy_processor
+from common.families import add_older_names, copy_processor
 from common.run import UNSAVED, digests, fail, in_one_line
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -104,6 +104,7 @@ def write_hf(directory, lm, weights):
     """Whole weights and their configuration as a Hugging Face directory."""
     lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
+    add_older_names(directory / "config.json")
     if lm.can_generate():
         lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
     save_torch_state_dict(weights, directory)

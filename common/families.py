@@ -5,6 +5,7 @@ on text alone, its language model learns; all else is frozen and saved as it was
 """
 
 import copy
+import json
 import re
 import shutil
 from contextlib import suppress
@@ -34,6 +35,9 @@ PLAIN = {  # language models that differ only in the positions of images: type, 
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
 DEQUANTISED = "fp8", "mxfp4", "compressed-tensors"  # what transformers loads as whole weights
+OLDER = {  # names in transformers 4 for rope_theta, and for the part of a head that is rotated
+    "gpt_neox": ("rotary_emb_base", "rotary_pct"),
+}
 WRAPPER = re.compile(r"(language|text)_model\.")
 INSIDE = re.compile(r"(model\.)?(language_model|text_model|layers|embed_tokens|norm|lm_head)\.")
 
@@ -238,3 +242,30 @@ def copy_processor(lm, model, directory):
     for name in names:
         if path := cached_file(model, name, **quiet):
             shutil.copyfile(path, directory / name)
+
+def add_older_names(file):
+    """Add to a config.json what transformers 4 reads, which knows no `rope_parameters`."""
+
+    def add(config):
+        family, rope = config.get("model_type", ""), dict(config.get("rope_parameters") or {})
+        if family.startswith(("gemma3", "olmo3")) and "sliding_attention" in rope:  # by kind of layer
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = dict(rope["full_attention"])
+        if "rope_theta" in rope:
+            theta, part = OLDER.get(family, ("rope_theta", "partial_rotary_factor"))
+            config[theta] = rope.pop("rope_theta")
+            if "partial_rotary_factor" in rope:
+                config[part] = rope.pop("partial_rotary_factor")
+            if rope["rope_type"] == "longrope":
+                config["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+                rope["type"] = rope.pop("rope_type")
+            config["rope_scaling"] = rope if len(rope) > 1 else None
+        if family.startswith(("qwen3_moe", "qwen3_vl_moe_text")):
+            config["num_experts"] = config["num_local_experts"]
+        if family == "granitemoehybrid":
+            kinds = {"linear_attention": "mamba", "full_attention": "attention"}
+            config["layer_types"] = [kinds.get(kind, kind) for kind in config["layer_types"]]
+        return config
+
+    config = json.loads(file.read_text(), object_hook=add)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
