@@ -66,6 +66,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
+from common.families import add_older_names, save_tokenizer
 from common.files import replacing
 from data_prep.lib.chats import answer
 from data_prep.lib.schema import load_rows, open_parquet
@@ -311,6 +312,7 @@ def quantize(lm, tokenizer, args, output):
     lm.save_pretrained(output)  # which refuses some generation configs that it has read
     sampling.to_json_file(output / "generation_config.json")
     compressor.update_config(output)
+    add_older_names(output / "config.json")
     for path in output.glob("*.safetensors"):  # safetensors sets mode 0600
         path.chmod((output / "config.json").stat().st_mode)
     after = mean_loss(read_back(output), held_out)  # of what is on disk
@@ -336,7 +338,7 @@ def main(args):
         lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         with replacing(args.output) as new:
-            tokenizer.save_pretrained(new)
+            save_tokenizer(tokenizer, args.model, new)
             done = quantize(lm, tokenizer, args, new)
     except (ValueError, OSError, SafetensorError, jinja2.TemplateError, re.error) as error:
         sys.exit("error: " + " ".join(str(error).split()))

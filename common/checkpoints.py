@@ -15,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from common.families import add_older_names, copy_processor
+from common.families import add_older_names, save_tokenizer
 from common.run import UNSAVED, digests, fail, in_one_line
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -86,8 +86,7 @@ def write_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, *
         if rank0:
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
-            tokenizer.save_pretrained(path / "hf")
-            copy_processor(models["hf"], args.model, path / "hf")
+            save_tokenizer(tokenizer, args.model, path / "hf")
             state |= dict(step=step, digests=digests(args))
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state))

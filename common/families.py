@@ -35,9 +35,6 @@ PLAIN = {  # language models that differ only in the positions of images: type, 
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
 DEQUANTISED = "fp8", "mxfp4", "compressed-tensors"  # what transformers loads as whole weights
-OLDER = {  # names in transformers 4 for rope_theta, and for the part of a head that is rotated
-    "gpt_neox": ("rotary_emb_base", "rotary_pct"),
-}
 WRAPPER = re.compile(r"(language|text)_model\.")
 INSIDE = re.compile(r"(model\.)?(language_model|text_model|layers|embed_tokens|norm|lm_head)\.")
 
@@ -233,39 +230,45 @@ def auto_classifier(config):
     return AutoModelForSequenceClassification
 
 
-def copy_processor(lm, model, directory):
-    """Copy what a run on text alone does not load: the files of what makes inputs of images."""
-    names = "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"
-    if not wrapped(lm.config) or any((directory / name).exists() for name in names):
-        return
-    quiet = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
-    for name in names:
-        if path := cached_file(model, name, **quiet):
-            shutil.copyfile(path, directory / name)
-
 def add_older_names(file):
     """Add to a config.json what transformers 4 reads, which knows no `rope_parameters`."""
 
     def add(config):
         family, rope = config.get("model_type", ""), dict(config.get("rope_parameters") or {})
-        if family.startswith(("gemma3", "olmo3")) and "sliding_attention" in rope:  # by kind of layer
+        if family.startswith("gemma3") and rope:
             config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-            rope = dict(rope["full_attention"])
+        if family.startswith(("gemma3", "olmo3")):  # by kind of layer
+            rope = dict(rope.get("full_attention", rope))
         if "rope_theta" in rope:
-            theta, part = OLDER.get(family, ("rope_theta", "partial_rotary_factor"))
-            config[theta] = rope.pop("rope_theta")
-            if "partial_rotary_factor" in rope:
-                config[part] = rope.pop("partial_rotary_factor")
-            if rope["rope_type"] == "longrope":
+            for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
+                config[name] = rope.pop(name)
+            if rope["rope_type"] == "longrope":  # as Phi-3 has it
                 config["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
                 rope["type"] = rope.pop("rope_type")
             config["rope_scaling"] = rope if len(rope) > 1 else None
         if family.startswith(("qwen3_moe", "qwen3_vl_moe_text")):
             config["num_experts"] = config["num_local_experts"]
-        if family == "granitemoehybrid":
-            kinds = {"linear_attention": "mamba", "full_attention": "attention"}
-            config["layer_types"] = [kinds.get(kind, kind) for kind in config["layer_types"]]
         return config
 
     config = json.loads(file.read_text(), object_hook=add)
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def save_tokenizer(tokenizer, model, directory):
+    """Save a tokenizer, or a processor with one: transformers 4 too makes the same ids of a text."""
+    tokenizer.save_pretrained(directory)
+    text, file = getattr(tokenizer, "tokenizer", tokenizer), directory / "tokenizer_config.json"
+    if text.is_fast:  # the class that takes tokenizer.json as it is
+        config = json.loads(file.read_text("utf-8")) | dict(tokenizer_class="PreTrainedTokenizerFast")
+        config |= dict(padding_side=text.padding_side, model_input_names=text.model_input_names)
+        for old, new in ("additional", "extra"), ("extra", "model_specific"):
+            if f"{new}_special_tokens" in config:
+                config[f"{old}_special_tokens"] = config.pop(f"{new}_special_tokens")
+        file.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+    if text is not tokenizer:
+        return
+    # what a run on text alone does not load: the files of what makes inputs of images
+    quiet = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        if path := cached_file(model, name, **quiet):
+            shutil.copyfile(path, directory / name)

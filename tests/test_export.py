@@ -56,6 +56,11 @@ def test_a_model(full, tmp_path):
         modes = {file.stat().st_mode for file in path.iterdir()}
         assert len(modes) == 1  # others can read the weights, if they can read the configuration
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    config, tokens = (
+        json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "tokenizer_config.json")
+    )
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]  # of transformers 4, as the next
+    assert tokens["tokenizer_class"] == "PreTrainedTokenizerFast"
     run(EXPORT, full, tmp_path / "half", "--save_dtype", "bfloat16")
     half, whole = (
         AutoModelForCausalLM.from_pretrained(tmp_path / x, dtype="auto").state_dict() for x in ("half", "out")

@@ -1,0 +1,120 @@
+"""What transformers 4 reads of hf/. Tried with 4.57.6: its log-probs and ids were those of transformers 5."""
+
+import json
+
+import pytest
+import transformers
+from families import ATTENTION, FAMILIES
+from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
+
+from common.families import add_older_names, save_tokenizer
+from data_prep.tiny_model import make_tokenizer
+
+THETA = dict(rope_theta=30000.0)
+LINEAR = dict(rope_type="linear", factor=8.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)
+SECTIONS = dict(rope_type="default", mrope_section=[8, 4, 4])
+LONG = dict(short_factor=[1.0] * 16, long_factor=[2.0] * 16)
+BY_KIND = dict(sliding_attention=dict(rope_type="default", rope_theta=5000.0), full_attention=LINEAR | THETA)
+TABLE = [  # family, its rope_parameters, and what older readers find
+    ("Llama", dict(rope_type="default"), dict(rope_scaling=None)),
+    ("Llama", LINEAR, dict(rope_scaling=LINEAR)),
+    ("Qwen3", YARN, dict(rope_scaling=YARN)),
+    ("GptOss", dict(rope_type="default"), dict(rope_scaling=None)),  # without it, YaRN
+    ("Phi", dict(rope_type="default", partial_rotary_factor=0.25), dict(partial_rotary_factor=0.25)),
+    (
+        "Phi3",  # exactly three
+        dict(rope_type="longrope", original_max_position_embeddings=4096) | LONG,
+        dict(rope_scaling=dict(type="longrope") | LONG, original_max_position_embeddings=4096),
+    ),
+    ("Gemma3Text", BY_KIND, dict(rope_scaling=LINEAR, rope_local_base_freq=5000.0)),
+    ("Gemma3nText", BY_KIND, dict(rope_scaling=LINEAR, rope_local_base_freq=5000.0)),
+    ("Olmo3", BY_KIND, dict(rope_scaling=LINEAR)),
+    ("Qwen2VLText", SECTIONS, dict(rope_scaling=SECTIONS)),
+    ("Qwen3Moe", dict(rope_type="default"), dict(num_experts=4)),
+]
+
+
+def written(config, directory):
+    """config.json with the older names, and the configuration that is read from it."""
+    config.save_pretrained(directory)
+    add_older_names(directory / "config.json")
+    once = (directory / "config.json").read_text()
+    add_older_names(directory / "config.json")
+    assert (directory / "config.json").read_text() == once
+    return json.loads(once), AutoConfig.from_pretrained(directory)
+
+
+def positions(config):
+    """All rope_parameters of a configuration, by where they are; an older name of a type is no difference."""
+    found = {}
+    for name, x in config.items():
+        if name == "rope_parameters" and x:
+            found[name] = {key: value for key, value in x.items() if key != "type"}
+        elif isinstance(x, dict):
+            found[name] = positions(x)
+    return found
+
+
+@pytest.mark.parametrize("family, rope, older", TABLE, ids=[row[0] + str(i) for i, row in enumerate(TABLE)])
+def test_older_names_of_positions_and_experts(family, rope, older, tmp_path):
+    """They are beside the newer names, and the newer transformers still reads the same."""
+    rope = rope if rope is BY_KIND else rope | THETA
+    fields = dict(Gemma3nText=dict(num_hidden_layers=4), Qwen3Moe=dict(num_experts=4)).get(family, {})
+    config = getattr(transformers, f"{family}Config")(**ATTENTION | fields | dict(rope_parameters=rope))
+    found, again = written(config, tmp_path)
+    assert {name: found.get(name, "none") for name in THETA | older} == THETA | older
+    assert positions(again.to_dict()) == positions(config.to_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_older_names_change_no_configuration(family, tmp_path):
+    name, fields = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**fields)
+    found, again = written(config, tmp_path)
+    assert positions(again.to_dict()) == positions(config.to_dict())
+    before, after = (x.get_text_config().to_dict().get("layer_types") for x in (config, again))
+    assert before == after
+    text = found.get("text_config", found)
+    theta = (text.get("rope_parameters") or {}).get("rope_theta")
+    assert text.get("rope_theta") == theta or family.startswith("gemma3")
+
+
+def named(**more):
+    """A tokenizer with marks, of which some have names."""
+    backend = make_tokenizer().backend_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>", padding_side="left", **more)
+
+
+MARKS = dict(additional_special_tokens=["<|user|>", "<|assistant|>"])
+TOKENIZERS = {
+    "a list": lambda: make_tokenizer(),
+    "names": lambda: named(extra_special_tokens=dict(image_token="<|system|>")),
+    "both": lambda: named(extra_special_tokens=dict(image_token="<|system|>"), **MARKS),
+    # the older class of this name would need tokenizer.model
+    "a class": lambda: LlamaTokenizer(
+        {x: i for i, x in enumerate(("<unk>", "<s>", "</s>", "▁", "H", "i"))}, []
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizers_have_older_names(kind, tmp_path):
+    """Also after the next stage has saved what it read."""
+    tokenizer, template = TOKENIZERS[kind](), "{{ messages[0].content }} of the run — 中"
+    tokenizer.chat_template = template
+    for stage in ("first", "second"):
+        save_tokenizer(tokenizer, tmp_path, tmp_path / stage)
+        found = json.loads((tmp_path / stage / "tokenizer_config.json").read_text("utf-8"))
+        assert found["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert found["padding_side"] == tokenizer.padding_side  # of its class
+        assert found["model_input_names"] == ["input_ids", "attention_mask"]  # else token_type_ids too
+        assert isinstance(found.get("extra_special_tokens", {}), dict)
+        assert (tmp_path / stage / "chat_template.jinja").read_text("utf-8") == template
+        again = AutoTokenizer.from_pretrained(tmp_path / stage)
+        assert again.get_vocab() == tokenizer.get_vocab() and again.chat_template == template
+        assert again.all_special_tokens == tokenizer.all_special_tokens
+        assert getattr(again, "image_token", None) == getattr(tokenizer, "image_token", None)
+        for text in ("Hi  Hi", "<|user|>Hi<|assistant|>"):
+            assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+        tokenizer = again
