@@ -365,10 +365,10 @@ def main(args):
             wanted = len(rows) // each * each
         if not wanted:
             few = f"step {step}: --max_gen_batches {gen_batches}: less than a group a rank has both kinds"
-            few += f"; {all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
+            kinds = f"{all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
             if all_correct <= all_wrong:
-                fail(few)
-            log.say(f"{few}: solved")
+                fail(f"{few}; {kinds}")
+            log.say(f"{few}; {kinds}: solved")
             break
         generated = sum((row["step_t"] == step).sum() for row in sampled + unfinished)
         surplus, stale = split_by_age(rows[wanted:], step, args.max_staleness)
