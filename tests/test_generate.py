@@ -113,6 +113,9 @@ def test_a_killed_run_goes_on(alone, tiny, data, tmp_path, refused):
     assert "digest of the prompts" in refused(*flags(tiny, tmp_path / "changed.parquet", out))
     assert left == {path.name: path.stat().st_mtime_ns for path in shards.glob("*.parquet")}
 
+    for file in HELD.values():  # by the calls of main in this process
+        file.close()
+    HELD.clear()
     run(GENERATE, *flags(tiny, data, out), ranks=2)
     assert out.read_bytes() == alone.read_bytes() and not shards.exists()
 
