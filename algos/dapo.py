@@ -304,7 +304,7 @@ def main(args):
     if args.max_staleness and not args.rollout_is:
         log.say("warning: with --rollout_is None tokens of older weights are not corrected")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
-    stop = stop_on_signals()  # the step in progress is the last
+    stop = stop_on_signals()  # one of them makes the step in progress the last
 
     def validate():
         with awake(engine, [policy], optimizer, args, timing={}):

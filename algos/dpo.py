@@ -335,7 +335,7 @@ def main(args):
     state = load_checkpoint(resume_from, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
-    stop = stop_on_signals()  # the step in progress is the last
+    stop = stop_on_signals()  # one of them makes the step in progress the last
 
     if val_rows and not state["step"]:
         log.log(evaluate(policy, val_rows, val_reference, args) | {"training/global_step": 0}, 0)

@@ -61,7 +61,7 @@ from transformers import AutoConfig
 
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import replacing, weights_digest
-from common.run import fail, hold, refuse
+from common.run import HELD, fail, hold, refuse
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.schema import load_rows
 from data_prep.lib.turns import opens_only, shown_tools, use_template
@@ -350,6 +350,7 @@ def main(args):
             table = table.append_column(name, pa.concat_tables(answers.values())[name])
         with replacing(args.output) as new:
             pq.write_table(table, new)
+        HELD.pop(Path(f"{args.output}.shards")).close()  # NFS does not remove a directory with an open file
         shutil.rmtree(f"{args.output}.shards")
         print(f"{args.output}: {len(prompts)} of {table.num_rows} prompts, {tokens / seconds:.0f} tokens/s")
 

@@ -311,7 +311,7 @@ def main(args):
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
-    stop = stop_on_signals()  # the step in progress is the last
+    stop = stop_on_signals()  # one of them makes the step in progress the last
 
     def validate():
         with awake(engine, models, optimizer, args, timing={}):

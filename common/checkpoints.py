@@ -52,22 +52,22 @@ def load_checkpoint(path, models, optimizers):
 
 
 def save_checkpoint(due, args, step, models, optimizers, tokenizer, whole_weights, **state):
-    """A step is whole: write it where a checkpoint is due, else before whatever ends the run -> seconds.
+    """A step is whole: write it if a checkpoint is due, else only before whatever ends the run.
 
+    Returns the seconds that it took, {} if nothing was written.
     whole_weights(lm, dtype): yields the names and whole weights of a sharded model, on all ranks alike.
     """
     write = partial(write_checkpoint, args, step, models, optimizers, tokenizer, whole_weights, **state)
-    UNSAVED[:] = [write]
+    UNSAVED[:] = [] if due else [write]
     if not due:
         return {}
-    UNSAVED.clear()
     begin = time.perf_counter()
     write()
     return dict(save_checkpoint=time.perf_counter() - begin)
 
 
 def write_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, **state):
-    """Write checkpoints/step_N, then point `latest` at it: a kill at any moment leaves the last good one."""
+    """Write checkpoints/step_N -> its path; `latest` is moved last, so a kill leaves the last good one."""
     root = Path(args.output_dir) / "checkpoints"
     path = root / f"step_{step:06d}"
     rank0 = dist.get_rank() == 0
@@ -97,6 +97,7 @@ def write_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, *
     if problem[0]:
         free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
         fail(f"{path} cannot be written: {problem[0]}; {free}")
+    return path
 
 
 def write_hf(directory, lm, weights):

@@ -56,7 +56,7 @@ def save_first():
         store.set(f"end of rank {dist.get_rank()}", "")
         try:
             store.wait([f"end of rank {rank}" for rank in range(dist.get_world_size())], timedelta(minutes=1))
-            print(f"saved first: {write()}", file=sys.stderr) if not dist.get_rank() else write()
+            Logger.here.say(f"saved first: {write()}")
         except (Exception, SystemExit) as error:  # whatever it is, the run ends for another reason
             print(f"what was trained since the last checkpoint is lost: {error}", file=sys.stderr)
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import tyro
 from conftest import ROOT
 
 from common.arguments import IDLE, RANGES, parse, unusable
-from common.run import open_run, open_tracker, ranks_on
+from common.run import Logger, open_run, open_tracker, ranks_on
+from data_prep.lib.images import load_processor
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
 SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
@@ -230,6 +232,34 @@ def test_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/lr")
     seen = [(event.step, round(event.value, 1)) for event in events]
     assert seen == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2)]
+
+
+def test_a_resumed_run_continues_in_wandb(tmp_path, monkeypatch):
+    import wandb
+
+    seen = []
+    monkeypatch.setattr(wandb, "init", lambda **flags: seen.append(flags) or SimpleNamespace(log=None))
+    for name in ("run", "run", "other"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        open_tracker(Tracked(str(tmp_path / name), "wandb"), 0)
+    first, again, other = (flags["id"] for flags in seen)
+    assert first == again != other and {flags["resume"] for flags in seen} == {"allow"}
+
+
+@pytest.mark.parametrize(("steps", "total", "said"), [(6, 6, "done"), (6, 3, "done"), (2, 6, "stopped; ")])
+def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
+    """Also one that has more steps than --total_steps says now."""
+    monkeypatch.setattr("common.run.dist.get_rank", lambda: 0)
+    monkeypatch.setattr(sys, "excepthook", None)
+    monkeypatch.setattr(Logger, "here", None)
+    Logger(Tracked(str(tmp_path)), steps, total).close()
+    assert f"step {steps} of {total}, {said}" in (tmp_path / "log.txt").read_text()
+
+
+def test_adapters_are_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="these are adapters alone: merge them into their model"):
+        load_processor(tmp_path)
 
 
 def test_wandb_offline(tmp_path, monkeypatch):

@@ -260,6 +260,11 @@ def test_the_share_of_the_student(refused, arithmetic, tmp_path):
     line = refused("--lam", 0.5, train_files=tmp_path / "bare.parquet")
     assert "1 rows have no text in extra_info.answer, first 3" in line
     assert line in refused("--teacher_prompt", "{answer} {prompt}", train_files=tmp_path / "bare.parquet")
+    for row in rows:
+        row["extra_info"]["answer"] = 7
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "numbers.parquet")
+    line = refused("--lam", 0.5, train_files=tmp_path / "numbers.parquet")
+    assert f"{len(rows)} rows have no text in extra_info.answer" in line
 
 
 def test_teachers_that_do_not_fit(refused, tiny, tmp_path):

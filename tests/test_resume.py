@@ -180,7 +180,7 @@ def test_a_run_that_was_copied_with_its_links_followed(begun, tmp_path, capsys):
 
 
 def test_whatever_ends_a_run_saves_first(tiny, arithmetic, tmp_path):
-    """Where all ranks end before an update; then the same command goes on as if nothing had been."""
+    """Where all ranks end before an update; the same command then gives the weights of a straight run."""
     worker = ROOT / "tests/workers/ends.py", tiny, arithmetic / "train.parquet", tmp_path
     done = launch(*worker, "straight", "before", "stops", "during", "full", ranks=2)
     found = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("END")]
@@ -203,7 +203,10 @@ def test_whatever_ends_a_run_saves_first(tiny, arithmetic, tmp_path):
         assert steps == ["step_000002"] * (first == 3) + ["step_000004"]
         weights = load_weights(tmp_path / name / "checkpoints/latest/hf")
         assert all(torch.equal(x, weights[key]) for key, x in straight.items())
-    assert done.stderr.count("saved first: ") == 2
+    for name in ("before", "stops"):
+        line = f"saved first: {tmp_path / name}/checkpoints/step_000002\n"
+        assert line in (tmp_path / name / "log.txt").read_text()
+    assert done.stdout.count("saved first: ") + done.stderr.count("saved first: ") == 2
     assert "is lost: error: " in done.stderr and "No space left on device" in done.stderr
 
 

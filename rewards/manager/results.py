@@ -35,7 +35,7 @@ def results_of(returned, n):
     for one in returned:
         try:
             results.append(result_of(one))
-        except Exception as error:
+        except Exception as error:  # a value is anybody's object: its methods may raise anything
             results.append(failed(error))
     return results
 

@@ -19,7 +19,7 @@ from common import metrics
 RIGHT, WRONG, LENGTH = 1, 0, 4  # LENGTH: --max_response_length
 ALL_RIGHT = [(RIGHT, 2)] * 4
 ALL_WRONG = [(WRONG, 2)] * 4
-MIXED = [(RIGHT, 2), (WRONG, 2), (WRONG, 3), (RIGHT, 1)]
+MIXED = [(RIGHT, 2), (WRONG, 2), (WRONG, 2), (RIGHT, 2)]  # the last of two tokens ends a response
 LONG_BUT_ALL_RIGHT = [(RIGHT, 2), (RIGHT, LENGTH), (RIGHT, LENGTH), (RIGHT, 2)]  # spread after the penalty
 LONG_AND_RIGHT = [(WRONG, 2), (RIGHT, LENGTH), (WRONG, 2), (WRONG, 2)]  # no spread after the penalty
 KINDS = [ALL_WRONG, MIXED, LONG_BUT_ALL_RIGHT, ALL_RIGHT, LONG_AND_RIGHT]
