@@ -71,9 +71,12 @@ def test_each_way_to_be_broken_is_named(tmp_path, kind):
 
 def test_ctrl_c_ends_a_run(tmp_path):
     for kind in ("", "async "):
+        (tmp_path / "next").mkdir(exist_ok=True)
         reward = load_rewards([write(tmp_path, "raise KeyboardInterrupt", kind)], [])
         with pytest.raises(KeyboardInterrupt):
             outcome("naive", reward)
+        reward = load_rewards([write(tmp_path / "next", "return 1", kind)], [])  # nothing of it is left
+        assert outcome("naive", reward) == dict(score=1.0)
 
 
 @pytest.mark.parametrize(

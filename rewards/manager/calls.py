@@ -107,6 +107,10 @@ def begin(function, rows, earlier=None):
 
 def end(function, rows, returned):
     """What a call returned or raised -> the results of its rows."""
+    if isinstance(
+        returned, KeyboardInterrupt
+    ):  # here, because in a task it would come again in the next loop
+        raise returned
     try:
         if isinstance(returned, BaseException):
             raise returned
@@ -118,8 +122,6 @@ def end(function, rows, returned):
 async def _outcome(awaitable):
     try:
         return await awaitable
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # for SystemExit asyncio would end the run
         return error
 
