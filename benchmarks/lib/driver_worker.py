@@ -141,6 +141,12 @@ def watch_steps(algo, clock, parts):
             yield
         clock.mark(clock.part)
 
+    def save_checkpoint(due, *args, save=algo.save_checkpoint, **state):
+        if not due:
+            return save(due, *args, **state)
+        with timed({}, "save_checkpoint"):
+            return save(due, *args, **state)
+
     def on_host(function):
         @wraps(function)
         def wrapper(*args):
@@ -172,7 +178,7 @@ def watch_steps(algo, clock, parts):
             parts.append(clock.parts)
             clock.parts, clock.before = {}, "log"
 
-    for function in (build_engine, timed, check_sampler, Logger):
+    for function in (build_engine, timed, save_checkpoint, check_sampler, Logger):
         setattr(algo, function.__name__, function)
     for name in {"padded", "one_row", "split_micro_batches", "response_mask"} & vars(algo).keys():
         setattr(algo, name, on_host(getattr(algo, name)))
