@@ -15,8 +15,8 @@ DAPO = ROOT / "algos/dapo.py"
 
 
 def flags(tiny, arithmetic, out, *more):
-    sizes = "--train_batch_size 2 --ppo_mini_batch_size 1 --group_size 4 --max_prompt_length 16".split()
-    sizes += "--max_response_length 128 --max_tokens_per_microbatch 800 --partial_rollout".split()
+    sizes = "--train_batch_size 2 --ppo_mini_batch_size 1 --group_size 2 --max_prompt_length 16".split()
+    sizes += "--max_response_length 480 --max_tokens_per_microbatch 800 --partial_rollout".split()
     rest = "--max_staleness 2 --lr 3e-3 --total_steps 8 --save_freq 1 --keep_checkpoints 0".split()
     rest += "--rollout_dump", "--reward_fn", f"{ROOT}/tests/dapo_reward.py:coin", "--output_dir", out
     return ["--model", tiny, "--train_files", arithmetic / "train.parquet", *sizes, *rest, *more]
@@ -48,12 +48,13 @@ def test_responses_go_on_and_grow_old(straight):
     assert all(0 <= m["dapo/idle"] < 0.5 for m in steps.values())
     assert sum(m["dapo/dropped_stale"] for m in steps.values()) > 0
     for step, m in steps.items():
-        # its sampler is checked against its trainer, on tokens of these weights alone
-        assert 0 < m["training/rollout_probs_diff_max"] < 1e-4 and m["training/rollout_logp_diff_mean"] < 1e-5
-        assert len(rollouts(straight, step)) == 2 * 4
+        # its sampler is checked against its trainer, on tokens of these weights alone: a step may have none
+        assert (m["training/rollout_probs_diff_max"] > 0) == (m["dapo/token_age_0"] > 0)
+        assert m["training/rollout_probs_diff_max"] < 1e-4 and m["training/rollout_logp_diff_mean"] < 1e-5
+        assert len(rollouts(straight, step)) == 2 * 2
         oldest = [row["step_t"][0] for row in unfinished(straight, step) if row["length"]]
-        assert oldest and min(oldest) >= step - 1  # at most two steps old in the next one
-        assert len({(row["group"], row["sample"]) for row in unfinished(straight, step)}) % 4 == 0
+        assert min(oldest, default=step) >= step - 1  # at most two steps old in the next one
+        assert len({(row["group"], row["sample"]) for row in unfinished(straight, step)}) % 2 == 0
 
 
 def test_each_token_keeps_the_log_prob_of_its_weights(straight, tiny):
