@@ -633,7 +633,8 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    key, value = key[kv_index], value[kv_index]
+    if len(kv_index) > len(key):  # prompts are shared; indexing has a slow backward pass
+        key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
         out = varlen_attn(query, key, value, *cu_seqlens, *shapes.max(0).tolist(), **options)
@@ -713,19 +714,22 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    Every rank gets the same number of micro-batches, the largest that any needs; some may be empty.
+    A row goes into the first micro-batch that has room. Every rank gets the same number of them, the
+    largest that any needs; some may be empty.
     """
-    batches = [[]]
+    batches = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        rows = [*batches[-1], i]
-        cost = sum(lengths[j] for j in rows) if one_row else lengths[rows[0]] * len(rows)
-        if len(rows) > 1 and cost > budget:
-            batches.append([i])
+        for batch in batches:
+            rows = [*batch, i]
+            cost = sum(lengths[j] for j in rows) if one_row else lengths[rows[0]] * len(rows)
+            if cost <= budget:
+                batch.append(i)
+                break
         else:
-            batches[-1].append(i)
+            batches.append([i])
     # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
     [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
-    return batches + [[]] * (int(largest) - len(batches))
+    return batches + [[]] * (max(int(largest), 1) - len(batches))
 
 
 # endregion
@@ -1084,23 +1088,25 @@ def score_rows(rows, manager, tokenizer):
 def deal(rows, packed, args):
     """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
 
-    A sequence is a row, or packed rows that share their prompt and fit into a micro-batch. Returns this
-    rank's sequences for each optimizer step, with the (tokens, responses) of all ranks; this rank's
-    rows; and the token counts of every rank.
+    A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
+    ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
+    (tokens, responses) of all ranks; this rank's rows; and the token counts of every rank.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rank, ranks = rank // args.sp_size, ranks // args.sp_size  # ranks that share rows count as one
     size = args.ppo_mini_batch_size * args.group_size
     mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    fits = (args.max_tokens_per_microbatch - args.max_prompt_length) // args.max_response_length
-    fits = max(fits, 1) if packed else 1
+    most = args.max_tokens_per_microbatch // 4 if packed else 0
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
         own = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
-            group = list(group)
-            sequences += [group[i : i + fits] for i in range(0, len(group), fits)]
+            sequences.append([])
+            for row in group:
+                if sequences[-1] and token_count([*sequences[-1], row]) > most:
+                    sequences.append([])
+                sequences[-1].append(row)
         lengths = [token_count(sequence) for sequence in sequences]
         parts = balance(lengths, ranks)
         for tokens, part in zip(load, parts):

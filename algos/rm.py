@@ -373,7 +373,8 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    key, value = key[kv_index], value[kv_index]
+    if len(kv_index) > len(key):  # prompts are shared; indexing has a slow backward pass
+        key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
         out = varlen_attn(query, key, value, *cu_seqlens, *shapes.max(0).tolist(), **options)
@@ -453,19 +454,22 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    Every rank gets the same number of micro-batches, the largest that any needs; some may be empty.
+    A row goes into the first micro-batch that has room. Every rank gets the same number of them, the
+    largest that any needs; some may be empty.
     """
-    batches = [[]]
+    batches = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        rows = [*batches[-1], i]
-        cost = sum(lengths[j] for j in rows) if one_row else lengths[rows[0]] * len(rows)
-        if len(rows) > 1 and cost > budget:
-            batches.append([i])
+        for batch in batches:
+            rows = [*batch, i]
+            cost = sum(lengths[j] for j in rows) if one_row else lengths[rows[0]] * len(rows)
+            if cost <= budget:
+                batch.append(i)
+                break
         else:
-            batches[-1].append(i)
+            batches.append([i])
     # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
     [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
-    return batches + [[]] * (int(largest) - len(batches))
+    return batches + [[]] * (max(int(largest), 1) - len(batches))
 
 
 # endregion

@@ -638,6 +638,10 @@ def test_split_micro_batches(packed, script, monkeypatch):
     for b in batches:
         cost = sum(lengths[i] for i in b) if packed else max(lengths[i] for i in b) * len(b)
         assert cost <= 10
+    # first fit: 9 1, 4 4 2, 3; padded 9, 4 4, 3 2 1
+    assert [[lengths[i] for i in b] for b in batches] == (
+        [[9, 1], [4, 4, 2], [3]] if packed else [[9], [4, 4], [3, 2, 1]]
+    )
 
 
 @every_copy(*SAMPLED)
@@ -691,9 +695,9 @@ def test_a_mixture_of_experts_may_differ_more_in_bfloat16(monkeypatch, dtype, de
 
 @every_copy(*SAMPLED)
 def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
-    """Two ranks, two mini-batches of two prompts, three responses to each: two of them share a sequence."""
+    """Two ranks, two mini-batches of two prompts, three responses to each: up to 7 tokens share a sequence."""
     args = make_args(script, ppo_mini_batch_size=2, group_size=3)
-    args = dataclasses.replace(args, max_prompt_length=4, max_response_length=4, max_tokens_per_microbatch=12)
+    args = dataclasses.replace(args, max_tokens_per_microbatch=28)
     lengths = [1, 4, 2, 3, 1, 1, 2, 2, 4, 1, 3, 4]
     rows = [dict(number=i, group=i // 3, prompt_length=2 + i // 3) for i in range(12)]
     for row, length in zip(rows, lengths, strict=True):
@@ -707,7 +711,8 @@ def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
     for step, (first, second) in enumerate(zip(dealt[0][0], dealt[1][0], strict=True)):
         sequences = first[0] + second[0]
         numbers = sorted([row["number"] - 6 * step for row in sequence] for sequence in sequences)
-        assert numbers == [[0, 1], [2], [3, 4], [5]] and first[0] and second[0]
+        assert numbers == ([[0, 1], [2], [3, 4], [5]], [[i] for i in range(6)])[step]
+        assert first[0] and second[0]
         assert first[1] == second[1] == [(8, 5), (11, 6)][step]  # tokens and responses that are trained
     for rank, (mini_batches, own_rows, load) in enumerate(dealt):
         sequences = [sequence for own, _ in mini_batches for sequence in own]
