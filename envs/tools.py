@@ -19,14 +19,24 @@ from rewards.manager.calls import awaited
 TAGGED = re.compile(
     r"<function=(.*?)(?:</function>|\Z)|<tool_call>(?!\s*<function=)(.*?)(?:</tool_call>|\Z)", re.DOTALL
 )
-EDGES = re.compile(r"^(?:<\|/?\w+\|>\s*)+|(?:\s*<\|/?\w+\|>)+$")  # special tokens at both ends of a text
+SPECIAL = re.compile(r"<\|/?\w+\|>\s*")  # a special token
 DECODER, BETWEEN = json.JSONDecoder(), re.compile(r"[;\s]*")
 
 
 def parse_calls(text):
     text = text.rpartition("</think>")[2].strip()
-    texts = text, EDGES.sub("", text)
+    texts = text, _inside(text)
     return next(filter(None, (read(x) for x in texts for read in FORMATS)), [])
+
+
+def _inside(text):
+    """A text without the special tokens at both its ends."""
+    begin, end = 0, len(text)
+    while token := SPECIAL.match(text, begin):
+        begin = token.end()
+    while (last := text.rfind("<|", begin, end)) >= 0 and SPECIAL.fullmatch(text, last, end):
+        end = last
+    return text[begin:end].strip()
 
 
 def _hermes(text):
