@@ -61,7 +61,9 @@ class Args:
     # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    gradient_checkpointing: bool = True  # recompute activations: slower, with less memory
+    # what a backward pass computes again; selective: all but products and attention; none: fastest
+    gradient_checkpointing: Literal["full", "selective", "none"] = "full"
+    compile: bool = False  # compile the layers (GPU)
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     offload: bool = False  # keep weights and optimizer state in host memory during sampling (GPU)
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
@@ -133,11 +135,11 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
+from common.gpu import move, prepare_layers
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
@@ -374,7 +376,7 @@ def main(args):
     trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
     state = load_checkpoint(resume_from, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
     stop = stop_on_signals()  # one of them makes the step in progress the last
 
@@ -828,7 +830,7 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    if len(kv_index) > len(key):  # prompts are shared; indexing has a slow backward pass
+    if len(kv_index) > len(key):  # shared prompts; indexing is slow in backward
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
@@ -909,7 +911,7 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    A row goes into the first micro-batch that has room. Every rank gets the same number of them, the
+    A row goes into the first that has room. Every rank gets the same number of micro-batches, the
     largest that any needs; some may be empty.
     """
     batches = []
@@ -948,8 +950,7 @@ def load_model(args, mesh, device, adapt, wrap):
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    prepare_layers(lm, args)
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
@@ -1022,6 +1023,7 @@ def whole_weights(lm, dtype, skipped=()):
 
     Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
     """
+    to_files = families.to_files(lm)
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:
             continue
@@ -1030,7 +1032,7 @@ def whole_weights(lm, dtype, skipped=()):
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
             x = x.to(dtype).full_tensor()  # a shard is cast before it travels
-        yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
+        yield from to_files({name.replace(".base_layer", ""): x}).items()
 
 
 def merged_weight(lora, weight):
@@ -1044,7 +1046,7 @@ def merged_weight(lora, weight):
 # region data
 def check_args(args):
     """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world, for_gpu = int(os.environ.get("WORLD_SIZE", 1)), args.offload or args.compile
     row = args.max_prompt_length + args.max_response_length
     budget, copies = args.max_tokens_per_microbatch, args.hsdp_replicas
     prompts, size = args.train_batch_size, args.ppo_mini_batch_size
@@ -1065,7 +1067,7 @@ def check_args(args):
         f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
         "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH;"
         " with off_policy one value, at least 0": args.rollout_rs and not fit,
-        "--offload needs a GPU": args.offload and not torch.cuda.is_available(),
+        "--offload and --compile need a GPU": for_gpu and not torch.cuda.is_available(),
     }
     refuse(problems)
 
@@ -1166,15 +1168,6 @@ def sync_weights(engine, lm, args):
     engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
     engine.apply_model(cpu.after_reload)
     engine.reset_prefix_cache()
-
-
-def move(device, models, optimizer):
-    """Move shards and optimizer state between GPU and pinned host memory; empty_cache waits."""
-    for model in models:
-        model.to(device, non_blocking=True)
-    for state in optimizer.state.values():
-        state |= {k: x.to(device, non_blocking=True) for k, x in state.items() if x.dim()}
-    torch.cuda.empty_cache()
 
 
 def score_rows(rows, manager, tokenizer):

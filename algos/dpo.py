@@ -65,7 +65,9 @@ class Args:
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    gradient_checkpointing: bool = True  # recompute activations: slower, with less memory
+    # what a backward pass computes again; selective: all but products and attention; none: fastest
+    gradient_checkpointing: Literal["full", "selective", "none"] = "full"
+    compile: bool = False  # compile the layers (GPU)
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
@@ -103,12 +105,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.files import replacing, weights_digest
+from common.gpu import prepare_layers
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import BOOLS, IDS, prepare
@@ -334,7 +336,7 @@ def main(args):
     trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
     state = load_checkpoint(resume_from, trained, optimizer)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
     stop = stop_on_signals()  # one of them makes the step in progress the last
 
     if val_rows and not state["step"]:
@@ -563,7 +565,7 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    if len(kv_index) > len(key):  # prompts are shared; indexing has a slow backward pass
+    if len(kv_index) > len(key):  # shared prompts; indexing is slow in backward
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
@@ -644,7 +646,7 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    A row goes into the first micro-batch that has room. Every rank gets the same number of them, the
+    A row goes into the first that has room. Every rank gets the same number of micro-batches, the
     largest that any needs; some may be empty.
     """
     batches = []
@@ -683,8 +685,7 @@ def load_model(args, mesh, device, adapt, wrap):
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    prepare_layers(lm, args)
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
@@ -753,6 +754,7 @@ def whole_weights(lm, dtype):
 
     Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
     """
+    to_files = families.to_files(lm)
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         if name in lm.all_tied_weights_keys or ".lora_" in name:
             continue
@@ -767,7 +769,7 @@ def whole_weights(lm, dtype):
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
             x = x.to(dtype).full_tensor()  # a shard is cast before it travels
-        yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
+        yield from to_files({name.replace(".base_layer", ""): x}).items()
 
 
 def merged_weight(lora, weight):
@@ -814,8 +816,7 @@ def load_quantized(args, mesh, device, adapt, wrap):
             p.data = p.data.float()
     del lm.config.quantization_config  # hf/ has whole weights
     lm.config.dtype = original_dtype or dtype
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    prepare_layers(lm, args)
     policy = wrap(lm, attention == "packed")
     frozen = {p for p in policy.parameters() if not p.requires_grad}
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
@@ -878,6 +879,7 @@ def check_args(args):
         "--qlora needs --lora_rank": args.qlora and not args.lora_rank,
         "--qlora needs bitsandbytes: pip install bitsandbytes": args.qlora and not find_spec("bitsandbytes"),
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
+        "--compile needs a GPU": args.compile and not torch.cuda.is_available(),
         f"--label_smoothing {smooth} must be at least 0 and below 0.5": not 0 <= smooth < 0.5,
     }
     refuse(problems)

@@ -61,7 +61,9 @@ class Args:
     # dtype of forward and backward; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
-    gradient_checkpointing: bool = True  # recompute activations: slower, with less memory
+    # what a backward pass computes again; selective: all but products and attention; none: fastest
+    gradient_checkpointing: Literal["full", "selective", "none"] = "full"
+    compile: bool = False  # compile the layers (GPU)
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     lora_rank: int = 0  # rank of LoRA adapters, trained with the head; 0: train the whole model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
@@ -93,11 +95,11 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
+from common.gpu import prepare_layers
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import IDS, prepare
@@ -252,7 +254,7 @@ def main(args):
     state = load_checkpoint(resume_from, trained, optimizer)
     check_scores(policy, train_rows, args)
     log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm)}{state['origin']}")
+    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
     stop = stop_on_signals()  # one of them makes the step in progress the last
 
     if val_rows and not state["step"]:
@@ -373,7 +375,7 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    if len(kv_index) > len(key):  # prompts are shared; indexing has a slow backward pass
+    if len(kv_index) > len(key):  # shared prompts; indexing is slow in backward
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
@@ -454,7 +456,7 @@ def balance(lengths, ranks):
 def split_micro_batches(lengths, budget, one_row):
     """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
 
-    A row goes into the first micro-batch that has room. Every rank gets the same number of them, the
+    A row goes into the first that has room. Every rank gets the same number of micro-batches, the
     largest that any needs; some may be empty.
     """
     batches = []
@@ -493,8 +495,7 @@ def load_model(args, mesh, device, adapt, wrap):
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    prepare_layers(lm, args)
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
@@ -560,6 +561,7 @@ def whole_weights(lm, dtype):
 
     Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
     """
+    to_files = families.to_files(lm)
     for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
         if name in lm.all_tied_weights_keys or ".lora_" in name:
             continue
@@ -568,7 +570,7 @@ def whole_weights(lm, dtype):
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
             x = x.to(dtype).full_tensor()  # a shard is cast before it travels
-        yield from revert_weight_conversion(lm, {name.replace(".base_layer", ""): x}).items()
+        yield from to_files({name.replace(".base_layer", ""): x}).items()
 
 
 def merged_weight(lora, weight):
@@ -649,6 +651,7 @@ def check_args(args):
         f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
         f"--max_tokens_per_microbatch {budget} is less than {pair}, twice --max_length": budget < pair,
         "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
+        "--compile needs a GPU": args.compile and not torch.cuda.is_available(),
     }
     refuse(problems)
 

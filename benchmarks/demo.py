@@ -34,10 +34,10 @@ FLAGS = {
         data="data_prep/arithmetic.py --operation last_digit --terms 9 --worked_share .35 --train_size 8000"
         " --test_size 512",
         sft="--max_length 64 --train_batch_size 64 --total_epochs 2 --total_steps 160 --lr 4e-3"
-        " --lr_schedule cosine --warmup_steps 20 --test_freq 0 --no-gradient_checkpointing",
+        " --lr_schedule cosine --warmup_steps 20 --test_freq 0 --gradient_checkpointing none",
         grpo="--max_prompt_length 24 --max_response_length 24 --train_batch_size 32 --ppo_mini_batch_size 32"
         " --group_size 16 --lr 3e-4 --warmup_steps 5 --weight_decay 0 --test_freq 2"
-        " --no-gradient_checkpointing",
+        " --gradient_checkpointing none",
         # for race.py: TRL's flags for the same work
         trl="--algo grpo --group_size 16 --response_length 24 --warmup_steps 5",
         generate="--max_prompt_length 24 --max_response_length 24",
@@ -47,7 +47,7 @@ FLAGS = {
         data="data_prep/instructions.py",
         grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16 --ppo_mini_batch_size 16"
         " --lr 2e-5 --warmup_steps 5 --use_kl_loss --kl_loss_coef .05 --test_freq 8"
-        " --max_tokens_per_microbatch 2048 --no-gradient_checkpointing" + NATIVE,
+        " --max_tokens_per_microbatch 2048 --gradient_checkpointing none" + NATIVE,
         trl="--algo grpo --group_size 8 --response_length 48 --beta .05"
         " --warmup_steps 5 --lr_schedule constant_with_warmup" + " --bf16" * bool(NATIVE),
         generate="--max_prompt_length 128 --max_response_length 48",

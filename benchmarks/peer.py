@@ -94,7 +94,7 @@ def ours(args, work):
     if args.algo == "agent":
         flags |= dict(env=f"{ROOT}/benchmarks/lib/talk_env.py:Calls", max_turns=args.turns)
     words = [x for k, v in flags.items() for x in (f"--{k}", v)]
-    return f"algos/{args.algo}.py", [*words, "--no-gradient_checkpointing"]
+    return f"algos/{args.algo}.py", [*words, "--gradient_checkpointing", "none"]
 
 
 def trl(args, work, ranks, *extra):

@@ -78,7 +78,8 @@ def trainer_flags(args, model, rows, out):
         flags |= dict(max_prompt_length=2 * args.prompt_length, max_response_length=args.response_length)
         flags |= {} if args.algo == "ppo" else dict(group_size=args.group_size)
     return [x for k, v in flags.items() for x in (f"--{k}", v)] + [
-        "--no-gradient_checkpointing",
+        "--gradient_checkpointing",
+        "none",
         *args.flags.split(),
     ]
 

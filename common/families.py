@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -22,6 +22,8 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import cached_file
@@ -109,6 +111,17 @@ def recurrent(config):
     kinds = getattr(text, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
     return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+
+
+def to_files(lm):
+    """The function from names and weights of a model to those of its files.
+
+    What it needs is found once: transformers would walk through all modules for each weight.
+    """
+    if getattr(lm, "_weight_conversions", None) is None:
+        found = get_model_conversion_mapping(lm, add_legacy=False)
+        lm._weight_conversions = [x for x in found if not isinstance(x, PrefixChange)]
+    return partial(revert_weight_conversion, lm) if lm._weight_conversions else dict
 
 
 def rounding_limit(lm, compute_dtype):

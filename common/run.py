@@ -29,8 +29,8 @@ MAY_CHANGE = set(  # when a run resumes; all other flags must agree. Of weights 
     "model critic_model reward_model teacher output_dir resume lr critic_lr lr_schedule warmup_steps"
     " decay_steps total_epochs total_steps save_freq test_freq keep_checkpoints tracker val_files"
     " val_group_size val_temperature rollout_dump hsdp_replicas tp_size sp_size sp_attention packing offload"
-    " gradient_checkpointing max_tokens_per_microbatch gpu_memory_utilization attn_implementation liger"
-    " reward_timeout_s env_timeout_s max_gen_batches".split()
+    " gradient_checkpointing compile max_tokens_per_microbatch gpu_memory_utilization attn_implementation"
+    " liger reward_timeout_s env_timeout_s max_gen_batches".split()
 )
 TOKENIZER = "tokenizer*", "chat_template*", "vocab.*", "merges.txt"  # its files
 UNSAVED = []  # what writes the last whole step, until a checkpoint has it or the next update begins
@@ -251,7 +251,7 @@ def leave(stop=(0,)):
     os._exit(128 + int(stop[0]) if any(stop) else 0)
 
 
-def ranks_on(device, lm):
+def ranks_on(device, lm, args):
     """A run's first lines: how many ranks on what, and what they train; what would be faster."""
     ranks, threads = dist.get_world_size(), torch.get_num_threads()
     here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
@@ -263,4 +263,5 @@ def ranks_on(device, lm):
     layers = " ".join(sorted({n.split(".lora_")[0].rpartition(".")[2] for n in trained if ".lora_" in n}))
     part = f"{sum(trained.values()) / 1e6:.3g}M of {sum(p.numel() for p in lm.parameters()) / 1e6:.4g}M"
     text += f"\nLoRA trains {part} weights: {layers}" if layers else f"\ntrains {part} weights"
-    return text + "; faster, with more memory: --no-gradient_checkpointing" * lm.is_gradient_checkpointing
+    faster = "; faster, with more memory: --gradient_checkpointing none"
+    return text + faster * (args.gradient_checkpointing != "none")

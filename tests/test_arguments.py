@@ -214,12 +214,11 @@ def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
     monkeypatch.setattr("common.run.torch.get_num_threads", lambda: threads)
     monkeypatch.setattr("common.run.psutil.cpu_count", lambda logical: cores)
     lm, trains = torch.nn.Linear(2000, 1000), "\ntrains 2M of 2.001M weights"
-    lm.is_gradient_checkpointing = True
-    faster = "; faster, with more memory: --no-gradient_checkpointing"
+    full, none = (SimpleNamespace(gradient_checkpointing=x) for x in ("full", "none"))
+    faster = "; faster, with more memory: --gradient_checkpointing none"
     some = f"{ranks} rank{'s' * (ranks > 1)}"
-    assert ranks_on(torch.device("cpu"), lm) == f"{some} on cpu{idle}{trains}{faster}"
-    lm.is_gradient_checkpointing = False
-    assert ranks_on(torch.device("cuda"), lm) == f"{some} on cuda{trains}"
+    assert ranks_on(torch.device("cpu"), lm, full) == f"{some} on cpu{idle}{trains}{faster}"
+    assert ranks_on(torch.device("cuda"), lm, none) == f"{some} on cuda{trains}"
 
 
 def test_tensorboard(tmp_path):

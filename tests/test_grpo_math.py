@@ -695,7 +695,7 @@ def test_a_mixture_of_experts_may_differ_more_in_bfloat16(monkeypatch, dtype, de
 
 @every_copy(*SAMPLED)
 def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
-    """Two ranks, two mini-batches of two prompts, three responses to each: up to 7 tokens share a sequence."""
+    """Two ranks, two mini-batches of two prompts, three responses to each; 7 tokens share a sequence."""
     args = make_args(script, ppo_mini_batch_size=2, group_size=3)
     args = dataclasses.replace(args, max_tokens_per_microbatch=28)
     lengths = [1, 4, 2, 3, 1, 1, 2, 2, 4, 1, 3, 4]

@@ -19,7 +19,7 @@ from common import checkpoints, run
 MAY = set(
     "output_dir resume total_epochs total_steps save_freq test_freq keep_checkpoints tracker rollout_dump"
     " val_files val_group_size val_temperature lr lr_schedule warmup_steps hsdp_replicas tp_size offload"
-    " gradient_checkpointing max_tokens_per_microbatch gpu_memory_utilization attn_implementation"
+    " gradient_checkpointing compile max_tokens_per_microbatch gpu_memory_utilization attn_implementation"
     " reward_timeout_s".split()
 )
 OTHER = dict(seed=2, adv_estimator="rloo", kl_kind="k1", loss_agg="seq-mean-token-mean", policy_loss="gspo")

@@ -29,7 +29,7 @@ from data_prep.lib.schema import write_parquet
 METHODS = "distill full", "distill sampled", "GRPO", "SFT"
 RL = f"{FLAGS['grpo']} --total_steps 60 --save_freq 0"
 SFT = "--max_length 32 --train_batch_size 512 --lr 3e-4 --lr_schedule linear --warmup_steps 5"
-SFT += " --weight_decay 0 --no-gradient_checkpointing --total_steps 60 --save_freq 0"
+SFT += " --weight_decay 0 --gradient_checkpointing none --total_steps 60 --save_freq 0"
 SAMPLES = FLAGS["generate"].split() + "--n_samples 6 --temperature 1".split()
 
 

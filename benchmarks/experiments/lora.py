@@ -25,7 +25,7 @@ from benchmarks.lib.workload import read_metrics, save
 
 SFT = (
     "--max_length 32 --train_batch_size 64 --total_steps 300 --warmup_steps 20 --test_freq 0 --save_freq 0"
-    " --no-gradient_checkpointing"
+    " --gradient_checkpointing none"
 )
 
 

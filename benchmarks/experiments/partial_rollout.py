@@ -36,7 +36,7 @@ SFT = "--max_length 128"
 DAPO = (
     "--max_prompt_length 56 --max_response_length 56 --train_batch_size 16 --ppo_mini_batch_size 16"
     " --group_size 8 --lr 3e-4 --warmup_steps 5 --weight_decay 0 --overlong_buffer 0 --test_freq 10"
-    " --save_freq 0 --no-gradient_checkpointing"
+    " --save_freq 0 --gradient_checkpointing none"
 )
 ARMS = {
     "wait": "",

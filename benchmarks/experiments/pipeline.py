@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 
-STEP = "--save_freq 0 --lr_schedule constant --no-gradient_checkpointing"
+STEP = "--save_freq 0 --lr_schedule constant --gradient_checkpointing none"
 SFT = f"{STEP} --max_length 32 --train_batch_size 64 --warmup_steps 20 --test_freq 0"
 PAIRS = f"{STEP} --max_length 32 --train_batch_size 64 --warmup_steps 5 --test_freq 0"
 RL = f"{FLAGS['grpo']} --total_steps 60 --save_freq 0"

@@ -17,10 +17,10 @@ from benchmarks.lib.stages import ROOT, Stages
 
 FLAGS = dict(
     sft="--max_length 32 --train_batch_size 64 --total_epochs 50 --total_steps 400 --lr 1e-3"
-    " --lr_schedule constant --warmup_steps 20 --test_freq 50 --no-gradient_checkpointing",
+    " --lr_schedule constant --warmup_steps 20 --test_freq 50 --gradient_checkpointing none",
     grpo="--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 32"
     " --group_size 16 --lr 3e-4 --lr_schedule linear --warmup_steps 20 --weight_decay 0"
-    " --test_freq 10 --no-gradient_checkpointing",
+    " --test_freq 10 --gradient_checkpointing none",
     trl="--algo grpo --group_size 16 --response_length 8 --warmup_steps 20",
     generate="--max_prompt_length 16 --max_response_length 8",
 )

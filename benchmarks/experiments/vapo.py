@@ -23,12 +23,12 @@ from benchmarks.lib.workload import curve, save
 
 SFT = (
     "--max_length 40 --train_batch_size 64 --total_steps 600 --lr 1e-3 --lr_schedule constant"
-    " --warmup_steps 20 --test_freq 50 --no-gradient_checkpointing --save_freq 0"
+    " --warmup_steps 20 --test_freq 50 --gradient_checkpointing none --save_freq 0"
 )
 PPO = (
     "--max_prompt_length 24 --max_response_length 24 --train_batch_size 32 --ppo_mini_batch_size 16"
     " --group_size 4 --lr 1e-4 --critic_lr 3e-4 --warmup_steps 5 --weight_decay 0 --lam .95"
-    " --test_freq 10 --no-gradient_checkpointing --save_freq 0"
+    " --test_freq 10 --gradient_checkpointing none --save_freq 0"
 )
 STEPS, WARM_UP = 40, 10  # of the actor, and before them of the critic alone
 RUNS = {

@@ -39,7 +39,7 @@ def gap(policy, args, rows):
 def main(model, file):
     device, mesh = grpo.setup_distributed(1)
     args = grpo.Args(
-        model=model, train_files=(file,), output_dir="", temperature=0.7, gradient_checkpointing=False
+        model=model, train_files=(file,), output_dir="", temperature=0.7, gradient_checkpointing="none"
     )
     args = dataclasses.replace(args, max_prompt_length=112, max_response_length=12)
     engine, policy = (

@@ -1,0 +1,66 @@
+"""What a GPU's time and memory need: layers that are recomputed or compiled, and a move to the host."""
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+OPS = torch.ops.aten
+KEPT = [  # with --gradient_checkpointing selective: 6 FLOPs a weight and token in place of 8
+    OPS.mm.default,
+    OPS.addmm.default,
+    OPS._grouped_mm.default,  # experts
+    OPS._scaled_dot_product_flash_attention.default,
+    OPS._scaled_dot_product_efficient_attention.default,
+    OPS._scaled_dot_product_cudnn_attention.default,
+    OPS._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def kept_products():
+    """Contexts of a layer's forward pass and of the second one: products and attention are kept."""
+    from torch.nn.attention import varlen  # noqa: F401 - registers its operator
+
+    return create_selective_checkpoint_contexts([*KEPT, torch.ops.torch_attn._varlen_attn.default])
+
+
+def prepare_layers(lm, args, **compiler):
+    """Replace the forward of each layer by one that does as the flags say; compiler: of torch.compile.
+
+    It is inside FSDP's hooks: weights are gathered before a layer and before its backward pass, not for
+    the second forward pass in that. A compiled layer contains its checkpoint (as in torchtitan), so that
+    the compiler sees what is kept. All layers of a kind share one graph.
+    """
+    options = dict(use_reentrant=False, preserve_rng_state=False)  # there is no dropout
+    if args.gradient_checkpointing == "selective":
+        options["context_fn"] = kept_products
+    for layer in lm.modules():
+        if not isinstance(layer, GradientCheckpointingLayer):
+            continue
+        run = layer.forward
+        if args.gradient_checkpointing != "none":
+            run = checkpointed(run, options)
+        if args.compile:
+            run = torch.compile(run, fullgraph=True, dynamic=True, **compiler)
+        layer.forward = run
+
+
+def checkpointed(run, options):
+    def forward(*inputs, **named):
+        return checkpoint(run, *inputs, **options, **named)
+
+    return forward
+
+
+def move(device, models, optimizer):
+    """Move shards and optimizer state between GPU and pinned host memory."""
+
+    def moved(x):
+        x = x.to(device, non_blocking=True)
+        torch.cuda.synchronize()  # CAREFUL: FSDP copies a shard of another size at once, on the host
+        return x
+
+    for model in models:
+        model._apply(moved)
+    for state in optimizer.state.values():
+        state |= {k: moved(x) for k, x in state.items() if x.dim()}
+    torch.cuda.empty_cache()

@@ -1,0 +1,77 @@
+"""Layers that are recomputed or compiled: the same gradients, and what that costs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common import families
+from common.gpu import prepare_layers
+
+SIZES = dict(
+    hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+)
+LENGTHS = 23, 40, 7, 31
+
+
+def make_model(recompute, compiler=None):
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", num_hidden_layers=6, **SIZES))
+    args = SimpleNamespace(gradient_checkpointing=recompute, compile=compiler is not None)
+    prepare_layers(lm, args, **compiler or {})
+    return lm
+
+
+def backward(lm, length):
+    ids = torch.arange(length)[None] % 64
+    lm(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+    grads = [p.grad for p in lm.parameters()]
+    lm.zero_grad()
+    return grads
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    lm = make_model("none")
+    return [backward(lm, length) for length in LENGTHS]
+
+
+@pytest.mark.parametrize(("recompute", "flops"), [("full", 7.5), ("selective", 6), ("none", 6)])
+def test_what_is_computed_again(recompute, flops, gradients):
+    """FLOPs a weight and token; a checkpoint stops before the last product of its layer."""
+    lm = make_model(recompute)
+    with FlopCounterMode(display=False) as counter:
+        first = backward(lm, LENGTHS[0])
+    weights = sum(p.numel() for p in lm.parameters() if p.dim() == 2)
+    assert counter.get_total_flops() / weights / LENGTHS[0] == pytest.approx(flops, abs=0.4)
+    for got, expected in zip(first, gradients[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_compiled_layers_share_a_graph(recompute, gradients, monkeypatch):
+    """Over six layers and all lengths, without a break: fullgraph raises at one."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    lm = make_model(recompute, dict(backend="aot_eager"))
+    for length, expected in zip(LENGTHS, gradients, strict=True):
+        for got, grad in zip(backward(lm, length), expected, strict=True):
+            torch.testing.assert_close(got, grad, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_names_of_files_are_found_once(monkeypatch):
+    calls, found = [], families.get_model_conversion_mapping
+    monkeypatch.setattr(
+        families, "get_model_conversion_mapping", lambda lm, **kw: calls.append(lm) or found(lm, **kw)
+    )
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1, num_experts=4, moe_intermediate_size=8)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    for _ in range(2):
+        to_files = families.to_files(lm)
+        names = [name for key, x in lm.state_dict().items() for name in to_files({key: x})]
+    assert len(calls) == 1 and "model.layers.0.mlp.experts.3.up_proj.weight" in names
