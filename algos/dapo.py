@@ -132,7 +132,7 @@ from transformers.utils import logging
 
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
-from common.gpu import move, prepare_layers
+from common.gpu import move, prepare_layers, send
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
@@ -559,8 +559,8 @@ def token_logps(policy, rows, args):
     texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
-    inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    columns = policy(where.to(device), join(responses).to(device), args, **inputs)
+    inputs = {name: send(x, device) for name, x in inputs.items()}
+    columns = policy(send(where, device), send(join(responses), device), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
@@ -621,16 +621,17 @@ def one_row(prompts, responses):
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
         kv_index=torch.cat([*kv_index.values()]),
         shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
+        longest=tuple(map(max, zip(*shapes))),
         cu_seqlens=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
     return inputs, torch.cat([kv_index[i][length - 1 : -1] for i, length in texts])
 
 
-def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, cu_seqlens, **_):
+def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, longest, cu_seqlens, **_):
     """Attention as transformers calls it, for `one_row`: query [1, H, T, D] -> [1, T, H, D].
 
     kv_index: positions that each segment sees, one segment after the other. shapes: (queries, keys) of
-    each segment; its last query sees its last key. cu_seqlens: their running sums.
+    each segment; its last query sees its last key. cu_seqlens, longest: their sums and maxima.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -639,7 +640,7 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
-        out = varlen_attn(query, key, value, *cu_seqlens, *shapes.max(0).tolist(), **options)
+        out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)
     else:
         out = segment_attention(query, key, value, shapes, scaling)
     return out[None], None
@@ -1140,7 +1141,7 @@ def collate(rows, device):
     if not rows:
         return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
     names = [name for name in rows[0] if name.endswith("_t")]
-    return {name[:-1] + "nt": pad([row[name] for row in rows]).to(device) for name in names}
+    return {name[:-1] + "nt": send(pad([row[name] for row in rows]), device) for name in names}
 
 
 # endregion

@@ -110,7 +110,7 @@ from transformers.utils import logging
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.files import replacing, weights_digest
-from common.gpu import prepare_layers
+from common.gpu import prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import BOOLS, IDS, prepare
@@ -212,7 +212,7 @@ def pair_logps(policy, pairs, args):
     """Sums of the log-probs of trained tokens: logp_n2; of no pairs [0, 2], with a gradient of 0."""
     texts = responses(pairs)
     [logp_nt] = token_logps(policy, texts, args)
-    trained_nt = pad([text["trained"] for text in texts] or [[False]]).to(logp_nt.device)
+    trained_nt = send(pad([text["trained"] for text in texts] or [[False]]), logp_nt.device)
     return (logp_nt * trained_nt).sum(-1).view(-1, 2)
 
 
@@ -221,8 +221,8 @@ def objective(args, rows, logp_n2, pairs, tokens):
 
     tokens: number of trained tokens of all chosen responses.
     """
-    reference_n2 = torch.tensor(np.array([row["reference"] for row in rows])).view(-1, 2).to(logp_n2)
-    tokens_n2 = torch.tensor([row["tokens"] for row in rows]).view(-1, 2).to(logp_n2)
+    columns = (np.array([row[name] for row in rows]) for name in ("reference", "tokens"))
+    reference_n2, tokens_n2 = (send(torch.tensor(x).float().view(-1, 2), logp_n2.device) for x in columns)
     loss_n, reward_n2 = preference_loss(args, logp_n2, reference_n2, tokens_n2)
     nll = -logp_n2[:, 0].sum() / tokens  # eq: dpo.nll
     loss = loss_n.sum() / pairs + args.nll_coef * nll  # eq: dpo.loss
@@ -489,8 +489,8 @@ def token_logps(policy, rows, args):
     texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
-    inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-    columns = policy(where.to(device), join(responses).to(device), args, **inputs)
+    inputs = {name: send(x, device) for name, x in inputs.items()}
+    columns = policy(send(where, device), send(join(responses), device), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
@@ -551,16 +551,17 @@ def one_row(prompts, responses):
         position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
         kv_index=torch.cat([*kv_index.values()]),
         shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
+        longest=tuple(map(max, zip(*shapes))),
         cu_seqlens=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
     )
     return inputs, torch.cat([kv_index[i][length - 1 : -1] for i, length in texts])
 
 
-def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, cu_seqlens, **_):
+def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, longest, cu_seqlens, **_):
     """Attention as transformers calls it, for `one_row`: query [1, H, T, D] -> [1, T, H, D].
 
     kv_index: positions that each segment sees, one segment after the other. shapes: (queries, keys) of
-    each segment; its last query sees its last key. cu_seqlens: their running sums.
+    each segment; its last query sees its last key. cu_seqlens, longest: their sums and maxima.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -569,7 +570,7 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
         options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
-        out = varlen_attn(query, key, value, *cu_seqlens, *shapes.max(0).tolist(), **options)
+        out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)
     else:
         out = segment_attention(query, key, value, shapes, scaling)
     return out[None], None

@@ -27,8 +27,8 @@ def prepare_layers(lm, args, **compiler):
     """Replace the forward of each layer by one that does as the flags say; compiler: of torch.compile.
 
     It is inside FSDP's hooks: weights are gathered before a layer and before its backward pass, not for
-    the second forward pass in that. A compiled layer contains its checkpoint (as in torchtitan), so that
-    the compiler sees what is kept. All layers of a kind share one graph.
+    the second forward pass in that. A compiled layer contains its checkpoint, as in torchtitan:
+    the compiler must see what is kept. All layers of a kind share one graph.
     """
     options = dict(use_reentrant=False, preserve_rng_state=False)  # there is no dropout
     if args.gradient_checkpointing == "selective":
@@ -49,6 +49,15 @@ def checkpointed(run, options):
         return checkpoint(run, *inputs, **options, **named)
 
     return forward
+
+
+def send(x, device):
+    """A tensor on a device; to a GPU from pinned memory, which does not wait for what runs there."""
+    if not torch.is_tensor(x):
+        return x
+    if torch.device(device).type == "cpu" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def move(device, models, optimizer):

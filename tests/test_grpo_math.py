@@ -190,6 +190,7 @@ def test_a_tree_by_hand(script):
     assert inputs["input_ids"].tolist() == [[7, 8, 9, 4, 3, 1, 2]]
     assert inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 2, 3]]
     assert inputs["shapes"].tolist() == [[2, 2], [2, 2], [1, 3], [2, 4]]
+    assert inputs["longest"] == (2, 4)
     assert inputs["cu_seqlens"].tolist() == [[0, 2, 4, 5, 7], [0, 2, 4, 7, 11]]
     kv_index = inputs["kv_index"].split([s for _, s in inputs["shapes"]])
     assert [x.tolist() for x in kv_index] == [[0, 1], [2, 3], [0, 1, 4], [0, 1, 5, 6]]
@@ -223,7 +224,7 @@ def test_a_token_sees_its_own_text(script, on_a_gpu, monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", flash)
     torch.manual_seed(0)
     inputs, _ = script.one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
-    layout = {name: inputs[name] for name in ("kv_index", "shapes", "cu_seqlens")}
+    layout = {name: inputs[name] for name in ("kv_index", "shapes", "longest", "cu_seqlens")}
     query, key, value = (torch.randn(1, heads, 7, 4) for heads in (2, 1, 1))
     asked = query.as_subclass(Gpu) if on_a_gpu else query
     out, _ = script.packed_attention(None, asked, key, value, None, scaling=0.7, **layout)

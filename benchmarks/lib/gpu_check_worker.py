@@ -66,7 +66,7 @@ def without_borders():
     def wrong(prompts, responses):
         inputs, where = one_row(prompts, responses)
         n = inputs["input_ids"].shape[1]
-        whole = dict(kv_index=torch.arange(n), shapes=np.array([(n, n)]))
+        whole = dict(kv_index=torch.arange(n), shapes=np.array([(n, n)]), longest=(n, n))
         whole |= dict(cu_seqlens=torch.tensor([[0, n]] * 2).int())
         return inputs | whole, where
 

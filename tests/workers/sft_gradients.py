@@ -136,7 +136,7 @@ def check_attention(group, heads, attend=None):
         d_out = torch.randn(1, width * size, 6, 3, generator=generator)
         d_out[:, tokens:] = 0
         slices = [x[:, :, rank * width :][:, :, :width].clone().requires_grad_() for x in row]
-        layout = {name: inputs[name] for name in ("kv_index", "shapes", "cu_seqlens")}
+        layout = {name: inputs[name] for name in ("kv_index", "shapes", "longest", "cu_seqlens")}
         out, _ = attend(SimpleNamespace(), *slices, None, scaling=0.7, **layout)
         out.backward(d_out[:, rank * width :][:, :width])
         row = [x[:, :, :tokens].clone().requires_grad_() for x in row]
