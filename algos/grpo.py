@@ -656,7 +656,7 @@ def one_row(prompts, responses):
     return inputs, torch.cat([kv_index[i][length - 1 : -1] for i, length in texts])
 
 
-def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, longest, cu_seqlens, **_):
+def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, longest, cu_seqlens, **more):
     """Attention as transformers calls it, for `one_row`: query [1, H, T, D] -> [1, T, H, D].
 
     kv_index: positions that each segment sees, one segment after the other. shapes: (queries, keys) of
@@ -664,19 +664,20 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    window = more.get("sliding_window")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     if len(kv_index) > len(key):  # shared prompts; indexing is slow in backward
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
     if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
-        options = dict(scale=scaling, window_size=(-1, 0), enable_gqa=True)  # causal
+        options = dict(scale=scaling, window_size=((window or 0) - 1, 0), enable_gqa=True)
         out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)
     else:
-        out = segment_attention(query, key, value, shapes, scaling)
+        out = segment_attention(query, key, value, shapes, scaling, window)
     return out[None], None
 
 
-def segment_attention(query, key, value, shapes, scaling):
-    """Causal SDPA in each segment: query [T, H, D], key, value [S, KV, D] -> [T, H, D]."""
+def segment_attention(query, key, value, shapes, scaling, window=None):
+    """Causal SDPA in each segment, to the last `window` keys: [T, H, D], twice [S, KV, D] -> [T, H, D]."""
     from torch.nn.attention.bias import causal_lower_right
 
     dtype = query.dtype
@@ -689,6 +690,10 @@ def segment_attention(query, key, value, shapes, scaling):
     for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
         bias = causal_lower_right(t, s)
+        if window and window < s:
+            at = torch.arange(s, device=query.device)
+            behind = at[s - t :, None] - at
+            bias = (behind >= 0) & (behind < window)
         out = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).to(dtype)
@@ -817,7 +822,7 @@ def read_config(args):
         for name in part.to_dict():
             if "dropout" in name or name.endswith("_pdrop"):
                 setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
-    special = families.special_layers(config)
+    special = families.special_layers(config, windows=True)
     if families.takes_images(args):
         special.append("images")
     if attention == "sdpa" and not special:

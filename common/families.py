@@ -5,9 +5,11 @@ on text alone, its language model learns; all else is frozen and saved as it was
 """
 
 import copy
+import inspect
 import json
 import re
 import shutil
+import sys
 from contextlib import suppress
 from functools import cache, partial
 from importlib.util import find_spec
@@ -91,17 +93,28 @@ def auto_class(config, scores=False):
     return AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
 
 
-def special_layers(config):
-    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row."""
+def special_layers(config, windows=False):
+    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row.
+
+    windows: the attention that is meant knows windows, where the model passes them to it.
+    """
     model = auto_class(config)._model_mapping.get(type(config), None)
     text = config.get_text_config()
     names = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
     special = [name for name in names if getattr(text, name, None)]
+    if windows and "sliding_window" in special and passes_windows(type(text)):
+        special.remove("sliding_window")
     if recurrent(text):
         special.append("a state")
     if not getattr(model, "_supports_attention_backend", False):
         special.append("attention of its own")
     return special
+
+
+def passes_windows(config_class):
+    """Whether a model passes windows to its attention, and no sinks; in some the mask alone has windows."""
+    source = inspect.getsource(sys.modules[AutoModel._model_mapping[config_class].__module__])
+    return re.search(r"sliding_window=(self|getattr)\b", source) and "s_aux" not in source
 
 
 def recurrent(config):

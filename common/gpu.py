@@ -65,7 +65,8 @@ def move(device, models, optimizer):
 
     def moved(x):
         x = x.to(device, non_blocking=True)
-        torch.cuda.synchronize()  # CAREFUL: FSDP copies a shard of another size at once, on the host
+        if torch.cuda.is_available():  # CAREFUL: FSDP copies a shard of another size at once, on the host
+            torch.cuda.synchronize()
         return x
 
     for model in models:

@@ -1,12 +1,14 @@
-"""Layers that are recomputed or compiled: the same gradients, and what that costs."""
+"""Layers that are recomputed, compiled or have windows: the same gradients, and what that costs."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from families import ATTENTION, FAMILIES, MIXED, WINDOW, build
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from algos import grpo
 from common import families
 from common.gpu import prepare_layers
 
@@ -75,3 +77,34 @@ def test_the_names_of_files_are_found_once(monkeypatch):
         to_files = families.to_files(lm)
         names = [name for key, x in lm.state_dict().items() for name in to_files({key: x})]
     assert len(calls) == 1 and "model.layers.0.mlp.experts.3.up_proj.weight" in names
+
+
+WINDOWS = "qwen2_window mistral gemma3_text cohere2 olmo3 exaone4 phi3 starcoder2 smollm3".split()
+MORE = dict(olmo3="Olmo3", exaone4="Exaone4", phi3="Phi3", starcoder2="Starcoder2", smollm3="SmolLM3")
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_in_one_row(family, monkeypatch):
+    """Texts that share prompts and texts that do not, padded and in one row: log-probs and gradients."""
+    monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", grpo.packed_attention)
+    if family in MORE:
+        monkeypatch.setitem(
+            FAMILIES, family, (MORE[family], ATTENTION | MIXED | dict(use_sliding_window=True))
+        )
+    lm = build(family)
+    assert not families.special_layers(lm.config, windows=True)
+    assert lm.config.get_text_config().sliding_window == WINDOW
+    prompts = [[*range(3, 12)]] * 3 + [[5, 9], [*range(20, 31)]]
+    responses = [[*range(40, 47)], [60, 61], [7] * 9, [*range(8, 20)], [33]]
+    rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
+    args = grpo.Args(model="", train_files=(), output_dir="")
+    found = []
+    for attention in ("sdpa", "packed"):
+        lm.set_attn_implementation(attention)
+        policy = grpo.TokenLogps(lm, packed=attention == "packed")
+        logp_nt, _ = grpo.token_logps(policy, rows, args)
+        logp_nt.sum().backward()
+        found.append([logp_nt.detach(), *(p.grad for p in lm.parameters() if p.grad is not None)])
+        lm.zero_grad()
+    for padded, packed in zip(*found, strict=True):
+        assert (packed - padded).abs().max() <= 3e-5 * padded.abs().max()
