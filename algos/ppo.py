@@ -79,6 +79,7 @@ class Args:
     top_p: float = 1.0  # nucleus sampling; below 1 it needs --rollout_is None and no --rollout_rs
     tp_size: int = 1  # ranks that share one sampler by tensor parallelism
     gpu_memory_utilization: float = 0.5  # share of the GPU's memory for the awake sampler
+    rollout_quantization: str | None = None  # of the sampler, by vLLM at each sync: fp8, on a GPU
     val_group_size: int = 1  # responses to each validation prompt
     val_temperature: float = 0.0  # temperature of sampling in validation
     # ---- optimizer
@@ -683,8 +684,6 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
 
 def segment_attention(query, key, value, shapes, scaling, window=None):
     """Causal SDPA in each segment, to the last `window` keys: [T, H, D], twice [S, KV, D] -> [T, H, D]."""
-    from torch.nn.attention.bias import causal_lower_right
-
     dtype = query.dtype
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
@@ -694,12 +693,13 @@ def segment_attention(query, key, value, shapes, scaling, window=None):
     outputs = []
     for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
-        bias = causal_lower_right(t, s)
-        if window and window < s:
+        options = dict(is_causal=True)
+        if window or t < s:
             at = torch.arange(s, device=query.device)
             behind = at[s - t :, None] - at
-            bias = (behind >= 0) & (behind < window)
-        out = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
+            options = dict(attn_mask=(behind >= 0) & (behind < (window or s)))
+        options |= dict(scale=scaling, enable_gqa=True)
+        out = nn.functional.scaled_dot_product_attention(*part, **options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).to(dtype)
 
@@ -963,6 +963,7 @@ def build_engine(args, device):
             model=args.model,
             load_format="dummy",
             dtype=args.compute_dtype,
+            quantization=args.rollout_quantization,
             seed=args.seed,
             max_model_len=args.max_prompt_length + args.max_response_length,
             tensor_parallel_size=args.tp_size,
@@ -1166,7 +1167,7 @@ def check_sampler(policy, rows, args, step):
     compared, gap, prob_gap_sum, tokens, total, squares = all_reduce(sums)
     gap = gap / max(compared, 1)
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
-    limit, experts = families.rounding_limit(policy.lm, args.compute_dtype)
+    limit, experts = families.rounding_limit(policy.lm, args)
     limit = math.inf if args.top_p < 1 else limit  # it samples another distribution on purpose
     if not gap < limit:  # `not <` also fails for NaN
         why = "the sampler does not hold the trainer's weights, or computes differently"

@@ -389,8 +389,6 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
 
 def segment_attention(query, key, value, shapes, scaling, window=None):
     """Causal SDPA in each segment, to the last `window` keys: [T, H, D], twice [S, KV, D] -> [T, H, D]."""
-    from torch.nn.attention.bias import causal_lower_right
-
     dtype = query.dtype
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
         query, key, value = query.float(), key.float(), value.float()
@@ -400,12 +398,13 @@ def segment_attention(query, key, value, shapes, scaling, window=None):
     outputs = []
     for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
-        bias = causal_lower_right(t, s)
-        if window and window < s:
+        options = dict(is_causal=True)
+        if window or t < s:
             at = torch.arange(s, device=query.device)
             behind = at[s - t :, None] - at
-            bias = (behind >= 0) & (behind < window)
-        out = nn.functional.scaled_dot_product_attention(*part, bias, scale=scaling, enable_gqa=True)
+            options = dict(attn_mask=(behind >= 0) & (behind < (window or s)))
+        options |= dict(scale=scaling, enable_gqa=True)
+        out = nn.functional.scaled_dot_product_attention(*part, **options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).to(dtype)
 
@@ -637,7 +636,7 @@ def check_scores(policy, rows, args):
         lm.set_attn_implementation(kernel)
         policy.packed = packed
     gap = ((hidden_lh - own_lh).abs().mean() / own_lh.abs().mean()).item()
-    limit, _ = families.rounding_limit(lm, args.compute_dtype)
+    limit, _ = families.rounding_limit(lm, args)
     kernel = args.attn_implementation
     cause = f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if packed:

@@ -137,10 +137,12 @@ def to_files(lm):
     return partial(revert_weight_conversion, lm) if lm._weight_conversions else dict
 
 
-def rounding_limit(lm, compute_dtype):
+def rounding_limit(lm, args):
     """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
     experts = any(type(layer).__name__.endswith("Experts") for layer in lm.modules())
-    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[compute_dtype], experts
+    if getattr(args, "rollout_quantization", None):
+        return 0.3, experts
+    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
 
 
 def dequantised(config):

@@ -1,5 +1,6 @@
 """Metrics of a step: what all trainers report."""
 
+import re
 import sys
 import time
 import timeit
@@ -34,6 +35,20 @@ def matmul_speed(dtype, device):
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
     return 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))  # item waits
+
+
+# dense TFLOP/s in bfloat16 of the data sheets of SXM modules, or of the only form
+DATA_SHEET = dict(
+    A100=312, A800=312, H20=148, H100=989, H800=989, H200=989, GH200=989, B200=2250, L4=121, L40S=362
+)
+
+
+def data_sheet_speed(dtype):
+    """FLOP/s of this rank's GPU by its data sheet; None: not known, or no bfloat16."""
+    if not torch.cuda.is_available() or dtype != "bfloat16":
+        return None
+    words = re.findall(r"\w+", torch.cuda.get_device_name())
+    return next((DATA_SHEET[word] * 1e12 for word in words if word in DATA_SHEET), None)
 
 
 def step_metrics(rows, load, policy, timing, args, sampled=None):
@@ -91,4 +106,6 @@ def speed_metrics(lengths, policy, timing, args, trained=None):
         flops = (4 if args.lora_rank else 6) * (weights * (trained or tokens) + attention)
         peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * ranks
         metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
+        if sheet := data_sheet_speed(args.compute_dtype):
+            metrics["perf/mfu_data_sheet/actor"] = flops / timing["update_actor"] / (sheet * ranks)
     return metrics

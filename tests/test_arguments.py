@@ -14,6 +14,7 @@ import tyro
 from conftest import ROOT
 
 from common.arguments import IDLE, RANGES, parse, unusable
+from common.metrics import data_sheet_speed
 from common.run import Logger, open_run, open_tracker, ranks_on
 from data_prep.lib.images import load_processor
 
@@ -275,3 +276,19 @@ def test_wandb_offline(tmp_path, monkeypatch):
         [log] = tmp_path.glob("wandb/offline-run-*/*.wandb")
         written = log.read_bytes()
     assert b"actor/lr" in written and b"output_dir" in written
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
+        ("NVIDIA H20", "bfloat16", 148),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
+        ("NVIDIA A100-SXM4-80GB", "float32", None),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", None),
+    ],
+)
+def test_the_data_sheet(gpu, dtype, teraflops, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu)
+    assert data_sheet_speed(dtype) == (teraflops and teraflops * 1e12)

@@ -148,14 +148,17 @@ def test_what_vllm_refuses_is_one_line(script, tiny, monkeypatch):
     def refuse(*_):
         raise ValueError("max_model_len is greater\nthan max_position_embeddings")
 
-    vllm = SimpleNamespace(EngineArgs=lambda **_: None, LLMEngine=SimpleNamespace(from_engine_args=refuse))
+    shown = {}  # what the engine is told
+    engine = SimpleNamespace(from_engine_args=refuse)
+    vllm = SimpleNamespace(EngineArgs=lambda **given: shown.update(given), LLMEngine=engine)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     usage = SimpleNamespace(UsageContext=SimpleNamespace(LLM_CLASS=None))
     monkeypatch.setitem(sys.modules, "vllm.usage.usage_lib", usage)
     monkeypatch.setattr(script.cpu, "own_vllm", nullcontext)
     monkeypatch.setattr(script.families, "vllm_options", lambda *_: {})
     with pytest.raises(SystemExit, match=r"^error: max_model_len is greater than max_position_embeddings$"):
-        script.build_engine(arguments(script, str(tiny)), torch.device("cpu"))
+        script.build_engine(arguments(script, str(tiny), rollout_quantization="fp8"), torch.device("cpu"))
+    assert shown["quantization"] == "fp8" and shown["dtype"] == "float32"
 
 
 @every_copy(*SAMPLED, sft, dpo, rm)
@@ -184,7 +187,7 @@ def test_a_model_that_a_layout_changes_is_not_trained(script, kernel, cause, mes
     pair |= dict(chosen_trained=[True] * 3, rejected_trained=[True] * 2)
     check(policy, [pair], args)
     attention = script.segment_attention
-    monkeypatch.setattr(script, "segment_attention", lambda *rest: attention(*rest[:-1], 3 * rest[-1]))
+    monkeypatch.setattr(script, "segment_attention", lambda *a: attention(*a[:4], 3 * a[4], *a[5:]))
     policy.scale = 3
     with pytest.raises(SystemExit, match=f"off by .*likely {cause}"):
         check(policy, [pair], args)
