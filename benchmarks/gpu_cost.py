@@ -1,0 +1,373 @@
+"""What GRPO would cost on GPUs, counted on a CPU in two minutes.
+
+    python benchmarks/gpu_cost.py
+
+grpo.py runs on meta tensors: they have shapes and no values, and a copy to them or a wait for them is seen.
+Memory is counted by FSDP's own tracker, on fake tensors of as many ranks as are asked for.
+Docs: docs/results/gpu.md
+"""
+
+import gc
+import random
+import re
+import sys
+import tempfile
+import types
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from transformers import Qwen2Config, conversion_mapping
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import gpu_check, gpu_memory
+
+TINY = (64, 128, 2, 2, 1, 512)  # as gpu_memory.SIZES: width, MLP, layers, heads, KV heads, vocabulary
+GIB = 2**30
+aten = torch.ops.aten
+
+
+def as_on_gpu():
+    """algos/grpo.py, a copy in which every tensor says that it is on a GPU."""
+    file = ROOT / "algos/grpo.py"
+    module = types.ModuleType("grpo_as_on_gpu")
+    sys.modules[module.__name__] = module  # dataclasses look there
+    module.__file__ = str(file)
+    source = re.sub(r"\.is_cuda\b", " is not None", file.read_text())
+    exec(compile(source, file, "exec"), module.__dict__)
+    return module
+
+
+grpo = as_on_gpu()
+RECOMPUTE = {x: x for x in get_args(grpo.Args.__annotations__["gradient_checkpointing"])}
+RECOMPUTE = RECOMPUTE or dict(full=True, none=False)
+
+
+@contextmanager
+def world(ranks):
+    """A process group of so many ranks; its collectives send nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    yield dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def make_args(sizes, directory, **flags):
+    """Arguments of grpo.py for a model of these sizes: its directory has a configuration and no weights."""
+    h, mlp, layers, heads, kv_heads, vocabulary = sizes
+    config = dict(hidden_size=h, intermediate_size=mlp, num_hidden_layers=layers, vocab_size=vocabulary)
+    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    Qwen2Config(**config, tie_word_embeddings=False, dtype="bfloat16").save_pretrained(directory)
+    args = grpo.Args(model=directory, train_files=(), output_dir="", compute_dtype="bfloat16", **flags)
+    return grpo.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
+
+
+@contextmanager
+def without_weights():
+    """In this block a model is made as on a rank that gets its weights from rank 0; none come."""
+    rank, load = (
+        patch.object(dist, "get_rank", return_value=1),
+        patch.object(grpo.dcp_state, "set_model_state_dict"),
+    )
+    with rank, load, patch.object(dist, "broadcast"):
+        yield
+
+
+def load(args, mesh):
+    """A sharded model without values; inside a FakeTensorMode."""
+    with without_weights():
+        return grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
+
+
+def load_meta(sizes, **flags):
+    """A model on the meta device, not sharded, in the dtype that it computes in -> the model, arguments."""
+    same = lambda module, **options: module
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        without_weights(),
+        patch.object(grpo, "fully_shard", same),
+    ):
+        args = make_args(sizes, directory, **flags)
+        policy = grpo.load_model(args, None, torch.device("meta"), grpo.add_adapters, grpo.TokenLogps)
+    policy.set_requires_all_reduce = lambda wanted: None  # as FSDP has it
+    return policy.bfloat16(), args
+
+
+def make_row(group, prompt_length, length):
+    """A row as a step has it."""
+    row = dict(group=group, prompt_ids=[group] * prompt_length, prompt_length=prompt_length, length=length)
+    row |= dict(response_ids=np.zeros(length, np.int32), mask_t=np.ones(length, bool))
+    return row | {f"{name}_t": np.zeros(length, np.float32) for name in ("adv", "rollout_logp")}
+
+
+def same_rows(prompts, group, prompt_length, length):
+    """Rows of one shape."""
+    return [make_row(g, prompt_length, length) for g in range(prompts) for _ in range(group)]
+
+
+# ---- micro-batches -----------------------------------------------------------------------------------------
+def gpu_check_rows():
+    """Lengths of gpu_check.py on a GPU, all responses as long as they may be -> rows, limits."""
+    prompts, group, prompt_length, length = gpu_check.WORK[True]
+    rng = random.Random(0)
+    lengths = [int(prompt_length * rng.uniform(0.5, 1.5)) for _ in range(prompts)]
+    rows = [make_row(g, n, length) for g, n in enumerate(lengths) for _ in range(group)]
+    return rows, (2 * prompt_length, length)
+
+
+def long_tail_rows(prompts=64, group=8, median=500, limit=4096):
+    """Log-normal lengths of responses, of which 2 % reach the limit -> rows, limits."""
+    rng, rows = np.random.default_rng(0), []
+    for g in range(prompts):
+        prompt_length = int(rng.integers(64, 512))
+        lengths = np.exp(rng.normal(np.log(median), 1, group)).astype(int).clip(1, limit)
+        rows += [make_row(g, prompt_length, n) for n in lengths.tolist()]
+    return rows, (512, limit)
+
+
+def micro_batches(rows, longest, ranks, budget=8192):
+    """Micro-batches of a rank, the share of their budget that is used, and tokens over the fewest possible.
+
+    longest: limits of prompt and response.
+    """
+    batches, dealer = [], types.SimpleNamespace(packed=True, set_requires_all_reduce=lambda wanted: None)
+    limits = dict(zip(("max_prompt_length", "max_response_length"), longest))
+    limits |= dict(max_tokens_per_microbatch=budget, ppo_mini_batch_size=len(rows), group_size=1)
+    args = grpo.Args(model="", train_files=(), output_dir="", **limits)
+    for rank in range(ranks):
+        with patch.multiple(dist, get_rank=lambda rank=rank: rank, get_world_size=lambda: ranks):
+            [(sequences, _)], _, _ = grpo.deal(rows, True, args)
+        batches.append([part for part, _ in grpo.micro_batches(dealer, sequences, args)])
+    texts = [[(row["prompt_ids"], row["response_ids"]) for row in part] for part in sum(batches, [])]
+    tokens = sum(grpo.one_row(*zip(*part))[0]["input_ids"].numel() for part in texts if part)
+    fewest = sum({row["group"]: row["prompt_length"] for row in rows}.values())
+    fewest += sum(row["length"] for row in rows)
+    number = max(map(len, batches))
+    return number, tokens / (ranks * number * budget), tokens / fewest
+
+
+# ---- FLOPs -------------------------------------------------------------------------------------------------
+def flops_a_token(sizes, recompute):
+    """FLOPs of products with weights, over tokens and the weights that each of them meets.
+
+    All tokens meet those of the layers, and the response tokens those of the output layer.
+    """
+    policy, args = load_meta(sizes, gradient_checkpointing=recompute)
+    rows = same_rows(1, 8, 256, 512)
+    count = FlopCounterMode(display=False, custom_mapping={aten.addmm_: addmm_flop.__wrapped__})
+    with count:
+        logps = grpo.token_logps(policy, rows, args)[0]
+        logps.sum().backward()
+    products = {name: n for name, n in count.get_flop_counts()["Global"].items() if "mm" in str(name)}
+    layers = sum(p.numel() for layer in blocks(policy) for p in layer.parameters())
+    tokens = 8 * 512
+    meetings = (256 + tokens) * layers + tokens * policy.lm.get_output_embeddings().weight.numel()
+    return sum(products.values()) / meetings
+
+
+def blocks(policy):
+    return [m for m in policy.modules() if type(m).__name__ in policy.lm._no_split_modules]
+
+
+# ---- operators, copies and waits ---------------------------------------------------------------------------
+class Watch(TorchDispatchMode):
+    """Counts what a GPU's host does: operators on the device, copies to it, and waits for it."""
+
+    WAITS = "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal"
+    NO_WORK = re.compile("(new_)?empty|lift_fresh|_unsafe_view")  # of the device
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
+        tensors = [x for x in args if torch.is_tensor(x)]
+        on_device = [x.is_meta for x in tensors]
+        target = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+        if name in ("_to_copy", "copy_") and target.type == "meta" and not all(on_device):
+            waits = not (kwargs.get("non_blocking") or args[2:] == (True,))
+            self.counts.update(copies=1, pageable=waits)
+        elif any(on_device) and name == "_to_copy" and target.type == "cpu":
+            self.counts["waits"] += 1
+            return torch.zeros(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype)
+        elif any(on_device) and name in self.WAITS:
+            self.counts["waits"] += 1
+            return 1.0 if name == "_local_scalar_dense" else func(*args, **kwargs)
+        elif target.type == "meta" and not func.is_view and not self.NO_WORK.match(name):
+            self.counts["operators"] += 1
+        return func(*args, **kwargs)
+
+
+def count_update(layers, prompts, recompute):
+    """Counts of one update of `prompts` groups, and the number of its micro-batches."""
+    sizes = (*TINY[:2], layers, *TINY[3:])
+    policy, args = load_meta(sizes, gradient_checkpointing=recompute, max_tokens_per_microbatch=512)
+    args.group_size, args.ppo_mini_batch_size = 4, prompts
+    mini_batches, _, _ = grpo.deal(same_rows(prompts, 4, 64, 16), policy.packed, args)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-6)
+    whole = patch.object(torch.Tensor, "full_tensor", lambda x: x, create=True)  # as a DTensor has it
+    passes = patch.object(grpo, "token_logps", wraps=grpo.token_logps)
+    with whole, passes as calls, Watch() as watch:
+        grpo.update_actor(policy, optimizer, mini_batches, args)
+    return watch.counts, calls.call_count
+
+
+def update_costs(recompute):
+    """-> what a micro-batch costs, what an optimizer step costs in addition, operators of a layer in each."""
+    (few, n), (more, m), (deep, _) = (count_update(*size, recompute) for size in ((2, 8), (2, 16), (4, 16)))
+    kinds = "operators", "copies", "pageable", "waits"
+    each = {kind: (more[kind] - few[kind]) / (m - n) for kind in kinds}
+    step = {kind: few[kind] - n * each[kind] for kind in kinds}
+    return each, step, (deep["operators"] - more["operators"]) / (2 * m)
+
+
+# ---- the sync ----------------------------------------------------------------------------------------------
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # it becomes operators on shards, which come here again
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def sync_costs(sizes):
+    """-> weights that the sampler gets, collectives, and how often the mapping of names is built."""
+    built = patch.object(
+        conversion_mapping,
+        "get_model_conversion_mapping",
+        wraps=conversion_mapping.get_model_conversion_mapping,
+    )
+    with world(2) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tempfile.TemporaryDirectory() as out:
+        policy = load(make_args(sizes, out), mesh)
+        with built as calls, Collectives() as collectives:
+            weights = sum(1 for _ in grpo.whole_weights(policy.lm, torch.bfloat16))
+        return weights, sum(collectives.counts.values()), calls.call_count
+
+
+# ---- compiled blocks ---------------------------------------------------------------------------------------
+def compilations(recompute, layers=2):
+    """Compilations of the blocks' forward over micro-batches of several shapes; an error at a graph break."""
+    policy, args = load_meta((*TINY[:2], layers, *TINY[3:]), gradient_checkpointing=recompute)
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    with torch._dynamo.config.patch(disable=False):
+        for block in blocks(policy):
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, dynamic=True)
+        for shape in ((2, 4, 20, 30), (3, 4, 31, 17), (4, 1, 50, 9), (1, 7, 9, 40)):
+            grpo.token_logps(policy, same_rows(*shape), args)[0].sum().backward()
+    torch._dynamo.reset()
+    return backend.frame_count
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+def on_gpu_memory(sizes, ranks, recompute, tokens=8192):
+    """GiB of a rank at rest, and at the peak of an update in which gradients are already there.
+
+    The blocks are alike, so the peaks of three and four layers give that of all: the end of the forward
+    pass and the backward pass of a block grow with the layers, what comes after them does not.
+    """
+    moments = [count_memory((*sizes[:2], n, *sizes[3:]), ranks, recompute, tokens) for n in (3, 4)]
+    more = sizes[2] - 4
+    rest, forward, backward, shards = (b + more * (b - a) for a, b in zip(*(m[:4] for m in moments)))
+    after = moments[1][4] + shards - moments[1][3]
+    return rest / GIB, max(forward, backward, after) / GIB
+
+
+def count_memory(sizes, ranks, recompute, tokens):
+    """Bytes at rest, at the peaks of the forward pass and of a block's backward, of shards, at the peak."""
+    length = tokens // 16
+    rows = same_rows(1, 15, tokens - 15 * length, length)
+    with (
+        world(ranks) as mesh,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        tempfile.TemporaryDirectory() as out,
+    ):
+        args = make_args(sizes, out, gradient_checkpointing=recompute, max_tokens_per_microbatch=tokens)
+        policy = load(args, mesh)
+        optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+        for p in policy.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        tracker = FSDPMemTracker(policy, optimizer)
+        with tracker:
+            grpo.token_logps(policy, rows, args)[0].sum().backward()
+        peaks, end = {}, of_device(tracker.get_tracker_snapshot("current"))
+        for module, stats in tracker.memory_tracking.items():
+            for moment, snapshots in stats.snapshots.items():
+                totals = [of_device(snapshot)["Total"] for snapshot in snapshots]
+                peaks.setdefault((module is policy, moment.name), []).append(max(totals))
+        peak = of_device(tracker.get_tracker_snapshot("peak"))["Total"]
+    shards = sum(n for kind, n in end.items() if kind != "Total")
+    gradients = end[kind_of(end, "SHARDED_GRAD")]
+    forward, backward = max(peaks[True, "PEAK_FW"]), max(peaks[False, "PEAK_BW"])
+    return shards - gradients, forward, backward, shards, peak
+
+
+def of_device(snapshot):
+    [bytes_by_kind] = snapshot.values()
+    return bytes_by_kind
+
+
+def kind_of(snapshot, name):
+    [kind] = [kind for kind in snapshot if getattr(kind, "name", "") == name]
+    return kind
+
+
+# ---- the table ---------------------------------------------------------------------------------------------
+def lines():
+    """What is counted, and its value, one after another."""
+    size = gpu_memory.SIZES["7B"]
+    with world(1):
+        for name, rows in {"gpu_check's lengths": gpu_check_rows, "a long tail": long_tail_rows}.items():
+            for ranks in (1, 8):
+                number, fill, more = micro_batches(*rows(), ranks)
+                words = f"{number}, {fill:.0%} full, {more:.2f} x the fewest tokens"
+                yield f"micro-batches of a GPU, {name}, {ranks} GPUs", words
+        for name, recompute in RECOMPUTE.items():
+            yield f"FLOPs a token over N, 7B, recompute {name}", f"{flops_a_token(size, recompute):.2f}"
+        for name, recompute in RECOMPUTE.items():
+            each, step, layer = update_costs(recompute)
+            yield f"operators a layer and micro-batch, recompute {name}", f"{layer:.0f}"
+        yield "operators a micro-batch besides its layers", f"{each['operators'] - 2 * layer:.0f}"
+        yield "copies to the GPU a micro-batch", f"{each['copies']:.0f}, {each['pageable']:.0f} of them wait"
+        yield "other waits for the GPU: a micro-batch, a step", f"{each['waits']:.0f}, {step['waits']:.0f}"
+        for name, recompute in RECOMPUTE.items():
+            yield f"compilations of a block, no graph break, recompute {name}", str(compilations(recompute))
+    weights, collectives, built = sync_costs(size)
+    yield "a sync of 7B: weights, collectives, mappings of names", f"{weights}, {collectives}, {built}"
+    [default] = (name for name, flag in RECOMPUTE.items() if flag == grpo.Args.gradient_checkpointing)
+    sizes = [(name, ranks, default) for name in ("7B", "14B", "32B") for ranks in (1, 8, 16)]
+    for name, ranks, recompute in sizes + [("32B", 16, kind) for kind in RECOMPUTE if kind != default]:
+        rest, peak = on_gpu_memory(gpu_memory.SIZES[name], ranks, RECOMPUTE[recompute])
+        formula = gpu_memory.memory(gpu_memory.qwen2(name), ranks)
+        words = f"{rest:.1f}, {peak:.1f}; by gpu_memory.py {formula[0]:.1f}, {formula[1]:.1f}"
+        yield f"GiB at rest and in an update, {name}, {ranks} GPUs, recompute {recompute}", words
+
+
+def main():
+    print("| Counted | Value |\n|---|---|")
+    for line in lines():
+        print(f"| {' | '.join(line)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
