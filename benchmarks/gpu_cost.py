@@ -7,13 +7,12 @@ Memory is counted by FSDP's own tracker, on fake tensors of as many ranks as are
 Docs: docs/results/gpu.md
 """
 
-import gc
 import random
 import re
 import sys
 import tempfile
 import types
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
@@ -60,9 +59,10 @@ RECOMPUTE = RECOMPUTE or dict(full=True, none=False)
 def world(ranks):
     """A process group of so many ranks; its collectives send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    yield dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-    dist.destroy_process_group()
-    gc.collect()
+    try:
+        yield dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
 
 
 def make_args(sizes, directory, **flags):
@@ -78,11 +78,9 @@ def make_args(sizes, directory, **flags):
 @contextmanager
 def without_weights():
     """In this block a model is made as on a rank that gets its weights from rank 0; none come."""
-    rank, load = (
-        patch.object(dist, "get_rank", return_value=1),
-        patch.object(grpo.dcp_state, "set_model_state_dict"),
-    )
-    with rank, load, patch.object(dist, "broadcast"):
+    nothing = lambda *values, **options: None
+    ranks = patch.multiple(dist, get_rank=lambda: 1, broadcast=nothing)
+    with ranks, patch.object(grpo.dcp_state, "set_model_state_dict", nothing):
         yield
 
 
@@ -282,18 +280,16 @@ def compilations(recompute, layers=2):
 def on_gpu_memory(sizes, ranks, recompute, tokens=8192):
     """GiB of a rank at rest, and at the peak of an update in which gradients are already there.
 
-    The blocks are alike, so the peaks of three and four layers give that of all: the end of the forward
-    pass and the backward pass of a block grow with the layers, what comes after them does not.
+    The blocks are alike, so three and four of them give the memory of all. Which moment has the peak may
+    change with their number: the end of the forward pass, the backward pass of a block, or what follows.
     """
-    moments = [count_memory((*sizes[:2], n, *sizes[3:]), ranks, recompute, tokens) for n in (3, 4)]
-    more = sizes[2] - 4
-    rest, forward, backward, shards = (b + more * (b - a) for a, b in zip(*(m[:4] for m in moments)))
-    after = moments[1][4] + shards - moments[1][3]
-    return rest / GIB, max(forward, backward, after) / GIB
+    three, four = (count_memory((*sizes[:2], n, *sizes[3:]), ranks, recompute, tokens) for n in (3, 4))
+    rest, *peaks = (b + (sizes[2] - 4) * (b - a) for a, b in zip(three, four))
+    return rest / GIB, max(peaks) / GIB
 
 
 def count_memory(sizes, ranks, recompute, tokens):
-    """Bytes at rest, at the peaks of the forward pass and of a block's backward, of shards, at the peak."""
+    """Bytes at rest, and at the peaks of the forward pass, of a block's backward pass and of all."""
     length = tokens // 16
     rows = same_rows(1, 15, tokens - 15 * length, length)
     with (
@@ -310,26 +306,21 @@ def count_memory(sizes, ranks, recompute, tokens):
         tracker = FSDPMemTracker(policy, optimizer)
         with tracker:
             grpo.token_logps(policy, rows, args)[0].sum().backward()
-        peaks, end = {}, of_device(tracker.get_tracker_snapshot("current"))
+        peaks = defaultdict(int)
         for module, stats in tracker.memory_tracking.items():
             for moment, snapshots in stats.snapshots.items():
-                totals = [of_device(snapshot)["Total"] for snapshot in snapshots]
-                peaks.setdefault((module is policy, moment.name), []).append(max(totals))
-        peak = of_device(tracker.get_tracker_snapshot("peak"))["Total"]
-    shards = sum(n for kind, n in end.items() if kind != "Total")
-    gradients = end[kind_of(end, "SHARDED_GRAD")]
-    forward, backward = max(peaks[True, "PEAK_FW"]), max(peaks[False, "PEAK_BW"])
-    return shards - gradients, forward, backward, shards, peak
+                peak = max(of_device(snapshot)["Total"] for snapshot in snapshots)
+                peaks[module is policy, moment.name] = max(peaks[module is policy, moment.name], peak)
+        end = {str(kind): n for kind, n in of_device(tracker.get_tracker_snapshot("current")).items()}
+        whole = of_device(tracker.get_tracker_snapshot("peak"))["Total"]
+    rest = end["Total"] - end["_FSDPRefType.SHARDED_GRAD"]
+    return rest, peaks[True, "PEAK_FW"], peaks[False, "PEAK_BW"], whole
 
 
 def of_device(snapshot):
+    """A snapshot of FSDPMemTracker has bytes by device; there is one."""
     [bytes_by_kind] = snapshot.values()
     return bytes_by_kind
-
-
-def kind_of(snapshot, name):
-    [kind] = [kind for kind in snapshot if getattr(kind, "name", "") == name]
-    return kind
 
 
 # ---- the table ---------------------------------------------------------------------------------------------

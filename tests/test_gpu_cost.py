@@ -1,0 +1,90 @@
+"""What benchmarks/gpu_cost.py counts: its instruments on cases with known counts, and limits of grpo.py."""
+
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+import gpu_cost
+from gpu_cost import RECOMPUTE, TINY
+
+SMALL = (256, 512, 2, 4, 2, 1024)
+
+
+@pytest.fixture
+def one_rank():
+    with gpu_cost.world(1):
+        yield
+
+
+def test_micro_batches_are_full(one_rank):
+    for rows, least in ((gpu_cost.gpu_check_rows, 0.85), (gpu_cost.long_tail_rows, 0.9)):
+        _, fill, more = gpu_cost.micro_batches(*rows(), 1)
+        assert least <= fill <= 1 <= more < 1.2, rows.__name__
+        _, fill, _ = gpu_cost.micro_batches(*rows(), 8)
+        assert fill > 0.7, rows.__name__
+
+
+def test_fill_by_hand(one_rank):
+    """Two prompts of 10 tokens, two responses of 15 to each: 80 tokens, and a budget of 160."""
+    rows = gpu_cost.same_rows(2, 2, 10, 15)
+    number, fill, more = gpu_cost.micro_batches(rows, (10, 15), 1, budget=160)
+    assert (number, fill, more) == (1, 0.5, 1.0)
+
+
+def test_flops(one_rank):
+    """6 a weight and token; recomputed: 8, but the last product of a layer is not needed again."""
+    found = {name: gpu_cost.flops_a_token(SMALL, kind) for name, kind in RECOMPUTE.items()}
+    h, mlp, *_ = SMALL
+    layer = 2 * h * h + h * h + 3 * h * mlp
+    head = SMALL[-1] * h * 8 * 512 / (256 + 8 * 512)
+    part = 2 * layer / (2 * layer + head)  # of the layers; three of four chunks of logits are made twice
+    assert found["none"] == pytest.approx(6 * part + 7.5 * (1 - part), rel=0.01)
+    again = 2 * (layer - h * mlp) / layer
+    assert found["full"] == pytest.approx(found["none"] + again * part, rel=0.01)
+
+
+def test_what_the_watch_sees():
+    on_host, mask = torch.arange(4.0), torch.ones(4, dtype=torch.bool)
+    with gpu_cost.Watch() as watch:
+        x = on_host.to("meta")
+        on_host.to("meta", non_blocking=True)
+        x.copy_(on_host)
+        (x.view(2, 2) * 2).to(torch.bfloat16)
+        on_host[mask].sum().item()  # of the host alone
+    assert watch.counts == dict(copies=3, pageable=2, operators=2)
+    with gpu_cost.Watch() as watch:
+        x.sum().item(), x.cpu(), x.tolist()
+    assert watch.counts == dict(operators=1, waits=3)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_an_update_does_not_wait(one_rank, recompute):
+    each, _, layer = gpu_cost.update_costs(RECOMPUTE[recompute])
+    assert each["waits"] == 0 < layer and each["copies"] <= 9
+    assert layer < dict(full=180, none=140).get(recompute, 180)
+
+
+def test_a_sync_gathers_each_weight_once():
+    weights, collectives, _ = gpu_cost.sync_costs(TINY)
+    assert weights == collectives == 3 + 2 * 12
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_blocks_compile_whole(one_rank, recompute):
+    assert 1 <= gpu_cost.compilations(RECOMPUTE[recompute]) <= 3
+
+
+def test_memory_of_few_layers_gives_that_of_all():
+    sizes = (*TINY[:2], 7, *TINY[3:])
+    rest, peak = gpu_cost.on_gpu_memory(sizes, 2, RECOMPUTE["full"], tokens=1024)
+    _, *_, counted = direct = gpu_cost.count_memory(sizes, 2, RECOMPUTE["full"], 1024)
+    assert (rest * gpu_cost.GIB, peak * gpu_cost.GIB) == pytest.approx((direct[0], counted))
+
+
+def test_a_32b_model_fits_16_gpus():
+    rest, peak = gpu_cost.on_gpu_memory(gpu_cost.gpu_memory.SIZES["32B"], 16, RECOMPUTE["full"])
+    formula = gpu_cost.gpu_memory.memory(gpu_cost.gpu_memory.qwen2("32B"), 16)
+    assert rest == pytest.approx(formula[0], rel=0.01) and 0.75 * formula[1] < peak <= formula[1] < 76
