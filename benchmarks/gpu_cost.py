@@ -14,6 +14,7 @@ import tempfile
 import types
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import get_args
 from unittest.mock import patch
@@ -33,6 +34,7 @@ from transformers import Qwen2Config, conversion_mapping
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import gpu_check, gpu_memory
+from common import families
 
 TINY = (64, 128, 2, 2, 1, 512)  # as gpu_memory.SIZES: width, MLP, layers, heads, KV heads, vocabulary
 GIB = 2**30
@@ -51,8 +53,7 @@ def as_on_gpu():
 
 
 grpo = as_on_gpu()
-RECOMPUTE = {x: x for x in get_args(grpo.Args.__annotations__["gradient_checkpointing"])}
-RECOMPUTE = RECOMPUTE or dict(full=True, none=False)
+RECOMPUTE = get_args(grpo.Args.__annotations__["gradient_checkpointing"])
 
 
 @contextmanager
@@ -249,27 +250,26 @@ class Collectives(TorchDispatchMode):
 
 def sync_costs(sizes):
     """-> weights that the sampler gets, collectives, and how often the mapping of names is built."""
-    built = patch.object(
-        conversion_mapping,
-        "get_model_conversion_mapping",
-        wraps=conversion_mapping.get_model_conversion_mapping,
+    build = conversion_mapping.get_model_conversion_mapping
+    by_us, by_transformers = (
+        patch.object(module, build.__name__, wraps=build) for module in (families, conversion_mapping)
     )
     with world(2) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tempfile.TemporaryDirectory() as out:
         policy = load(make_args(sizes, out), mesh)
-        with built as calls, Collectives() as collectives:
+        with by_us as ours, by_transformers as theirs, Collectives() as collectives:
             weights = sum(1 for _ in grpo.whole_weights(policy.lm, torch.bfloat16))
-        return weights, sum(collectives.counts.values()), calls.call_count
+        return weights, sum(collectives.counts.values()), ours.call_count + theirs.call_count
 
 
 # ---- compiled blocks ---------------------------------------------------------------------------------------
 def compilations(recompute, layers=2):
-    """Compilations of the blocks' forward over micro-batches of several shapes; an error at a graph break."""
-    policy, args = load_meta((*TINY[:2], layers, *TINY[3:]), gradient_checkpointing=recompute)
+    """Compilations of the layers over micro-batches of several shapes; an error at a graph break."""
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    with torch._dynamo.config.patch(disable=False):
-        for block in blocks(policy):
-            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, dynamic=True)
+    prepared = patch.object(grpo, "prepare_layers", partial(grpo.prepare_layers, backend=backend))
+    with prepared, torch._dynamo.config.patch(disable=False):
+        sizes = (*TINY[:2], layers, *TINY[3:])
+        policy, args = load_meta(sizes, gradient_checkpointing=recompute, compile=True)
         for shape in ((2, 4, 20, 30), (3, 4, 31, 17), (4, 1, 50, 9), (1, 7, 9, 40)):
             grpo.token_logps(policy, same_rows(*shape), args)[0].sum().backward()
     torch._dynamo.reset()
@@ -333,22 +333,25 @@ def lines():
                 number, fill, more = micro_batches(*rows(), ranks)
                 words = f"{number}, {fill:.0%} full, {more:.2f} x the fewest tokens"
                 yield f"micro-batches of a GPU, {name}, {ranks} GPUs", words
-        for name, recompute in RECOMPUTE.items():
-            yield f"FLOPs a token over N, 7B, recompute {name}", f"{flops_a_token(size, recompute):.2f}"
-        for name, recompute in RECOMPUTE.items():
+        for recompute in RECOMPUTE:
+            yield f"FLOPs a token over N, 7B, recompute {recompute}", f"{flops_a_token(size, recompute):.2f}"
+        for recompute in RECOMPUTE:
             each, step, layer = update_costs(recompute)
-            yield f"operators a layer and micro-batch, recompute {name}", f"{layer:.0f}"
+            yield f"operators a layer and micro-batch, recompute {recompute}", f"{layer:.0f}"
         yield "operators a micro-batch besides its layers", f"{each['operators'] - 2 * layer:.0f}"
         yield "copies to the GPU a micro-batch", f"{each['copies']:.0f}, {each['pageable']:.0f} of them wait"
         yield "other waits for the GPU: a micro-batch, a step", f"{each['waits']:.0f}, {step['waits']:.0f}"
-        for name, recompute in RECOMPUTE.items():
-            yield f"compilations of a block, no graph break, recompute {name}", str(compilations(recompute))
+        for recompute in RECOMPUTE:
+            yield (
+                f"compilations of a block, no graph break, recompute {recompute}",
+                str(compilations(recompute)),
+            )
     weights, collectives, built = sync_costs(size)
     yield "a sync of 7B: weights, collectives, mappings of names", f"{weights}, {collectives}, {built}"
-    [default] = (name for name, flag in RECOMPUTE.items() if flag == grpo.Args.gradient_checkpointing)
+    default = grpo.Args.gradient_checkpointing
     sizes = [(name, ranks, default) for name in ("7B", "14B", "32B") for ranks in (1, 8, 16)]
     for name, ranks, recompute in sizes + [("32B", 16, kind) for kind in RECOMPUTE if kind != default]:
-        rest, peak = on_gpu_memory(gpu_memory.SIZES[name], ranks, RECOMPUTE[recompute])
+        rest, peak = on_gpu_memory(gpu_memory.SIZES[name], ranks, recompute)
         formula = gpu_memory.memory(gpu_memory.qwen2(name), ranks)
         words = f"{rest:.1f}, {peak:.1f}; by gpu_memory.py {formula[0]:.1f}, {formula[1]:.1f}"
         yield f"GiB at rest and in an update, {name}, {ranks} GPUs, recompute {recompute}", words
