@@ -1,6 +1,6 @@
 BIN := .venv/bin
 
-.PHONY: test quick demo demo-smollm2 demo-agent demo-images gpu-check bench lint fix-copies
+.PHONY: test quick demo demo-smollm2 demo-agent demo-images gpu-check gpu-bench bench lint fix-copies
 
 # pip changes .venv one call at a time
 .NOTPARALLEL:
@@ -46,6 +46,10 @@ demo-images: .venv/installed
 # what could go wrong on GPUs, as a table; on a CPU the same with a tiny model, in about two minutes
 gpu-check: .venv/installed
 	$(BIN)/python benchmarks/gpu_check.py
+
+# how fast each part is on one GPU, in ten and a half minutes; on a CPU in one, with a tiny model
+gpu-bench: .venv/installed
+	$(BIN)/python benchmarks/gpu_bench.py
 
 # by hand, on a quiet machine: the figures of docs/results/speed.md
 bench: .venv/installed-extra .venv/installed-bench

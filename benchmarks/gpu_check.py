@@ -200,20 +200,28 @@ def versions(cuda):
 
 def write_model(config, out):
     """Random weights with a tokenizer of characters."""
+    if config != "tiny":
+        return write_random(SIZES[config], out, tied=config in TIED)
     logging.disable_progress_bar()
     tokenizer = tiny_model.make_tokenizer()
-    if config == "tiny":
-        model = tiny_model.make_model(tiny_model.Args(), tokenizer)
-    else:
-        h, mlp, layers, heads, kv_heads, vocabulary = SIZES[config]
-        sizes = dict(hidden_size=h, intermediate_size=mlp, num_hidden_layers=layers, vocab_size=vocabulary)
-        sizes |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, rope_theta=1e6)
-        ends = dict(
-            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-        )
-        sizes = Qwen2Config(**sizes, **ends, tie_word_embeddings=config in TIED)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)
+    tiny_model.make_model(tiny_model.Args(), tokenizer).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def write_random(sizes, out, tied=False, device="cpu"):
+    """A Qwen2 of these sizes, made on a device, with a tokenizer of characters."""
+    logging.disable_progress_bar()
+    tokenizer = tiny_model.make_tokenizer()
+    h, mlp, layers, heads, kv_heads, vocabulary = sizes
+    config = dict(hidden_size=h, intermediate_size=mlp, num_hidden_layers=layers, vocab_size=vocabulary)
+    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, rope_theta=1e6)
+    config |= dict(
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = Qwen2Config(**config, tie_word_embeddings=tied)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
