@@ -43,6 +43,7 @@ def test_flops(one_rank):
     part = 2 * layer / (2 * layer + head)  # of the layers; three of four chunks of logits are made twice
     assert found["none"] == pytest.approx(6 * part + 7.5 * (1 - part), rel=0.01)
     again = 2 * (layer - h * mlp) / layer
+    assert found["selective"] == pytest.approx(found["none"], rel=0.01)
     assert found["full"] == pytest.approx(found["none"] + again * part, rel=0.01)
 
 
@@ -50,11 +51,12 @@ def test_what_the_watch_sees():
     on_host, mask = torch.arange(4.0), torch.ones(4, dtype=torch.bool)
     with gpu_cost.Watch() as watch:
         x = on_host.to("meta")
-        on_host.to("meta", non_blocking=True)
+        on_host.clone().to("meta", non_blocking=True)  # nothing is pinned
+        gpu_cost.grpo.send(on_host.clone(), "meta")
         x.copy_(on_host)
         (x.view(2, 2) * 2).to(torch.bfloat16)
         on_host[mask].sum().item()  # of the host alone
-    assert watch.counts == dict(copies=3, pageable=2, operators=2)
+    assert watch.counts == dict(copies=4, pageable=3, operators=2)
     with gpu_cost.Watch() as watch:
         x.sum().item(), x.cpu(), x.tolist()
     assert watch.counts == dict(operators=1, waits=3)
@@ -63,17 +65,18 @@ def test_what_the_watch_sees():
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_an_update_does_not_wait(one_rank, recompute):
     each, _, layer = gpu_cost.update_costs(recompute)
-    assert each["waits"] == 0 < layer and each["copies"] <= 9
+    assert each["waits"] == each["pageable"] == 0 < layer and each["copies"] <= 9
     assert layer < dict(full=180, none=140).get(recompute, 180)
 
 
 def test_a_sync_gathers_each_weight_once():
-    weights, collectives, _ = gpu_cost.sync_costs(TINY)
-    assert weights == collectives == 3 + 2 * 12
+    weights, collectives, mappings = gpu_cost.sync_costs(TINY)
+    assert weights == collectives == 3 + 2 * 12 and mappings == 1
 
 
 def test_layers_compile_whole(one_rank):
-    assert 1 <= gpu_cost.compilations("selective") <= 3
+    """One graph where prompts are shared, and one where none are."""
+    assert gpu_cost.compilations("selective") == 2
 
 
 def test_memory_of_few_layers_gives_that_of_all():
