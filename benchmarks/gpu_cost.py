@@ -339,37 +339,39 @@ def of_device(snapshot):
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
+def for_each(count, form):
+    """A count for each kind of recomputation, as words."""
+    return ", ".join(f"{recompute} {count(recompute):{form}}" for recompute in RECOMPUTE)
+
+
 def lines():
     """What is counted, and its value, one after another."""
     size = gpu_memory.SIZES["7B"]
     with world(1):
         for name, rows in {"gpu_check's lengths": gpu_check_rows, "a long tail": long_tail_rows}.items():
-            for ranks in (1, 8):
-                number, fill, more = micro_batches(*rows(), ranks)
-                words = f"{number}, {fill:.0%} full, {more:.2f} x the fewest tokens"
-                yield f"micro-batches of a GPU, {name}, {ranks} GPUs", words
-        for recompute in RECOMPUTE:
-            yield f"FLOPs a token over N, 7B, recompute {recompute}", f"{flops_a_token(size, recompute):.2f}"
-        for recompute in RECOMPUTE:
-            each, step, layer = update_costs(recompute)
-            yield f"operators a layer and micro-batch, recompute {recompute}", f"{layer:.0f}"
+            found = [micro_batches(*rows(), ranks) for ranks in (1, 8)]
+            words = [f"{number}, {fill:.0%} full, {more:.2f}" for number, fill, more in found]
+            yield f"micro-batches and tokens over the fewest, {name}, 1 GPU; 8 GPUs", "; ".join(words)
+        yield "FLOPs a token over N, 7B", for_each(partial(flops_a_token, size), ".2f")
+        costs = {recompute: update_costs(recompute) for recompute in RECOMPUTE}
+        each, step, layer = costs["full"]
+        yield "operators a layer and micro-batch", for_each(lambda recompute: costs[recompute][2], ".0f")
         yield "operators a micro-batch besides its layers", f"{each['operators'] - 2 * layer:.0f}"
-        yield "copies to the GPU a micro-batch", f"{each['copies']:.0f}, {each['pageable']:.0f} of them wait"
+        copies = f"{each['copies']:.0f}, of them wait {each['pageable']:.0f}"
+        yield "copies to the GPU a micro-batch", copies
         yield "other waits for the GPU: a micro-batch, a step", f"{each['waits']:.0f}, {step['waits']:.0f}"
-        for recompute in RECOMPUTE:
-            yield (
-                f"compilations of a block, no graph break, recompute {recompute}",
-                str(compilations(recompute)),
-            )
-    weights, collectives, built = sync_costs(size)
-    yield "a sync of 7B: weights, collectives, mappings of names", f"{weights}, {collectives}, {built}"
-    default = grpo.Args.gradient_checkpointing
-    sizes = [(name, ranks, default) for name in ("7B", "14B", "32B") for ranks in (1, 8, 16)]
-    for name, ranks, recompute in sizes + [("32B", 16, kind) for kind in RECOMPUTE if kind != default]:
-        rest, peak = on_gpu_memory(gpu_memory.SIZES[name], ranks, recompute)
-        formula = gpu_memory.memory(gpu_memory.qwen2(name), ranks)
-        words = f"{rest:.1f}, {peak:.1f}; by gpu_memory.py {formula[0]:.1f}, {formula[1]:.1f}"
-        yield f"GiB at rest and in an update, {name}, {ranks} GPUs, recompute {recompute}", words
+        yield "graphs of compiled layers, without a break", for_each(compilations, "d")
+    weights, collectives, mappings = sync_costs(size)
+    yield "a sync of 7B: weights, collectives, mappings of names", f"{weights}, {collectives}, {mappings}"
+    for name in ("7B", "14B", "32B"):
+        words = []
+        for ranks in (1, 8, 16):
+            _, peak = on_gpu_memory(gpu_memory.SIZES[name], ranks, "full")
+            _, formula, _ = gpu_memory.memory(gpu_memory.qwen2(name), ranks)
+            words.append(f"{peak:.1f} ({formula:.1f})")
+        yield f"GiB of {name} in an update (by gpu_memory.py), 1, 8, 16 GPUs", ", ".join(words)
+    peak = lambda recompute: on_gpu_memory(gpu_memory.SIZES["32B"], 16, recompute)[1]
+    yield "GiB of 32B in an update, 16 GPUs", for_each(peak, ".1f")
 
 
 def main():
