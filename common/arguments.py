@@ -19,6 +19,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 gc.set_threshold(50_000)  # with 700 a sixth of the imports' time is a search for garbage in what stays
 atexit.register(gc.freeze)  # the search at Python's end would take a second
 
+MODELS = "model", "critic_model", "reward_model", "teacher"  # flags that name weights
 RANGES = {  # smallest (1e-9: above 0) and largest value, always finite: flags, of a tuple each value
     (1, math.inf): "total_epochs total_steps train_batch_size ppo_mini_batch_size ppo_epochs group_size"
     " val_group_size n_samples batch_size max_prompt_length max_response_length max_length max_turns"
@@ -61,8 +62,9 @@ def parse(args_class, words=None):
     except BrokenPipeError:  # --help | head
         os._exit(0)
     flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
-    if problem := unusable(flags, {field.name: field.default for field in fields(args_class)}):
-        raise SystemExit(1 if rank else f"error: {problem}")
+    problem = unusable(flags, {field.name: field.default for field in fields(args_class)}) or no_model(flags)
+    if problem:  # the first rank of each machine says what it lacks
+        raise SystemExit(1 if int(os.environ.get("LOCAL_RANK", rank)) else f"error: {problem}")
     return flags
 
 
@@ -79,10 +81,8 @@ def in_groups(args_class):
                 sections.setdefault(section, []).append(found[2])
     groups = {}
     for section, names in sections.items():
-        body = dict(__init__=lambda self, **values: vars(self).update(values))
-        body |= dict(
-            __module__=args_class.__module__, __qualname__=args_class.__qualname__
-        )  # for the comments
+        body = dict(__module__=args_class.__module__, __qualname__=args_class.__qualname__)  # for comments
+        body["__init__"] = lambda self, **values: vars(self).update(values)
         group = dataclass(type(args_class.__name__, (args_class,), body), init=False)
         group.__dataclass_fields__ = {name: args_class.__dataclass_fields__[name] for name in names}
         groups[section] = group
@@ -104,3 +104,16 @@ def unusable(values, defaults):
         for name in names.split():
             if values.get(name) != defaults.get(name) and values.get(other) == value:
                 return f"--{name} {values[name]} has no effect with --{other} {value}"
+
+
+def no_model(values, flags=MODELS):
+    """What is wrong with the models of {flag: value}, each a directory or a name of the hub."""
+    for flag in flags:
+        value = values.get(flag) or ()
+        for name in (value,) if isinstance(value, str) else value:
+            from huggingface_hub import HfApi, try_to_load_from_cache  # takes 0.5 s
+
+            try:
+                os.path.isdir(name) or try_to_load_from_cache(name, "config.json") or HfApi().model_info(name)
+            except Exception as error:  # of its client, or of the network
+                return f"--{flag} {name}: no directory here, and none on the hub ({type(error).__name__})"

@@ -17,16 +17,11 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import cached_file
 
@@ -171,8 +166,7 @@ def from_files(auto, model, **changes):
         from compressed_tensors.quantization import QuantizationMetadata
 
         lm.apply(QuantizationMetadata.clear_quantization)  # scales
-    tied = lm.get_expanded_tied_weights_keys(all_submodels=True)
-    if len(lm.all_tied_weights_keys) < len(tied):
+    if len(lm.all_tied_weights_keys) < len(lm.get_expanded_tied_weights_keys(all_submodels=True)):
         lm.config.tie_word_embeddings = False
     return lm
 

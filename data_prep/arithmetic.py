@@ -22,8 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
+from data_prep.lib.prepare import run
 from data_prep.lib.schema import write_parquet
 
 STEPS = {"+1": (1, 1), "-1": (1, -1), "*2": (2, 0)}  # of last_digit: factor, then summand
@@ -169,7 +168,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except ValueError as error:
-        sys.exit(f"arithmetic.py: {error}")
+    run(main, Args)

@@ -22,6 +22,7 @@ import tyro
 from rich.console import Console
 from rich.pretty import Pretty
 
+from common.arguments import no_model
 from data_prep.lib.chats import plain_rows
 from data_prep.lib.prepare import prompt_key, repeated_prompts, run
 from data_prep.lib.schema import KINDS, check_row
@@ -48,6 +49,8 @@ def read(path):
     """Kind and rows of a file; ValueError if there are none."""
     try:
         rows = plain_rows(pq.read_table(path))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; write it with a script of data_prep/") from None
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: not a parquet file; make one with write_parquet ({reason})") from None
@@ -109,6 +112,8 @@ def main(args):
     tokenizer, prompts, valid = None, {}, True
     if not args.tokenizer and (args.chat_template or args.chat_template_kwargs != "{}"):
         raise ValueError("--chat_template and --chat_template_kwargs need --tokenizer, which they are for")
+    if problem := no_model(vars(args), ["tokenizer"]):
+        raise ValueError(problem)
     if args.tokenizer:
         from transformers import AutoTokenizer  # slow to import
 

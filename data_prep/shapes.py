@@ -19,9 +19,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
-import tyro
 from PIL import Image, ImageDraw
 
+from data_prep.lib.prepare import run
 from data_prep.lib.schema import write_parquet
 
 COLORS, KINDS = ("red", "green", "blue", "yellow", "purple", "black"), ("circle", "square", "triangle")
@@ -113,7 +113,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except ValueError as error:
-        sys.exit(f"shapes.py: {error}")
+    run(main, Args)

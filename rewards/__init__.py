@@ -120,6 +120,8 @@ def load_from(spec, flag):
     if not file or not name:
         raise ValueError(f"{flag} {spec}: write it as FILE.py:NAME")
     path = Path(file).expanduser().resolve()
+    if not path.exists():
+        raise ValueError(f"{flag} {spec}: no such file, {path}")
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"{flag} {spec}: {path} is not a Python file")
     folder = f"{zlib.crc32(os.fsencode(path.parent)):08x}"  # two folders may have files of one name

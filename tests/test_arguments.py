@@ -7,13 +7,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import tyro
 from conftest import ROOT
 
-from common.arguments import IDLE, RANGES, parse, unusable
+from common.arguments import IDLE, MODELS, RANGES, no_model, parse, unusable
 from common.metrics import data_sheet_speed
 from common.run import Logger, open_run, open_tracker, ranks_on
 from data_prep.lib.images import load_processor
@@ -119,11 +120,43 @@ def test_help_says_something_of_each_flag(script):
     assert re.findall(r"^╭─ (\w+) options", out, re.MULTILINE) == groups
 
 
-def test_a_help_that_nobody_reads_to_its_end():
+@pytest.mark.parametrize("script", ("algos/eval.py", "data_prep/gsm8k.py", "data_prep/arithmetic.py"))
+def test_a_help_that_nobody_reads_to_its_end(script):
     """`--help | head`: no traceback."""
-    command = f"{sys.executable} {ROOT}/algos/eval.py --help | head -n 1"
+    command = f"{sys.executable} -u {ROOT}/{script} --help | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
     assert done.stdout.startswith("usage: ") and not done.stderr and done.returncode == 0
+
+
+@pytest.mark.parametrize("flag", MODELS)
+@pytest.mark.parametrize("name", ("models/none", "/no/such/place", "a b", "runs/one/two/three"))
+def test_a_model_that_is_nowhere(flag, name, monkeypatch):
+    """One line that names it, at once: there are no further tries where the hub is out of reach."""
+    from huggingface_hub import HfApi
+
+    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=ConnectionError))
+    for value in (name, (str(ROOT), name)):
+        line = no_model({flag: value})
+        assert line.startswith(f"--{flag} {name}: no directory here, and none on the hub (")
+        assert "\n" not in line
+    assert no_model({flag: str(ROOT), "model": "", "teacher": ()}) is None
+    monkeypatch.setattr(HfApi, "model_info", Mock())
+    assert (no_model({flag: name}) is None) is (name == "models/none")
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if "model" in flags_of(name)])
+def test_a_missing_model_is_answered_before_libraries_are_loaded(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = {"quantize.py": ("models/none", "b"), "generate.py": ("--data", "a", "--output", "b")}.get(
+        script, ("--train_files", "a", "--output_dir", str(tmp_path))
+    )
+    words += {"agent.py": ("--env", "a"), "distill.py": ("--teacher", "a")}.get(script, ())
+    words += () if script == "quantize.py" else ("--model", "models/none")
+    out, _ = answer(script, *words)
+    assert (
+        out
+        == "error: --model models/none: no directory here, and none on the hub (OfflineModeIsEnabled) []\n"
+    )
 
 
 @dataclass(kw_only=True)

@@ -626,7 +626,7 @@ def test_load_env(file, tmp_path):
     assert issubclass(load_env(f"{file}:TOOLS"), ToolEnv)
     for spec, what in (
         (str(file), "FILE.py:NAME"),
-        (f"{tmp_path}/none.py:Env", "is not a Python file"),
+        (f"{tmp_path}/none.py:Env", "no such file"),
         (f"{tmp_path}:Env", "is not a Python file"),
         (f"{file}:Gone", "defines no 'Gone'"),
         (f"{file}:Nothing", "'Nothing' is no class with `step`"),

@@ -187,7 +187,8 @@ def test_load_reward_fn(tmp_path):
     assert manager.score([row]) == [{"score": 4.0, "seen": True}]
     for spec, what in (
         (str(file), "FILE.py:NAME"),
-        (f"{tmp_path}/none.py:length", "not a Python file"),
+        (f"{tmp_path}/none.py:length", "no such file"),
+        (f"{tmp_path}:length", "not a Python file"),
         (f"{file}:absent", "'absent'"),
         (f"{file}:number", "int"),
         (f"{tmp_path / 'broken.py'}:f", "ZeroDivisionError"),

@@ -1,6 +1,7 @@
 """What the scripts of this directory share: their flags, and the way of the rows from a source to parquet."""
 
 import itertools
+import os
 import random
 import sys
 from collections import Counter
@@ -35,10 +36,12 @@ class Args:
 
 
 def run(main, args_class):
-    """Run a script; a ValueError becomes one line."""
+    """Run a script; a ValueError becomes one line, and `SCRIPT ... | head` ends it without one."""
     sys.set_int_max_str_digits(0)  # tests of programs have integers of more than Python's 4,300 digits
     try:
         main(tyro.cli(args_class))
+    except BrokenPipeError:
+        os._exit(0)
     except ValueError as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
