@@ -17,7 +17,10 @@ from string import ascii_uppercase
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import parse
+try:
+    from common.arguments import parse
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
 
 @dataclass

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import parse
+try:
+    from common.arguments import parse
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
+
+import tyro
 
 
 @dataclass

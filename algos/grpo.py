@@ -28,7 +28,10 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import parse
+try:
+    from common.arguments import parse
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.

@@ -22,12 +22,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+try:
+    from common.arguments import parse
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
+
 import jinja2
 import numpy as np
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import parse
 from common.files import replacing
 
 LIMIT = 5_900_000  # bytes of the HTML file; rollouts get what the other parts leave

@@ -26,7 +26,10 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import parse
+try:
+    from common.arguments import parse
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
 # Shapes: N pairs, L conversations, T tokens, H hidden size. A suffix names the axes (chosen_n).
 # A row is a dict of one pair: token ids of both conversations, and its margin.

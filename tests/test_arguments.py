@@ -128,6 +128,15 @@ def test_a_help_that_nobody_reads_to_its_end(script):
     assert done.stdout.startswith("usage: ") and not done.stderr and done.returncode == 0
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_copy_elsewhere_says_what_it_needs(script, tmp_path):
+    """Without the packages of site-packages, where somebody may have installed this repository."""
+    (tmp_path / script).write_text((ROOT / "algos" / script).read_text())
+    done = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, cwd=tmp_path)
+    needs = "activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY"
+    assert (done.returncode, done.stderr) == (1, f"error: No module named 'common': {needs}\n")
+
+
 @pytest.mark.parametrize("flag", MODELS)
 @pytest.mark.parametrize("name", ("models/none", "/no/such/place", "a b", "runs/one/two/three"))
 def test_a_model_that_is_nowhere(flag, name, monkeypatch):
