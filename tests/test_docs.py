@@ -193,3 +193,14 @@ def test_links(page):
 def test_tests_that_are_named_exist(page):
     for file, name in re.findall(r"(test_\w+\.py)::(test_\w+)", page.read_text()):
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
+
+
+def test_the_table_of_papers_is_complete():
+    """Each paper that a trainer or a page of an algorithm names has its row in algorithms/README.md."""
+    number, pages = re.compile(r"\b\d{4}\.\d{5}\b"), ROOT / "docs/algorithms"
+    table = (pages / "README.md").read_text().partition("## Papers")[2].partition("\n## ")[0]
+    named = {*pages.glob("*.md"), *(ROOT / "algos").glob("*.py")} - {pages / "README.md"}
+    assert set(number.findall("".join(path.read_text() for path in named))) <= set(number.findall(table))
+    for row in re.findall(r"^\| .*", table, re.MULTILINE)[1:]:
+        [test] = re.findall(r"`(test_\w+\.py)", row)
+        assert (ROOT / "tests" / test).is_file(), row
