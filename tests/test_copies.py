@@ -234,7 +234,8 @@ def test_arguments_of_one_name_have_one_type():
                 within(name, len(flags), "flags", LIMITS[name][2])
                 for flag in flags:
                     kind = ast.unparse(flag.annotation).removesuffix(" | None")
-                    assert seen.setdefault(flag.target.id, kind) == kind, f"--{flag.target.id} of {name}"
+                    other = seen.setdefault(flag.target.id, kind)
+                    assert other == kind, f"--{flag.target.id} of {name} takes {kind}, elsewhere {other}"
                 assert seen.setdefault("__post_init__", ast.unparse(post_init)) == ast.unparse(post_init)
 
 
@@ -260,9 +261,10 @@ def test_lines_are_short(name):
 
 def test_equations_are_tagged_in_code_and_docs():
     for name in ("sft", "rm", "dpo", "grpo", "dapo", "ppo", "agent", "distill", "eval", "quantize"):
-        page = (DOCS / PAGES.get(name, f"algorithms/{name}.md")).read_text()
+        page = DOCS / PAGES.get(name, f"algorithms/{name}.md")
         tags = set(re.findall(r"# eq: ((?!lora|sequence)[\w.]+)", (ALGOS / f"{name}.py").read_text()))
-        assert tags and tags == set(re.findall(rf"`(?:# eq: )?((?:{name}|grpo)\.(?!py)\w+)`", page)), name
+        said = set(re.findall(rf"`(?:# eq: )?((?:{name}|grpo)\.(?!py)\w+)`", page.read_text()))
+        assert tags and tags == said, f"add or remove in {name}.py or {page}: {', '.join(tags ^ said)}"
     tags = re.findall(r"# eq: (sequence\.\w+)", (ALGOS / "sft.py").read_text())
     assert tags == re.findall(r"# eq: (sequence\.\w+)", (DOCS / "guides/long-rows.md").read_text())
     page, *scripts = (DOCS / "guides/lora.md").read_text(), ALGOS / "grpo.py", ALGOS / "sft.py"
