@@ -621,3 +621,4 @@ def test_browser_draws_every_chart_and_lists_rollouts(tmp_path):
     assert len(drawn) >= len(page.charts)
     assert "⟨0000⟩" in dom.text and "⟨202e⟩" in dom.text and "</script><script>document" in dom.text
     assert [a.get("class") for tag, a in dom.tags if tag == "svg"].count("bars") == 1
+    assert "next to step" in dom.text
