@@ -141,7 +141,7 @@ def refused(monkeypatch):
         (dict(data="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(data=__file__), "not a parquet file"),
         (dict(model="/"), "--model /: no *.safetensors"),
-        (dict(model="[1]"), "--model [1]: vLLM finds no files in a path with [ or *: rename it"),
+        (dict(model="[1]"), "--model [1]: no directory here, and none on the hub"),
         (dict(prompt_key="question"), "no column 'question'"),
         (dict(n_samples=0), "--n_samples 0 must be at least 1"),
         (dict(batch_size=-1), "--batch_size -1"),
@@ -159,6 +159,12 @@ def refused(monkeypatch):
 def test_bad_input_gives_one_line(tiny, data, tmp_path, refused, changed, message):
     assert message in refused(*flags(tiny, data, tmp_path / "out.parquet", **changed))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_vllm_takes_for_a_pattern(tiny, data, tmp_path, refused):
+    (tmp_path / "[1]").mkdir()
+    said = refused(*flags(tiny, data, tmp_path / "out.parquet", model=tmp_path / "[1]"))
+    assert "[1]: vLLM finds no files in a path with [ or *: rename it" in said
 
 
 def test_an_output_is_not_overwritten(alone, tiny, data, tmp_path, refused):
