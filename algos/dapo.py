@@ -662,12 +662,11 @@ def segment_attention(query, key, value, shapes, scaling, window=None):
     outputs = []
     for (n, t, s), part in zip(runs, parts):
         part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
-        options = dict(is_causal=True)
-        if window or t < s:
+        options = dict(scale=scaling, enable_gqa=True, is_causal=t == s and not window)
+        if not options["is_causal"]:
             at = torch.arange(s, device=query.device)
             behind = at[s - t :, None] - at
-            options = dict(attn_mask=(behind >= 0) & (behind < (window or s)))
-        options |= dict(scale=scaling, enable_gqa=True)
+            options["attn_mask"] = (behind >= 0) & (behind < (window or s))
         out = nn.functional.scaled_dot_product_attention(*part, **options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).to(dtype)
