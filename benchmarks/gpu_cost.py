@@ -7,9 +7,9 @@ Memory is counted by FSDP's own tracker, on fake tensors of as many ranks as are
 Docs: docs/results/gpu.md
 """
 
+import os
 import random
 import re
-import os
 import sys
 import tempfile
 import types
