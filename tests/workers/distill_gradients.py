@@ -6,7 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 from gradients import Capture, deal, make_rows, set_adapters, trained
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 
 from algos import distill
 
@@ -59,12 +59,13 @@ def gradient(policy, teachers, args):
 
 
 def write_teachers(model, wide, window):
-    """One of another width, and one whose layers see a window and which cannot share rows."""
+    """One of another width, and one whose mask alone has a window, so that rows cannot be shared."""
     own = AutoConfig.from_pretrained(model)
     own.hidden_size, own.num_attention_heads, own.num_key_value_heads = 96, 3, 3
     sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
-    sizes |= dict(num_hidden_layers=2, vocab_size=own.vocab_size, sliding_window=8)
-    for path, config in ((wide, own), (window, MistralConfig(**sizes))):
+    sizes |= dict(num_hidden_layers=2, vocab_size=own.vocab_size, num_experts=2, num_experts_per_tok=2)
+    sizes |= dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    for path, config in ((wide, own), (window, Qwen2MoeConfig(**sizes))):
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
