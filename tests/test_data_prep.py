@@ -298,7 +298,7 @@ def test_inspect_names_faults(tmp_path):
     ):
         inspect.main(inspect.Args((str(path),)))
     result = run_script("inspect.py", "none.parquet", cwd=tmp_path)
-    assert result.returncode == 1 and result.stderr.startswith("inspect.py: none.parquet: not a parquet file")
+    assert result.returncode == 1 and result.stderr.startswith("inspect.py: none.parquet: no such file; ")
 
 
 def test_inspect_takes_what_trainers_take(tmp_path):
