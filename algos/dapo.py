@@ -767,6 +767,7 @@ def load_model(args, mesh, device, adapt, wrap):
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
+    blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
     for block in blocks[::-1]:  # inner first
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # the root too is resharded after a forward: without a backward nothing else would do it

@@ -28,7 +28,7 @@ class Model:
     layers: int
     vocabulary: int
     block: int  # parameters of the largest block
-    root: int  # of what is in no block: embedding, output layer
+    root: int  # of the output layer, which is gathered apart from an embedding of its own
     total: int  # of the language model
     adapters: int  # of LoRA of rank 16
     tower: int = 0  # of a vision tower, which text leaves frozen and out of the sampler
@@ -40,9 +40,10 @@ def qwen2(size):
     h, mlp, layers, heads, kv_heads, vocabulary = SIZES[size]
     kv = h // heads * kv_heads
     block = 2 * h * h + 2 * h * kv + h + 2 * kv + 3 * h * mlp + 2 * h
-    root = (1 if size in TIED else 2) * vocabulary * h + h
+    root = vocabulary * h + h
+    total = layers * block + root + (size not in TIED) * vocabulary * h
     adapters = 16 * layers * (2 * (h + h) + 2 * (h + kv) + 3 * (h + mlp))
-    return Model(h, mlp, layers, vocabulary, block, root, layers * block + root, adapters)
+    return Model(h, mlp, layers, vocabulary, block, root, total, adapters)
 
 
 def configuration(name):
@@ -97,7 +98,7 @@ def published(name):
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         block=max(map(count, blocks)),
-        root=total - inside,
+        root=total - inside - (not text.tie_word_embeddings) * count(lm.get_input_embeddings()),
         total=total,
         adapters=16 * sum(layer.in_features + layer.out_features for layer in linear),
         tower=count(whole) - total if whole else 0,
