@@ -308,7 +308,7 @@ def update_actor(policy, optimizer, mini_batches, args):
         if math.isfinite(norm):  # the norm over all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
-    totals = all_reduce([total.item() for total in sums.values()])
+    totals = all_reduce(torch.stack([*sums.values()]).tolist())
     metrics = {f"actor/{name}": total / len(norms) for name, total in zip(sums, totals)}
     return metrics | {
         "actor/grad_norm": np.mean(norms),

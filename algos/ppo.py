@@ -333,7 +333,7 @@ def update(model, optimizer, mini_batches, token_loss, name, args):
         if math.isfinite(norm):  # the norm over all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
-    totals = all_reduce([total.item() for total in sums.values()])
+    totals = all_reduce(torch.stack([*sums.values()]).tolist())
     metrics = {f"{name}/{term}": total / len(norms) for term, total in zip(sums, totals)}
     return metrics | {
         f"{name}/grad_norm": np.mean(norms),
