@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import grpo
 from common import families
-from common.gpu import prepare_layers
+from common.gpu import move, prepare_layers
 
 SIZES = dict(
     hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
@@ -108,3 +108,17 @@ def test_windows_in_one_row(family, monkeypatch):
         lm.zero_grad()
     for padded, packed in zip(*found, strict=True):
         assert (packed - padded).abs().max() <= 3e-5 * padded.abs().max()
+
+
+def test_a_move_waits_for_each_copy(monkeypatch):
+    """FSDP reads a shard of another size on the host as soon as it is there."""
+    done = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: done.append("copy"))
+    model = torch.nn.Linear(3, 5)
+    monkeypatch.setattr(model, "_apply", lambda f, apply=model._apply: (apply(f), done.append("FSDP"))[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    move("cpu", [model], optimizer)
+    assert done == [*["copy"] * 4, "FSDP", *["copy"] * 4]  # weights and gradients; two moments of each
