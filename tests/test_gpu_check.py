@@ -115,5 +115,5 @@ def test_a_launch_that_fails_fails_its_lines_and_no_others():
 def test_memory_of_a_7b_model():
     """With LoRA weights take 2 bytes in place of 12, and there are hardly any gradients."""
     model = gpu_memory.qwen2("7B")
-    assert [round(x, 1) for x in gpu_memory.memory(model, 8)] == [10.6, 28.3, 14.2]
-    assert [round(x, 1) for x in gpu_memory.memory(model, 8, lora=True)] == [1.8, 9.8, 14.2]
+    assert [round(x, 1) for x in gpu_memory.memory(model, 8)] == [10.6, 24.2, 14.2]
+    assert [round(x, 1) for x in gpu_memory.memory(model, 8, lora=True)] == [1.8, 8.8, 14.2]
