@@ -97,7 +97,7 @@ def special_layers(config, windows=False):
     text = config.get_text_config()
     names = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
     special = [name for name in names if getattr(text, name, None)]
-    if windows and "sliding_window" in special and passes_windows(type(text)):
+    if windows and "sliding_window" in special and passes_windows(text, model):
         special.remove("sliding_window")
     if recurrent(text):
         special.append("a state")
@@ -106,9 +106,13 @@ def special_layers(config, windows=False):
     return special
 
 
-def passes_windows(config_class):
-    """Whether a model passes windows to its attention, and no sinks; in some the mask alone has windows."""
-    source = inspect.getsource(sys.modules[AutoModel._model_mapping[config_class].__module__])
+def passes_windows(text, model):
+    """Whether a model passes windows to its attention, and no sinks; in some the mask alone has windows.
+
+    text: its configuration of text; model: the class of the whole model, for a text part without an entry.
+    """
+    found = AutoModel._model_mapping.get(type(text), None) or model
+    source = inspect.getsource(sys.modules[found.__module__]) if found else ""
     return re.search(r"sliding_window=(self|getattr)\b", source) and "s_aux" not in source
 
 

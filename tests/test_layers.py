@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from families import ATTENTION, FAMILIES, MIXED, WINDOW, build
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from algos import grpo
+from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from common import families
 from common.gpu import move, prepare_layers
 
@@ -108,6 +109,33 @@ def test_windows_in_one_row(family, monkeypatch):
         lm.zero_grad()
     for padded, packed in zip(*found, strict=True):
         assert (packed - padded).abs().max() <= 3e-5 * padded.abs().max()
+
+
+@pytest.mark.parametrize("window", (None, 1, 3, 99))
+@pytest.mark.parametrize("script", (agent, dapo, distill, dpo, grpo, ppo, rm, sft), ids=lambda x: x.__name__)
+def test_windows_in_every_script(script, window):
+    """A text of five tokens, then two responses of two tokens to the first four: plain softmax."""
+    torch.manual_seed(0)
+    shapes = np.array([(5, 5), (2, 6), (2, 6)])
+    query, key, value = torch.randn(9, 4, 8), torch.randn(17, 2, 8), torch.randn(17, 2, 8)
+    found, q, k = script.segment_attention(query, key, value, shapes, 0.3, window).split([5, 2, 2]), 0, 0
+    for out, (t, s) in zip(found, shapes.tolist(), strict=True):
+        keys, values = (x[k : k + s].repeat_interleave(2, 1) for x in (key, value))
+        scores = 0.3 * torch.einsum("thd,shd->hts", query[q : q + t], keys)
+        behind = torch.arange(s - t, s)[:, None] - torch.arange(s)
+        scores = scores.masked_fill((behind < 0) | (behind >= (window or s)), -torch.inf)
+        torch.testing.assert_close(out, torch.einsum("hts,shd->thd", scores.softmax(-1), values))
+        q, k = q + t, k + s
+
+
+def test_a_text_part_without_an_entry():
+    """transformers lists no model for it, as for Qwen2.5-Omni's; then the whole model's source counts."""
+
+    class Text(Qwen2Config):
+        model_type = "unlisted"
+
+    assert families.passes_windows(Text(), Qwen2ForCausalLM)
+    assert not families.passes_windows(Text(), None)
 
 
 def test_a_move_waits_for_each_copy(monkeypatch):

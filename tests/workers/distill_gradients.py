@@ -59,7 +59,7 @@ def gradient(policy, teachers, args):
 
 
 def write_teachers(model, wide, window):
-    """One of another width, and one whose mask alone has a window, so that rows cannot be shared."""
+    """One of another width, and one with windows in its mask alone, whose rows are padded."""
     own = AutoConfig.from_pretrained(model)
     own.hidden_size, own.num_attention_heads, own.num_key_value_heads = 96, 3, 3
     sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
