@@ -205,7 +205,7 @@ def micro_batches(policy, rows, args):
     """Cut this rank's share of the pairs, which are equal on all ranks -> those of each micro-batch."""
     sizes = pair_sizes(rows, policy.packed)
     own = balance(sizes, dist.get_world_size())[dist.get_rank()]
-    batches = pack([sizes[i] for i in own], args.max_tokens_per_microbatch, policy.packed)
+    batches = split_micro_batches([sizes[i] for i in own], args.max_tokens_per_microbatch, policy.packed)
     for number, batch in enumerate(batches, 1):
         policy.set_requires_all_reduce(number == len(batches))  # over the replicas of HSDP
         yield [rows[own[i]] for i in batch]
@@ -956,21 +956,6 @@ def load_pairs(paths, args, tokenizer):
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")
     return rows, dropped
-
-
-def pack(lengths, budget, one_row):
-    """Split rows into micro-batches: those in one row by bin-packing, into few.
-
-    Every rank gets the same number. Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
-    """
-    if not one_row:
-        return split_micro_batches(lengths, budget, one_row)
-    number = max(1, -(-sum(lengths) // budget))
-    while max(sum(lengths[i] for i in part) for part in balance(lengths, number)) > budget:
-        number += 1
-    # see split_micro_batches; more are never heavier
-    [number] = all_reduce([number], dist.ReduceOp.MAX)
-    return balance(lengths, int(number))
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def micro_batches(policy, rows, args):
     sizes = pair_lengths(own)
     if not policy.packed:
         sizes = [2 * max(len(row[name]) for name in PAIR) for row in own]
-    batches = pack(sizes, args.max_tokens_per_microbatch, policy.packed)
+    batches = split_micro_batches(sizes, args.max_tokens_per_microbatch, policy.packed)
     for number, batch in enumerate(batches, 1):
         policy.set_requires_all_reduce(number == len(batches))  # over the replicas of HSDP
         yield [own[i] for i in batch]
@@ -738,21 +738,6 @@ def pair_lengths(rows):
     if isinstance(rows, list):
         return [sum(len(row[name]) for name in PAIR) for row in rows]
     return pc.add(*(pc.list_value_length(rows.column(name)) for name in PAIR)).to_pylist()
-
-
-def pack(lengths, budget, one_row):
-    """Split rows into micro-batches: those in one row by bin-packing, into few.
-
-    Every rank gets the same number. Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
-    """
-    if not one_row:
-        return split_micro_batches(lengths, budget, one_row)
-    number = max(1, -(-sum(lengths) // budget))
-    while max(sum(lengths[i] for i in part) for part in balance(lengths, number)) > budget:
-        number += 1
-    # see split_micro_batches; more are never heavier
-    [number] = all_reduce([number], dist.ReduceOp.MAX)
-    return balance(lengths, int(number))
 
 
 if __name__ == "__main__":

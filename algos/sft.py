@@ -174,7 +174,7 @@ def micro_batches(policy, rows, args):
     rank = dist.get_rank() // args.sp_size
     ranks = dist.get_world_size() // args.sp_size
     own = [rows[i] for i in balance(lengths(rows), ranks)[rank]]
-    batches = pack(lengths(own), args.max_tokens_per_microbatch * args.sp_size, policy.packed)
+    batches = split_micro_batches(lengths(own), args.max_tokens_per_microbatch * args.sp_size, policy.packed)
     for number, batch in enumerate(batches, 1):
         policy.set_requires_all_reduce(number == len(batches))  # over the replicas of HSDP
         yield [own[i] for i in batch] or [dummy]
@@ -1222,21 +1222,6 @@ def lengths(rows):
         return [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
     parts = [pc.list_value_length(rows.column(name)) for name in ("prompt_ids", "response_ids")]
     return pc.add(*parts).to_pylist()
-
-
-def pack(lengths, budget, one_row):
-    """Split rows into micro-batches: those in one row by bin-packing, into few.
-
-    Every rank gets the same number. Lengths 6 5 5 4 in a budget of 10 -> [0, 3] and [1, 2].
-    """
-    if not one_row:
-        return split_micro_batches(lengths, budget, one_row)
-    number = max(1, -(-sum(lengths) // budget))
-    while max(sum(lengths[i] for i in part) for part in balance(lengths, number)) > budget:
-        number += 1
-    # see split_micro_batches; more are never heavier
-    [number] = all_reduce([number], dist.ReduceOp.MAX)
-    return balance(lengths, int(number))
 
 
 if __name__ == "__main__":

@@ -111,19 +111,19 @@ def test_decay_in_the_last_steps():
 
 
 @pytest.mark.parametrize("script", (sft, dpo, rm), ids=lambda script: script.__name__)
-def test_pack(monkeypatch, script):
+def test_rows_fill_micro_batches(monkeypatch, script):
     monkeypatch.setattr(script, "all_reduce", lambda values, op: values)
-    assert script.pack([6, 5, 5, 4], 10, True) == [[0, 3], [1, 2]]
-    assert script.pack([6, 5, 5, 4], 10, False) == [[0], [1, 2], [3]]  # padded
-    assert script.pack([], 10, True) == [[]]
+    assert script.split_micro_batches([6, 5, 5, 4], 10, True) == [[0, 3], [1, 2]]
+    assert script.split_micro_batches([6, 5, 5, 4], 10, False) == [[0], [1, 2], [3]]  # padded
+    assert script.split_micro_batches([], 10, True) == [[]]
     lengths = np.random.default_rng(0).integers(1, 101, 500).tolist()
-    packed = script.pack(lengths, 100, True)
+    packed = script.split_micro_batches(lengths, 100, True)
     assert sorted(i for part in packed for i in part) == list(range(500))
     assert max(sum(lengths[i] for i in part) for part in packed) <= 100
-    assert len(packed) <= 1.06 * sum(lengths) / 100  # next-fit, as in `split_micro_batches`: 1.29
+    assert len(packed) <= 1.06 * sum(lengths) / 100  # next-fit: 1.29
     # another rank needs more micro-batches: some stay empty
     monkeypatch.setattr(script, "all_reduce", lambda values, op: [4.0])
-    assert script.pack([6, 5], 11, True) == [[0], [1], [], []]
+    assert script.split_micro_batches([6, 5], 11, True) == [[0, 1], [], [], []]
 
 
 def test_a_string_is_one_user_message(rows_file):
