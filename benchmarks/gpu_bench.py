@@ -45,7 +45,7 @@ MODELS = {
 }
 ROWS = {True: (8, 8, 256, 480), False: (4, 4, 16, 12)}
 # seconds on an H100, and all of a part's process
-PLAN = {"training": 255, "sampling": 150, "GRPO": 75, "GRPO, FP8 rollout": 45, "TRL": 105}
+PLAN = {"training": 255, "sampling": 150, "GRPO": 75, "GRPO, FP8 rollout": 75, "TRL": 105}
 STEPS = 3  # of GRPO
 METRICS = {  # of a step, as the table has them
     "timing_s/gen": "sampling {:.2f} s",

@@ -241,8 +241,8 @@ def training(budget, directory):
     for recompute in RECOMPUTE:
         budget.run(f"update, recompute {recompute}, eager", 16, parts.update, recompute, False)
         empty()
-    for recompute in RECOMPUTE if CUDA else ():  # 45 of it are for what follows
-        budget.run(f"update, recompute {recompute}, compiled", 45 + 45, parts.update, recompute, True)
+    for recompute in ("selective", "full", "none") if CUDA else ():  # 45 of it are for what follows
+        budget.run(f"update, recompute {recompute}, compiled", 80 + 45, parts.update, recompute, True)
         empty()
     if not CUDA:
         budget.say("update, compiled", "needs CUDA")

