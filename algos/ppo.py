@@ -830,7 +830,7 @@ def read_config(args, **changes):
         for name in part.to_dict():
             if "dropout" in name or name.endswith("_pdrop"):
                 setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
-    special = families.special_layers(config, windows=True)
+    special = families.special_layers(config, one_row=True)
     if attention == "sdpa" and not special:
         AttentionInterface.register("packed", packed_attention)
         attention = "packed"

@@ -639,7 +639,7 @@ def read_config(args):
                 setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
     if not args.packing:
         return config, attention
-    special = families.special_layers(config, windows=True)
+    special = families.special_layers(config, one_row=True)
     if families.takes_images(args):
         special.append("images")
     if attention == "sdpa" and not special:

@@ -163,7 +163,7 @@ def try_family(family, directory, data, runs):
         raise SystemExit(f"error: {family} cannot be written: {stopped}")
     config = AutoConfig.from_pretrained(directory / "model")
     config.__dict__.pop("quantization_config", None)  # some are refused by all that reads it
-    special = sft.families.special_layers(config, windows=True)
+    special = sft.families.special_layers(config, one_row=True)
     row, options = dict(special=special, attention="sdpa"), dict(attn_implementation="sdpa")
     sdpa = attempt("SFT", directory, data, **options)
     if sdpa["stopped"]:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
@@ -33,6 +34,9 @@ PLAIN = {  # language models that differ only in the positions of images: type, 
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
+# language models with layers that carry a state, whose texts may be in one row all the same
+STATES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "jamba", "falcon_h1", "bamba"}
+STATES |= {"granitemoehybrid", "nemotron_h", "olmo_hybrid"}
 DEQUANTISED = "fp8", "mxfp4", "compressed-tensors"  # what transformers loads as whole weights
 WRAPPER = re.compile(r"(language|text)_model\.")
 INSIDE = re.compile(r"(model\.)?(language_model|text_model|layers|embed_tokens|norm|lm_head)\.")
@@ -88,17 +92,20 @@ def auto_class(config, scores=False):
     return AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
 
 
-def special_layers(config, windows=False):
-    """What a model has besides attention to all earlier tokens: then its texts cannot be in one row.
+def special_layers(config, one_row=False):
+    """What a model has besides attention to all earlier tokens.
 
-    windows: the attention that is meant knows windows, where the model passes them to it.
+    one_row: what keeps its texts from one row. The attention for that knows windows, where the model passes
+    them to it, and `states_apart` knows layers with a state.
     """
     model = auto_class(config)._model_mapping.get(type(config), None)
     text = config.get_text_config()
     names = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
     special = [name for name in names if getattr(text, name, None)]
-    if windows and "sliding_window" in special and passes_windows(text, model):
+    if one_row and "sliding_window" in special and passes_windows(text, model):
         special.remove("sliding_window")
+    if one_row and text.model_type in STATES:
+        return special
     if recurrent(text):
         special.append("a state")
     if not getattr(model, "_supports_attention_backend", False):
@@ -123,6 +130,44 @@ def recurrent(config):
     kinds = getattr(text, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
     return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
+
+
+def states_apart(layer):
+    """Let what has a state in a layer run on each text of a row apart, after the prompt that it shares.
+
+    It sees whole texts, padded on the right; of those that are padded together, none is twice as long as
+    another. Returns whether the layer has a state.
+    """
+    mixers = [m for m in layer.modules() if any(isinstance(x, nn.Conv1d) for x in m.children())]
+    whole = layer.forward
+
+    def forward(*inputs, **named):
+        for mixer in mixers:
+            mixer.texts = [named.get(name) for name in ("shapes", "kv_index", "cu_seqlens")]
+        return whole(*inputs, **named)
+
+    for mixer in mixers:
+        mixer.forward = partial(each_text, mixer, mixer.forward)
+        layer.forward = forward
+    return bool(mixers)
+
+
+def each_text(mixer, run, hidden_states, *inputs, **named):
+    """Hidden states [1, T, H] of a row as `one_row` lays it out -> those after a layer with a state."""
+    shapes, kv_index, cu_seqlens = mixer.texts
+    if shapes is None:
+        return run(hidden_states, *inputs, **named)
+    parts, first = [], 0
+    for last in range(1, len(shapes) + 1):
+        lengths = shapes[first : last + 1, 1]  # the next one's too
+        if last < len(shapes) and lengths.max() <= 2 * lengths.min():
+            continue
+        columns = torch.arange(shapes[first:last, 1].max(), device=kv_index.device)
+        index = kv_index[(cu_seqlens[1, first:last, None] + columns).clamp(max=len(kv_index) - 1)]
+        out = run(hidden_states[0].index_select(0, index.flatten()).unflatten(0, index.shape))
+        parts += [x[s - t : s] for x, (t, s) in zip(out, shapes[first:last].tolist())]
+        first = last
+    return torch.cat(parts)[None]
 
 
 def to_files(lm):

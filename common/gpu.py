@@ -4,6 +4,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from common import families
+
 OPS = torch.ops.aten
 KEPT = [  # with --gradient_checkpointing selective: 6.1 FLOPs a weight and token in place of 7.4
     OPS.mm.default,
@@ -28,18 +30,20 @@ def prepare_layers(lm, args, **compiler):
 
     It is inside FSDP's hooks: weights are gathered before a layer and before its backward pass, not for
     the second forward pass in that. A compiled layer contains its checkpoint, as in torchtitan:
-    the compiler must see what is kept. All layers of a kind share one graph.
+    the compiler must see what is kept. All layers of a kind share one graph. Those with a state stay eager.
     """
     options = dict(use_reentrant=False, preserve_rng_state=False)  # there is no dropout
     if args.gradient_checkpointing == "selective":
         options["context_fn"] = kept_products
+    stateful = lm.config.get_text_config().model_type in families.STATES
     for layer in lm.modules():
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
+        state = stateful and families.states_apart(layer)
         run = layer.forward
         if args.gradient_checkpointing != "none":
             run = checkpointed(run, options)
-        if args.compile:
+        if args.compile and not state:  # which takes numbers of texts
             run = torch.compile(run, fullgraph=True, dynamic=True, **compiler)
         layer.forward = run
 

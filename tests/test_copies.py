@@ -99,7 +99,7 @@ VARIANTS = {  # lines of a copy that the longest has not
     ],
     ("read_config", "distill.py"): [
         "for name in args.teacher:  # it reads the same rows",
-        "special += families.special_layers(AutoConfig.from_pretrained(name), windows=True)",
+        "special += families.special_layers(AutoConfig.from_pretrained(name), one_row=True)",
     ],
     ("load_policy", "dpo.py"): ["return load(args, mesh, device, add_adapters, TokenLogps)"],
     ("own_logps", "dpo.py"): ["def own_logps(policy, rows):"],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from families import ATTENTION, FAMILIES, MIXED, WINDOW, build
+from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -82,23 +82,27 @@ def test_the_names_of_files_are_found_once(monkeypatch):
 
 WINDOWS = "qwen2_window mistral gemma3_text cohere2 olmo3 exaone4 phi3 starcoder2 smollm3".split()
 MORE = dict(olmo3="Olmo3", exaone4="Exaone4", phi3="Phi3", starcoder2="Starcoder2", smollm3="SmolLM3")
+MORE = {name: (kind, ATTENTION | MIXED | dict(use_sliding_window=True)) for name, kind in MORE.items()}
+MORE["lfm2_moe"] = "Lfm2Moe", FAMILIES["lfm2"][1] | EXPERTS | dict(num_experts=4, num_dense_layers=1)
+MORE["olmo_hybrid"] = "OlmoHybrid", ATTENTION | DELTA
+STATES = families.STATES - {"qwen3_5_moe_text"} | {"qwen3_5", "qwen3_5_moe"}
 
 
-@pytest.mark.parametrize("family", WINDOWS)
-def test_windows_in_one_row(family, monkeypatch):
+@pytest.mark.parametrize("family", [*WINDOWS, *sorted(STATES)])
+def test_windows_and_states_in_one_row(family, monkeypatch):
     """Texts that share prompts and texts that do not, padded and in one row: log-probs and gradients."""
     monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", grpo.packed_attention)
     if family in MORE:
-        monkeypatch.setitem(
-            FAMILIES, family, (MORE[family], ATTENTION | MIXED | dict(use_sliding_window=True))
-        )
+        monkeypatch.setitem(FAMILIES, family, MORE[family])
     lm = build(family)
-    assert not families.special_layers(lm.config, windows=True)
-    assert lm.config.get_text_config().sliding_window == WINDOW
-    prompts = [[*range(3, 12)]] * 3 + [[5, 9], [*range(20, 31)]]
-    responses = [[*range(40, 47)], [60, 61], [7] * 9, [*range(8, 20)], [33]]
+    config = lm.config
+    assert families.special_layers(config) and not families.special_layers(config, one_row=True)
+    assert (config.get_text_config().model_type in families.STATES) == (family in STATES)
+    prompts = [[*range(3, 12)]] * 3 + [[5, 9], [*range(20, 31)], [4]]
+    responses = [[*range(40, 47)], [60, 61], [7] * 9, [*range(8, 20)], [33], [*range(3, 60)]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
     args = grpo.Args(model="", train_files=(), output_dir="")
+    prepare_layers(lm, args)
     found = []
     for attention in ("sdpa", "packed"):
         lm.set_attn_implementation(attention)

@@ -17,9 +17,7 @@ NO_SDPA = "does not support an attention implementation through .*scaled_dot_pro
 SOFT_CAP = r"log-probs of padded rows under sdpa .*; likely sdpa leaves out a soft cap .* eager$"
 # sdpa padded, sdpa packed, and where sdpa is refused eager packed: in one row only where that is right
 ONE_RANK = dict.fromkeys(families.FAMILIES, ("equal$", "equal, one row$"))
-HYBRID = "qwen3_next qwen3_5_text lfm2 jamba falcon_h1 bamba granitemoehybrid nemotron_h".split()
-HYBRID += "qwen3_5 qwen3_5_moe".split()
-ONE_RANK |= dict.fromkeys(["llama4", *HYBRID], ("equal$", "equal$"))  # chunks, states
+ONE_RANK["llama4"] = "equal$", "equal$"  # chunks
 ONE_RANK |= dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "gpt_oss"), (NO_SDPA, NO_SDPA, "equal$"))
 ONE_RANK |= dict(phi=(BIAS,) * 3, gemma2=(SOFT_CAP, SOFT_CAP, "equal$"))
 TWO_RANKS = dict.fromkeys("llama granite cohere minicpm3 qwen3_moe deepseek_v3".split(), "equal, one row$")
