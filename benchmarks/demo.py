@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 import matplotlib
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.stages import ROOT, Stages
+from common.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -145,4 +145,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line(Args))

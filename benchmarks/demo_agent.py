@@ -15,13 +15,13 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pyarrow.parquet as pq
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import curve
+from common.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -65,7 +65,7 @@ def plot(runs, path):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     out, runs, tests = args.output_dir, {name: [] for name in STAGES}, {}
     stages = Stages(out, 2 + 7 * len(args.seeds))
     data = "--local_save_dir", out / "data", "--operation", "multiply", "--tool_share", 0.33

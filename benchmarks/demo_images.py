@@ -13,13 +13,13 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import curve
+from common.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -59,7 +59,7 @@ def plot(outs, path):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     out, tests = args.output_dir, {}
     stages = Stages(out, 2 + 5 * len(args.seeds))
     data = "data_prep/shapes.py", "--local_save_dir", out / "data"

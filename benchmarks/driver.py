@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from os import getloadavg
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib import workload
 from benchmarks.lib.workload import ROOT, launch, make_model, save, write_parquet
+from common.arguments import command_line
 
 WORKER = Path(__file__).resolve().with_name("lib") / "driver_worker.py"
 TINY = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=16)
@@ -149,7 +149,7 @@ def show(steps, starts):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     workload.ROOT = args.root.resolve()  # the results name the commit of what is measured
     with tempfile.TemporaryDirectory() as temporary:
         work = (args.work or Path(temporary)).resolve()

@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import gpu_check, gpu_memory
 from common import families
+from common.arguments import command_line
 
 TINY = (64, 128, 2, 2, 1, 512)  # as gpu_memory.SIZES: width, MLP, layers, heads, KV heads, vocabulary
 GIB = 2**30
@@ -383,4 +384,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main)

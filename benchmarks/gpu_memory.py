@@ -3,7 +3,12 @@
 python benchmarks/gpu_memory.py
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.arguments import command_line
 
 # sizes of Qwen2.5: width, MLP, layers, heads, KV heads, vocabulary
 SIZES = {
@@ -151,6 +156,10 @@ def table(models=None, gpus=(1, 2, 4, 8, 16)):
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main():
     print(table(), "\n")
     print(table({name: published(name) for name in RECIPES}, gpus=(1, 2, 4, 8)))
+
+
+if __name__ == "__main__":
+    command_line(main)

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.workload import ROOT, durations, launch, make_model, make_rows, read_metrics, save
+from common.arguments import command_line
 
 
 @dataclass
@@ -137,7 +137,7 @@ def measure(command, work, ranks):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     variants = {"TRL": (), "TRL, vLLM": ("--vllm",)}
     if args.algo == "sft":
         variants = {"TRL, padded": (), "TRL, packed": ("--packing",)}

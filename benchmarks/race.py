@@ -25,7 +25,6 @@ from typing import Literal
 
 import matplotlib
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.demo import FLAGS, TITLES
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import CORES, launch, read_metrics, save
+from common.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -204,7 +204,7 @@ def check(args):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     check(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     names = (OURS, *args.peers)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from os import getloadavg
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib import workload
 from benchmarks.lib.workload import ROOT, launch, make_model, make_rows, medians, save
+from common.arguments import command_line
 
 STEP = "--model model --train_files rows.parquet --output_dir new --total_steps 1 --train_batch_size 4"
 RL = f"{STEP} --ppo_mini_batch_size 4 --max_prompt_length 96 --max_response_length 16"
@@ -98,7 +98,7 @@ def show(results):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     roots = dict(before=args.before.resolve()) if args.before else {}
     roots["now"] = ROOT
     results = {script: {name: [] for name in roots} for script in args.scripts}

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from os import getloadavg
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.workload import durations, launch, make_model, make_rows, medians, read_metrics, save
+from common.arguments import command_line
 
 # the raw part that does the work of a timing_s/* key; parts without one (sync, reward, adv) are all overhead
 LIMITS = dict(gen="generate", old_log_prob="forward", ref="forward", values="forward")
@@ -153,7 +153,7 @@ def show(args, rounds):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         ends = args.response_length // 4 if args.real else None  # one of so many tokens ends a response

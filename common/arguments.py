@@ -55,17 +55,22 @@ def parse(args_class, words=None):
     """The command line (or `words`) -> {field of `args_class`: value}; what cannot be used is one line."""
 
     rank = int(os.environ.get("RANK", 0))
-    about = sys.modules[args_class.__module__].__doc__.partition("\n\n")[0]  # --help begins with it
-    options = dict(description=about, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
-    try:
-        groups = tyro.cli(in_groups(args_class), args=words, console_outputs=rank == 0, **options)
-    except BrokenPipeError:  # --help | head
-        os._exit(0)
+    groups = command_line(in_groups(args_class), words)
     flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
     problem = unusable(flags, {field.name: field.default for field in fields(args_class)}) or no_model(flags)
     if problem:  # the first rank of each machine says what it lacks
         raise SystemExit(1 if int(os.environ.get("LOCAL_RANK", rank)) else f"error: {problem}")
     return flags
+
+
+def command_line(program, words=None):
+    """A dataclass that is made from the command line, or a function that is called with it."""
+    about = sys.modules[program.__module__].__doc__.partition("\n\n")[0]  # --help begins with it
+    options = dict(description=about, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
+    try:
+        return tyro.cli(program, args=words, console_outputs=os.environ.get("RANK", "0") == "0", **options)
+    except BrokenPipeError:  # PROGRAM --help | head
+        os._exit(0)
 
 
 def in_groups(args_class):
@@ -86,7 +91,9 @@ def in_groups(args_class):
         group = dataclass(type(args_class.__name__, (args_class,), body), init=False)
         group.__dataclass_fields__ = {name: args_class.__dataclass_fields__[name] for name in names}
         groups[section] = group
-    return make_dataclass("Groups", groups.items())
+    parts = make_dataclass("Groups", groups.items())
+    parts.__module__ = args_class.__module__
+    return parts
 
 
 def unusable(values, defaults):

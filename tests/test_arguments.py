@@ -3,6 +3,7 @@
 import ast
 import math
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -120,12 +121,28 @@ def test_help_says_something_of_each_flag(script):
     assert re.findall(r"^╭─ (\w+) options", out, re.MULTILINE) == groups
 
 
-@pytest.mark.parametrize("script", ("algos/eval.py", "data_prep/gsm8k.py", "data_prep/arithmetic.py"))
+@pytest.mark.parametrize("script", ("algos/eval.py", "data_prep/gsm8k.py", "benchmarks/gpu_memory.py"))
 def test_a_help_that_nobody_reads_to_its_end(script):
     """`--help | head`: no traceback."""
     command = f"{sys.executable} -u {ROOT}/{script} --help | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
     assert done.stdout.startswith("usage: ") and not done.stderr and done.returncode == 0
+
+
+def test_no_program_minds_that_nobody_reads_its_help(monkeypatch):
+    """All programs but those that another starts, in this process."""
+    files = [path for room in ("algos", "data_prep", "benchmarks") for path in (ROOT / room).rglob("*.py")]
+    programs = [path for path in files if "\nif __name__ ==" in path.read_text()]
+    programs = [path for path in programs if not re.search("_worker|^peer_trl", path.name)]
+    monkeypatch.setattr("tyro.cli", Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr("os._exit", sys.exit)
+    for path in programs:
+        monkeypatch.setattr("sys.argv", [str(path), "--help"])
+        monkeypatch.setattr("sys.path", [*sys.path])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(path), run_name="__main__")
+        assert end.value.code == 0, path
+    assert len(programs) > 55
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow.parquet as pq
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo import FLAGS
 from benchmarks.experiments import sums
 from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import read_metrics, save
+from common.arguments import command_line
 from data_prep.lib.schema import write_parquet
 
 ROUNDS, STEPS, PAIRS = 5, 6, 768  # rounds of a run, steps of PPO in a round, new pairs of a round
@@ -95,4 +95,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line(Args))

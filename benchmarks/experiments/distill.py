@@ -15,7 +15,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pyarrow.parquet as pq
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +23,7 @@ from benchmarks.experiments.seeds import held_out
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, read_metrics, save
+from common.arguments import command_line
 from data_prep.lib.schema import write_parquet
 
 METHODS = "distill full", "distill sampled", "GRPO", "SFT"
@@ -90,7 +90,7 @@ def plot(runs, teacher, sft, path):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     runs = {name: [train(args, name, seed) for seed in args.seeds] for name in METHODS}
     right = np.array(held_out(args, [out for outs in runs.values() for out in outs])).reshape(len(runs), -1)
     teacher = json.loads((args.demo / "summary.json").read_text())["accuracy_after"]  # on the same rows

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import read_metrics, save
+from common.arguments import command_line
 
 SFT = (
     "--max_length 32 --train_batch_size 64 --total_steps 300 --warmup_steps 20 --test_freq 0 --save_freq 0"
@@ -81,7 +81,7 @@ def accuracy(args, lora_rank, seed):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     if args.algo == "sft":
         names = [(kind, rank) for rank in args.lora_ranks for kind in ("lora", "adalora")]
         found = {f"{kind} {r}": [tuned(args, kind, r, seed) for seed in args.seeds] for kind, r in names}

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import read_metrics, save
+from common.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -124,4 +124,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line(Args))

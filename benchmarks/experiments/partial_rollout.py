@@ -16,7 +16,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo import FLAGS
 from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import curve, launch, read_metrics, save
+from common.arguments import command_line
 from data_prep.arithmetic import STEPS, answer_at_once, make_row
 from data_prep.lib.schema import write_parquet
 
@@ -159,4 +159,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line(Args))

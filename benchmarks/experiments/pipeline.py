@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
+from common.arguments import command_line
 
 STEP = "--save_freq 0 --lr_schedule constant --gradient_checkpointing none"
 SFT = f"{STEP} --max_length 32 --train_batch_size 64 --warmup_steps 20 --test_freq 0"
@@ -40,7 +40,7 @@ class Args:
 
 
 def main():
-    args, seconds = tyro.cli(Args), {}
+    args, seconds = command_line(Args), {}
     out = args.output_dir
     train, val = ("--train_files", out / "data/train.parquet"), ("--val_files", out / "data/val.parquet")
     hf = lambda name: out / name / "checkpoints/latest/hf"

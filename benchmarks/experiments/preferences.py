@@ -16,7 +16,6 @@ from subprocess import DEVNULL
 import matplotlib
 import numpy as np
 import pyarrow.parquet as pq
-import tyro
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import read_metrics, save
+from common.arguments import command_line
 from data_prep.lib.schema import load_rows
 
 matplotlib.use("agg")
@@ -155,7 +155,7 @@ def plot(groups, path):
 
 
 def main():
-    args, groups = tyro.cli(Args), {}
+    args, groups = command_line(Args), {}
     for method, responses, *numbers in [row for seed in args.seeds for row in flow(args, seed)]:
         groups.setdefault((method, responses), []).append(numbers)
     plot(groups, args.output_dir / "preferences.png")

@@ -10,11 +10,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments import vapo
 from benchmarks.lib.stages import ROOT
+from common.arguments import command_line
 
 vapo.KEYS["standard deviation of the quantiles"] = "critic/values_std/mean"
 MEAN = "--critic_lam 1"  # what a quantile is of
@@ -33,4 +32,4 @@ class Args(vapo.Args):
 
 
 if __name__ == "__main__":
-    vapo.compare(tyro.cli(Args), RUNS)
+    vapo.compare(command_line(Args), RUNS)

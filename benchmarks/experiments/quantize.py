@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.workload import ROOT, save
+from common.arguments import command_line
 
 WAYS = {
     "w8a8": "--scheme w8a8",
@@ -108,7 +108,7 @@ def right(args, models):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"  # CPU seconds of threads that wait would count, too
     models, rows = {"as it is": args.model}, {}

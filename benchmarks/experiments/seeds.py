@@ -17,7 +17,6 @@ from subprocess import DEVNULL
 
 import matplotlib
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, save
+from common.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -109,7 +109,7 @@ def plot(runs, path):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     names = ["GRPO", "PPO", "DAPO"] + ["TRL GRPO"] * (importlib.util.find_spec("trl") is not None)
     runs = {name: [] for name in ("SFT", *names)}
     for seed in args.seeds:

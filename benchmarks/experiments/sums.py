@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.stages import ROOT, Stages
+from common.arguments import command_line
 
 FLAGS = dict(
     sft="--max_length 32 --train_batch_size 64 --total_epochs 50 --total_steps 400 --lr 1e-3"
@@ -54,4 +54,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line(Args))

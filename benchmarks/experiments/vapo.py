@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.seeds import plt
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, save
+from common.arguments import command_line
 
 SFT = (
     "--max_length 40 --train_batch_size 64 --total_steps 600 --lr 1e-3 --lr_schedule constant"
@@ -109,4 +109,4 @@ def compare(args, runs):
 
 
 if __name__ == "__main__":
-    compare(tyro.cli(Args), RUNS)
+    compare(command_line(Args), RUNS)

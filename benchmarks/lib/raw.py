@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos.grpo import all_reduce, one_row, packed_attention, padded, setup_distributed, split_micro_batches
+from common.arguments import command_line
 from common.metrics import matmul_speed
 from common.run import leave
 from data_prep.lib.cache import load_prompts
@@ -111,7 +111,7 @@ def losses(model, rows, args, device):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = command_line(Args)
     device, _ = setup_distributed(1)
     rank, world, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, args.compute_dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -8,8 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from common.arguments import command_line
 from data_prep.lib.chats import say_unknown
 from data_prep.lib.schema import check_row, write_parquet
 from data_prep.lib.source import read_hub, read_local
@@ -39,7 +38,7 @@ def run(main, args_class):
     """Run a script; a ValueError becomes one line, and `SCRIPT ... | head` ends it without one."""
     sys.set_int_max_str_digits(0)  # tests of programs have integers of more than Python's 4,300 digits
     try:
-        main(tyro.cli(args_class))
+        main(command_line(args_class))
     except BrokenPipeError:
         os._exit(0)
     except ValueError as error:
