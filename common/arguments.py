@@ -49,6 +49,13 @@ IDLE = {  # a flag and its value: flags that have no effect with it
     ("val_files", ()): "val_temperature val_group_size",
     ("reward_manager", "naive"): "reward_timeout_s",
 }
+HUB = {  # what an error of the hub's client means, or the first class above it that is here
+    "HFValidationError": "and no name of the hub",
+    "GatedRepoError": "and gated on the hub: accept the licence on its page there, then `hf auth login`",
+    "RepositoryNotFoundError": "and none on the hub; a private one needs `hf auth login`",
+    "HfHubHTTPError": "and the hub refuses ({error})",
+    "Exception": "and the hub cannot be reached ({error})",
+}
 
 
 def parse(args_class, words=None):
@@ -113,14 +120,21 @@ def unusable(values, defaults):
                 return f"--{name} {values[name]} has no effect with --{other} {value}"
 
 
-def no_model(values, flags=MODELS):
-    """What is wrong with the models of {flag: value}, each a directory or a name of the hub."""
+def no_model(values, flags=MODELS, file="config.json"):
+    """What is wrong with the models of {flag: value}: directories, or names of the hub with this file."""
     for flag in flags:
         value = values.get(flag) or ()
         for name in (value,) if isinstance(value, str) else value:
-            from huggingface_hub import HfApi, try_to_load_from_cache  # takes 0.5 s
+            from huggingface_hub import (  # takes 0.5 s
+                get_hf_file_metadata,
+                hf_hub_url,
+                try_to_load_from_cache,
+            )
 
-            try:
-                os.path.isdir(name) or try_to_load_from_cache(name, "config.json") or HfApi().model_info(name)
+            try:  # one request: the hub's own downloads try for 20 s
+                here = os.path.isdir(name) or isinstance(try_to_load_from_cache(name, file), str)
+                here or get_hf_file_metadata(hf_hub_url(name, file))
             except Exception as error:  # of its client, or of the network
-                return f"--{flag} {name}: no directory here, and none on the hub ({type(error).__name__})"
+                why = next(HUB[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in HUB)
+                error = " ".join(f"{type(error).__name__}: {error}".split())
+                return f"--{flag} {name}: no directory here, {why.format(error=error)}"

@@ -112,7 +112,7 @@ def main(args):
     tokenizer, prompts, valid = None, {}, True
     if not args.tokenizer and (args.chat_template or args.chat_template_kwargs != "{}"):
         raise ValueError("--chat_template and --chat_template_kwargs need --tokenizer, which they are for")
-    if problem := no_model(vars(args), ["tokenizer"]):
+    if problem := no_model(vars(args), ["tokenizer"], "tokenizer_config.json"):
         raise ValueError(problem)
     if args.tokenizer:
         from transformers import AutoTokenizer  # slow to import

@@ -4,16 +4,21 @@ import ast
 import math
 import re
 import runpy
+import ssl
 import subprocess
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import httpx2
+import huggingface_hub
 import pytest
 import torch
 import tyro
 from conftest import ROOT
+from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.utils._http import default_client_factory
 
 from common.arguments import IDLE, MODELS, RANGES, no_model, parse, unusable
 from common.metrics import data_sheet_speed
@@ -154,19 +159,81 @@ def test_a_copy_elsewhere_says_what_it_needs(script, tmp_path):
     assert (done.returncode, done.stderr) == (1, f"error: No module named 'common': {needs}\n")
 
 
-@pytest.mark.parametrize("flag", MODELS)
-@pytest.mark.parametrize("name", ("models/none", "/no/such/place", "a b", "runs/one/two/three"))
-def test_a_model_that_is_nowhere(flag, name, monkeypatch):
-    """One line that names it, at once: there are no further tries where the hub is out of reach."""
-    from huggingface_hub import HfApi
+@pytest.fixture(autouse=True)
+def hub(monkeypatch):
+    """No hub. A function: it answers so from now on, or cannot be reached -> the list of models asked for."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/nowhere")
 
-    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=ConnectionError))
+    def answers(found):
+        asked = []
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+        def answer(request):
+            asked.extend(re.findall("([^/]+/[^/]+)/resolve/main/config.json$", str(request.url)))
+            if isinstance(found, Exception):
+                raise found
+            return httpx2.Response(found[0], headers=found[1], request=request)
+
+        client = httpx2.Client(transport=httpx2.MockTransport(answer))
+        huggingface_hub.set_client_factory(lambda: client)
+        return asked
+
+    yield answers
+    huggingface_hub.set_client_factory(default_client_factory)
+
+
+CODE, MESSAGE = "X-Error-Code", "X-Error-Message"
+GATED, NONE = "gated on the hub: accept the licence on its page", "none on the hub; a private one needs `hf"
+REFUSED, AWAY = "the hub refuses (HfHubHTTPError: ", "the hub cannot be reached ("
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    (
+        ((401, {CODE: "GatedRepo", MESSAGE: "Access to model a/b is restricted."}), GATED),  # no log-in
+        ((403, {CODE: "GatedRepo", MESSAGE: "Your request is awaiting a review."}), GATED),
+        ((401, {MESSAGE: "Invalid username or password."}), NONE),  # none, and no log-in
+        ((404, {CODE: "RepoNotFound", MESSAGE: "Repository not found"}), NONE),
+        ((401, {MESSAGE: "Invalid credentials in Authorization header"}), f"{REFUSED}Client error '401 Unau"),
+        ((403, {MESSAGE: "Access to this resource is disabled."}), "the hub refuses (DisabledRepoError: "),
+        ((403, {MESSAGE: "This token has no access"}), f"{REFUSED}403 Forbidden: This token has no access"),
+        ((404, {CODE: "EntryNotFound"}), "the hub refuses (RemoteEntryNotFoundError: 404 "),
+        ((404, {CODE: "RevisionNotFound"}), "the hub refuses (RevisionNotFoundError: 404"),
+        ((404, {}), f"{REFUSED}Client error '404 Not Found'"),  # a mirror
+        ((400, {}), "the hub refuses (BadRequestError: Bad request"),
+        ((429, {}), f"{REFUSED}429 Too Many Requests"),
+        ((500, {}), f"{REFUSED}Server error '500"),
+        ((503, {}), f"{REFUSED}Server error '503"),
+        (httpx2.ConnectError("[Errno -2] Name or service not known"), f"{AWAY}ConnectError: [Errno -2] Name"),
+        (httpx2.ConnectTimeout("timed out"), f"{AWAY}ConnectTimeout: timed out"),
+        (httpx2.ReadTimeout("timed out"), f"{AWAY}ReadTimeout: timed out"),
+        (httpx2.ProxyError("407"), f"{AWAY}ProxyError: 407"),
+        (httpx2.RemoteProtocolError("closed"), f"{AWAY}RemoteProtocolError: closed"),
+        (httpx2.TooManyRedirects("many"), f"{AWAY}TooManyRedirects: many"),
+        (ssl.SSLCertVerificationError("certificate"), f"{AWAY}SSLCertVerificationError"),
+        (OfflineModeIsEnabled("unset HF_HUB_OFFLINE"), f"{AWAY}OfflineModeIsEnabled: unset HF_HUB_OFFLINE"),
+        ((200, {}), None),
+    ),
+)
+def test_a_model_that_the_hub_does_not_give(found, line, hub):
+    """One line that says why, after one request."""
+    asked = hub(found)
+    said = no_model(dict(model="a/b"))
+    assert said == line or said.startswith(f"--model a/b: no directory here, and {line}") and "\n" not in said
+    assert asked == ["a/b"]
+
+
+@pytest.mark.parametrize("flag", MODELS)
+@pytest.mark.parametrize("name", ("models/none", "/no/such/place", "a b", "runs/one/two", "models/none/"))
+def test_a_model_that_is_nowhere(flag, name, hub):
+    """One line that names it; what cannot be a name of the hub is not asked for."""
+    hub((404, {CODE: "RepoNotFound"}))
+    why = NONE if name == "models/none" else "no name of the hub"
     for value in (name, (str(ROOT), name)):
-        line = no_model({flag: value})
-        assert line.startswith(f"--{flag} {name}: no directory here, and none on the hub (")
-        assert "\n" not in line
+        assert no_model({flag: value}).startswith(f"--{flag} {name}: no directory here, and {why}")
     assert no_model({flag: str(ROOT), "model": "", "teacher": ()}) is None
-    monkeypatch.setattr(HfApi, "model_info", Mock())
+    hub((200, {}))
     assert (no_model({flag: name}) is None) is (name == "models/none")
 
 
@@ -179,10 +246,10 @@ def test_a_missing_model_is_answered_before_libraries_are_loaded(script, tmp_pat
     words += {"agent.py": ("--env", "a"), "distill.py": ("--teacher", "a")}.get(script, ())
     words += () if script == "quantize.py" else ("--model", "models/none")
     out, _ = answer(script, *words)
-    assert (
-        out
-        == "error: --model models/none: no directory here, and none on the hub (OfflineModeIsEnabled) []\n"
+    line = (
+        "error: --model models/none: no directory here, and the hub cannot be reached (OfflineModeIsEnabled: "
     )
+    assert out.startswith(line) and out.endswith("unset the `HF_HUB_OFFLINE` environment variable.) []\n")
 
 
 @dataclass(kw_only=True)

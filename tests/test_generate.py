@@ -141,7 +141,7 @@ def refused(monkeypatch):
         (dict(data="nowhere.parquet"), "nowhere.parquet: no such file"),
         (dict(data=__file__), "not a parquet file"),
         (dict(model="/"), "--model /: no *.safetensors"),
-        (dict(model="[1]"), "--model [1]: no directory here, and none on the hub"),
+        (dict(model="[1]"), "--model [1]: no directory here, and"),
         (dict(prompt_key="question"), "no column 'question'"),
         (dict(n_samples=0), "--n_samples 0 must be at least 1"),
         (dict(batch_size=-1), "--batch_size -1"),
