@@ -1,9 +1,10 @@
-"""Dialogues for supervised fine-tuning, from any data set with a column `messages` or `conversations`.
+"""Dialogues for supervised fine-tuning, from `messages`, `conversations`, or `prompt` and `completion`.
 
 Calls of tools are kept, and a column `tools`. A dialogue with an empty turn of the assistant is left out.
 
 python data_prep/sft_chat.py --local_save_dir data/ultrachat
 python data_prep/sft_chat.py --dataset allenai/tulu-3-sft-mixture --splits train --local_save_dir data/tulu3
+python data_prep/sft_chat.py --local_dataset_path mine --splits train --local_save_dir data/mine
 """
 
 import os
@@ -19,6 +20,8 @@ from data_prep.lib import prepare
 from data_prep.lib.chats import read_messages
 from data_prep.lib.turns import says_nothing
 
+FORMS = ("messages",), ("conversations",), ("prompt", "completion")  # columns of a dialogue
+
 
 @dataclass
 class Args(prepare.Args):
@@ -30,8 +33,10 @@ class Args(prepare.Args):
 
 def make_row(record, split, index, dataset):
     """One row of the schema."""
-    name = "messages" if "messages" in record else "conversations"
-    messages = read_messages(record[name], name)
+    forms = [names for names in FORMS if names[0] in record]
+    if not forms:
+        raise KeyError("messages, conversations, or prompt and completion")
+    messages = [message for name in forms[0] for message in read_messages(record[name], name)]
     if messages[-1]["role"] != "assistant":
         raise ValueError("the last message is not the assistant's")
     if says_nothing(messages):

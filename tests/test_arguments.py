@@ -382,7 +382,9 @@ def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
     assert f"step {steps} of {total}, {said}" in (tmp_path / "log.txt").read_text()
 
 
-def test_adapters_are_no_model(tmp_path):
+def test_directories_that_are_no_model(tmp_path):
+    with pytest.raises(ValueError, match="not a model; that of a run is in its checkpoints/latest/hf"):
+        load_processor(f"{tmp_path}/")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="these are adapters alone: merge them into their model"):
         load_processor(tmp_path)

@@ -73,10 +73,14 @@ def test_bad_rows_are_named(tmp_path, changes, what):
         assert "\n" not in str(error.value)
 
 
-def test_bad_files_are_named(tmp_path):
+def test_bad_files_are_named(tmp_path, monkeypatch):
     path = tmp_path / "x.parquet"
-    with pytest.raises(ValueError, match=r"x.parquet: no such file"):
-        load_rows(path, COLUMNS)
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.parquet", path, "*.parquet"):
+        with pytest.raises(ValueError, match=f"^{tmp_path}/[x*].parquet: no such file"):
+            load_rows(name, COLUMNS)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: a directory; name its files, as {tmp_path}/"):
+        load_rows(tmp_path, COLUMNS)
     path.write_text("question,answer\n")
     with pytest.raises(ValueError, match=r"x.parquet: not a parquet file"):
         load_rows(path, COLUMNS)

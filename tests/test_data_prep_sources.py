@@ -180,6 +180,63 @@ def test_dialogues(tmp_path, capsys):
     assert "test.parquet: 1 rows have the prompt of train.parquet: 0" in output.out
 
 
+def test_formats_that_people_bring(tmp_path):
+    """Three formats, in files of each kind, give the same rows."""
+    said = [("user", "What is 2+2? é"), ("assistant", "4")]
+    formats = dict(
+        messages=dict(messages=[dict(role=role, content=text) for role, text in said]),
+        sharegpt=dict(conversations=[{"from": x, "value": y} for x, (_, y) in zip(("human", "gpt"), said)]),
+        strings=dict(prompt=said[0][1], completion=said[1][1]),
+        turns={x: [dict(role=y[0], content=y[1])] for x, y in zip(("prompt", "completion"), said)},
+    )
+    for name, record in formats.items():
+        lines, document = json.dumps(record) + "\n", json.dumps([record] * 20, indent=1)
+        files = {
+            ("lines", "jsonl"): lines * 20,
+            ("bom", "jsonl"): "\ufeff" + lines * 20,
+            ("windows", "jsonl"): f"\n{lines * 20}\n".replace("\n", "\r\n"),
+            ("a document in lines", "jsonl"): "\n" + document,
+            ("a document on a line", "jsonl"): json.dumps([record] * 20),
+            ("document", "json"): document,
+            ("document, bom", "json"): "\ufeff" + document,
+            ("lines in a document", "json"): lines * 20,
+        }
+        for (kind, ending), text in files.items():
+            (folder := tmp_path / name / kind).mkdir(parents=True)
+            (folder / f"train.{ending}").write_text(text, "utf-8", newline="")
+            sft_chat.main(sft_chat.Args(str(tmp_path / "out"), str(folder), ("train",)))
+            rows = load_rows(tmp_path / "out/train.parquet", ["messages"])
+            assert [[(m["role"], m["content"]) for m in row["messages"]] for row in rows] == [said] * 20
+
+
+def test_mistakes_with_own_data(tmp_path, capsys):
+    """One line says what is wrong, and of broken rows no more than ten are named."""
+    rows = [dict(question="2+2?", answer="4")] * 20
+    for name, lines in dict(train=map(json.dumps, rows), empty=(), blank=["", " "], text=["a b"] * 3).items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    for place, split, line in (
+        (tmp_path, "train", "no rows for train.parquet: 20 left out: broken (named above)"),
+        (tmp_path, "empty", "no rows for empty.parquet: the source is empty"),
+        (tmp_path, "blank", "no rows for blank.parquet: the source is empty"),
+        (tmp_path, "text", "no rows for text.parquet: 3 left out: broken (named above)"),
+        (
+            tmp_path,
+            "tra",
+            r"no file tra.* or .*another name: --splits OUT=(blank|empty|text|train)$",
+        ),
+        (tmp_path / "train.jsonl", "train", "train.jsonl is no directory: pass the directory of the files"),
+        (tmp_path / "nowhere", "train", "nowhere does not exist: pass the directory of the files"),
+        (tmp_path / "*.jsonl", "train", "does not exist: pass the directory of the files"),
+    ):
+        with pytest.raises(ValueError, match=line.replace("(named above)", r"\(named above\)")) as error:
+            sft_chat.main(sft_chat.Args(str(tmp_path / "out"), str(place), (split,)))
+        assert "\n" not in str(error.value) and not [*tmp_path.glob("out/*")]
+    named = capsys.readouterr().err.splitlines()
+    problem = "no column 'messages, conversations, or prompt and completion'; it has question, answer"
+    assert named[:10] == [f"{tmp_path}/train.jsonl: row {i} is broken: {problem}" for i in range(10)]
+    assert named[10] == "10 more rows are broken"
+
+
 def test_preferences(tmp_path, capsys):
     preference.main(preference.Args(str(tmp_path), str(FIXTURES / "preference")))
     names = ["prompt", "chosen", "rejected"]

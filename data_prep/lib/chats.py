@@ -105,7 +105,7 @@ def conversation(value, name):
     Raises ValueError, which names the field, for what are no messages.
     """
     if isinstance(value, str) and name not in ("messages", "conversations"):
-        role = "assistant" if name in ("chosen", "rejected") else "user"
+        role = "assistant" if name in ("chosen", "rejected", "completion") else "user"
         return [dict(role=role, content=value)]
     if not isinstance(value, list):
         string = "" if name == "messages" else " or a string"

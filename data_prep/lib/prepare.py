@@ -14,6 +14,7 @@ from data_prep.lib.schema import check_row, write_parquet
 from data_prep.lib.source import read_hub, read_local
 
 BROKEN = (ValueError, TypeError, LookupError, AttributeError)  # what a mapping raises on an unexpected record
+SHOWN = 10  # broken rows that are named
 
 
 class LeftOut(Exception):
@@ -74,26 +75,39 @@ def write_splits(directory, sources, make_row, max_samples=None, seed=0):
         rows = remember(rows, prompts.setdefault(path.name, []))
         count = write_parquet(rows, path)
         say_unknown("it is left out")
-        print(f"{path}: {count} rows" + "".join(f"; {n} left out: {why}" for why, n in left_out.items()))
+        print("; ".join(filter(None, (f"{path}: {count} rows", reasons(left_out)))))
     for line in repeated_prompts(prompts):
         print(line)
 
 
-def usable_rows(records, make_row, split, left_out):
-    """Yield the rows; count the others in `left_out`, and name the broken ones."""
+def usable_rows(records, make_row, out, left_out):
+    """Yield the rows; count the others in `left_out`, and name the first broken ones."""
+    used, broken = 0, "broken (named above)"
     for index, (place, record) in enumerate(records):
         try:
             if isinstance(record, ValueError):
                 raise record
-            row = make_row(record, split, index)
-            check_row(row, split)
+            row = make_row(record, out, index)
+            check_row(row, out)
         except LeftOut as reason:
             left_out[str(reason)] += 1
         except BROKEN as error:
-            left_out["broken (named above)"] += 1
-            print(f"{place} is broken: {type(error).__name__}: {error}", file=sys.stderr)
+            left_out[broken] += 1
+            if left_out[broken] <= SHOWN:
+                lacks = isinstance(error, KeyError) and f"no column {error}; it has {', '.join(record)}"
+                print(f"{place} is broken: {lacks or f'{type(error).__name__}: {error}'}", file=sys.stderr)
         else:
+            used += 1
             yield row
+    if left_out[broken] > SHOWN:
+        print(f"{left_out[broken] - SHOWN} more rows are broken", file=sys.stderr)
+    if not used:
+        raise ValueError(f"no rows for {out}.parquet: {reasons(left_out) or 'the source is empty'}")
+
+
+def reasons(left_out):
+    """Numbers of the rows that were left out, in words."""
+    return "; ".join(f"{n} left out: {why}" for why, n in left_out.items() if n)
 
 
 def draw(rows, n, seed):

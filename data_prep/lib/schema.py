@@ -16,6 +16,7 @@ Any row may have `tools`: JSON schemas that its chat template shows, or their JS
 
 import itertools
 import json
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pyarrow as pa
@@ -61,10 +62,14 @@ def open_parquet(path, columns):
     try:
         file = pq.ParquetFile(path)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; write it with a script of data_prep/") from None
+        place = Path(path).absolute()  # a relative path may be meant from elsewhere
+        raise ValueError(f"{place}: no such file; write it with a script of data_prep/") from None
     except (pa.ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: not a parquet file; make one with write_parquet ({reason})") from None
+        if Path(path).is_dir():
+            raise ValueError(f"{path}: a directory; name its files, as {path}/*.parquet") from None
+        page = "docs/start/own-data-and-reward.md converts JSON"
+        raise ValueError(f"{path}: not a parquet file; {page} ({reason})") from None
     wanted, names = list(dict.fromkeys(column.split(".")[0] for column in columns)), file.schema_arrow.names
     wanted = [name for name in wanted if name in names or name not in OPTIONAL]
     for name in wanted:

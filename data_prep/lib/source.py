@@ -40,16 +40,21 @@ def read_local(directory, split):
     Its files are, at any depth, SPLIT.parquet, its parts SPLIT-*.parquet, or all in a folder SPLIT; any of
     ENDINGS will do.  The record of a line that is no JSON is the ValueError.
     """
-    files = []
+    files, others = [], []
+    if not Path(directory).is_dir():
+        problem = "is no directory" if Path(directory).exists() else "does not exist"
+        raise ValueError(f"--local_dataset_path {directory} {problem}: pass the directory of the files")
     for path in sorted(Path(directory).rglob("*")):
         name = next((path.name.removesuffix(x) for x in ENDINGS if path.name.endswith(x)), None)
         folders = path.relative_to(directory).parts[:-1]
         if name is not None and (name == split or name.startswith(f"{split}-") or split in folders):
             files.append(path)
+        elif name is not None:
+            others.append(name)
     if not files:
         raise ValueError(
             f"{directory}: no file {split}.* or {split}-*.* and no folder {split} with files of the kinds"
-            f" {' '.join(ENDINGS)}; files of another name: --splits OUT=NAME"
+            f" {' '.join(ENDINGS)}; files of another name: --splits OUT={(*others, 'NAME')[0]}"
         )
     return itertools.chain.from_iterable(map(read_file, files))
 
@@ -78,7 +83,9 @@ def _records(path):
             yield from plain_rows(batch)
     else:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-            yield from _lines(file) if ".jsonl" in path.suffixes else _document(file.read())
+            first = next(filter(str.strip, file), "")
+            lines = ".jsonl" in path.suffixes and not first.lstrip().startswith("[")  # else a list of rows
+            yield from _lines(itertools.chain([first], file)) if lines else _document(first + file.read())
 
 
 def _lines(lines):
