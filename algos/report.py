@@ -588,8 +588,6 @@ def write(args, reload_s):
     """Write the HTML file, and print what the checks found."""
     if Path(args.output).is_dir():
         raise ValueError(f"--output {args.output} is a directory; give the name of an HTML file")
-    if not args.runs:
-        raise ValueError("no run given; give the --output_dir of one run or more")
     paths = list(dict.fromkeys(map(Path, args.runs)))
     names = [path.resolve().name for path in paths]
     runs = [Run(p, n if names.count(n) == 1 else str(p)) for p, n in zip(paths, names)]

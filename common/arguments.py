@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import MISSING, dataclass, fields, make_dataclass
 from pathlib import Path
 
 import tyro
@@ -60,7 +60,6 @@ HUB = {  # what an error of the hub's client means, or the first class above it 
 
 def parse(args_class, words=None):
     """The command line (or `words`) -> {field of `args_class`: value}; what cannot be used is one line."""
-
     rank = int(os.environ.get("RANK", 0))
     groups = command_line(in_groups(args_class), words)
     flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
@@ -105,6 +104,9 @@ def in_groups(args_class):
 
 def unusable(values, defaults):
     """What is wrong with {flag: value}."""
+    for name, value in values.items():
+        if value == () and defaults[name] is MISSING:
+            return f"--{name} needs at least one value"
     for (low, high), names in RANGES.items():
         least, most = "at least" if low in (0, 1) else "above", f" and at most {high}" * (high < math.inf)
         for name in names.split():
@@ -125,6 +127,8 @@ def no_model(values, flags=MODELS, file="config.json"):
     for flag in flags:
         value = values.get(flag) or ()
         for name in (value,) if isinstance(value, str) else value:
+            if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
+                return f"--{flag} {name}: adapters alone: merge them into their model, or name that model"
             from huggingface_hub import (  # takes 0.5 s
                 get_hf_file_metadata,
                 hf_hub_url,

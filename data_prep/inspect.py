@@ -16,8 +16,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 from rich.console import Console
 from rich.pretty import Pretty
@@ -25,7 +23,7 @@ from rich.pretty import Pretty
 from common.arguments import no_model
 from data_prep.lib.chats import plain_rows
 from data_prep.lib.prepare import prompt_key, repeated_prompts, run
-from data_prep.lib.schema import KINDS, check_row
+from data_prep.lib.schema import KINDS, check_row, open_parquet
 from data_prep.lib.turns import render, use_template
 from rewards import check_sources
 
@@ -47,15 +45,7 @@ class Args:
 
 def read(path):
     """Kind and rows of a file; ValueError if there are none."""
-    try:
-        rows = plain_rows(pq.read_table(path))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; write it with a script of data_prep/") from None
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: not a parquet file; make one with write_parquet ({reason})") from None
-    if not rows:
-        raise ValueError(f"{path}: no rows")
+    rows = plain_rows(open_parquet(path, ())[0].read())
     kind = next((kind for kind, names in KINDS.items() if rows[0].keys() >= set(names)), None)
     if kind is None:
         kinds = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())

@@ -34,7 +34,7 @@ class Args(prepare.Args):
 
 def read_dialogue(value, name):
     """Messages of a dialogue in column `name`."""
-    if isinstance(value, str):
+    if isinstance(value, str) and "\n\nHuman:" in value:  # a dialogue, as Anthropic writes it
         _, *parts = re.split(r"\n\n(Human|Assistant):", value)
         pairs = zip(parts[::2], parts[1::2], strict=True)
         return [{"role": ROLES[name], "content": content.strip()} for name, content in pairs]
@@ -44,6 +44,9 @@ def read_dialogue(value, name):
 def make_row(record, split, index, dataset):
     """One row of the schema."""
     chosen, rejected = (read_dialogue(record[name], name) for name in ("chosen", "rejected"))
+    if "prompt" in record and "assistant" == chosen[0]["role"] == rejected[0]["role"]:  # replies alone
+        prompt = read_messages(record["prompt"], "prompt")
+        chosen, rejected = prompt + chosen, prompt + rejected
     if chosen == rejected:
         raise prepare.LeftOut("both replies are the same")
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))

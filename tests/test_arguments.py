@@ -7,7 +7,7 @@ import runpy
 import ssl
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -23,7 +23,6 @@ from huggingface_hub.utils._http import default_client_factory
 from common.arguments import IDLE, MODELS, RANGES, no_model, parse, unusable
 from common.metrics import data_sheet_speed
 from common.run import Logger, open_run, open_tracker, ranks_on
-from data_prep.lib.images import load_processor
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
 SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
@@ -80,6 +79,8 @@ def test_every_number_has_a_range():
             "--clip_ratio_low 0.1 has no effect with --policy_loss sapo",
         ),
         (dict(kl="full", clip_ratio_high=0.1), "--clip_ratio_high 0.1 has no effect with --kl full"),
+        (dict(train_files=()), "--train_files needs at least one value"),
+        (dict(val_files=()), None),
         (dict(k=(1, 0)), "--k 0 must be at least 1"),
         (dict(kl_target=0.2, kl_coef=0.0), "--kl_target 0.2 has no effect with --kl_coef 0"),
         (
@@ -94,7 +95,8 @@ def test_every_number_has_a_range():
     ),
 )
 def test_values_out_of_range_and_flags_without_effect(values, line):
-    assert unusable(values, dict(kl_loss_coef=0.001, decay_steps=0)) == line
+    defaults = dict(kl_loss_coef=0.001, decay_steps=0, train_files=MISSING, val_files=())
+    assert unusable(values, defaults) == line
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -382,12 +384,13 @@ def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
     assert f"step {steps} of {total}, {said}" in (tmp_path / "log.txt").read_text()
 
 
-def test_directories_that_are_no_model(tmp_path):
-    with pytest.raises(ValueError, match="not a model; that of a run is in its checkpoints/latest/hf"):
-        load_processor(f"{tmp_path}/")
+@pytest.mark.parametrize("flag", MODELS)
+def test_adapters_are_no_model(flag, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="these are adapters alone: merge them into their model"):
-        load_processor(tmp_path)
+    line = f"--{flag} {tmp_path}: adapters alone: merge them into their model, or name that model"
+    assert no_model({flag: str(tmp_path)}) == no_model({flag: (str(ROOT), str(tmp_path))}) == line
+    (tmp_path / "config.json").write_text("{}")
+    assert no_model({flag: str(tmp_path)}) is None
 
 
 def test_wandb_offline(tmp_path, monkeypatch):

@@ -302,7 +302,9 @@ def test_inspect_names_faults(tmp_path):
     ):
         inspect.main(inspect.Args((str(path),)))
     result = run_script("inspect.py", "none.parquet", cwd=tmp_path)
-    assert result.returncode == 1 and result.stderr.startswith("inspect.py: none.parquet: no such file; ")
+    assert result.returncode == 1 and result.stderr.startswith(
+        f"inspect.py: {tmp_path}/none.parquet: no such file; "
+    )
 
 
 def test_inspect_takes_what_trainers_take(tmp_path):

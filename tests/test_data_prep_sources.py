@@ -254,6 +254,26 @@ def test_preferences(tmp_path, capsys):
     assert "1 left out: both replies are the same; 1 left out: broken" in capsys.readouterr().out
 
 
+def test_replies_next_to_their_prompt(tmp_path):
+    """As TRL has them: strings or messages; a prompt that the replies repeat is one prompt."""
+    user, good, bad = dict(role="user", content="2+2?"), *(dict(role="assistant", content=x) for x in "45")
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(
+            json.dumps(dict(prompt=prompt, chosen=chosen, rejected=rejected))
+            for prompt, chosen, rejected in (
+                ("2+2?", "4", "5"),
+                ([user], [good], [bad]),
+                ([user], "4", "5"),
+                ("2+2?", [user, good], [user, bad]),
+            )
+        )
+    )
+    preference.main(preference.Args(str(tmp_path / "out"), str(tmp_path), ("train",)))
+    names = ["prompt", "chosen", "rejected"]
+    rows = load_rows(tmp_path / "out/train.parquet", names)
+    assert rows == [dict(zip(names, ([user], [good], [bad])))] * 4
+
+
 # ---- what all scripts share
 
 

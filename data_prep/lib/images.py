@@ -29,10 +29,6 @@ class Unfit(ValueError):
 @cache
 def load_processor(model, sees=False):
     """The tokenizer of a model, or the processor of one that sees images: both encode, decode and save."""
-    if Path(model).is_dir() and not Path(model, "config.json").is_file():
-        adapters = "these are adapters alone: merge them into their model, or name that model"
-        empty = "no config.json in it: not a model; that of a run is in its checkpoints/latest/hf"
-        raise ValueError(f"{model}: {adapters if Path(model, 'adapter_config.json').is_file() else empty}")
     config = AutoConfig.from_pretrained(model)
     if sees:
         loaded = AutoProcessor.from_pretrained(model)

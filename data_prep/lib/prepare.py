@@ -5,10 +5,10 @@ import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from common.arguments import command_line
+from common.arguments import command_line, unusable
 from data_prep.lib.chats import say_unknown
 from data_prep.lib.schema import check_row, write_parquet
 from data_prep.lib.source import read_hub, read_local
@@ -39,11 +39,14 @@ def run(main, args_class):
     """Run a script; a ValueError becomes one line, and `SCRIPT ... | head` ends it without one."""
     sys.set_int_max_str_digits(0)  # tests of programs have integers of more than Python's 4,300 digits
     try:
-        main(command_line(args_class))
+        args = command_line(args_class)
+        if problem := unusable(vars(args), {field.name: field.default for field in fields(args)}):
+            raise ValueError(problem)
+        main(args)
     except BrokenPipeError:
         os._exit(0)
     except ValueError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+        sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}")
 
 
 def prepare(args, splits, hub, make_row):
