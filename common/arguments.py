@@ -106,7 +106,7 @@ def unusable(values, defaults):
     """What is wrong with {flag: value}."""
     for name, value in values.items():
         if value == () and defaults[name] is MISSING:
-            return f"--{name} needs at least one value"
+            return f"{name} needs at least one value"
     for (low, high), names in RANGES.items():
         least, most = "at least" if low in (0, 1) else "above", f" and at most {high}" * (high < math.inf)
         for name in names.split():

@@ -79,7 +79,7 @@ def test_every_number_has_a_range():
             "--clip_ratio_low 0.1 has no effect with --policy_loss sapo",
         ),
         (dict(kl="full", clip_ratio_high=0.1), "--clip_ratio_high 0.1 has no effect with --kl full"),
-        (dict(train_files=()), "--train_files needs at least one value"),
+        (dict(train_files=()), "train_files needs at least one value"),
         (dict(val_files=()), None),
         (dict(k=(1, 0)), "--k 0 must be at least 1"),
         (dict(kl_target=0.2, kl_coef=0.0), "--kl_target 0.2 has no effect with --kl_coef 0"),

@@ -545,7 +545,7 @@ def test_rollouts_are_bounded_and_whole_groups(tmp_path):
         (["nowhere"], "nowhere has no metrics.jsonl"),
         (["empty"], "empty has no metrics.jsonl"),
         (["file"], "file has no metrics.jsonl"),
-        ([], "--runs needs at least one value"),
+        ([], "runs needs at least one value"),
         (["good", "--output", "empty"], "empty is a directory"),
     ],
 )
