@@ -10,7 +10,6 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/guides/evaluate.md
 """
 
-import gc
 import json
 import os
 import shutil
@@ -62,6 +61,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from common import cpu
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import replacing, weights_digest
 from common.run import HELD, fail, hold, refuse
@@ -72,32 +72,26 @@ from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 from rewards.manager import check_environments
 
-COLUMNS = ("responses", "response_tokens", "finish_reasons")
+COLUMNS = ("responses", "response_tokens", "finish_reasons", "episodes")  # the last one with --env
 ENV_WORKERS = 8  # environments of a rank that work at the same time
-EPISODE = ("turns", "messages", "env_reward", "failure")  # with --env a further column, as JSON
+EPISODE = ("turns", "messages", "env_reward", "failure")  # in that column, as JSON
 
 
 def check_args(args, world):
     """Stop on arguments that cannot work -> the model's Hugging Face directory or hub name."""
     root, inside = Path(args.model), ("", "hf", "checkpoints/latest/hf")  # of a model, a checkpoint, a run
     found = [root / name for name in inside if any((root / name).glob("*.safetensors"))]
+    empty = root.is_dir() and not found
     problems = {
         f"--top_k {args.top_k}: use -1 (off) or a number of tokens": args.top_k < -1,
         f"{world} ranks: use a multiple of --tp_size {args.tp_size}": world % max(args.tp_size, 1),
         f"--output {args.output} exists: choose another, or remove it": os.path.lexists(args.output),
         f"--model {root}: vLLM finds no files in a path with [ or *: rename it": {*"[*"} & {*str(root)},
-        f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/": (
-            root.is_dir() and not found
-        ),
+        f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/": empty,
     }
     refuse(problems)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails now, not after hours of sampling
     return str(found[0].resolve()) if found else args.model  # resolved: `latest` moves on while a run trains
-
-
-def columns_of(args):
-    """Columns that are added to the rows: lists, one entry a sample."""
-    return (*COLUMNS, "episodes") if args.env else COLUMNS
 
 
 def load_prompts(args, tokenizer, tools):
@@ -105,7 +99,7 @@ def load_prompts(args, tokenizer, tools):
     rows, table = load_rows(args.data, [args.prompt_key, "images", "tools"]), pq.read_table(args.data)
     sees = takes_images(args)
     blind = next((i for i, row in enumerate(rows) if row["images"] and not sees), None)
-    taken = [name for name in columns_of(args) if name in table.column_names]
+    taken = [name for name in COLUMNS if name in table.column_names]
     refuse(
         {
             f"{args.data}: it has columns {' '.join(taken)} already: use the file without": taken,
@@ -146,49 +140,40 @@ def plan_shards(args, prompts, rows):
 
 def build_engine(args):
     """A vLLM engine in this process, with the model's weights."""
-    os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))  # C++ compiler
-    import vllm
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
-    from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
-
-    # CPU: vLLM names shared memory by what follows the last colon, "env://" in all runs of a machine
-    arguments, run = Executor._distributed_args, f"{os.getppid()}-{os.environ.get('MASTER_PORT')}"
-    Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
-    config, sees, load = AutoConfig.from_pretrained(args.model), takes_images(args), Loader.get_all_weights
+    config, sees = AutoConfig.from_pretrained(args.model), takes_images(args)
     quantized = hasattr(config, "quantization_config")
-    form = config.quantization_config.get("format") if quantized else None
-    current_platform.import_kernels()  # until then torch.ops._C is empty on every processor
-    if form == "pack-quantized" and not cuda and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        raise ValueError(f"{args.model}: vLLM needs AVX-512 for 4 bits on a CPU: take quantize.py's w8a8")
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
-    Loader.get_all_weights = lambda self, to, lm: vllm_names(load(self, to, lm), config, to.hf_config)
-    gc.freeze()  # vLLM searches for garbage three times: not in what has been imported
-    options = vllm.EngineArgs(
-        model=args.model,
-        hf_overrides={} if quantized else hf_overrides(config, sees),
-        language_model_only=not sees,
-        skip_tokenizer_init=not sees,
-        mm_hasher_algorithm="sha256",  # of images: the default is a package of its own
-        dtype="auto" if quantized else "bfloat16" if cuda else "float32",  # as the trainers' samplers
-        tensor_parallel_size=args.tp_size,
-        distributed_executor_backend="external_launcher" if torchrun else None,
-        max_model_len=args.max_prompt_length + args.max_response_length,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: else a share of all memory
-        enforce_eager=not cuda,
-        # CAREFUL: for a prompt in chunks vLLM sets back the generator of its seed, which raises on a CPU
-        enable_chunked_prefill=cuda,
-        use_tqdm_on_load=False,
-        generation_config="vllm",  # not the model's own sampling defaults, but its EOS tokens
-        seed=args.seed,  # equal in a tensor-parallel group
-        disable_log_stats=True,
-    )
-    return vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
+    with cpu.own_vllm():
+        import vllm
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
+        from vllm.usage.usage_lib import UsageContext
+
+        cpu.check_format(args.model, config)
+        load = Loader.get_all_weights
+        Loader.get_all_weights = lambda self, to, lm: vllm_names(load(self, to, lm), config, to.hf_config)
+        options = vllm.EngineArgs(
+            model=args.model,
+            hf_overrides={} if quantized else hf_overrides(config, sees),
+            language_model_only=not sees,
+            skip_tokenizer_init=not sees,
+            mm_hasher_algorithm="sha256",  # of images: the default is a package of its own
+            dtype="auto" if quantized else "bfloat16" if cuda else "float32",  # as the trainers' samplers
+            tensor_parallel_size=args.tp_size,
+            distributed_executor_backend="external_launcher" if torchrun else None,
+            max_model_len=args.max_prompt_length + args.max_response_length,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: else a share of all memory
+            enforce_eager=not cuda,
+            # CAREFUL: for a prompt in chunks vLLM sets back the generator of its seed, which raises on a CPU
+            enable_chunked_prefill=cuda,
+            use_tqdm_on_load=False,
+            generation_config="vllm",  # not the model's own sampling defaults, but its EOS tokens
+            seed=args.seed,  # equal in a tensor-parallel group
+            disable_log_stats=True,
+        )
+        return vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
 
 
 # region turns
@@ -308,7 +293,7 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
             reason = "thought"
         episode = json.dumps({name: talk[name] for name in EPISODE})
         answers[row].append((text, len(talk["response_ids"]), reason, episode))
-    names = columns_of(args)
+    names = COLUMNS if args.env else COLUMNS[:-1]  # lists, one entry a sample
     return pa.table({name: [[a[i] for a in row] for row in answers.values()] for i, name in enumerate(names)})
 
 
@@ -349,8 +334,9 @@ def main(args):
         bar.close()
         seconds, answers = time.perf_counter() - start, {path: pq.read_table(path) for path in shards}
         tokens = sum(sum(map(sum, answers[path]["response_tokens"].to_pylist())) for path in todo)
-        for name in columns_of(args):
-            table = table.append_column(name, pa.concat_tables(answers.values())[name])
+        added = pa.concat_tables(answers.values())
+        for name in added.column_names:
+            table = table.append_column(name, added[name])
         with replacing(args.output) as new:
             pq.write_table(table, new)
         HELD.pop(Path(f"{args.output}.shards")).close()  # NFS does not remove a directory with an open file

@@ -30,7 +30,7 @@ def own_vllm():
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
     # vLLM names shared memory by what follows the last colon of an address: "env://" in all runs of a machine
-    run, arguments = f"{os.getppid()}-{os.environ['MASTER_PORT']}", Executor._distributed_args
+    run, arguments = f"{os.getppid()}-{os.environ.get('MASTER_PORT')}", Executor._distributed_args
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     # it runs some families by their class in transformers, and would change the trainer's
     Base._decorate_for_torch_compile = lambda self: None
@@ -38,9 +38,21 @@ def own_vllm():
     set_num_threads = torch.set_num_threads  # its CPU worker replaces it
     yield
     torch.set_num_threads = set_num_threads
-    dist.barrier()  # all ranks have opened it: without its name a kill leaves none behind
+    if dist.is_initialized():
+        dist.barrier()  # all ranks have opened it: without its name a kill leaves none behind
     for name in Path("/dev/shm").glob(f"{run}-*"):
         name.unlink(missing_ok=True)
+
+
+def check_format(model, config):
+    """Raise ValueError for packed weights that vLLM cannot multiply on this CPU."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()  # until then torch.ops._C is empty on every processor
+    form = (getattr(config, "quantization_config", None) or {}).get("format")
+    packed = form == "pack-quantized" and not torch.cuda.is_available()
+    if packed and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        raise ValueError(f"{model}: vLLM needs AVX-512 for 4 bits on a CPU: take quantize.py's w8a8")
 
 
 def before_reload(model):
