@@ -56,6 +56,7 @@ HUB = {  # what an error of the hub's client means, or the first class above it 
     "HfHubHTTPError": "and the hub refuses ({error})",
     "Exception": "and the hub cannot be reached ({error})",
 }
+ALONE = dict(maxrl="group_size", reinforce_plus_plus_baseline="group_size train_batch_size")  # one above 1
 
 
 def parse(args_class, words=None):
@@ -120,6 +121,9 @@ def unusable(values, defaults):
         for name in names.split():
             if values.get(name) != defaults.get(name) and values.get(other) == value:
                 return f"--{name} {values[name]} has no effect with --{other} {value}"
+    alone = ALONE.get(values.get("adv_estimator"), "none").split()
+    if all(values.get(name) == 1 for name in alone):
+        return f"--adv_estimator {values['adv_estimator']} needs --{' or --'.join(alone)} above 1"
 
 
 def no_model(values, flags=MODELS, file="config.json"):

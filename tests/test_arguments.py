@@ -20,7 +20,7 @@ from conftest import ROOT
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils._http import default_client_factory
 
-from common.arguments import IDLE, MODELS, RANGES, no_model, parse, unusable
+from common.arguments import ALONE, IDLE, MODELS, RANGES, no_model, parse, unusable
 from common.metrics import data_sheet_speed
 from common.run import Logger, open_run, open_tracker, ranks_on
 
@@ -58,7 +58,7 @@ def test_every_number_has_a_range():
     free = {"label_smoothing", "top_k"}
     assert ranges | free == numbers
     idle = {name for (other, _), names in IDLE.items() for name in (other, *names.split())}
-    assert idle <= flags
+    assert idle | {name for names in ALONE.values() for name in names.split()} <= flags
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 """Bad input: one clear line and a non-zero exit, before any model is loaded."""
 
 import json
+from itertools import product
+from types import SimpleNamespace
+from typing import get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import transformers
 from families import write
 from transformers import AutoConfig, PhiConfig
 
-from algos import grpo
+from algos import agent, grpo
+from common.arguments import unusable
 
 
 @pytest.fixture
@@ -134,6 +139,23 @@ def test_more_prompts_than_data(refused):
 
 def test_only_long_prompts(refused):
     assert "no prompt" in refused("--max_prompt_length", 5)
+
+
+@pytest.mark.parametrize("script", (grpo, agent), ids=lambda script: script.__name__)
+@pytest.mark.parametrize("estimator", get_args(grpo.Args.__annotations__["adv_estimator"]))
+def test_an_estimator_has_an_advantage_or_is_refused(script, estimator):
+    """Enumerated: some scores from 0 to 1 give an advantage, or the sizes are refused."""
+    assert grpo.Args.__annotations__["adv_estimator"] == script.Args.__annotations__["adv_estimator"]
+    for prompts, group_size in product((1, 2), (1, 2)):
+        sizes = dict(adv_estimator=estimator, train_batch_size=prompts, group_size=group_size)
+        group_n = torch.arange(prompts).repeat_interleave(group_size)
+        length_n, learns = 1 + torch.arange(len(group_n)), False
+        for scores in product((0.0, 1.0), repeat=len(group_n)):
+            score_n, parts = torch.tensor(scores).double(), [(1.0, list(scores))]
+            adv_n = script.advantages(SimpleNamespace(**sizes), score_n, group_n, length_n, parts)
+            learns |= adv_n.abs().max().item() > 1e-3
+        line = unusable(sizes, sizes)
+        assert line is None if learns else line.startswith(f"--adv_estimator {estimator} needs --group_size ")
 
 
 def test_resume_from_what_is_no_checkpoint(refused, tmp_path):
