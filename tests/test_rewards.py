@@ -12,6 +12,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from hostile_reward import hostile_reward
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,42 +242,44 @@ class Odd:
         return "odd"
 
 
-@pytest.mark.parametrize(
-    ("value", "plain"),
-    [
-        (np.float32(0.5), 0.5),
-        (np.int64(2), 2),
-        (np.bool_(True), True),
-        (np.array(0.5), 0.5),
-        (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
-        (torch.tensor([[2]]), 2),
-        (torch.tensor([True]), True),
-        ([np.float64(1), {"a": np.uint8(2)}], [1.0, {"a": 2}]),
-        (np.array([[1, 2]]), [[1, 2]]),
-        (torch.zeros(0, 2), []),
-        ({"x"}, "{'x'}"),
-        (b"x", "b'x'"),
-        (1 - 2j, "(1-2j)"),
-        (Odd(), "odd"),
-        ({(1, 2): 3, "x": 4}, {"x": 4}),
-        (None, None),
-    ],
-)
-def test_results_are_plain(value, plain):
-    """Whatever the extra keys are; a number of numpy or torch is a score and an accuracy too."""
-    is_number = type(plain) in (float, int, bool)
+PLAIN = [
+    (np.float32(0.5), 0.5),
+    (np.int64(2), 2),
+    (np.bool_(True), True),
+    (np.array(0.5), 0.5),
+    (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
+    (torch.tensor([[2]]), 2),
+    (torch.tensor([True]), True),
+    ([np.float64(1), {"a": np.uint8(2)}], [1.0, {"a": 2}]),
+    (np.array([[1, 2]]), [[1, 2]]),
+    (torch.zeros(0, 2), []),
+    ({"x"}, "{'x'}"),
+    (b"x", "b'x'"),
+    (1 - 2j, "(1-2j)"),
+    (Odd(), "odd"),
+    ({(1, 2): 3, "x": 4}, {"x": 4}),
+    (None, None),
+]
 
-    def reward(**_):
-        return {"score": value, "acc": value, "extra": value} if is_number else {"score": 1, "extra": value}
+
+@pytest.mark.parametrize("mode", ["naive", "prime"])
+def test_results_are_plain(mode):
+    """Whatever the extra keys are; a number of numpy or torch is a score and an accuracy too."""
+    is_number = [type(plain) in (float, int, bool) for _, plain in PLAIN]
+
+    def reward(solution_str, **_):
+        value, number = PLAIN[int(solution_str)][0], is_number[int(solution_str)]
+        return {"score": value, "acc": value, "extra": value} if number else {"score": 1, "extra": value}
 
     combined = CombinedReward({"a": reward, "b": reward}, [1.0, 2.0])
-    for mode in ("naive", "prime"):
-        results = [RewardManager(mode, function).score([make_row("5")])[0] for function in (reward, combined)]
+    rows = [make_row(str(i)) for i in range(len(PLAIN))]
+    alone, both = (RewardManager(mode, function, workers=1).score(rows) for function in (reward, combined))
+    for (_, plain), number, *results in zip(PLAIN, is_number, alone, both, strict=True):
         assert "failure" not in results[0] | results[1]
         assert json.loads(json.dumps(results)) == results
         for result in results:
             assert result["extra"] == plain and type(result["extra"]) is type(plain)
-        if is_number:
+        if number:
             assert results[0] == {"score": plain, "acc": plain, "extra": plain}
             assert (results[1]["score"], results[1]["score/a"]) == (3 * plain, plain)
 
@@ -425,17 +428,6 @@ def test_manager_prints_other_samples_each_time(capsys):
         assert [text for text in re.findall(r"^  (\w) -> ", out, re.MULTILINE)] == [*seen, *seen]
 
 
-def hostile_reward(data_source, solution_str, ground_truth, extra_info=None):
-    if solution_str == "hang":
-        while True:
-            pass
-    if solution_str == "crash":
-        os._exit(1)
-    if solution_str == "raise":
-        raise ValueError("broken")
-    return {"score": float(solution_str), "acc": True, "pred": np.float32(2)}
-
-
 def test_prime_manager_replaces_what_hangs_or_dies():
     texts = ["1", "hang", "2", "crash", "3", "raise", *map(str, range(20)), "hang", "hang"]
     manager = RewardManager("prime", hostile_reward, timeout_s=5, workers=2)
@@ -453,33 +445,24 @@ def test_prime_manager_replaces_what_hangs_or_dies():
 @pytest.mark.parametrize(
     "reply",
     [
-        *(
-            None,
-            "text",
-            [],
-            {},
-            {"score": "1"},
-            {"score": None},
-            {"score": math.nan},
-            {"score": 1e999},
-        ),
+        *(None, "text", [], {}, {"score": "1"}, {"score": None}, {"score": math.nan}, {"score": 1e999}),
         *({"score": [1]}, {"score": {"a": 1}}, {"score": 1, "acc": "yes"}, {"score": 1, "acc": math.inf}),
     ],
 )
 def test_a_process_that_is_taken_over_sends_what_is_no_result(reply, monkeypatch):
-    manager = RewardManager("prime", hostile_reward, workers=1)
     for answer in (reply, [reply], [{"score": 1}, reply]):
         monkeypatch.setattr("rewards.manager.Worker.call", lambda *_, answer=answer, **__: answer)
-        [result] = manager.score([make_row("1")])
+        [result] = RewardManager("prime", hostile_reward, workers=1).score([make_row("1")])
         assert set(result) == {"score", "failure"}
         assert result["score"] == 0 and isinstance(result["failure"], str)
 
 
 def test_a_process_that_is_taken_over_names_its_failure(monkeypatch):
-    manager = RewardManager("prime", hostile_reward, workers=1)
     reply = [{"score": 99, "acc": 1, "failure": ["TimeoutError"]}]
     monkeypatch.setattr("rewards.manager.Worker.call", lambda *_, **__: reply)
-    assert manager.score([make_row("1")]) == [{"score": 0.0, "failure": "['TimeoutError']"}]
+    assert RewardManager("prime", hostile_reward, workers=1).score([make_row("1")]) == [
+        {"score": 0.0, "failure": "['TimeoutError']"}
+    ]
 
 
 KEYS = st.sampled_from(["score", "acc", "pred", "failure"])
