@@ -24,8 +24,8 @@ def distance(a, b):
 
 
 @pytest.mark.parametrize("gradients", ("grpo",), indirect=True)
-@pytest.mark.parametrize("mode", (*MODES, "lora"))
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("mode", ("token-mean", "lora"))
+@pytest.mark.parametrize("ranks", ("1", "2"))
 @pytest.mark.parametrize("budget", (70, 200, 100_000))
 @pytest.mark.parametrize("layout", ("padded", "one_row"))
 def test_update_equals_plain_loss(gradients, mode, ranks, budget, layout):
@@ -44,8 +44,11 @@ def test_slices_of_a_row_equal_plain_loss(gradients, loss, ranks, budget):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("loss", (*MODES, "lora", "gspo", "cispo", "sapo", "dppo"))
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("ranks", "loss"),
+    [(ranks, loss) for ranks in ("1", "2") for loss in (*MODES, "lora", "gspo", "cispo", "sapo", "dppo")]
+    + [("2 hsdp", loss) for loss in ("token-mean", "gspo", "lora")],
+)
 @pytest.mark.parametrize("way", ((70, "padded"), (200, "one_row")))
 def test_every_script_equals_plain_loss(gradients, loss, ranks, way):
     assert distance(gradients[ranks][loss, *way], gradients["1"][loss, "naive"]) < 1e-5

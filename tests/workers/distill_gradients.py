@@ -12,6 +12,7 @@ from algos import distill
 
 distill.LOGIT_CHUNK = 16  # fewer than the positions of most micro-batches
 LAYOUTS = dict(padded="eager", one_row="sdpa")
+WAYS = dict(padded=(70, 100_000), one_row=(200,))  # budgets; for the two kinds of KL without more all three
 
 
 def rows_of(args):
@@ -85,13 +86,15 @@ def main(_, model, out, hsdp_replicas):
     modes |= dict(shown=dict(teacher_prompt=("x",)))
     modes["shown sampled"] = modes["shown"] | modes["sampled"]
     modes["sources"] = dict(kl="sampled", teacher=(wide, model), teacher_sources=("odd", "even"))
+    if hsdp_replicas != "1":  # replicas change what is summed over the ranks, not what is summed
+        modes = {mode: modes[mode] for mode in ("full", "lora")}
     for mode, changes in modes.items():
         for layout, attention in LAYOUTS.items():
             args = dataclasses.replace(base, **changes, attn_implementation=attention)
             policy, teachers = distill.load_models(args, mesh, device)
             assert policy.packed == teachers[0].packed == (layout == "one_row" and mode != "window")
             set_adapters(policy.lm)
-            for budget in (70, 200, 100_000):
+            for budget in (70, 200, 100_000) if mode in ("full", "sampled") else WAYS[layout]:
                 args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
                 results[mode, budget, layout] = gradient(policy, teachers, args)
         if dist.get_world_size() == 1:

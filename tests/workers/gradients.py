@@ -47,8 +47,10 @@ if sys.argv[1] == "agent":
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
 LAYOUTS = "padded", "one_row"
 EVERY = [(budget, layout) for budget in (70, 200, 100_000) for layout in LAYOUTS]  # 200: two of three share
-WAYS = (70, "padded"), (200, "one_row")  # of LOSSES, not all
-MODE_WAYS = EVERY if sys.argv[1] == "grpo" else WAYS  # dapo.py and agent.py cut by the same regions
+WAYS = (70, "padded"), (200, "one_row")
+# dapo.py and agent.py cut by the same regions as grpo.py
+EVERY_WAY = ("token-mean", "lora") if sys.argv[1] == "grpo" else ()
+REPLICATED = "token-mean", "gspo"  # with replicas of the sharded model
 # what two ranks of dapo.py run slices of the same rows for
 SLICED = "seq-mean-token-mean", "gspo", "lora"
 # tokens of the prompts and of three responses to each: very unequal
@@ -221,7 +223,7 @@ def check_lora(args, mesh, device, results):
         with without_adapters(policy.lm):
             assert same(policy)
         assert not same(policy) and trained(policy)
-        for budget, used in MODE_WAYS:
+        for budget, used in EVERY if "lora" in EVERY_WAY else WAYS:
             if used == layout:
                 how = dataclasses.replace(args, max_tokens_per_microbatch=budget)
                 results["lora", budget, layout], _ = update(policy, trained(policy), how)
@@ -254,8 +256,8 @@ def check_constant(base, policies):
     """Rows without an advantage run forward only: gradients and metrics are those of a backward pass."""
     tokens = []  # of forward passes that have a backward pass
     count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel() * torch.is_grad_enabled())
-    cases = itertools.product(policies.values(), (70, 100_000), ([0], [1], [0, 1]))
-    for policy, budget, groups in cases:
+    cases = itertools.product(zip(policies.values(), (70, 100_000)), ([0], [0, 1]))
+    for (policy, budget), groups in cases:
         args, found, backward = dataclasses.replace(base, max_tokens_per_microbatch=budget), [], []
         for constant in (False, True):
             rows = make_rows()
@@ -300,6 +302,8 @@ def check_slices(base, mesh, device, results):
 
 def main(model, out, hsdp_replicas):
     device, mesh = grpo.setup_distributed(int(hsdp_replicas))
+    once = hsdp_replicas == "1"  # replicas change what is summed over the ranks, not what is summed
+    kinds = KINDS if once else {name: KINDS[name] for name in REPLICATED}
     kl = dict(use_kl_loss=True, kl_loss_coef=0.1) if hasattr(grpo.Args, "use_kl_loss") else {}
     kl |= dict(env="") if sys.argv[1] == "agent" else {}
     kl |= dict(entropy_coeff=0.01) if hasattr(grpo.Args, "entropy_coeff") else {}  # dapo.py has no bonus
@@ -318,8 +322,8 @@ def main(model, out, hsdp_replicas):
     for layout, policy in policies.items():
         policy.register_forward_pre_hook(count, with_kwargs=True)
         assert policy.packed == (layout == "one_row")
-        for name, flags in KINDS.items():
-            for budget, used in WAYS if name in LOSSES else MODE_WAYS:
+        for name, flags in kinds.items():
+            for budget, used in EVERY if once and name in EVERY_WAY else WAYS:
                 if used == layout:
                     args = dataclasses.replace(base, **flags, max_tokens_per_microbatch=budget)
                     cut = budget, layout
@@ -329,7 +333,7 @@ def main(model, out, hsdp_replicas):
                     results["tokens", *cut] = sum(tokens)
                     results["reduced", *cut] = sum(reduced)  # gradients, over the replicas
                     tokens.clear(), reduced.clear()
-    if hasattr(base, "use_kl_loss"):
+    if once and hasattr(base, "use_kl_loss"):
         check_constant(dataclasses.replace(base, use_kl_loss=False, entropy_coeff=0.0), policies)
     # a small limit: the optimizer sees a gradient of that norm, the metric is the norm without it
     grads, metrics = update(policy, trained(policy), dataclasses.replace(base, grad_clip=1e-3))
