@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,8 +41,8 @@ def python():
     return [sys.executable, "-I", "-S", str(ROOT / "tests/forked.py"), "run", str(socket)]
 
 
-def run(*command, ranks=0, check=True, restarts=0):
-    """Run a script of the repository under python, or under torchrun with `ranks` -> the finished process."""
+def start(*command, ranks=0, restarts=0, **options):
+    """Start a script of the repository under python, or under torchrun with `ranks` -> the process."""
     env = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
@@ -49,9 +50,27 @@ def run(*command, ranks=0, check=True, restarts=0):
     launcher = [*python(), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     launcher += [f"--max-restarts={restarts}", "--no-python"] if ranks else []
     command = [*(launcher if ranks else []), *python(), *map(str, command)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd="/")
-    assert not check or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return subprocess.Popen(command, text=True, env=env, cwd="/", **options)
+
+
+def run(*command, check=True, **options):
+    """`start`, and wait -> the finished process."""
+    with start(*command, **options, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        done = subprocess.CompletedProcess(process.args, None, *process.communicate())
+    done.returncode = process.returncode
+    assert not check or done.returncode == 0, f"{done.args}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
+
+
+def kill(process, out):
+    """Kill -9 the program of `start` that holds a directory, and wait for its end."""
+    os.kill(holder(out), signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def holder(out):
+    """The number of the process that writes to a directory, the first rank's."""
+    return int((Path(out) / ".lock").read_text().split()[1])
 
 
 def load_weights(directory):

@@ -6,6 +6,9 @@ of imports, or of what a library prints as it is loaded, starts Python itself.
 
     forked.py serve SOCKET MODULE ...
     forked.py run SOCKET PROGRAM ...    or, as under python, -m MODULE ... or -c CODE ...
+
+The sys.executable of a program is a file next to the socket: what it starts by a path, or by torchrun, starts
+at once too. All else, such as the processes of rewards, is started by Python itself.
 """
 
 import json
@@ -13,6 +16,13 @@ import os
 import signal
 import socket
 import sys
+
+EXECUTABLE = """#!/bin/sh
+[ "$1" = -u ] && shift
+case $1 in *.py) forked=1 ;; -m) [ "$2" = torch.distributed.run ] && forked=1 ;; esac
+[ $forked ] && exec {python} -I -S {forked} run {socket} "$@"
+exec {python} "$@"
+"""
 
 
 def serve(path, *modules):
@@ -27,6 +37,11 @@ def serve(path, *modules):
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"{path}.new")
     server.listen(64)
+    executable = os.path.join(os.path.dirname(path), "python")
+    with open(executable, "w") as file:
+        file.write(EXECUTABLE.format(python=sys.executable, forked=os.path.abspath(__file__), socket=path))
+    os.chmod(executable, 0o755)
+    sys.executable = executable
     os.rename(f"{path}.new", path)
     suite = os.getppid()
     server.settimeout(1)

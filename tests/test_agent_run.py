@@ -1,17 +1,15 @@
 """agent.py and generate.py --env from end to end, as a user runs them: five turns of a model that learns."""
 
 import math
-import os
 import shutil
-import subprocess
-import sys
 import time
+from subprocess import DEVNULL
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, documented, load_weights, metrics, rollouts, run
+from conftest import ROOT, documented, holder, kill, load_weights, metrics, rollouts, run, start
 from transformers import GenerationConfig
 
 from algos.grpo import group_advantages
@@ -113,17 +111,15 @@ def test_delays_and_ranks_change_nothing(straight, flags, more, tmp_path, monkey
 
 
 def test_killed_while_environments_work_and_resumed(straight, flags, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = list(map(str, [sys.executable, AGENT, *flags(tmp_path)]))
-    env = os.environ | dict(TALK_DELAY_S="0.1")
-    victim = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    with monkeypatch.context() as slow:
+        slow.setenv("TALK_DELAY_S", "0.1")
+        victim = start(AGENT, *flags(tmp_path), stdout=DEVNULL, stderr=DEVNULL)
     while not (tmp_path / "checkpoints/latest").exists():
         assert victim.poll() is None
         time.sleep(0.02)
     time.sleep(1)  # in the next rollout, most of whose time is the environments'
-    workers = psutil.Process(victim.pid).children(recursive=True)
-    victim.kill()
-    victim.wait()
+    workers = psutil.Process(holder(tmp_path)).children(recursive=True)
+    kill(victim, tmp_path)
     assert workers and len(metrics(tmp_path)) == 3
     run(AGENT, *flags(tmp_path))
     same(straight, tmp_path, [1, 2, 3, 4], 0)

@@ -4,12 +4,12 @@ import importlib.metadata
 import importlib.util
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import python
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ def good_row(**changes):
 
 
 def run_script(name, *arguments, cwd):
-    command = [sys.executable, ROOT / "data_prep" / name, *map(str, arguments)]
+    command = [*python(), str(ROOT / "data_prep" / name), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 

@@ -1,11 +1,9 @@
 """DPO: its losses by hand, what is a pair, and whole runs that learn, split, are killed and resume."""
 
 import math
-import os
 import resource
-import subprocess
-import sys
 import time
+from subprocess import DEVNULL
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
-from conftest import ROOT, documented, metrics, run
+from conftest import ROOT, documented, kill, metrics, run, start
 from test_sft import MESSAGES, conversation_tokenizer
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -258,14 +256,11 @@ def test_metrics_are_those_of_the_saved_model(straight, tiny, data):
 
 def test_killed_and_resumed_equals_straight(straight, tiny, data, tmp_path):
     """Training's reference is read; validation's is lost, and computed before the checkpoint is loaded."""
-    command = [sys.executable, str(SCRIPT), *flags(tiny, data, tmp_path)]
-    env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    victim = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    victim = start(SCRIPT, *flags(tiny, data, tmp_path), stdout=DEVNULL, stderr=DEVNULL)
     while not (tmp_path / "checkpoints/latest").exists():
         assert victim.poll() is None
         time.sleep(0.02)
-    victim.kill()
-    victim.wait()
+    kill(victim, tmp_path)
     kept, lost = sorted((tmp_path / "reference").iterdir(), key=lambda path: -path.stat().st_size)
     before = kept.stat().st_mtime_ns
     lost.unlink()

@@ -4,15 +4,14 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from subprocess import DEVNULL
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, documented, load_weights, metrics, rollouts, run
+from conftest import ROOT, documented, kill, load_weights, metrics, rollouts, run, start
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import GenerationConfig
 
@@ -114,16 +113,11 @@ def same(a, b, steps, tolerance):
 
 
 def test_killed_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path):
-    command = [sys.executable, GRPO, *flags(tiny, arithmetic, tmp_path)]
-    env = os.environ | dict(OMP_NUM_THREADS="1")
-    victim = subprocess.Popen(
-        list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
+    victim = start(GRPO, *flags(tiny, arithmetic, tmp_path), stdout=DEVNULL, stderr=DEVNULL)
     while not (tmp_path / "checkpoints/latest").exists():
         assert victim.poll() is None
         time.sleep(0.02)
-    victim.kill()
-    victim.wait()
+    kill(victim, tmp_path)
     assert os.readlink(tmp_path / "checkpoints/latest") == "step_000003"
     run(GRPO, *flags(tiny, arithmetic, tmp_path))
     assert list(metrics(tmp_path)) == [0, 1, 2, 3, 4, 5, 6]
@@ -170,16 +164,14 @@ def test_several_rewards_and_the_off_policy_mask(tiny, arithmetic, tmp_path):
 
 
 def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", GRPO]
-    command += flags(tiny, arithmetic, tmp_path, "--total_steps", 1000, "--save_freq", 0, "--test_freq", 0)
-    env = os.environ | dict(OMP_NUM_THREADS="1")
-    run_ = subprocess.Popen(
-        list(map(str, command)), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
+    more = "--total_steps", 1000, "--save_freq", 0, "--test_freq", 0
+    run_ = start(GRPO, *flags(tiny, arithmetic, tmp_path, *more), ranks=2, stdout=DEVNULL, stderr=DEVNULL)
     while not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 3:
         assert run_.poll() is None
         time.sleep(0.1)
-    psutil.Process(run_.pid).children()[-1].terminate()  # one rank gets SIGTERM, all stop
+    named = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
+    ranks = [p for p in named if p.pid != run_.pid]
+    max(ranks, key=lambda rank: rank.environ()["RANK"]).terminate()  # one rank gets SIGTERM, all stop
     assert run_.wait()
     step = int(os.readlink(tmp_path / "checkpoints/latest").removeprefix("step_"))
     assert json.loads((tmp_path / "checkpoints/latest/trainer_state.json").read_text())["step"] == step

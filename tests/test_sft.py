@@ -1,11 +1,9 @@
 """SFT: what is trained, truncation, and whole runs that learn, split, stop and resume."""
 
 import math
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from itertools import pairwise
@@ -16,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, documented, metrics, run
+from conftest import ROOT, documented, metrics, run, start
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig
 
@@ -468,10 +466,8 @@ def test_killed_before_the_first_checkpoint(straight, tiny, arithmetic, tmp_path
 
 
 def test_sigint_saves(tiny, arithmetic, tmp_path):
-    env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    command = [sys.executable, SCRIPT, *flags(tiny, arithmetic, tmp_path / "run", total_steps=100_000)]
-    command += ["--save_freq", "0", "--test_freq", "0"]
-    process = subprocess.Popen(list(map(str, command)), env=env, stderr=subprocess.PIPE, text=True)
+    command = [SCRIPT, *flags(tiny, arithmetic, tmp_path / "run", total_steps=100_000)]
+    process = start(*command, "--save_freq", 0, "--test_freq", 0, stderr=subprocess.PIPE)
     try:
         log = tmp_path / "run/metrics.jsonl"
         while process.poll() is None and not (log.exists() and log.read_text()):

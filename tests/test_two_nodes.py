@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, metrics, run
+from conftest import ROOT, metrics, python, run
 
 FILES = "--train_files {0}/train.parquet --total_steps 1 --save_freq 0 --test_freq 0 --train_batch_size 8"
 RL = " --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
@@ -19,7 +19,7 @@ def two_nodes(*command):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    agent = [*python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     agent += [
         "--rdzv_backend=c10d",
         f"--rdzv_endpoint=127.0.0.1:{port}",
