@@ -466,7 +466,7 @@ else:
         os.chdir(f"{tmp}/repository")
         python = f"{tmp}/python/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
         environment = {"PYTHONPATH": f"{tmp}/packages", "REWARDS_SANDBOX": tier}
-        options = ["-p", "no:cacheprovider", "--basetemp", f"{tmp}/tmp/pytest"]
+        options = ["--noconftest", "-p", "no:cacheprovider", "--basetemp", f"{tmp}/tmp/pytest"]
         os.execve(python, [python, "-m", "pytest", "tests/test_sandbox.py", *options], environment)
     """
 
