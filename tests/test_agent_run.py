@@ -102,11 +102,10 @@ def same(a, b, steps, tolerance):
     assert ids[0] == ids[1]
 
 
-@pytest.mark.parametrize("more", (("--tp_size", 2), ("--hsdp_replicas", 2)))
-def test_delays_and_ranks_change_nothing(straight, flags, more, tmp_path, monkeypatch):
+def test_delays_and_ranks_change_nothing(straight, flags, tmp_path, monkeypatch):
     """Environments that take up to .14 s, by chance; trajectories of a group in a row with one prompt."""
     monkeypatch.setenv("TALK_DELAY_S", "0.02")
-    run(AGENT, *flags(tmp_path, "--total_steps", 1, *more), ranks=2)
+    run(AGENT, *flags(tmp_path, "--total_steps", 1, "--tp_size", 2, "--hsdp_replicas", 2), ranks=2)
     same(straight, tmp_path, [1], 1e-4)
 
 

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass
+from functools import cache
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -30,6 +31,7 @@ RUN = "import runpy, sys\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\
 RUN += f"except SystemExit as stop: print(stop.code, sorted({{*sys.modules}} & {{*{SLOW}}}))"
 
 
+@cache
 def answer(script, *words):
     """What a script prints for these words, and at the end its exit code and what it has loaded of SLOW."""
     code = f"import sys; sys.argv = {[str(ROOT / 'algos' / script), *words]}; exec({RUN!r})"

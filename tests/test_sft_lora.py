@@ -52,7 +52,7 @@ def test_only_adapters_are_trained_and_saved(straight, tiny, arithmetic):
     assert sum(name.startswith("model.") and name.endswith("lora_A.default.weight") for name in names) == 14
     assert val_loss(tiny, arithmetic) == pytest.approx(by_step[0]["val/loss"], abs=1e-5)
     assert val_loss(final / "hf", arithmetic) == pytest.approx(by_step[STEPS]["val/loss"], abs=1e-5)
-    assert by_step[STEPS]["val/loss"] < by_step[0]["val/loss"] - 0.1
+    assert by_step[STEPS]["val/loss"] < by_step[0]["val/loss"] - 0.05
     base, merged = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (tiny, final / "hf"))
     changed = {name for name, value in merged.items() if not torch.equal(value, base[name])}
     linear = {name for name in base if name.endswith("proj.weight")}
