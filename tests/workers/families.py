@@ -1,6 +1,7 @@
 """Sampler against trainer for families of models, after two syncs: DIRECTORY FAMILY[:ATTENTION[:DTYPE]]...
 
-Prints for each what the check of a step says: "right", or the line that the run stops with.
+Prints for each what the check of a step says: "right" and the largest mean gap of its log-probs, or the line
+that the run stops with.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
     write(family, f"{directory}/{family}")
     args = grpo.Args(model=f"{directory}/{family}", train_files=(), output_dir="")
     args = dataclasses.replace(args, attn_implementation=attention, max_prompt_length=32)
-    args = dataclasses.replace(args, max_response_length=16, compute_dtype=dtype)
+    args, gaps = dataclasses.replace(args, max_response_length=16, compute_dtype=dtype), []
     try:
         engines.append(grpo.build_engine(args, device))
         policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
@@ -29,13 +30,14 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
                 rows = grpo.rollout(engines[-1], args, prompts, step, 2, **sampling)
             mini_batches, own_rows, _ = grpo.deal(rows, policy.packed, args)
             grpo.store_logps(policy, mini_batches, "old_logp_t", args)
-            grpo.check_sampler(policy, own_rows, args, step)
+            found = grpo.check_sampler(policy, own_rows, args, step)
+            gaps.append(found["training/rollout_logp_diff_mean"])
             for x in policy.parameters():
                 local = x.detach().to_local()
                 local.copy_(local.roll(1, 0))
     except SystemExit as stop:
         return str(stop.code)
-    return "right"
+    return f"right {max(gaps):.2g}"
 
 
 def main(directory, *families):
