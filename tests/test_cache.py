@@ -3,7 +3,6 @@
 import os
 import resource
 import subprocess
-import sys
 import time
 from functools import partial
 from multiprocessing import get_context
@@ -13,7 +12,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT
+from conftest import ROOT, python
 from test_sft import MESSAGES, conversation_tokenizer, make_args
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig
@@ -152,12 +151,13 @@ def test_datasets_reads_the_cache(file, home):
 
 def test_no_hub_and_no_word(file, tmp_path):
     """Of a small set nothing is said, and nobody is asked."""
-    program = "import socket, sys; socket.socket.connect = lambda *x: sys.exit(f'asked {x}');"
+    program = f"import socket, sys; sys.path.insert(0, {str(ROOT)!r});"
+    program += "socket.socket.connect = lambda *x: sys.exit(f'asked {x}');"
     program += "from data_prep.lib.cache import load_prompts;"
     program += "from data_prep.tiny_model import make_tokenizer;"
     program += f"print(len(load_prompts([{str(file)!r}], make_tokenizer(), 99)[0]), 'pandas' in sys.modules)"
     env = dict(os.environ, HF_DATASETS_CACHE=str(tmp_path / "elsewhere"))
-    command = [sys.executable, "-c", program]
+    command = [*python(), "-c", program]
     for made in (True, False):  # the second start finds the rows, and loads no pandas
         result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
         assert (result.stdout, result.stderr) == (f"20 {made}\n", "")

@@ -8,7 +8,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, holder, kill, run, start
 from transformers import AutoTokenizer
 
 from algos import generate
@@ -101,12 +101,12 @@ def test_a_killed_run_goes_on(alone, tiny, data, tmp_path, refused):
 
     program = "import sys, time; from pathlib import Path; from common import run;"
     program += "run.hold(Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(600)"
-    start = [sys.executable, "-c", program, shards]
-    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {program}"
+    with start("-c", program, shards, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == "held\n"
-        line = f"--output {out} is in use by process {other.pid} of "
+        line = f"--output {out} is in use by process {holder(shards)} of "
         assert line in refused(*flags(tiny, data, out))
-        other.kill()
+        kill(other, shards)
     HELD.clear()
     assert "temperature 1.0 there, 0.5 now" in refused(*flags(tiny, data, out, temperature=0.5))
     pq.write_table(pq.read_table(data).slice(1), tmp_path / "changed.parquet")

@@ -68,7 +68,7 @@ def test_hf_is_the_same_model_with_another_language_model(trained, models):
     assert not any(found.values())
 
 
-@pytest.mark.parametrize(("family", "rank"), (("gemma3", 0), ("qwen3_vl", 0), ("gemma4", 4)))
+@pytest.mark.parametrize(("family", "rank"), (("qwen3_vl", 0), ("gemma4", 4)))
 def test_an_interrupted_run_equals_an_uninterrupted_one(family, rank, models, arithmetic, tmp_path):
     """To the bit: language model or adapters, their optimizer state, and the tower, which is not in dcp/."""
     out = tmp_path / "whole"
