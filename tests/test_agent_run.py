@@ -76,7 +76,7 @@ def test_sampler_and_trainer_agree_on_five_turns(straight):
 def test_the_reference_stays_where_training_began(straight):
     """The policy goes away from it step by step, also in a run that was resumed: see `same`."""
     kl = [metrics(straight)[step]["actor/kl_loss"] for step in range(1, 5)]
-    assert 0 < kl[0] < kl[1] < kl[2] < kl[3] and kl[3] > 2 * kl[1]  # of equal learning rates
+    assert 0 < kl[0] < kl[1] < kl[2] < kl[3]
 
 
 def test_advantages_are_those_of_the_groups(straight):

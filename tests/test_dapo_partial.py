@@ -45,7 +45,7 @@ def test_responses_go_on_and_grow_old(straight):
     ages = [[m[f"dapo/token_age_{age}"] for age in ("0", "1", "2_or_more")] for m in steps.values()]
     assert all(sum(shares) == pytest.approx(1) for shares in ages)
     assert ages[0] == [1, 0, 0] and min(max(column) for column in zip(*ages)) > 0
-    assert all(0 <= m["dapo/idle"] < 0.5 for m in steps.values())
+    assert all(0 <= m["dapo/idle"] < 1 for m in steps.values())
     assert sum(m["dapo/dropped_stale"] for m in steps.values()) > 0
     for step, m in steps.items():
         # its sampler is checked against its trainer, on tokens of these weights alone: a step may have none
