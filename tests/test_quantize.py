@@ -161,7 +161,7 @@ def test_awq_keeps_what_large_inputs_need(model, arithmetic, tmp_path):
     for name, more in dict(nearest={}, gptq=data, awq=data | dict(method="awq")).items():
         quantize.main(quantize.Args(str(tmp_path / "large"), str(tmp_path / name), scheme="w4a16", **more))
         off[name] = (logps(AutoModelForCausalLM.from_pretrained(tmp_path / name)) - true).abs().mean()
-    assert off["awq"] < 0.9 * off["nearest"] and off["awq"] != off["gptq"]
+    assert off["awq"] < 0.92 * off["nearest"] and off["awq"] != off["gptq"]
 
 
 @pytest.mark.parametrize("family", ("qwen3_next", "falcon_h1", "mamba"))
