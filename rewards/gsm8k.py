@@ -1,9 +1,9 @@
-"""GSM8K: 1 if the response's final number equals the ground truth, else 0.
+r"""GSM8K: 1 if the response's final number equals the ground truth, else 0.
 
 Strict: the last `#### number` counts.  Flexible: the last number of the text counts.  Both ways:
 - numbers are compared by value: 1,234 = 1234, 40.00 = 40; a currency sign before the number and a unit,
   percent sign or sentence punctuation after it are no part of the value;
-- what only contains the number is not the number: 9,9,3  3/4  97^2  67e3  5 + 3  55 or 56;
+- what only contains the number is not the number: 9,9,3  3/4  97^2  67e3  5 + 3  55 or 56  5\pi  5 million;
 - thoughts (all up to the last `</think>`) give no answer, and with more than WINDOW characters after it a
   number is no final answer.  (verl cuts off all but the last 300 characters, which can cut a number in two.)
 Plain string code, linear in the length of the response.
@@ -12,12 +12,31 @@ Plain string code, linear in the length of the response.
 import re
 import unicodedata
 
+from rewards.mathematics.units import NUMBER_WORD
+
 WINDOW = 1000  # characters that may follow the answer
 DIGITS = frozenset("0123456789")
 TO_ASCII = str.maketrans("０１２３４５６７８９−－＋．，\u00a0", "0123456789--+., ", "\u2009\u202f")
-# An expression that continues after a number, or began before it: only bounded text next to it is read.
-GOES_ON = re.compile(r"[eE][+-]?[0-9]|:[0-9]|[ \t]{0,3}(?:[-+*/^×÷]|or )[ \t]{0,3}[0-9]")
-BEGAN = re.compile(r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷][ \t]{0,3})\Z")
+# What makes another value of a number, behind it and in front of it: only bounded text next to it is read.
+GOES_ON = (
+    r"[ \t]?[eE][+-]?[0-9]|[:'_][0-9]",  # 67e3, 5:30, 101_2
+    r"[π√∞]|(?:pi|sqrt)\b|[a-zA-Z](?<![mghsLl])(?![A-Za-z])",  # 5π, 5x; but 5m is a length
+    r"[ \t]{0,3}\\(?!(?:text|math|circ|degree|q?quad|right|end)|[^A-Za-z])",  # 5\pi
+    r"[ \t]{0,3}(?:[-+*/^×÷=≠]|!=|\(?or |(?:and|to|x|plus|minus|times|over|divided by) )[ \t]{0,3}\$?[0-9]",
+    r"[ \t]{1,3}[0-9]|[ \t][A-Za-z]{1,20},?[ \t](?:and[ \t])?[0-9]",  # 5 1/2, 5 hours 30 minutes
+    r"[ \t]{0,3}(?:\\(?:text|mathrm|mbox)\{[ ~]{0,3})?"  # 5 million, 5\text{ tenths}
+    rf"(?i:(?:and a half|not|squared|cubed|factorial|k|{NUMBER_WORD})\b)",
+    r"[ \t]{0,3}[百千万亿](?![克米瓦])|[ \t]?(?:个?半|成|分之)",
+)
+BEGAN = (
+    r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷][ \t]{0,3}|[ \t]{1,3}-[ \t]{1,3})",
+    r"(?:[=:]|\bis)[ \t]{0,3}-[ \t]{1,3}|-\(|[A-Za-z]_?",  # = - 5, x_5
+    r"(?:[√∛^/≤≥≠±<]|[^A-Za-z\"'/]>|!=|[0-9A-Za-z]\})[ \t({]{0,3}",  # √5, x > 5, \frac{2}{5}
+    r"\\(?:frac|le|ge|ne|lt|gt|leq|geq|neq|pm|mp|pi|cdot|times)[ \t({]{0,3}",
+    r"(?<![A-Za-z])(?:not|sqrt|log|ln|sin|cos|tan|minus|negative)[ \t({]{0,3}",
+)
+GOES_ON, BEGAN = re.compile("|".join(GOES_ON)), re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
+TAG = re.compile(r"<[^<>]*>$")  # of <answer>5
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -74,8 +93,8 @@ def _last_number(text):
         token = token.lstrip(",.")
     if _value(token, False) is None:  # 'the sides are 3,4,5': a list, whose last entry counts
         token = token.rpartition(",")[2]
-    left = text[max(end - len(token) - 10, 0) : end - len(token)]
-    if BEGAN.search(left) or _is_raised(text, end):
+    left = TAG.sub("", text[max(end - len(token) - 30, 0) : end - len(token)])
+    if BEGAN.search(left) or GOES_ON.match(text, end) or _is_raised(text, end):
         return None
     while left and (left[-1] == "\\" or unicodedata.category(left[-1]) == "Sc"):
         left = left[:-1]

@@ -68,6 +68,9 @@ x>6 | (6,\infty)                2<x\le 5 | (2,5]                -2x<4 | x>-2
 2\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}2\\4\end{pmatrix}
 0.\overline{3} | 1/3   -1.2\overline{27} | -\frac{27}{22}   (x,y)=(1,2) | (1,2)
 \text{tuesday} | Tuesday
+5 months | 5   5 millimeters | 5 mm   5 milliliters | 5   5 tons of rice | 5   5 hundred thousand | 500000
+\begin{pmatrix}1&2\\3&4\end{pmatrix}^2 | \begin{pmatrix}7&10\\15&22\end{pmatrix}
+x\not=5 | x\ne 5   log2(8) | 3   5 £ | 5 pounds   x\in\{1,2\} | 2,1   (11)_2 | 11_{2}   -89,908.5 | -89908,5
 \cos 60^\circ | \frac12   sin(30°) | 0.5   2\sin 45^{\circ} | \sqrt2
 \textbf{(C)} | C                {{2}} | 2                       ((((2)))) | 2
 """
@@ -93,6 +96,22 @@ x \ge 6 | (6,\infty)            12_{10} | 12_8                  1010_2 | 1010
 Evelny | \text{Evelyn}          neve | even                     6ab | 6                         x | X
 x_1 | x_2                       (-1)^n | (-1)^{n+1}
 \begin{pmatrix}1&2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix}^2 | \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix}^{-1} | \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\sqrt{\begin{pmatrix}1&2\\3&4\end{pmatrix}} | \begin{pmatrix}1&2\\3&4\end{pmatrix}
+|\begin{pmatrix}1&2\\3&4\end{pmatrix}| | \begin{pmatrix}1&2\\3&4\end{pmatrix}
+0.\overline{08} | 0.\overline{8}
+A^T | A                         2^T | 2                         3!! | 720
+x\not=5 | 5                     x \not= 5 | x=5                x\not\in(1,2) | (1,2)
+0.333... | 0.333                1,2,3,... | 1,2,3               0.3\dots | 0.3
+y=1, x=2 | (1,2)                (1,2) | y=1, x=2                y=1,x=2 | 1,2
+€5 | \$5                        £5 | 5 dollars                  5 € | 5 yuan
+3 tenths | 3                    3\text{ fifths} | 3             3 quarters | 3                 3 dozen | 3
+5 lakh | 5                      5 hundred thousand | 500        3 thousand five hundred | 3000
+5 Millionen | 5                 5 mille | 5                     5 milliards | 5                5 mil | 5
+5 млн | 5                       5 тысяч | 5                     5 Zehntel | 5                  5 dixièmes | 5
+5 below zero | 5                5\text{ is wrong} | 5           5 only if n is even | 5        5左右 | 5
+5\text{ rounded} | 5            5\text{ negative} | 5           log2(8) | \log(2)8             5分之3 | 5
 \begin{vmatrix}1&2\\3&4\end{vmatrix} | \begin{pmatrix}1&2\\3&4\end{pmatrix}
 """
 

@@ -84,6 +84,10 @@ def test_ground_truths_that_are_no_answers():
         ("37+85=122", "122", "flexible", 1),
         ("Step 2: 45", "45", "flexible", 1),
         ("the sides are 3,4,5", "5", "flexible", 1),
+        ("<b>5</b>", "5", "flexible", 1),
+        ("\\boxed{5}", "5", "flexible", 1),
+        ("5 apples are left", "5", "flexible", 1),
+        ("#### 5 metres", "5", "strict", 1),
         ("so ...5", "5", "flexible", 1),
         ("x = .5", "0.5", "flexible", 1),
         ("<think>it is 9</think>I do not know", "9", "flexible", 0),
@@ -91,6 +95,43 @@ def test_ground_truths_that_are_no_answers():
 )
 def test_gsm8k_rules(text, truth, method, expected):
     assert score(text, truth, method) == expected
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        "5π",
+        "5\\pi",
+        "5x",
+        "5k",
+        "5 million",
+        "5 tenths",
+        "5 dozen",
+        "5 and a half",
+        "5 万",
+        "5 squared",
+        "5 e3",
+    ],
+)
+def test_gsm8k_a_part_of_a_value_is_not_the_value(number):
+    assert score(f"#### {number}", "5", "strict") == score(f"So it is {number}.", "5", "flexible") == 0
+    assert compute_score("numina_olympiads", f"The answer is {number}.", "5")["score"] == 0
+
+
+@pytest.mark.parametrize(
+    "number",
+    r"√5|\sqrt{5}|\frac{2}{5}|x > 5|not 5|= - 5|log 5|x5|11 - 5|-(5)|\pi 5|2^5".split("|"),
+)
+def test_gsm8k_a_part_of_an_expression_is_not_the_value(number):
+    assert score(f"So it is {number}", "5", "flexible") == 0
+    assert compute_score("numina_olympiads", f"The answer is {number}.", "5")["score"] == 0
+
+
+@pytest.mark.parametrize(
+    "number", ["5 1/2", "5, 6", "5 to 6", "5 hours 30 minutes", "5 = 6", "5_2", "1 500", "1'500"]
+)
+def test_gsm8k_the_first_of_two_numbers_is_not_the_value(number):
+    assert score(f"#### {number}", number[0], "strict") == 0
 
 
 def test_gsm8k_method():

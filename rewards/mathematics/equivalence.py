@@ -9,6 +9,7 @@ that is killed after TIMEOUT_S.  Rules:
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 
 from rewards.manager.worker import WorkerError, call_in_worker
 from rewards.mathematics.latex import MAX_CHARS, normalize
@@ -23,7 +24,7 @@ DECIMAL_COMMA = re.compile(r"(?!\{)([^,(\[;]*\d),(\d*[1-9]\d*(?![\d,])[^,(\[;]*)
 WORDS = re.compile(r"[A-Za-z][A-Za-z ]+")
 # CAREFUL: no quotes, and no dot but in a decimal. So what passes can name no attribute and hold no string,
 # even if some library evaluated it.
-FORMULA = re.compile(r"(?:[A-Za-z0-9\\{}()\[\]^_+\-*/=<>|,!&: ]|(?<=\d)\.(?=\d))+")
+FORMULA = re.compile(r"(?:[A-Za-z0-9\\{}()\[\]^_+\-*/=<>|,!&: ]|(?<=\d)\.(?=\d|\\overline))+")
 
 
 def judge(answer, truth):
@@ -43,8 +44,10 @@ def spelling(answer):
 def equal(answer, truth):
     """Whether the answer equals the ground truth.  Never raises; what cannot be decided is not equal."""
     (a, a_unit), (b, b_unit) = normalize(answer), normalize(truth)
-    if ("," in a) != ("," in b):
-        (a, a_unit), (b, b_unit) = normalize(with_point(answer)), normalize(with_point(truth))
+    if "," in a and "," not in b:
+        a, a_unit = normalize(with_point(answer))
+    elif "," in b and "," not in a:
+        b, b_unit = normalize(with_point(truth))
     if not a or b.lower() in NO_TRUTH or (a_unit and b_unit and a_unit != b_unit):
         return False
     x, y = number(a), number(b)
@@ -56,9 +59,14 @@ def equal(answer, truth):
     if max(len(a), len(b)) > MAX_CHARS or not (FORMULA.fullmatch(a) and FORMULA.fullmatch(b)):
         return False
     try:
-        return call_in_worker("rewards.mathematics.symbolic:equal", a, b, timeout_s=TIMEOUT_S) is True
+        return _same_meaning(a, b)
     except (TimeoutError, WorkerError):  # a tower of powers; out of memory
         return False
+
+
+@lru_cache(maxsize=1024)  # many responses of a group have the same answer
+def _same_meaning(a, b):
+    return call_in_worker("rewards.mathematics.symbolic:equal", a, b, timeout_s=TIMEOUT_S) is True
 
 
 def with_point(text):

@@ -5,6 +5,7 @@ Spellings of Chinese and European sources are read too: `答案：５元`, `]0;1
 """
 
 import re
+from functools import lru_cache
 
 from rewards.mathematics.tex import with_braces
 from rewards.mathematics.units import split_unit
@@ -21,8 +22,10 @@ UNICODE = (
     r"°=^\circ π=\pi ∞=\infty √=\sqrt ∛=\sqrt[3] ∜=\sqrt[4] ∅=\emptyset Ø=\emptyset ×=\times ÷=\div ·=\cdot"
     r" ⋅=\cdot ∙=\cdot ∗=* ⁄=/ ∕=/ ±=\pm ≤=\le ≦=\le ⩽=\le ≥=\ge ≧=\ge ⩾=\ge ≠=\ne ∪=\cup ∈=\in ∣=| ∶=:"
     r" ½=\frac12 ⅓=\frac13 ⅔=\frac23 ¼=\frac14 ¾=\frac34 ⅕=\frac15 ⅙=\frac16 ⅛=\frac18 ℝ=\mathbb{R} 、=,"
-    r" ℃=^\circ\mathrm{C} €= £= ¥= ￥="
+    r" ℃=^\circ\mathrm{C} …=\ldots"
 )
+# lb, as "pounds" is read so
+CURRENCIES = {r"\$": "dollar", "€": "euro", "£": "lb", "¥": "yuan", "￥": "yuan"}
 UNICODE = {char: f"{latex} " for char, latex in (pair.split("=") for pair in UNICODE.split())}
 UNICODE |= {chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)}  # full width
 UNICODE = str.maketrans(UNICODE | dict(zip("−–—﹣‑。【】", "-----.[]")))
@@ -37,6 +40,7 @@ FUNCTIONS = dict(pair.split("=") for pair in FUNCTIONS.split())
 NAMES = "(?:arc?)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|pi|log|ln|exp|gcd|lcm|min|max|infty"
 EUROPEAN = "|".join(FUNCTIONS)
 RULES = [  # (pattern, replacement), in this order
+    (r"^\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}$", r"\1"),
     (rf"^(?i:{LABEL})\s*(?:[:是为]\s*)+|^故?选\s*(?=[A-H]\b)", ""),
     (r"(?<![\dA-Za-z)}\]])\{?\}?\^\{?(\d)\}?\s*\\sqrt(?![A-Za-z[])", r"\\sqrt[\1]"),
     (r"\\(?:left|right)\s*\.", ""),
@@ -46,6 +50,10 @@ RULES = [  # (pattern, replacement), in this order
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
     (r"\\(le|ge|ne)(?:qq?|qslant)(?![A-Za-z])", r"\\\1 "),
+    (r"\\not *=", r"\\ne "),
+    (r"\\not *\\in(?![A-Za-z])", r"\\notin "),
+    (r"\.{3,}", r"\\ldots "),
+    (r"(?<![\\A-Za-z])log_?(\d+)(?=\()", r"\\log_{\1}"),
     (r"\\lt(?![A-Za-z])", "<"),
     (r"\\gt(?![A-Za-z])", ">"),
     (r"\\(?:varnothing|O)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
@@ -96,9 +104,11 @@ NUMBER_RULES = [  # when all arguments have braces
     (r"(?<![\d.^_/}])(\d+) */ *(\d+)(?![\d.^_!/])", r"\\frac{\1}{\2}"),
     (r"(\.\d*?)0+(?!\d|\\overline)", r"\1"),
     (r"(?<=\d)\.(?![\d.]|\\overline)", ""),
-    (r"(?<![\d.])0+(?=\d)", ""),
+    (r"(?<![\d.])(?<!\\overline\{)0+(?=\d)", ""),
     (r"^\+", ""),
     (r" +", " "),
+    (r"^[({](\d+)[)}](?=_\{\d+\}$)", r"\1"),
+    (r"^[a-z] ?\\in ?(?=\\\{)", ""),
 ]
 RULES, WORD_RULES, NUMBER_RULES = (
     [(re.compile(pattern), new) for pattern, new in rules] for rules in (RULES, WORD_RULES, NUMBER_RULES)
@@ -139,6 +149,11 @@ def last_boxed(text):
 
 def normalize(answer):
     r"""(value, unit) of an answer: (r"\frac{1}{2}", "cm") of r"$\dfrac12\text{ centimeters}$"."""
+    return _normalize(answer) if len(answer) <= MAX_CHARS else _normalize.__wrapped__(answer)
+
+
+@lru_cache(maxsize=1024)  # the same ground truth comes with every response of a group
+def _normalize(answer):
     text = answer.replace("\\boxed", "").strip(" \n$")
     if text.endswith("\\"):  # of 5\$, or a slip
         text = text.rstrip("\\") + ("\\$" if answer.rstrip(" \n").endswith("\\$") else "")
@@ -146,8 +161,10 @@ def normalize(answer):
     if len(text) > MAX_CHARS or len(NESTED.findall(text)) > MAX_NESTED:
         return text, ""
     text = SEMICOLONS.sub(_decimals, _replace(" ".join(text.split()), RULES))
-    unit = "dollar" if r"\$" in text else ""
-    text = text.replace(r"\$", " ").replace("$", " ").lstrip().rstrip(" .,")
+    unit = next((CURRENCIES[sign] for sign in CURRENCIES if sign in text), "")
+    for sign in [*CURRENCIES, "$"]:
+        text = text.replace(sign, " ")
+    text = text.lstrip().rstrip(" .,")
     if text.endswith("%"):
         text, unit = text.rstrip(" \\%"), "%"
     text, unit = split_unit(text, unit)

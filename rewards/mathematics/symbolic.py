@@ -26,6 +26,7 @@ DIGITS, MAX_DIGITS = 50, 10**5
 POINTS, POINTS_NEEDED = 8, 3  # where expressions with variables are compared, where they must be defined
 INTEGERS = {"n", "k", "m"}  # variables that may be none but integers
 GROWING = sympy.exp | sympy.factorial | sympy.binomial | sympy.gamma | HyperbolicFunction
+MATRICES = sympy.MatrixBase | sympy.MatrixExpr
 VALUES = sympy.Expr | sympy.MatrixBase
 RELATIONS = sympy.core.relational.Relational | sympy.And
 TASKS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
@@ -40,8 +41,10 @@ NAME = re.compile(
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|omega|lambda|mu)(?![A-Za-z])")
 WORD = re.compile(r"(?<![\\A-Za-z])(?!pmatrix\})[A-Za-z]{4,}")
 SENTENCE = re.compile(r"\d.*(?<![\\A-Za-z])[a-z]{2}|(?<![\\A-Za-z])[a-z]{2}.*\d")  # 59 no
-NO_VALUE = re.compile(r"\d \d|\d_|\\approx")  # 1 9 is not 1*9, and 12_{8} is no 12
+# 1 9 is not 1*9, 12_{8} is no 12, 3!! is no 6!, and x^{T} is not x
+NO_VALUE = re.compile(r"\d \d|\d_|\\approx|!!|(?<!pmatrix\})\^\{T\}")
 DECIMAL = re.compile(r"(\d+)\.(\d+)")
+REPEATING = re.compile(r"\d+\.\d*\\overline\{\d+\}")
 SCIENTIFIC = re.compile(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})$")
 PURE_FRACTION = re.compile(r"\\frac\{\d+\}\{\d+\}")
 IMAGINARY = sympy.Symbol("i")
@@ -51,6 +54,8 @@ def equal(answer, truth):
     """Whether two formulas are equal; False where no decision is possible."""
     if answer == truth:
         return True
+    if "\\not" in TOKEN.findall(answer + truth):
+        return False
     x, y = number(answer), number(truth)
     if x is not None and y is not None:
         return x == y
@@ -58,10 +63,13 @@ def equal(answer, truth):
     if len(entries) > 1 or len(others) > 1:
         if _are_named(entries) == _are_named(others):
             return _match(entries, others)
+        is_free = len(entries) > 1 and not _are_named(entries)  # a list in the order of the truth's names
         entries, others = (
             _coordinates(x[0]) if len(x) == 1 and x[0][0] == "(" else x for x in (entries, others)
         )
-        return len(entries) == len(others) and all(map(equal, entries, others))
+        names = [entry.partition("=")[0] for entry in (*entries, *others) if "=" in entry]
+        in_order = is_free or names == sorted(names)  # y=1,x=2 is not (1,2)
+        return in_order and len(entries) == len(others) and all(map(equal, entries, others))
     if (entries, others) != ([answer], [truth]):
         return equal(entries[0], others[0])
     entries, others = _split(answer, "\\cup"), _split(truth, "\\cup")
@@ -168,11 +176,20 @@ def _parse(text):
         raise ValueError(f"{text} is text")
     text = SCIENTIFIC.sub(r"\1\\cdot10^{\2}", text)
     # Decimals become fractions, which are exact: rounding makes 0.0000001 equal to 0.
+    text = REPEATING.sub(_fraction, text)
     text = DECIMAL.sub(lambda m: rf"{{\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}}}", text)
     formula = _Parser(is_real=None, config=ConversionConfig(lowercase_symbols=False)).parse(text)
-    if formula.has(*TASKS) or _digits(formula) > MAX_DIGITS:
+    functions = [part for part in sympy.preorder_traversal(formula) if isinstance(part, sympy.Function)]
+    of_matrix = any(isinstance(x, MATRICES) for function in functions for x in function.args)
+    if of_matrix or formula.has(*TASKS) or _digits(formula) > MAX_DIGITS:
         raise ValueError(f"{text} is not computed")
     return formula
+
+
+def _fraction(match):
+    """LaTeX of a repeating decimal's value."""
+    value = number(match[0])
+    return rf"{{\frac{{{value.numerator}}}{{{value.denominator}}}}}"
 
 
 def _same_meaning(answer, truth):
@@ -227,8 +244,9 @@ def _same_relation(x, y):
 
 def _same_value(x, y):
     x, y = x.doit(), y.doit()
-    if isinstance(x, sympy.MatrixBase) or isinstance(y, sympy.MatrixBase):
-        return getattr(x, "shape", None) == getattr(y, "shape", None) and all(map(_same_value, x, y))
+    if isinstance(x, MATRICES) or isinstance(y, MATRICES):
+        same_shape = getattr(x, "shape", None) == getattr(y, "shape", None)
+        return same_shape and all(map(_same_value, sympy.Matrix(x), sympy.Matrix(y)))
     symbols = (x.free_symbols | y.free_symbols) - {IMAGINARY}
     if not symbols:
         return _same_number(*(z.xreplace({IMAGINARY: sympy.I}) for z in (x, y))) is True
