@@ -14,7 +14,7 @@ import threading
 import cloudpickle
 
 from envs import load_env, one_line
-from rewards.manager.calls import awaited
+from rewards.manager.awaiting import awaited
 from rewards.manager.worker import Worker, WorkerError
 
 

@@ -14,7 +14,7 @@ import typing
 from contextlib import suppress
 
 from envs import one_line
-from rewards.manager.calls import awaited
+from rewards.manager.awaiting import awaited
 
 TAGGED = re.compile(
     r"<function=(.*?)(?:</function>|\Z)|<tool_call>(?!\s*<function=)(.*?)(?:</tool_call>|\Z)", re.DOTALL

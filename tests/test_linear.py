@@ -11,6 +11,7 @@ from envs.calculator import Calculator
 from envs.guess import Guess
 from envs.tools import parse_calls
 from rewards import compute_score, exact, gsm8k, ifeval, kk, prime_code
+from rewards.programs.outputs import same_text
 
 SHORT, TIMES = 10_000, 4
 MOST = 10  # times the seconds for TIMES the length: a quadratic reader takes 16
@@ -140,7 +141,7 @@ READERS = {
     "math_dapo": lambda text: compute_score("aime24", f"Answer: {text}", "5"),
     "geo3k": lambda text: compute_score("hiyouga/geometry3k", f"<think>{text}</think>{text}", "5"),
     "prime_code": prime_code.find_program,
-    "prime_code, output": lambda text: prime_code.same_text(text, "1.5\n" * 9),
+    "prime_code, output": lambda text: same_text(text, "1.5\n" * 9),
     "calls": parse_calls,
     "calls, of Hermes": lambda text: parse_calls(f"<tool_call>{text}"),
     "calls, of Mistral": lambda text: parse_calls(f"[TOOL_CALLS]{text}"),

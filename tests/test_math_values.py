@@ -1,11 +1,10 @@
 """Spellings of random values get full marks, and no spelling of a wrong value near them does.
 
-    python tests/test_math_values.py --seed 1 --rounds 100
+    python tests/test_math_values.py SEED ROUNDS
 
 tries more of them and prints what is accepted wrongly or missed.
 """
 
-import argparse
 import itertools
 import sys
 from collections import Counter
@@ -69,11 +68,7 @@ def test_values():
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=2)
-    flags = parser.parse_args()
-    tried, missed, accepted = mistakes(flags.seed, flags.rounds)
+    tried, missed, accepted = mistakes(*map(int, sys.argv[1:]))
     for name, found in (("missed", missed), ("accepted wrongly", accepted)):
         print(*(f"{name}: {one}" for one in found), sep="\n")
     print("of each kind:", *(f"{kind} {n}" for kind, n in Counter(one[0] for one in tried).items()))

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from rewards import prime_code
-from rewards.prime_code import compute_score, find_program, same_json, same_text
+from rewards.prime_code import compute_score, find_program
+from rewards.programs import checks
+from rewards.programs.outputs import same_json, same_text
 from rewards.sandbox.calls import decode, encode
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "prime_code.jsonl").open()]
@@ -293,7 +295,7 @@ def test_tests_of_a_program_do_not_meet():
 
 def test_time_outs(monkeypatch):
     """Of many tests, or of few; tests after a time-out still count."""
-    monkeypatch.setattr(prime_code, "TIMEOUT_S", 2)
+    monkeypatch.setattr(checks, "TIMEOUT_S", 2)
     truth = {"inputs": [str(i) for i in range(40)], "outputs": [str(i) for i in range(40)]}
     result = compute_score("apps", "n = int(input())\nwhile n > 1: pass\nprint(n)", truth)
     assert result == {"score": 2 / 40, "acc": 0.0, "timeouts": 38, "lost": 0}

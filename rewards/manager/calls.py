@@ -3,30 +3,15 @@
 import asyncio
 import inspect
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from rewards.manager.awaiting import awaited
 from rewards.manager.results import failed, result_of, results_of
 
 ONE = "data_source", "solution_str", "ground_truth", "extra_info"
 GROUP = {f"{name}s": name for name in ONE}  # verl's names: lists, one entry a response
 EARLIER = "results"  # of a reward of a group: what the rewards before it in --reward_fn gave
 PROMPT = {True: "prompts", False: "prompt"}  # for who asks: the chat messages of a group, or of a response
-LOOP = asyncio.Runner()  # one for all calls of a process: a client that a module keeps belongs to its loop
-INNER, THREAD = asyncio.Runner(), ThreadPoolExecutor(1)  # for what is to be awaited while LOOP is at work
-
-
-def awaited(result):
-    """What a function returned, awaited if it is to be."""
-    if not inspect.isawaitable(result):
-        return result
-    if not LOOP.get_loop().is_running():
-        return LOOP.get_loop().run_until_complete(result)
-    return THREAD.submit(INNER.run, _value(result)).result()  # an `async def step` has called ToolEnv's
-
-
-async def _value(awaitable):
-    return await awaitable
 
 
 def parameters(function):

@@ -1,0 +1,43 @@
+"""Whether what a program printed or returned is what a test expects; the rules: prime_code.py."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from itertools import chain
+
+TOLERANCE = dict(rel_tol=1e-5, abs_tol=1e-8)
+NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
+LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
+INTEGER = re.compile(r"[+-]?[0-9]+")
+
+
+def same_text(text, expected):
+    """Whether two outputs are the same by the rules above."""
+    mine, theirs = ([line.split() for line in x.split("\n") if line.strip()] for x in (text, expected))
+    same_shape = [len(words) for words in mine] == [len(words) for words in theirs]
+    return same_shape and all(map(same_word, chain(*mine), chain(*theirs)))
+
+
+def same_word(word, expected):
+    if word == expected or not (NUMBER.fullmatch(expected) and NUMBER.fullmatch(word)):
+        return word == expected
+    if not INTEGER.fullmatch(expected):
+        return math.isclose(float(word), float(expected), **TOLERANCE)
+    # Exactly, as LiveCodeBench does. CAREFUL: 010 and 10 may be binary
+    has_zeros = any(LEADING_ZERO.match(x) for x in (word, expected))
+    return not has_zeros and Decimal(word) == Decimal(expected)
+
+
+def same_json(value, expected):
+    """Whether a result is the expected JSON by the rules above."""
+    if isinstance(expected, list) and isinstance(value, (list, tuple, Iterator)):
+        items = list(value)
+        return len(items) == len(expected) and all(map(same_json, items, expected))
+    if isinstance(expected, dict) and isinstance(value, dict):
+        items = {key if isinstance(key, str) else json.dumps(key, default=str): value[key] for key in value}
+        return items.keys() == expected.keys() and all(same_json(items[key], expected[key]) for key in items)
+    if isinstance(expected, float) and isinstance(value, float):
+        return math.isclose(value, expected, **TOLERANCE)
+    return value == expected
