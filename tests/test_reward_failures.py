@@ -1,5 +1,7 @@
 """A reward that fails: a rule for each way to be broken, what a run says of it, and when it ends."""
 
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -193,3 +195,46 @@ def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys):
 def test_check_results_is_silent_about_good_ones(capsys):
     assert check_results([GOOD] * 3) == [GOOD] * 3
     assert capsys.readouterr() == ("", "")
+
+
+FIVE = {  # a reward that fails for every response: what the error says
+    "raise KeyError('x')": "KeyError: 'x' .mine.py, line 3",
+    "return": "TypeError: the reward returned None",
+    "return float('nan')": "ValueError: the reward returned nan",
+    "return '1.0'": "TypeError: the reward returned '1.0' .str",
+    "while True: pass": "TimeoutError: no result after 1 s",
+}
+TRAINERS = "agent", "dapo", "distill", "grpo", "ppo"
+
+
+@pytest.mark.parametrize("body", FIVE)
+def test_every_trainer_and_eval_ends_with_a_broken_reward(body, tmp_path, monkeypatch):
+    """A trainer has rows scored by `score_rows` alone, in training and in validation."""
+    says = f"the reward failed for all 2 responses, the first with {FIVE[body]}"
+    mode, spec = "prime" if "while" in body else "naive", write(tmp_path, body)
+    manager = RewardManager(mode, load_rewards([spec], []), timeout_s=1)
+    row = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
+    row |= dict(reward_model=dict(style="rule", ground_truth="4"))
+    sampled = dict(response_ids=[1, 2], finish_reason="stop", group=0)
+    rows = [row | sampled | dict(sample=i) for i in range(2)]
+    tokenizer = SimpleNamespace(decode=lambda ids: "four")
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    for name in TRAINERS:
+        monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
+        with pytest.raises(SystemExit, match=says):
+            importlib.import_module(f"algos.{name}").score_rows(rows, manager, tokenizer)
+    pq.write_table(pa.Table.from_pylist([row | dict(responses=["4", "5"])]), tmp_path / "responses.parquet")
+    flags = dict(data=(str(tmp_path / "responses.parquet"),), output=str(tmp_path / "eval"))
+    monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
+    with pytest.raises(SystemExit, match=says):
+        evaluation.main(evaluation.Args(**flags, reward_fn=(spec,), reward_manager=mode, reward_timeout_s=1))
+
+
+def test_no_other_place_calls_a_reward():
+    """The scripts with a flag for rewards are those above; each scores rows in `score_rows` alone."""
+    scripts = {path.stem: path.read_text() for path in Path(evaluation.__file__).parent.glob("*.py")}
+    assert {name for name, text in scripts.items() if "load_rewards(" in text} == {*TRAINERS, "eval"}
+    for name in TRAINERS:
+        before, _, body = scripts[name].partition("def score_rows(rows, manager, tokenizer):")
+        assert "return settle(" in body and "manager.score(" not in scripts[name]
+        assert before.count("score_rows(") == 2  # of validation and of training
