@@ -26,9 +26,24 @@ def skeleton(node, names):
     return text if re.search(r"\w{3}", text) else None
 
 
-def messages():
-    """What `fail` gets, and the keys of what `refuse` gets, in all scripts."""
+def of_rewards():
+    """What a reward or an environment is refused with, or fails with for every response."""
+    files = [*(ROOT / "rewards").glob("*.py"), *(ROOT / "rewards/manager").glob("*.py")]
+    files += [ROOT / f"envs/{name}.py" for name in ("__init__", "pool", "search", "tools")]
     found = set()
+    for path in files:
+        if path.name not in ("results.py", "wire.py", "worker.py"):  # the failures of single responses
+            nodes = [*ast.walk(ast.parse(path.read_text()))]
+            raised = [x.exc for x in nodes if isinstance(x, ast.Raise) and isinstance(x.exc, ast.Call)]
+            calls = [x for x in raised if ast.unparse(x.func) == "ValueError"]
+            calls += [x for x in nodes if isinstance(x, ast.Call) and ast.unparse(x.func) == "stop"]
+            found |= {skeleton(x.args[0], {}) for x in calls}
+    return found
+
+
+def messages():
+    """What `fail` gets, and the keys of what `refuse` gets, in all scripts; and `of_rewards`."""
+    found = of_rewards()
     cache = ROOT / "data_prep/lib/cache.py"
     for path in sorted([*(ROOT / "algos").glob("*.py"), *(ROOT / "common").glob("*.py"), cache]):
         for function in ast.walk(ast.parse(path.read_text())):
