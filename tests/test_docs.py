@@ -29,7 +29,7 @@ FOREIGN = set(  # of torchrun, Slurm, pip and other programs
     "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
     " --shutdown-timeout --standalone --no-deps --no-build-isolation --pid --nodes --ntasks-per-node"
     " --gpus-per-node --signal --security-opt --num_processes --served-model-name --max-model-len"
-    " --enforce-eager --dtype --system-prompt --private".split()
+    " --enforce-eager --dtype --system-prompt --private --structured-outputs-config".split()
 )
 METRIC = re.compile(
     r"(actor|critic|rewards?|rollout_corr|logps|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
