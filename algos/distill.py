@@ -148,7 +148,8 @@ from common.metrics import step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
-from data_prep.lib.turns import answer_after, render, use_template
+from data_prep.lib.templates import render, use_template
+from data_prep.lib.thoughts import answer_after
 from rewards import check_sources
 from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
 from rewards.manager.combined import load_rewards

@@ -118,7 +118,8 @@ from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import BOOLS, IDS, prepare
 from data_prep.lib.images import load_processor
-from data_prep.lib.turns import encode_messages, says_nothing, shown_tools, use_template
+from data_prep.lib.templates import shown_tools, use_template
+from data_prep.lib.turns import encode_messages, says_nothing
 
 RESPONSES = "chosen", "rejected"  # of a pair
 

@@ -67,7 +67,8 @@ from common.files import replacing, weights_digest
 from common.run import HELD, fail, hold, refuse
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.schema import load_rows
-from data_prep.lib.turns import opens_only, shown_tools, use_template
+from data_prep.lib.templates import shown_tools, use_template
+from data_prep.lib.thoughts import opens_only
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
 from rewards.manager import check_environments

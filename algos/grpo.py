@@ -142,7 +142,7 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
-from data_prep.lib.turns import use_template
+from data_prep.lib.templates import use_template
 from rewards import check_sources
 from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
 from rewards.manager.combined import load_rewards, score_parts

@@ -147,7 +147,7 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files, load_prompts
 from data_prep.lib.images import load_processor, request
-from data_prep.lib.turns import render, use_template
+from data_prep.lib.templates import render, use_template
 from envs.messages import without_special
 from rewards import check_sources
 from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics

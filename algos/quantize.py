@@ -73,7 +73,8 @@ from common.families import add_older_names, save_tokenizer
 from common.files import replacing
 from data_prep.lib.chats import answer
 from data_prep.lib.schema import load_rows, open_parquet
-from data_prep.lib.turns import encode_messages, render, says_nothing, shown_tools
+from data_prep.lib.templates import render, shown_tools
+from data_prep.lib.turns import encode_messages, says_nothing
 
 BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
 

@@ -108,7 +108,8 @@ from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, r
 from data_prep.lib.cache import IDS, prepare
 from data_prep.lib.images import load_processor
 from data_prep.lib.schema import open_parquet
-from data_prep.lib.turns import check_scored, render, shown_tools, use_template
+from data_prep.lib.templates import render, shown_tools, use_template
+from data_prep.lib.turns import check_scored
 from envs.messages import without_special
 
 PAIR = "chosen_ids", "rejected_ids"  # the conversations of a row

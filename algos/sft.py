@@ -117,7 +117,9 @@ from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, r
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare
 from data_prep.lib.chats import answer
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
-from data_prep.lib.turns import answer_after, encode_messages, says_nothing, shown_tools, stops, use_template
+from data_prep.lib.templates import shown_tools, use_template
+from data_prep.lib.thoughts import answer_after
+from data_prep.lib.turns import encode_messages, says_nothing, stops
 from envs import load_env
 
 

@@ -37,7 +37,8 @@ if __name__ == "__main__":
 import jinja2
 
 from benchmarks.lib.conversations import SHAPES, ends_of, forms, make_tokenizer, messages_of
-from data_prep.lib.turns import encode_messages, plain, render, trained_turns
+from data_prep.lib.templates import plain, render
+from data_prep.lib.turns import encode_messages, trained_turns
 from envs.messages import RENDER_ERRORS
 
 

@@ -24,7 +24,7 @@ from common.arguments import no_model
 from data_prep.lib.chats import plain_rows
 from data_prep.lib.prepare import prompt_key, repeated_prompts, run
 from data_prep.lib.schema import KINDS, check_row, open_parquet
-from data_prep.lib.turns import render, use_template
+from data_prep.lib.templates import render, use_template
 from rewards import check_sources
 
 BINS, WIDTH = 10, 50  # of the histogram, in rows and characters

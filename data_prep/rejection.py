@@ -24,7 +24,8 @@ import tyro
 
 from data_prep.lib.prepare import run
 from data_prep.lib.schema import load_rows, open_parquet, write_parquet
-from data_prep.lib.turns import opens_only, says_nothing, whole_thought
+from data_prep.lib.thoughts import opens_only, whole_thought
+from data_prep.lib.turns import says_nothing
 
 
 @dataclass

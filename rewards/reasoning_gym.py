@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from rewards.manager.worker import call_in_worker
 
-TIMEOUT_S = 20.0  # the first call of a task also loads its data
+TIMEOUT_S = 20.0  # of a processor; the first call of a task also loads its data
 REFUSED = {
     **dict.fromkeys(
         (

@@ -28,7 +28,7 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
 from common.run import fail
-from data_prep.lib import chats, images, schema, turns
+from data_prep.lib import chats, images, schema, templates, thoughts, turns
 
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size
 QUIET_ROWS = 5000  # fewer are tokenised before a progress bar is of use
@@ -77,11 +77,11 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
 
     def encode(rows, numbers):
         try:
-            shown = [turns.shown_tools(row["tools"], tools, tokenizer) for row in rows]
+            shown = [templates.shown_tools(row["tools"], tools, tokenizer) for row in rows]
             if sees:
                 values = [images.encode_prompt(row, tokenizer, x) for row, x in zip(rows, shown)]
             else:
-                texts = [turns.render(row["prompt"], tokenizer, x) for row, x in zip(rows, shown)]
+                texts = [templates.render(row["prompt"], tokenizer, x) for row, x in zip(rows, shown)]
                 values = [dict(prompt_ids=ids) for ids in tokenizer(texts, **how)["input_ids"]]
         except ValueError:
             if len(rows) > 1:  # which of them? The first that raises it again
@@ -158,7 +158,8 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
 def key_of(paths, tokenizer, about, code):
     """Hash of the files, the tokenizer and its chat template, other arguments, and code."""
     about = *about, transformers.__version__, tokenizers.__version__, pa.__version__
-    about += tuple(inspect.getsource(x) for x in (sys.modules[__name__], chats, schema, turns, images, *code))
+    code = sys.modules[__name__], chats, schema, templates, thoughts, turns, images, *code
+    about += tuple(map(inspect.getsource, code))
     if "strftime_now" in str(tokenizer.chat_template):
         about += (date.today(),)  # which the template writes into the prompt
     digest = xxhash.xxh3_128(repr(about).encode())

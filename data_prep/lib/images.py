@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from data_prep.lib.turns import render
+from data_prep.lib.templates import render
 from envs.messages import MARK
 
 FORMATS = (  # those that vLLM reads, in its order; not EPS, which PIL hands to Ghostscript

@@ -1,199 +1,17 @@
-"""What a chat template makes of a conversation: prompts, and the turns of the assistant that are trained."""
+"""The turns of the assistant in a conversation that are trained, each after what a sampler would see."""
 
 import json
 import re
-from functools import lru_cache, partial
-from itertools import groupby, pairwise, product
-from pathlib import Path
+from functools import partial
+from itertools import groupby, pairwise
 
 import numpy as np
-from jinja2 import TemplateError, meta
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from envs import one_line
-from envs.messages import RENDER_ERRORS, special_tokens, without_special
+from data_prep.lib.templates import render, shown
+from data_prep.lib.thoughts import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought, thought_apart
+from envs.messages import special_tokens
 
-THOUGHTS = {  # marks of a thought
-    "<think>": "</think>",
-    "[THINK]": "[/THINK]",
-    "<seed:think>": "</seed:think>",
-    "◁think▷": "◁/think▷",
-}
-OPENED = THOUGHTS | {"<|channel>": "<channel|>", "<|channel|>analysis": "<|end|>"}  # Gemma 4, gpt-oss
-MARK_OF_THOUGHT = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
-DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
-TOOL = {  # one of which no text speaks
-    "name": "zqtool",
-    "description": "zq",
-    "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "zq"}}},
-}
-OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that are given anyway
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
-
-
-def plain(messages, tokenizer):
-    """A conversation of a data set as it is rendered: what users and tools say has no special tokens.
-
-    Turns of the assistant keep them, since some models call tools or think with special tokens. Reasoning
-    has all names that templates read; a developer is the system for a template that knows none.
-    """
-    ours = "assistant", "system", "developer"
-    found = [m if m["role"] in ours else without_special(m, tokenizer) for m in messages]
-    for i, message in enumerate(found):
-        if message["role"] == "developer" and not DEVELOPER.search(str(tokenizer.chat_template)):
-            found[i] = message | dict(role="system")
-        if thought := message.get("reasoning_content"):
-            found[i] = message | dict(reasoning=thought, thinking=thought)
-    return found
-
-
-def use_template(tokenizer, args):
-    """Take --chat_template and --chat_template_kwargs: both are saved with the tokenizer.
-
-    The values stand at the beginning of the template, so whoever serves the model renders as it was trained,
-    and may still give others.
-    """
-    if args.chat_template:
-        try:
-            tokenizer.chat_template = text = Path(args.chat_template).read_text("utf-8")
-            _compile_jinja_template(text)
-        except (OSError, UnicodeDecodeError, TemplateError) as error:
-            raise ValueError(f"--chat_template {args.chat_template}: {one_line(error)}") from None
-        if text.lstrip().startswith('{"'):
-            raise ValueError(f"--chat_template {args.chat_template}: this is JSON; give the template in it")
-    templates = tokenizer.chat_template
-    if not isinstance(templates, dict):
-        templates = {"": templates}
-    read, problem, values = set(), None, {}
-    for text in filter(None, templates.values()):
-        read |= meta.find_undeclared_variables(_compile_jinja_template(text).environment.parse(text))
-    try:
-        values = json.loads(args.chat_template_kwargs)
-        json.dumps(values, allow_nan=False)
-        if not isinstance(values, dict):
-            problem = "it is no JSON object"
-        elif unread := values.keys() - read | values.keys() & OURS:
-            problem = f"the chat template has no variable {min(unread)!r}"
-    except ValueError as error:
-        problem = f"it is no JSON ({error})"
-    if problem:
-        example = """write it as '{"enable_thinking": false}'"""
-        raise ValueError(f"--chat_template_kwargs {args.chat_template_kwargs}: {problem}; {example}")
-    given = [
-        f"{{%- if {x} is not defined %}}{{%- set {x} = {y!r} %}}{{%- endif %}}\n" for x, y in values.items()
-    ]
-    if given:
-        templates = {name: "".join(given) + text for name, text in templates.items()}
-        tokenizer.chat_template = templates.get("", templates)
-    if hasattr(tokenizer, "image_processor"):
-        tokenizer.tokenizer.chat_template = tokenizer.chat_template
-
-
-def render(messages, tokenizer, tools=None, prompted=True):
-    """The text of messages, with the generation prompt; tools: JSON schemas that the template shows.
-
-    ValueError, in one line, if the template cannot write them, or leaves out what somebody says or calls.
-    """
-    return written(shown(messages, tokenizer, tools, prompted), tokenizer, tools, prompted)
-
-
-def shown(messages, tokenizer, tools, prompted):
-    """Messages in the form in which the template shows them."""
-    if tokenizer.chat_template is None:
-        raise ValueError("the model has no chat template; give one by --chat_template FILE")
-    messages = plain(messages, tokenizer)
-    about = []
-    for m in messages:
-        fields = sorted({"reasoning_content", "name"} & m.keys())
-        about.append(
-            (m["role"], type(m["content"]), bool(m["content"]), len(m.get("tool_calls") or ()), *fields)
-        )
-    form = form_of(tuple(about), tokenizer, str(tokenizer.chat_template), bool(tools), prompted)
-    return [formed(message, *form) for message in messages]
-
-
-def written(messages, tokenizer, tools, prompted):
-    """What the template writes; Unwritten where it cannot."""
-    options = dict(tools=tools or None, tokenize=False, add_generation_prompt=prompted)
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except RENDER_ERRORS as error:
-        name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise Unwritten(one_line(f"the chat template: {name}{error}")) from None
-
-
-class Unwritten(ValueError):
-    """A template cannot write messages."""
-
-
-def formed(message, parts, text, none):
-    """A message in a form that some templates want.
-
-    parts: its content is a list. Calls are as OpenAI has them; text: their arguments are JSON text; none: no
-    content is None where there are calls.
-    """
-    if parts and isinstance(message["content"], str):
-        message = message | dict(content=[dict(type="text", text=message["content"])])
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        if text:
-            function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-        calls.append(dict(type="function") | call | dict(function=function))
-    return message | dict(tool_calls=calls, content=message["content"] or (None if none else ""))
-
-
-@lru_cache(10000)
-def form_of(about, tokenizer, template, tools, prompted):
-    """The form in which a template shows messages like these: tried on marks in their place.
-
-    All but the assistant's words must be shown, which a template may rewrite; see `turn`.
-    """
-    marks, messages = {}, []
-    for i, (role, kind, said, calls, *more) in enumerate(about):
-        mark = f"zq{i}said"
-        message = dict(role=role, content=mark if said else "", **dict.fromkeys(more, f"zq{i}more"))
-        if kind is list and said:
-            message["content"] = [dict(type="image"), dict(type="text", text=mark)]
-        if said and role != "assistant":
-            marks[mark] = f"what message {i} ({role}) says"
-        for j in range(calls):
-            name, value = f"zq{i}name{j}z", f"zq{i}value{j}z"
-            call = dict(function=dict(name=name, arguments=dict(x=value)))
-            message.setdefault("tool_calls", []).append(call)
-            marks[name] = marks[value] = f"tool calls: number {j} of message {i}"
-        messages.append(message)
-    # a list only where text will not do, and other calls only where there are any
-    forms, problem = [*product((False, True), repeat=3)], None
-    for form in forms if any(calls for _, _, _, calls, *_ in about) else forms[::4]:
-        try:
-            text = written(
-                [formed(x, *form) for x in messages],
-                tokenizer,
-                tools and [dict(type="function", function=TOOL)],
-                prompted,
-            )
-        except Unwritten:
-            continue
-        lost = [what for mark, what in marks.items() if mark not in text]
-        if not lost:
-            return form
-        problem = problem or f"the chat template leaves out {lost[0]}; take a model whose template shows it"
-    if problem:
-        raise ValueError(problem)
-    return (False,) * 3  # the messages themselves may say why
-
-
-def shown_tools(own, given, tokenizer):
-    """The tools that a template shows: those in the column of a row, or those that a script gives to all."""
-    if own and given:
-        raise ValueError("it has tools in its column 'tools', and --env has others: drop the column")
-    probe = [dict(role="user", content="zq")], tokenizer, [dict(type="function", function=TOOL)]
-    if own and TOOL["name"] not in render(*probe):
-        raise ValueError("it has tools in its column 'tools', and the chat template shows none")
-    return given or own or None
 
 
 def left_out(message, text):
@@ -220,53 +38,6 @@ def check_scored(reply, text):
             raise ValueError(f"the chat template leaves out {what}")
 
 
-def opens_only(text, prompt=""):
-    """Whether a response does not close a thought that it, or its prompt, has opened."""
-    begins, end = text.lstrip(), prompt.rstrip()
-    opened = [y for x, y in OPENED.items() if begins.startswith(x) or end.endswith(x)]
-    return any(closing not in text for closing in opened)
-
-
-def whole_thought(text):
-    """A response whose prompt opened its thought, with the opening."""
-    for opening, closing in THOUGHTS.items():
-        if closing in text and opening not in text.partition(closing)[0]:
-            return f"{opening}\n{text}"
-    return text
-
-
-def answer_after(prompt, text):
-    """What follows a prompt that may have opened a thought: the answer, which opens it only once.
-
-    An answer without a thought has an empty one, as the templates of Qwen have it.
-    """
-    check_thought(text, prompt)
-    end, begins = prompt.rstrip(), text.lstrip()
-    for opening, closing in THOUGHTS.items():
-        if end.endswith(opening) and begins.startswith(opening):
-            return begins.removeprefix(opening).removeprefix("\n" * prompt.endswith("\n"))
-        if end.endswith(opening) and closing not in text:
-            return f"\n{closing}\n\n" + text.lstrip("\n")
-        if end.endswith(closing) and closing in text:
-            return text.partition(closing)[2].lstrip("\n")
-    return text
-
-
-def check_thought(text, prompt):
-    """ValueError if an answer opens a thought and does not close it, or thinks where its prompt does not."""
-    end = prompt.rstrip()
-    for opening, closing in THOUGHTS.items():
-        before, closed, _ = text.partition(closing)
-        thought = before.lstrip().removeprefix(opening)
-        if text.lstrip().startswith(opening) and not closed:
-            raise ValueError(f"the answer opens {opening} and does not close it by {closing}")
-        if end.endswith(opening) and closed and opening in thought:
-            raise ValueError(f"the answer opens {opening} in its middle, and its prompt has opened it")
-        if end.endswith(closing) and closed and thought.strip():
-            remedy = "let it open one (--chat_template_kwargs), or leave out the thought"
-            raise ValueError(f"the answer has a thought and its prompt an empty one: {remedy}")
-
-
 def own_text(message, number, prompt, template):
     """The text of a turn that the template does not show as it was said."""
     said, thought = message["content"], message.get("reasoning_content")
@@ -291,16 +62,6 @@ def as_written(messages, i, prompt, tokenizer, tools):
     begun, _, end = upto.removeprefix(prompt).rpartition("zq")
     again = upto.startswith(prompt) and special.search(MARK_OF_THOUGHT.sub("", begun))
     return said + end if again else None
-
-
-def thought_apart(message):
-    """A message of which a thought at the beginning is its reasoning."""
-    for opening, closing in THOUGHTS.items():
-        thought, closed, said = message["content"].partition(closing)
-        if closed and thought.lstrip().startswith(opening) and not message.get("reasoning_content"):
-            thought = thought.lstrip().removeprefix(opening).strip("\n")
-            return message | dict(content=said.lstrip("\n"), reasoning_content=thought)
-    return message
 
 
 def said_in(upto, prompt, history, previous):

@@ -37,12 +37,13 @@ def serve(fd, memory_mb):
             return
         number = message[:16].decode()
         try:
-            function, args, timeout_s = pickle.loads(message[16:])
+            function, args, timeout_s, cpu_s = pickle.loads(message[16:])
             if isinstance(function, str):
                 function = pkgutil.resolve_name(function)
             reply("loaded", "")
-            # The default action of SIGALRM ends the process even in the middle of C code.
+            # The default action of these signals ends the process even in the middle of C code.
             signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_S)
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
             reply("result", function(*args))
         except MemoryError:
             sys.exit(1)  # a fresh process is safer than one that had no memory left
@@ -52,3 +53,4 @@ def serve(fd, memory_mb):
             reply(name if is_known else "WorkerError", str(error) if is_known else repr(error))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)

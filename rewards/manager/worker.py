@@ -19,6 +19,7 @@ from rewards.manager.wire import is_readable, pickled, read, send
 
 START_S = 120  # limit for starting Python and importing the function; the time of a call begins after that
 MEMORY_MB = 4096  # address space of the process of `call_in_worker`
+BUSY = 10  # its calls may take this much longer by the clock than on a processor
 STARTER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
     " from rewards.manager.serve import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
@@ -42,15 +43,16 @@ class Worker:
         self.memory_mb = memory_mb
         self._process = self._socket = None
 
-    def call(self, function, *args, timeout_s, patience_s=None, on_slow=None):
+    def call(self, function, *args, timeout_s, cpu_s=0, patience_s=None, on_slow=None):
         """Return function(*args); with patience_s, call on_slow() when the result is not there after it.
 
         function: any that can be pickled, or "package.module:name" to import it over there only.  The result
-        travels as JSON (tuples become lists).  timeout_s: seconds; imports are not counted.
+        travels as JSON (tuples become lists).  timeout_s: seconds; imports are not counted.  cpu_s: seconds
+        of a processor, 0 = no limit.
         Raises TimeoutError (the process is killed then), WorkerError, and what the function raises of ERRORS.
         """
         number = secrets.token_hex(8)
-        message = number.encode() + pickled((function, args, timeout_s))
+        message = number.encode() + pickled((function, args, timeout_s, cpu_s))
         if self._process is not None and (self._process.poll() is not None or is_readable(self._socket, 0)):
             self.close()  # it ended, or it speaks without being asked
         if self._process is None:
@@ -68,6 +70,8 @@ class Worker:
             raise TimeoutError(f"no result after {timeout_s} s") from None
         except (EOFError, OSError):
             returncode = self.close()
+            if returncode == -signal.SIGPROF:
+                raise TimeoutError(f"no result after {cpu_s} s of a processor") from None
             raise WorkerError(f"the worker process ended with code {returncode}") from None
         except (ValueError, TypeError, RecursionError) as error:  # JSON of something else, or none
             self.close()
@@ -116,7 +120,10 @@ _local = threading.local()  # a worker for each thread, which ends with its thre
 
 
 def call_in_worker(function, *args, timeout_s):
-    """`Worker.call` in the process of this thread, limited to MEMORY_MB."""
+    """`Worker.call` in the process of this thread, limited to MEMORY_MB.
+
+    timeout_s: seconds of a processor, so what a function returns does not depend on what else runs.
+    """
     if not hasattr(_local, "worker"):
         _local.worker = Worker(MEMORY_MB)
-    return _local.worker.call(function, *args, timeout_s=timeout_s)
+    return _local.worker.call(function, *args, timeout_s=BUSY * timeout_s, cpu_s=timeout_s)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from rewards.manager.worker import WorkerError, call_in_worker
 from rewards.mathematics.latex import MAX_CHARS, normalize
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  # of a processor
 NO_TRUTH = ("", "nan", "none", "null", "[invalid]")  # ground truths that no answer equals
 DECIMAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 FRACTION = re.compile(r"(-?)(\d*)\\frac\{(\d+)\}\{(0*[1-9]\d*)\}")
