@@ -37,6 +37,7 @@ PLAIN = {  # language models that differ only in the positions of images: type, 
 # language models with layers that carry a state, whose texts may be in one row all the same
 STATES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "jamba", "falcon_h1", "bamba"}
 STATES |= {"granitemoehybrid", "nemotron_h", "olmo_hybrid"}
+KINDS = dict(linear_attention="mamba", full_attention="attention")  # of layers, as transformers 4 names them
 DEQUANTISED = "fp8", "mxfp4", "compressed-tensors"  # what transformers loads as whole weights
 WRAPPER = re.compile(r"(language|text)_model\.")
 INSIDE = re.compile(r"(model\.)?(language_model|text_model|layers|embed_tokens|norm|lm_head)\.")
@@ -317,9 +318,13 @@ def add_older_names(file):
                 config["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
                 rope["type"] = rope.pop("rope_type")
             config["rope_scaling"] = rope if len(rope) > 1 else None
+        if family.startswith("gpt_neox") and rope:
+            config |= dict(rotary_pct=config["partial_rotary_factor"], rotary_emb_base=config["rope_theta"])
         if family.startswith(("qwen3_moe", "qwen3_vl_moe_text")):
             config["num_experts"] = config["num_local_experts"]
-        return config
+        for name in {"granitemoehybrid": ["layer_types"], "zamba2": ["layers_block_type"]}.get(family, ()):
+            config[name] = [KINDS.get(kind, kind) for kind in config[name]]
+        return float(config["__float__"]) if "__float__" in config else config
 
     config = json.loads(file.read_text(), object_hook=add)
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -21,6 +21,11 @@ TABLE = [  # family, its rope_parameters, and what older readers find
     ("Llama", LINEAR, dict(rope_scaling=LINEAR)),
     ("Qwen3", YARN, dict(rope_scaling=YARN)),
     ("GptOss", dict(rope_type="default"), dict(rope_scaling=None)),  # without it, YaRN
+    (
+        "GPTNeoX",
+        dict(rope_type="default", partial_rotary_factor=0.5),
+        dict(rotary_pct=0.5, rotary_emb_base=30000.0),
+    ),
     ("Phi", dict(rope_type="default", partial_rotary_factor=0.25), dict(partial_rotary_factor=0.25)),
     (
         "Phi3",  # exactly three
@@ -78,6 +83,19 @@ def test_older_names_change_no_configuration(family, tmp_path):
     text = found.get("text_config", found)
     theta = (text.get("rope_parameters") or {}).get("rope_theta")
     assert text.get("rope_theta") == theta or family.startswith("gemma3")
+
+
+def test_older_names_of_layers(tmp_path):
+    """Kinds of layers of two families have other names there; it reads infinity, and no dict for it."""
+    name, fields = FAMILIES["granitemoehybrid"]
+    found, _ = written(getattr(transformers, f"{name}Config")(**fields), tmp_path)
+    assert found["layer_types"] == ["mamba", "attention"]
+    config = transformers.Zamba2Config(num_hidden_layers=2, layers_block_type=["linear_attention", "hybrid"])
+    found, again = written(config, tmp_path)
+    assert found["layers_block_type"] == ["mamba", "hybrid"]
+    assert again.layers_block_type == config.layers_block_type
+    found, again = written(transformers.Mamba2Config(), tmp_path)
+    assert found["time_step_limit"] == [0.0, float("inf")] == [*again.time_step_limit]
 
 
 def named(**more):
