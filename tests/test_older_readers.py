@@ -94,6 +94,9 @@ def test_older_names_of_layers(tmp_path):
     found, again = written(config, tmp_path)
     assert found["layers_block_type"] == ["mamba", "hybrid"]
     assert again.layers_block_type == config.layers_block_type
+    found, again = written(transformers.ModernBertDecoderConfig(rope_parameters=BY_KIND), tmp_path)
+    assert (found["global_rope_theta"], found["local_rope_theta"]) == (30000, 5000)
+    assert again.rope_parameters == BY_KIND
     found, again = written(transformers.Mamba2Config(), tmp_path)
     assert found["time_step_limit"] == [0.0, float("inf")] == [*again.time_step_limit]
 
