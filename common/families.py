@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
@@ -134,11 +135,7 @@ def recurrent(config):
 
 
 def states_apart(layer):
-    """Let what has a state in a layer run on each text of a row apart, after the prompt that it shares.
-
-    It sees whole texts, padded on the right; of those that are padded together, none is twice as long as
-    another. Returns whether the layer has a state.
-    """
+    """Let what has a state in a layer run on each text of a row apart -> whether the layer has a state."""
     mixers = [m for m in layer.modules() if any(isinstance(x, nn.Conv1d) for x in m.children())]
     whole = layer.forward
 
@@ -154,19 +151,29 @@ def states_apart(layer):
 
 
 def each_text(mixer, run, hidden_states, *inputs, **named):
-    """Hidden states [1, T, H] of a row as `one_row` lays it out -> those after a layer with a state."""
+    """Hidden states [1, T, H] of a row as `one_row` lays it out -> those after a layer with a state.
+
+    A call has whole texts padded on the right, none twice as long as another, and at most twice the tokens of
+    the row. Where all have more, as each brings the prompt that it shares, the backward pass repeats them.
+    """
     shapes, kv_index, cu_seqlens = mixer.texts
     if shapes is None:
         return run(hidden_states, *inputs, **named)
-    parts, first = [], 0
+
+    def call(row, index, shapes):
+        out = run(row.index_select(0, index.flatten()).unflatten(0, index.shape))
+        return torch.cat([x[s - t : s] for x, (t, s) in zip(out, shapes.tolist())])
+
+    parts, first, most = [], 0, 2 * hidden_states.shape[1]
+    if len(kv_index) > most:
+        call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
     for last in range(1, len(shapes) + 1):
         lengths = shapes[first : last + 1, 1]  # the next one's too
-        if last < len(shapes) and lengths.max() <= 2 * lengths.min():
+        if last < len(shapes) and lengths.max() <= min(2 * lengths.min(), most / len(lengths)):
             continue
         columns = torch.arange(shapes[first:last, 1].max(), device=kv_index.device)
         index = kv_index[(cu_seqlens[1, first:last, None] + columns).clamp(max=len(kv_index) - 1)]
-        out = run(hidden_states[0].index_select(0, index.flatten()).unflatten(0, index.shape))
-        parts += [x[s - t : s] for x, (t, s) in zip(out, shapes[first:last].tolist())]
+        parts.append(call(hidden_states[0], index, shapes[first:last]))
         first = last
     return torch.cat(parts)[None]
 

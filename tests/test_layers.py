@@ -115,6 +115,36 @@ def test_windows_and_states_in_one_row(family, monkeypatch):
         assert (packed - padded).abs().max() <= 3e-5 * padded.abs().max()
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective", "none"])
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
+def test_a_shared_prompt_costs_a_state_no_memory(family, recompute, monkeypatch):
+    """30 responses to a prompt of 60 tokens, 2,010 with it each time, in a row of 210: as a text of 210."""
+    monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", grpo.packed_attention)
+    lm = build(family)
+    prepare_layers(lm, SimpleNamespace(gradient_checkpointing=recompute, compile=False))
+    args, calls, found, saved = grpo.Args(model="", train_files=(), output_dir=""), [], [], []
+    for layer in lm.modules():
+        if any(isinstance(x, torch.nn.Conv1d) for x in layer.children()):
+            into = next(x for x in layer.children() if isinstance(x, torch.nn.Linear))
+            into.register_forward_pre_hook(lambda _, given: calls.append(given[0].shape[:-1].numel()))
+    shared = [dict(prompt_ids=[*range(3, 63)], response_ids=[*range(i, i + 1 + i % 9)]) for i in range(8, 38)]
+    alone = [dict(prompt_ids=[*range(3, 63)], response_ids=[*range(3, 103)] + [*range(3, 53)])]
+    for rows, attention in (alone, "packed"), (shared, "packed"), (shared, "sdpa"):
+        lm.set_attn_implementation(attention)
+        lm.zero_grad()
+        calls.clear()
+        policy, held = grpo.TokenLogps(lm, packed=attention == "packed"), []
+        keep = lambda x, held=held: held.append(x.nbytes) or x
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            logp_nt, _ = grpo.token_logps(policy, rows, args)
+        logp_nt.sum().backward()
+        saved.append((sum(held), max(calls)))
+        found.append([logp_nt.detach(), *(p.grad for p in lm.parameters())])
+    for padded, packed in zip(found[2], found[1], strict=True):
+        assert (packed - padded).abs().max() <= 3e-5 * padded.abs().max()
+    assert saved[1][0] <= 2 * saved[0][0] and saved[1][1] <= 2 * saved[0][1]
+
+
 @pytest.mark.parametrize("window", (None, 1, 3, 99))
 @pytest.mark.parametrize("script", (agent, dapo, distill, dpo, grpo, ppo, rm, sft), ids=lambda x: x.__name__)
 def test_windows_in_every_script(script, window):
