@@ -16,24 +16,28 @@ from rewards.mathematics.units import NUMBER_WORD
 
 WINDOW = 1000  # characters that may follow the answer
 DIGITS = frozenset("0123456789")
-TO_ASCII = str.maketrans("０１２３４５６７８９−－＋．，\u00a0", "0123456789--+., ", "\u2009\u202f")
+TO_ASCII = str.maketrans("０１２３４５６７８９−－–＋．，\u00a0", "0123456789---+., ", "\u2009\u202f")
 # What makes another value of a number, behind it and in front of it: only bounded text next to it is read.
 GOES_ON = (
-    r"[ \t]?[eE][+-]?[0-9]|[:'_][0-9]",  # 67e3, 5:30, 101_2
+    r"[ \t]?[eE][+-]?[0-9]|[:_][0-9]|'[ \t]?[0-9]|(?:ft|h)[ \t]?[0-9]",  # 67e3, 5:30, 101_2, 5'6
     r"[π√∞]|(?:pi|sqrt)\b|[a-zA-Z](?<![mghsLl])(?![A-Za-z])",  # 5π, 5x; but 5m is a length
     r"[ \t]{0,3}\\(?!(?:text|math|circ|degree|q?quad|right|end)|[^A-Za-z])",  # 5\pi
-    r"[ \t]{0,3}(?:[-+*/^×÷=≠]|!=|\(?or |(?:and|to|x|plus|minus|times|over|divided by) )[ \t]{0,3}\$?[0-9]",
+    r"[ \t]{0,3}(?:[-+*/^×÷=≠<>≤≥~;&|%]|[!<>]=|\(?or |(?:and|to|x|plus|minus|times|over|divided by|out of) )"
+    r"[ \t]{0,3}(?:-?\$?[0-9]|[nxyz]\b)",  # 5 - 3, 5 or -6, 5/x
     r"[ \t]{1,3}[0-9]|[ \t][A-Za-z]{1,20},?[ \t](?:and[ \t])?[0-9]",  # 5 1/2, 5 hours 30 minutes
     r"[ \t]{0,3}(?:\\(?:text|mathrm|mbox)\{[ ~]{0,3})?"  # 5 million, 5\text{ tenths}
-    rf"(?i:(?:and a half|not|squared|cubed|factorial|k|{NUMBER_WORD})\b)",
-    r"[ \t]{0,3}[百千万亿](?![克米瓦])|[ \t]?(?:个?半|成|分之)",
+    rf"(?i:(?:and a half|not|is not|is wrong|or (?:more|less|fewer)|(?:more|less|fewer) than|pi|squared|cubed"
+    rf"|factorial|k|{NUMBER_WORD})\b)",
+    r"[ \t]{0,3}[百千万亿](?![克米瓦])|[ \t]?(?:个?半|成|分之|或)",
 )
 BEGAN = (
-    r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷][ \t]{0,3}|[ \t]{1,3}-[ \t]{1,3})",
+    r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷·~|][ \t]{0,3}|[ \t]{1,3}(?:-|or|x|times|plus|out of)[ \t]{1,3})",
     r"(?:[=:]|\bis)[ \t]{0,3}-[ \t]{1,3}|-\(|[A-Za-z]_?",  # = - 5, x_5
-    r"(?:[√∛^/≤≥≠±<]|[^A-Za-z\"'/]>|!=|[0-9A-Za-z]\})[ \t({]{0,3}",  # √5, x > 5, \frac{2}{5}
+    r"(?:[√∛^/≤≥≠±≈~<]|(?:[^A-Za-z\"'/]|\b[A-Za-z])>|!=|[0-9A-Za-z]\})[ \t({]{0,3}",  # √5, x > 5, \frac{2}{5}
     r"\\(?:frac|le|ge|ne|lt|gt|leq|geq|neq|pm|mp|pi|cdot|times)[ \t({]{0,3}",
     r"(?<![A-Za-z])(?:not|sqrt|log|ln|sin|cos|tan|minus|negative)[ \t({]{0,3}",
+    r"(?i:(?<![A-Za-z])(?:at (?:least|most)|(?:more|less|fewer|greater) than|about|approximately|roughly"
+    r"|nearly|almost|half of|twice|cannot be)|n't(?: be)?)[ \t$]{1,3}",
 )
 GOES_ON, BEGAN = re.compile("|".join(GOES_ON)), re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
 TAG = re.compile(r"<[^<>]*>$")  # of <answer>5

@@ -1,7 +1,8 @@
 r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the ground truth, else -1.
 
 - The marker may be in another language, as `答案：` (LABEL of mathematics/latex.py).
-- The rest of the marker's line counts, or else the next line that is not blank; in that line, a box if any.
+- The rest of the marker's line counts, or else the next line that is not blank; in that line, a box if no
+  other part of the answer stands beside it.
 - A response with a box but without the marker has no answer: the prompt asks for `Answer:`.
 - Thoughts (all up to the last `</think>`) give no answer; only the last WINDOW characters do.  (verl looks at
   the last 300, which a short remark after the answer fills.)
@@ -13,6 +14,9 @@ from rewards.mathematics.equivalence import judge
 from rewards.mathematics.latex import LABEL, last_boxed
 
 WINDOW = 1000
+NOT_ALONE = re.compile(
+    r"[\d<>^/-]|\\boxed|\b(?:or|and|not)\b"
+)  # what makes a box a part of the line's answer
 MARKER = re.compile(rf"{LABEL}\**\s?[:：]", re.IGNORECASE)
 
 
@@ -20,7 +24,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {score: 1 | -1, acc, pred}.  A ground truth that is no formula equals only its own spelling."""
     text = solution_str.rpartition("</think>")[2][-WINDOW:]
     _, *answers = MARKER.split(text)
-    lines = (line.strip(" \r*>`") for line in answers[-1].split("\n")) if answers else ()
+    lines = answers[-1].replace("\n>", "\n").split("\n") if answers else ()  # > quotes a line
+    lines = (line.strip(" \r*`") for line in lines)
     answer = next((line for line in lines if line.strip("$[\\")), None)
-    result = judge(answer and (last_boxed(answer) or answer), ground_truth)
+    box = answer and last_boxed(answer)
+    is_alone = box and not NOT_ALONE.search(answer.replace(f"\\boxed{{{box}}}", "", 1))
+    result = judge(box if is_alone else answer, ground_truth)
     return {**result, "score": 1.0 if result["acc"] else -1.0}

@@ -2,7 +2,7 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
 
 - The last \boxed{} counts.  Without: the formula, or else the rest of the line, after the last "answer is" or
   "answer:" (in any language of LABEL); or else the last formula $...$; or else the last number, read
-  as `rewards.gsm8k` does.
+  as `rewards.gsm8k` does.  A formula with "or $6$" behind it or "not" before it is not the answer.
 - Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
 """
 
@@ -11,10 +11,17 @@ import re
 from rewards import gsm8k
 from rewards.mathematics.equivalence import judge, spelling
 from rewards.mathematics.latex import LABEL, last_boxed
+from rewards.mathematics.units import NUMBER_WORD
 
 WINDOW = 1000
 MARKER = re.compile(rf"{LABEL}(?:\s+is|[是为]|\**\s?[:：])[*:：\s]{{0,9}}([^\n]+)", re.IGNORECASE)
 FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+NO_ANSWER = re.compile(  # before a formula: another answer, or what makes another value of it
+    r"(?:\b(?:not|never|least|most|about|approximately|around|roughly|than|between|minus|negative|or|\d,)|n't)\s*$"
+)
+GOES_ON = re.compile(  # after a formula: another answer, or a factor
+    rf"\s*(?:,?\s*(?:or|to|times)\b|(?:,|,?\s*and)\s*(?:\$|\\\()?\s*-?\d|%|is (?:not|wrong)|{NUMBER_WORD}\b)"
+)
 LAST_NUMBER = re.compile(r"(?:\b(or|and)\s+)?(?<!\S)(\S*\d\S*)\D*$")  # 7 or 8 is two answers
 
 
@@ -25,9 +32,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return judge(last_boxed(text), ground_truth)
     text = text[-WINDOW:]
     lines = MARKER.findall(text)
-    formulas = FORMULA.findall(lines[-1] if lines else text)
+    where = lines[-1] if lines else text
+    formulas = [*FORMULA.finditer(where)]
     if formulas:
-        return judge("".join(formulas[0 if lines else -1]), ground_truth)
+        formula = formulas[0 if lines else -1]
+        answer, rest = "".join(filter(None, formula.groups())), where[formula.end() :]
+        if NO_ANSWER.search(where[: formula.start()]):
+            answer = None
+        elif GOES_ON.match(rest):
+            answer += " " + re.sub(r"\$|\\[()]", " ", rest)
+        return judge(answer, ground_truth)
     result = judge(lines[-1] if lines else None, ground_truth)
     if result["acc"]:
         return result

@@ -71,6 +71,9 @@ x>6 | (6,\infty)                2<x\le 5 | (2,5]                -2x<4 | x>-2
 5 months | 5   5 millimeters | 5 mm   5 milliliters | 5   5 tons of rice | 5   5 hundred thousand | 500000
 \begin{pmatrix}1&2\\3&4\end{pmatrix}^2 | \begin{pmatrix}7&10\\15&22\end{pmatrix}
 x\not=5 | x\ne 5   log2(8) | 3   5 £ | 5 pounds   x\in\{1,2\} | 2,1   (11)_2 | 11_{2}   -89,908.5 | -89908,5
+1:2:3 | 2:4:6   (2) 6; (1) 5 | (1) 5.0; (2) 6   (2)(3) | 6   \{5\} | 5   n\equiv1\pmod4 | n\equiv 1\pmod{4}
+x=1,y=2;x=3,y=4 | (3,4),(1,2)   y=4,x=3\text{ or }x=1,y=2 | x=1,y=2;x=3,y=4   x_1=1,x_2=2 | 2,1
+[n(n+1)]/2 | \frac{n^2+n}2   f^{-1}(x)=2x | 2x   5\text{ N} | 5   \{1234,5\} | \{5,1{,}234\}   10-3-2 | 5
 \cos 60^\circ | \frac12   sin(30°) | 0.5   2\sin 45^{\circ} | \sqrt2
 \textbf{(C)} | C                {{2}} | 2                       ((((2)))) | 2
 """
@@ -112,6 +115,17 @@ y=1, x=2 | (1,2)                (1,2) | y=1, x=2                y=1,x=2 | 1,2
 5 млн | 5                       5 тысяч | 5                     5 Zehntel | 5                  5 dixièmes | 5
 5 below zero | 5                5\text{ is wrong} | 5           5 only if n is even | 5        5左右 | 5
 5\text{ rounded} | 5            5\text{ negative} | 5           log2(8) | \log(2)8             5分之3 | 5
+x=1,y=2;x=3,y=4 | x=1,y=4;x=3,y=2              x=1,y=2;x=3,y=4 | (1,4),(3,2)    x_1=1,x_2=2 | x_1=2,x_2=1
+1:2:3 | 1:3:2                   3:4:5 | 3:4             0:1:2 | 0:2:1      1:0:2 | 1:0:3
+(1) 5 | 5                       (2) 5 | 10              (i) 5 (ii) 6 | (i) 6 (ii) 5
+(1) 5; (2) 6 | (1) 6; (2) 5
+f(1)=3 | f(2)=1                 g(2)=5 | g(5)=2         f^{-1}(x) | \frac{1}{f(x)}    f^{(2)}(x) | f^2(x)
+DBAC | ABCD                     IV | VI                 2026-01-02 | 2026-02-01       1/2/2026 | 2/4/2026
+0x10 | 0                        x\equiv 5 | 5           n\equiv1\pmod4 | 1,n
+x\equiv2\pmod3 | x\equiv2\pmod5   \{1,234\} | 1234              \{\emptyset\} | \emptyset
+2[x] | 2x                       \{x\}+1 | x+1           [\frac{n}{2}] | \frac n2
+5\text{x} | 5                   5\mathrm{n} | 5         5\text{ pi} | 5               5\text{π} | 5
+5 doubled | 5                   5 ago | 5               5 maybe | 5                   5 onwards | 5
 \begin{vmatrix}1&2\\3&4\end{vmatrix} | \begin{pmatrix}1&2\\3&4\end{pmatrix}
 """
 
@@ -183,6 +197,56 @@ def test_last_boxed(text, box):
         ("aime24", "Answer: 57\n\nAnswer: unknown", "57", -1),
         ("aime24", "Answer: 57 or \\boxed{58}", "57", -1),
         ("aime24", "Answer: 59 ? = 57", "57", -1),
+        ("aime24", "Answer: 56 or \\boxed{57}", "57", -1),
+        ("aime24", "Answer: \\boxed{56}, \\boxed{57}", "57", -1),
+        ("aime24", "Answer: not \\boxed{57}", "57", -1),
+        ("aime24", "Answer: $-\\boxed{57}$", "57", -1),
+        ("aime24", "Answer: $m+n = \\boxed{57}$ apples.", "57", 1),
+        ("aime24", "Answer: > 57", "57", -1),
+        ("aime24", "> Answer:\n> 57", "57", 1),
+        *(
+            ("numina_olympiads", text, "5", 0)
+            for text in (
+                "The answer is $5$ or $6$.",
+                "The answer is \\(6\\) or \\(5\\).",
+                "The answer is 6 or $5$.",
+                "The answer is $5$, $6$.",
+                "The answer is $5$ million.",
+                "The answer is $5$ to $6$.",
+                "The answer isn't $5$.",
+                "The answer isn't 5.",
+                "The answer is at least $5$.",
+                "The answer is between $5$ and $6$.",
+                "It is about $5$.",
+                "It is $6$ or $5$.",
+                "It is at least 5.",
+                "It can't be 5.",
+            )
+        ),
+        ("numina_olympiads", "The answer is $x=5$ or $x=6$.", "6,5", 1),
+        ("numina_olympiads", "The answer is $5$ million.", "5000000", 1),
+        ("numina_olympiads", "The answer is $5$, as $x > 2$.", "5", 1),
+        ("numina_olympiads", "It is $5$ and not more.", "5", 1),
+        *(
+            ("openai/gsm8k", f"#### {text}", "5", 0)
+            for text in (
+                *("5–6", "5~6", "5;6", "5 & 6", "5 < 6", "5 <= x", "5 % 3", "5 or more", "5 less than 10"),
+                *("5 more than x", "5 pi", "5 out of 6", "5 is wrong", "5或6", "5 or -6", "5' 6", "5ft 6in"),
+                *("5/x", "5 - x", "–5"),
+            )
+        ),
+        *(
+            ("openai/gsm8k", f"#### {text}", "5", 1)
+            for text in ("5 (6-1)", "5/hour", "5 - a lot", "5!", "5 m")
+        ),
+        *(
+            ("arithmetic", text, "5", 0)
+            for text in (
+                *("x=–5", "x>5", "at most 5", "≈ 5", "~5", "half of 5", "twice 5", "1 out of 5", "4 or 5"),
+                *("4 times 5", "4 x 5", "4·5"),
+            )
+        ),
+        *(("arithmetic", text, "5", 1) for text in ("<b>5</b>", "total – 5", "4 and a bit: 5", "It is 5!")),
         ("lighteval/MATH", "<think>\\boxed{2}</think> no box", "2", 0),
         ("lighteval/MATH", "\\boxed{2}", 2, 1),
         ("hiyouga/geometry3k", "<think>a</think> \\boxed{62^\\circ}", "62", 1),

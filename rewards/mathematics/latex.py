@@ -169,7 +169,7 @@ def _normalize(answer):
         text, unit = text.rstrip(" \\%"), "%"
     text, unit = split_unit(text, unit)
     joined = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
-    if not {",", "(", "["} & {*joined}:  # (1,234) is a pair
+    if not {",", "(", "["} & {*joined} and "\\{" not in joined:  # (1,234) is a pair
         text = joined
     text = _replace(text, WORD_RULES)
     text = OR.sub(r"\\cup " if INEQUALITY.search(text) else ",", text)

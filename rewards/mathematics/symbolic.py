@@ -12,6 +12,7 @@ import logging
 import random
 import re
 from functools import lru_cache, reduce
+from itertools import combinations
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
@@ -41,11 +42,19 @@ NAME = re.compile(
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|omega|lambda|mu)(?![A-Za-z])")
 WORD = re.compile(r"(?<![\\A-Za-z])(?!pmatrix\})[A-Za-z]{4,}")
 SENTENCE = re.compile(r"\d.*(?<![\\A-Za-z])[a-z]{2}|(?<![\\A-Za-z])[a-z]{2}.*\d")  # 59 no
-# 1 9 is not 1*9, 12_{8} is no 12, 3!! is no 6!, and x^{T} is not x
-NO_VALUE = re.compile(r"\d \d|\d_|\\approx|!!|(?<!pmatrix\})\^\{T\}")
+NO_VALUE = re.compile(
+    r"\d \d|\d_|\\approx|\\equiv|!!|(?<!pmatrix\})\^\{T\}"  # 1 9 is not 1*9, 12_{8} no 12, x^{T} not x
+    r"|(?<![\dA-Za-z.])0[bx][\dA-F]|^(?:\d+/\d+/\d+|\d{4}-\d\d?-\d\d?|\d\d?-\d\d?-\d{4})$"  # 0x10, dates
+    r"|(?<![\\A-Za-z])[f-hy]\^\{(?:\(\w\)|-1\}\()"  # f^{(2)} is a derivative, f^{-1}(x) an inverse
+    r"|\\\{[A-Za-z]\\\}|(?<!sqrt)\[(?:[A-Za-z]|\\frac\{[A-Za-z]\}\{\d+\})\]"  # \{x\}, [x]
+)
+LABEL = re.compile(r"\((?:\d|i{1,3}|iv|vi*|[a-d])\)(?=[-\dA-Za-z]|\\(?:frac|sqrt|pi|\{))")
+LABELLED = re.compile(rf"({LABEL.pattern})((?:(?!{LABEL.pattern}).)+)")  # (1) 5
+LETTERS = re.compile(r"[A-Z]{2,}")  # an order of letters, or a Roman number
 DECIMAL = re.compile(r"(\d+)\.(\d+)")
 REPEATING = re.compile(r"\d+\.\d*\\overline\{\d+\}")
 SCIENTIFIC = re.compile(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})$")
+PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 PURE_FRACTION = re.compile(r"\\frac\{\d+\}\{\d+\}")
 IMAGINARY = sympy.Symbol("i")
 
@@ -54,7 +63,7 @@ def equal(answer, truth):
     """Whether two formulas are equal; False where no decision is possible."""
     if answer == truth:
         return True
-    if "\\not" in TOKEN.findall(answer + truth):
+    if "\\not" in TOKEN.findall(answer + truth) or (LETTERS.fullmatch(answer) and LETTERS.fullmatch(truth)):
         return False
     x, y = number(answer), number(truth)
     if x is not None and y is not None:
@@ -71,7 +80,10 @@ def equal(answer, truth):
         in_order = is_free or names == sorted(names)  # y=1,x=2 is not (1,2)
         return in_order and len(entries) == len(others) and all(map(equal, entries, others))
     if (entries, others) != ([answer], [truth]):
-        return equal(entries[0], others[0])
+        return "\\emptyset" not in entries + others and equal(entries[0], others[0])  # \{\emptyset\}
+    if LABEL.match(answer) or LABEL.match(truth):
+        part, other = LABELLED.fullmatch(answer), LABELLED.fullmatch(truth)
+        return bool(part and other) and part[1] == other[1] and equal(part[2], other[2])
     entries, others = _split(answer, "\\cup"), _split(truth, "\\cup")
     if len(entries) > 1 and len(others) > 1:
         return _match(entries, others)
@@ -88,6 +100,12 @@ def equal(answer, truth):
         if len(entries) > 1 and len(others) > 1:
             brackets = answer[0] + answer[-1] == truth[0] + truth[-1]
             return brackets and len(entries) == len(others) and all(map(equal, entries, others))
+    entries, others = _split(answer, ":"), _split(truth, ":")
+    if len(entries) > 2 or len(others) > 2:  # 1:2:3
+        return len(entries) == len(others) and all(
+            equal(f"({entries[i]})({others[j]})", f"({entries[j]})({others[i]})")
+            for i, j in combinations(range(len(entries)), 2)
+        )
     return _same_meaning(answer, truth)
 
 
@@ -109,9 +127,20 @@ def _entries(text):
         text = text[2:-2]
     entries = []
     for entry in _split(text, ","):
-        both = [entry.replace("\\pm", sign).lstrip("+") for sign in "+-"]
-        entries += both if "\\pm" in entry else [entry]
-    return entries
+        both = [PLUS_MINUS.sub(sign, entry).lstrip("+") for sign in "+-"]
+        entries += both if PLUS_MINUS.search(entry) else [entry]
+    return _solutions(entries)
+
+
+def _solutions(entries):
+    """x=1,y=2,x=3,y=4 as two entries, x=1,y=2 and x=3,y=4; any others as they are."""
+    names = [_name(entry) for entry in entries if "=" in entry]
+    size = len({*names})
+    if len(names) < len(entries) or not 1 < size < len(entries):
+        return entries
+    starts = range(0, len(entries), size)
+    are_whole = all(len({*names[i : i + size]}) == size for i in starts)
+    return [",".join(entries[i : i + size]) for i in starts] if are_whole else entries
 
 
 def _coordinates(text):
@@ -126,9 +155,14 @@ def _ends(sides):
     return [sides[0], sides[-1]] if is_chain and all(equal(x, sides[-1]) for x in sides[1:-1]) else sides
 
 
+def _name(equation):
+    """x of x_1=2."""
+    return equation.partition("=")[0].partition("_")[0]
+
+
 def _are_named(entries):
     """Whether each entry gives another quantity its value: x=1,y=2, but not x_1=1,x_2=2."""
-    names = [entry.partition("=")[0].partition("_")[0] for entry in entries if "=" in entry]
+    names = [_name(entry) for entry in entries if "=" in entry and len(_split(entry, ",")) == 1]
     return len({*names}) == len(names) == len(entries)
 
 
@@ -233,6 +267,8 @@ def _relations(x):
 def _same_relation(x, y):
     """Whether the differences of the two sides are proportional, for inequalities with a positive factor."""
     if x.rel_op.replace(">", "<") != y.rel_op.replace(">", "<") or x.free_symbols != y.free_symbols:
+        return False
+    if not x.free_symbols:  # f(1)=2
         return False
     x_gap, y_gap = (z.gts - z.lts if hasattr(z, "gts") else z.lhs - z.rhs for z in (x, y))
     point = next(_points(x.free_symbols, large=False))

@@ -11,7 +11,7 @@ import re
 
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|.", re.DOTALL)
 CLOSERS = {"{": "}", "(": ")]", "[": ")]"}
-ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\overline": 1, "^": 1, "_": 1}
+ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\overline": 1, "\\pmod": 1, "^": 1, "_": 1}
 TRIGONOMETRIC = {
     f"\\{arc}{name}{h}"
     for arc in ("", "arc", "ar")

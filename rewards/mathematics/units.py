@@ -25,15 +25,16 @@ NO_UNIT = (
     "or and nor to not no if when unless except only but than then is are was were be at by above below"
     " under over before between after about around nearly almost rounded approx more less most least max"
     " maximum minimum greater fewer larger smaller plus minus times negative positive wrong incorrect mod"
-    " modulo remainder rem k squared cubed factorial oder und bis mehr weniger wenn etwa nicht halber ou"
-    " et moins si environ ni más menos più meno или и до но не если более менее около"
+    " modulo remainder rem k squared cubed factorial pi sqrt"
+    " twice doubled ago maybe perhaps onwards upwards oder und bis mehr weniger wenn etwa nicht halber"
+    " ou et moins si environ ni más menos più meno или и до но не если более менее около"
 )
 NO_UNIT = re.compile(rf"(?i:{'|'.join(NO_UNIT.split())}|\w+ly|{NUMBER_WORD})")
 NO_CHINESE_UNIT = re.compile(r"[或和与且至到不多少半成折余几约左上下内外打的点分又负]|阶乘|次方|倒数|相反")
 LEADING_SCALES = re.compile(rf"(?i:\s*(?:{'|'.join(SCALES)})s?\b)*")
 LETTERS = r"A-Za-zÀ-ÿА-я"
 PATTERNS = [  # (words, power)
-    rf"(?<![_^{{\s])\s*{UNIT_TEXT}(?!\s*[iej]\s*\}})([^{{}}\d]+)\}}{POWER}",
+    rf"(?<![_^{{\s])\s*{UNIT_TEXT}(?!\s*[eijnp-rx-z]\s*\}})([^{{}}\d]+)\}}{POWER}",
     rf"(?<=[\d)}}\]])\s*(?=\s[{LETTERS}.]{{3}}|(?:[mck]m|in|ft|yd|mi|kg|lb|oz|min|sec|hr|mph)(?:s|\b)|[а-я])"
     rf"([{LETTERS}.\s/]+){POWER}",
     rf"(?<=[\dA-Za-z)}}\]])\s*([\u4e00-\u9fff/]+){POWER}",
