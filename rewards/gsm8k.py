@@ -31,9 +31,9 @@ GOES_ON = (
     r"[ \t]{0,3}[百千万亿](?![克米瓦])|[ \t]?(?:个?半|成|分之|或)",
 )
 BEGAN = (
-    r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷·~|][ \t]{0,3}|[ \t]{1,3}(?:-|or|x|times|plus|out of)[ \t]{1,3})",
+    r"[0-9](?:[eE][+-]?|:|[ \t]{0,3}[+*/^×÷·~][ \t]{0,3}|[ \t]{1,3}(?:-|or|x|times|plus|out of)[ \t]{1,3})",
     r"(?:[=:]|\bis)[ \t]{0,3}-[ \t]{1,3}|-\(|[A-Za-z]_?",  # = - 5, x_5
-    r"(?:[√∛^/≤≥≠±≈~<]|(?:[^A-Za-z\"'/]|\b[A-Za-z])>|!=|[0-9A-Za-z]\})[ \t({]{0,3}",  # √5, x > 5, \frac{2}{5}
+    r"(?:[√∛^/≤≥≠±≈~<]|(?:[^A-Za-z\"'/=-]|\b[A-Za-z])>|!=|[0-9A-Za-z]\})[ \t({]{0,3}",  # √5, x > 5, {2}{5}
     r"\\(?:frac|le|ge|ne|lt|gt|leq|geq|neq|pm|mp|pi|cdot|times)[ \t({]{0,3}",
     r"(?<![A-Za-z])(?:not|sqrt|log|ln|sin|cos|tan|minus|negative)[ \t({]{0,3}",
     r"(?i:(?<![A-Za-z])(?:at (?:least|most)|(?:more|less|fewer|greater) than|about|approximately|roughly"

@@ -2,7 +2,7 @@ r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the groun
 
 - The marker may be in another language, as `答案：` (LABEL of mathematics/latex.py).
 - The rest of the marker's line counts, or else the next line that is not blank; in that line, a box if no
-  other part of the answer stands beside it.
+  other part of the answer is next to it.
 - A response with a box but without the marker has no answer: the prompt asks for `Answer:`.
 - Thoughts (all up to the last `</think>`) give no answer; only the last WINDOW characters do.  (verl looks at
   the last 300, which a short remark after the answer fills.)

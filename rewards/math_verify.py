@@ -9,7 +9,7 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
 import re
 
 from rewards import gsm8k
-from rewards.mathematics.equivalence import judge, spelling
+from rewards.mathematics.equivalence import equal, judge, spelling
 from rewards.mathematics.latex import LABEL, last_boxed
 from rewards.mathematics.units import NUMBER_WORD
 
@@ -20,7 +20,8 @@ NO_ANSWER = re.compile(  # before a formula: another answer, or what makes anoth
     r"(?:\b(?:not|never|least|most|about|approximately|around|roughly|than|between|minus|negative|or|\d,)|n't)\s*$"
 )
 GOES_ON = re.compile(  # after a formula: another answer, or a factor
-    rf"\s*(?:,?\s*(?:or|to|times)\b|(?:,|,?\s*and)\s*(?:\$|\\\()?\s*-?\d|%|is (?:not|wrong)|{NUMBER_WORD}\b)"
+    r"\s*(?:,?\s*(?:or|times)\b|to\s*(?:\$|\\\(|\d)|"
+    rf"(?:,|,?\s*and)\s*(?:\$|\\\()?\s*-?\d|%|is (?:not|wrong)|{NUMBER_WORD}\b)"
 )
 LAST_NUMBER = re.compile(r"(?:\b(or|and)\s+)?(?<!\S)(\S*\d\S*)\D*$")  # 7 or 8 is two answers
 
@@ -36,10 +37,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     formulas = [*FORMULA.finditer(where)]
     if formulas:
         formula = formulas[0 if lines else -1]
-        answer, rest = "".join(filter(None, formula.groups())), where[formula.end() :]
+        texts = ["".join(filter(None, each.groups())) for each in formulas]
+        answer, rest = texts[0 if lines else -1], where[formula.end() :]
         if NO_ANSWER.search(where[: formula.start()]):
             answer = None
-        elif GOES_ON.match(rest):
+        elif GOES_ON.match(rest) and not (len(texts) > 1 and all(equal(x, str(ground_truth)) for x in texts)):
             answer += " " + re.sub(r"\$|\\[()]", " ", rest)
         return judge(answer, ground_truth)
     result = judge(lines[-1] if lines else None, ground_truth)

@@ -225,6 +225,7 @@ def test_last_boxed(text, box):
         ),
         ("numina_olympiads", "The answer is $x=5$ or $x=6$.", "6,5", 1),
         ("numina_olympiads", "The answer is $5$ million.", "5000000", 1),
+        ("numina_olympiads", "The answer is $\\frac12$ or $0.5$.", "0.5", 1),
         ("numina_olympiads", "The answer is $5$, as $x > 2$.", "5", 1),
         ("numina_olympiads", "It is $5$ and not more.", "5", 1),
         *(
@@ -246,7 +247,10 @@ def test_last_boxed(text, box):
                 *("4 times 5", "4 x 5", "4·5"),
             )
         ),
-        *(("arithmetic", text, "5", 1) for text in ("<b>5</b>", "total – 5", "4 and a bit: 5", "It is 5!")),
+        *(
+            ("arithmetic", text, "5", 1)
+            for text in ("<b>5</b>", "total – 5", "=> 5", "4 and a bit: 5", "It is 5!")
+        ),
         ("lighteval/MATH", "<think>\\boxed{2}</think> no box", "2", 0),
         ("lighteval/MATH", "\\boxed{2}", 2, 1),
         ("hiyouga/geometry3k", "<think>a</think> \\boxed{62^\\circ}", "62", 1),
