@@ -121,6 +121,7 @@ x=1,y=2;x=3,y=4 | x=1,y=4;x=3,y=2              x=1,y=2;x=3,y=4 | (1,4),(3,2)    
 (1) 5; (2) 6 | (1) 6; (2) 5
 f(1)=3 | f(2)=1                 g(2)=5 | g(5)=2         f^{-1}(x) | \frac{1}{f(x)}    f^{(2)}(x) | f^2(x)
 DBAC | ABCD                     IV | VI                 2026-01-02 | 2026-02-01       1/2/2026 | 2/4/2026
+\mathcal{A} | \mathbb{A}         \vec{a}\times\vec{b} | \vec{b}\times\vec{a}         \mathbb{Z} | Z
 0x10 | 0                        x\equiv 5 | 5           n\equiv1\pmod4 | 1,n
 x\equiv2\pmod3 | x\equiv2\pmod5   \{1,234\} | 1234              \{\emptyset\} | \emptyset
 2[x] | 2x                       \{x\}+1 | x+1           [\frac{n}{2}] | \frac n2

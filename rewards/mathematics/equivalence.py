@@ -14,6 +14,8 @@ from functools import lru_cache
 from rewards.manager.worker import WorkerError, call_in_worker
 from rewards.mathematics.latex import MAX_CHARS, normalize
 
+# algebra sees no difference: letters in another hand, the order of a cross product
+AS_SPELLED = re.compile(r"\\math(?:cal|bb|frak|scr)|\\vec.*\\times|\\times.*\\vec")
 TIMEOUT_S = 5.0  # of a processor
 NO_TRUTH = ("", "nan", "none", "null", "[invalid]")  # ground truths that no answer equals
 DECIMAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
@@ -56,6 +58,8 @@ def equal(answer, truth):
         return x in (y, y * percent)
     if a == b or (WORDS.fullmatch(a) and a.lower() == b.lower()):
         return True
+    if AS_SPELLED.search(a) or AS_SPELLED.search(b):
+        return False
     if max(len(a), len(b)) > MAX_CHARS or not (FORMULA.fullmatch(a) and FORMULA.fullmatch(b)):
         return False
     try:
