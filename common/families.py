@@ -316,10 +316,9 @@ def add_older_names(file):
         family, rope = config.get("model_type", ""), dict(config.get("rope_parameters") or {})
         if family.startswith("gemma3") and rope:
             config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        for kind, name in (
-            (("full", "global"), ("sliding", "local")) if family == "modernbert-decoder" else ()
-        ):
-            config[f"{name}_rope_theta"] = rope[f"{kind}_attention"]["rope_theta"]
+        if family == "modernbert-decoder" and rope:
+            config["global_rope_theta"] = rope["full_attention"]["rope_theta"]
+            config["local_rope_theta"] = rope["sliding_attention"]["rope_theta"]
         if family.startswith(("gemma3", "olmo3")):  # by kind of layer
             rope = dict(rope.get("full_attention", rope))
         if "rope_theta" in rope:

@@ -3,11 +3,13 @@
 import dataclasses
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run
 
 from benchmarks import gpu_bench
+from benchmarks.lib import workload
 
 LINES = {  # how they begin
     "training": ["write the deep", "write the short"]
@@ -101,3 +103,9 @@ def test_parts_on_a_cpu(budget, tmp_path):
         assert len(found) == len(expected)
         for (what, value), begin in zip(found, expected, strict=True):
             assert what.startswith(begin) and "failed" not in value and "left out" not in value, (what, value)
+
+
+def test_of_two_installed_copies_the_first_is_reported(monkeypatch):
+    found = [SimpleNamespace(metadata={"Name": "torch"}, version=version) for version in ("2", "1")]
+    monkeypatch.setattr(workload.importlib.metadata, "distributions", lambda: iter(found))
+    assert workload.machine()["versions"] == {"torch": "2"}

@@ -66,6 +66,13 @@ def test_compiled_layers_share_a_graph(recompute, gradients, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_layers_with_a_state_are_not_compiled():
+    lm = build("lfm2")
+    prepare_layers(lm, SimpleNamespace(gradient_checkpointing="full", compile=True), backend="aot_eager")
+    compiled = [hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in lm.model.layers]
+    assert compiled == [kind == "full_attention" for kind in lm.config.layer_types]
+
+
 def test_the_names_of_files_are_found_once(monkeypatch):
     calls, found = [], families.get_model_conversion_mapping
     monkeypatch.setattr(

@@ -80,6 +80,25 @@ def test_only_the_time_of_a_processor_counts():
         assert call_in_worker("time:sleep", 0.4, timeout_s=0.2) is None
 
 
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return seconds
+
+
+class Loads:
+    """What takes time to load, before a call begins."""
+
+    def __reduce__(self):
+        return burn, (0.4,)
+
+
+def test_loading_has_no_limit_of_an_earlier_call():
+    for argument in (0.4, Loads()):
+        assert call_in_worker(burn, argument, timeout_s=0.7) == 0.4
+
+
 def test_crash_memory_exception():
     with pytest.raises(WorkerError, match="ended with code 3"):
         call_in_worker(end, timeout_s=5)
