@@ -53,10 +53,15 @@ def test_what_is_computed_again(recompute, flops, gradients):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_compiled_layers_share_a_graph(recompute, gradients, monkeypatch):
-    """Over six layers and all lengths, without a break: fullgraph raises at one."""
+@pytest.fixture
+def compiler(monkeypatch):
+    """An engine that an earlier test started in this process has disabled it."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_compiled_layers_share_a_graph(recompute, gradients, compiler):
+    """Over six layers and all lengths, without a break: fullgraph raises at one."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     lm = make_model(recompute, dict(backend="aot_eager"))
@@ -66,7 +71,7 @@ def test_compiled_layers_share_a_graph(recompute, gradients, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_layers_with_a_state_are_not_compiled():
+def test_layers_with_a_state_are_not_compiled(compiler):
     lm = build("lfm2")
     prepare_layers(lm, SimpleNamespace(gradient_checkpointing="full", compile=True), backend="aot_eager")
     compiled = [hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in lm.model.layers]
