@@ -18,7 +18,13 @@ WINDOW = 1000  # characters that may follow the answer
 DIGITS = frozenset("0123456789")
 TO_ASCII = str.maketrans("０１２３４５６７８９−－–＋．，\u00a0", "0123456789---+., ", "\u2009\u202f")
 # What makes another value of a number, behind it and in front of it: only bounded text next to it is read.
+DENIED = (  # 5 is wrong; 5, which cannot be; is it 5?
+    r"\s{0,3}(?:\?|(?:,? ?(?:which|that|but (?:it|that|this)) )?(?:(?:is|was|seems|would be|must be) )?"
+    r"(?:not|no|wrong|false|incorrect|impossible|cannot|can't|isn't|wasn't)\b)"
+)
 GOES_ON = (
+    rf"[$*)]{{0,3}}{DENIED}",
+    r"[ \t]{0,3}\([ \t]?-?[0-9][0-9.,]*[ \t]?\)",  # 5 (6)
     r"[ \t]?[eE][+-]?[0-9]|[:_][0-9]|'[ \t]?[0-9]|(?:ft|h)[ \t]?[0-9]",  # 67e3, 5:30, 101_2, 5'6
     r"[π√∞]|(?:pi|sqrt)\b|[a-zA-Z](?<![mghsLl])(?![A-Za-z])",  # 5π, 5x; but 5m is a length
     r"[ \t]{0,3}\\(?!(?:text|math|circ|degree|q?quad|right|end)|[^A-Za-z])",  # 5\pi
@@ -26,7 +32,7 @@ GOES_ON = (
     r"[ \t]{0,3}(?:-?\$?[0-9]|[nxyz]\b)",  # 5 - 3, 5 or -6, 5/x
     r"[ \t]{1,3}[0-9]|[ \t][A-Za-z]{1,20},?[ \t](?:and[ \t])?[0-9]",  # 5 1/2, 5 hours 30 minutes
     r"[ \t]{0,3}(?:\\(?:text|mathrm|mbox)\{[ ~]{0,3})?"  # 5 million, 5\text{ tenths}
-    rf"(?i:(?:and a half|not|is not|is wrong|or (?:more|less|fewer)|(?:more|less|fewer) than|pi|squared|cubed"
+    rf"(?i:(?:and a half|or (?:more|less|fewer)|(?:more|less|fewer) than|pi|squared|cubed"
     rf"|factorial|k|{NUMBER_WORD})\b)",
     r"[ \t]{0,3}[百千万亿](?![克米瓦])|[ \t]?(?:个?半|成|分之|或)",
 )

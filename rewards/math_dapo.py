@@ -14,9 +14,8 @@ from rewards.mathematics.equivalence import judge
 from rewards.mathematics.latex import LABEL, last_boxed
 
 WINDOW = 1000
-NOT_ALONE = re.compile(
-    r"[\d<>^/-]|\\boxed|\b(?:or|and|not)\b"
-)  # what makes a box a part of the line's answer
+# What makes a box a part of the line's answer
+NOT_ALONE = re.compile(r"[\d<>^/-]|\\boxed|\b(?:or|and|not)\b")
 MARKER = re.compile(rf"{LABEL}\**\s?[:：]", re.IGNORECASE)
 
 
@@ -28,6 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     lines = (line.strip(" \r*`") for line in lines)
     answer = next((line for line in lines if line.strip("$[\\")), None)
     box = answer and last_boxed(answer)
-    is_alone = box and not NOT_ALONE.search(answer.replace(f"\\boxed{{{box}}}", "", 1))
+    others = box and answer.replace(f"\\boxed{{{box}}}", "", 1).strip(" $()=.")  # "57" of 57 (\\boxed{57})
+    is_alone = box and (others == box or not NOT_ALONE.search(others))
     result = judge(box if is_alone else answer, ground_truth)
     return {**result, "score": 1.0 if result["acc"] else -1.0}

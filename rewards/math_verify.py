@@ -2,7 +2,7 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
 
 - The last \boxed{} counts.  Without: the formula, or else the rest of the line, after the last "answer is" or
   "answer:" (in any language of LABEL); or else the last formula $...$; or else the last number, read
-  as `rewards.gsm8k` does.  A formula with "or $6$" behind it or "not" before it is not the answer.
+  as `rewards.gsm8k` does.  With "or $6$" or "is wrong" behind it, or "not" before it, it is not the answer.
 - Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
 """
 
@@ -17,13 +17,17 @@ WINDOW = 1000
 MARKER = re.compile(rf"{LABEL}(?:\s+is|[是为]|\**\s?[:：])[*:：\s]{{0,9}}([^\n]+)", re.IGNORECASE)
 FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 NO_ANSWER = re.compile(  # before a formula: another answer, or what makes another value of it
-    r"(?:\b(?:not|never|least|most|about|approximately|around|roughly|than|between|minus|negative|or|\d,)|n't)\s*$"
+    r"(?:\b(?:not|never|least|most|about|approximately|around|roughly|than|between|minus|negative|or)"
+    r"|n't|[\d$)],|[\d$)],? and|\d(?: \w+)? to)(?: maybe)?\s*$"
 )
 GOES_ON = re.compile(  # after a formula: another answer, or a factor
     r"\s*(?:,?\s*(?:or|times)\b|to\s*(?:\$|\\\(|\d)|"
-    rf"(?:,|,?\s*and)\s*(?:\$|\\\()?\s*-?\d|%|is (?:not|wrong)|{NUMBER_WORD}\b)"
+    rf"(?:,|,?\s*and)\s*(?:\$|\\\()?\s*-?\d|%|{NUMBER_WORD}\b)"
 )
-LAST_NUMBER = re.compile(r"(?:\b(or|and)\s+)?(?<!\S)(\S*\d\S*)\D*$")  # 7 or 8 is two answers
+DENIED = re.compile(gsm8k.DENIED)
+LAST_NUMBER = re.compile(
+    r"(?:(\bor|\band|\d,|\d(?:\s\w+)?\sto)(?:\s+maybe)?\s+)?(?<!\S)(\S*\d\S*)\D*$"
+)  # 7 or 8 is two answers
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -39,7 +43,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         formula = formulas[0 if lines else -1]
         texts = ["".join(filter(None, each.groups())) for each in formulas]
         answer, rest = texts[0 if lines else -1], where[formula.end() :]
-        if NO_ANSWER.search(where[: formula.start()]):
+        if NO_ANSWER.search(where[: formula.start()]) or DENIED.match(rest):
             answer = None
         elif GOES_ON.match(rest) and not (len(texts) > 1 and all(equal(x, str(ground_truth)) for x in texts)):
             answer += " " + re.sub(r"\$|\\[()]", " ", rest)

@@ -74,6 +74,7 @@ x\not=5 | x\ne 5   log2(8) | 3   5 £ | 5 pounds   x\in\{1,2\} | 2,1   (11)_2 | 
 1:2:3 | 2:4:6   (2) 6; (1) 5 | (1) 5.0; (2) 6   (2)(3) | 6   \{5\} | 5   n\equiv1\pmod4 | n\equiv 1\pmod{4}
 x=1,y=2;x=3,y=4 | (3,4),(1,2)   y=4,x=3\text{ or }x=1,y=2 | x=1,y=2;x=3,y=4   x_1=1,x_2=2 | 2,1
 [n(n+1)]/2 | \frac{n^2+n}2   f^{-1}(x)=2x | 2x   5\text{ N} | 5   \{1234,5\} | \{5,1{,}234\}   10-3-2 | 5
+5\text{ cm} | 5   5\text{kW} | 5   2^{(3)} | 8
 \cos 60^\circ | \frac12   sin(30°) | 0.5   2\sin 45^{\circ} | \sqrt2
 \textbf{(C)} | C                {{2}} | 2                       ((((2)))) | 2
 """
@@ -125,6 +126,7 @@ DBAC | ABCD                     IV | VI                 2026-01-02 | 2026-02-01 
 0x10 | 0                        x\equiv 5 | 5           n\equiv1\pmod4 | 1,n
 x\equiv2\pmod3 | x\equiv2\pmod5   \{1,234\} | 1234              \{\emptyset\} | \emptyset
 2[x] | 2x                       \{x\}+1 | x+1           [\frac{n}{2}] | \frac n2
+5\text{ab} | 5   ~5 | 5   x^{(2)} | x^2   \{x\} | x   \{5x\} | 5   (\{x\}) | x   \approx 5 | 5
 5\text{x} | 5                   5\mathrm{n} | 5         5\text{ pi} | 5               5\text{π} | 5
 5 doubled | 5                   5 ago | 5               5 maybe | 5                   5 onwards | 5
 \begin{vmatrix}1&2\\3&4\end{vmatrix} | \begin{pmatrix}1&2\\3&4\end{pmatrix}
@@ -180,6 +182,12 @@ def test_last_boxed(text, box):
     assert last_boxed(text) == box
 
 
+DENIALS = (
+    " is wrong.|, which is false.|, which cannot be.|? No.| is not the answer.| isn't it.| was wrong."
+    "| is incorrect.|, but that is impossible.| can't be right."
+).split("|")
+
+
 @pytest.mark.parametrize(
     ("source", "text", "truth", "expected"),
     [
@@ -204,6 +212,9 @@ def test_last_boxed(text, box):
         ("aime24", "Answer: $-\\boxed{57}$", "57", -1),
         ("aime24", "Answer: $m+n = \\boxed{57}$ apples.", "57", 1),
         ("aime24", "Answer: > 57", "57", -1),
+        ("aime24", "Answer: 57 (\\boxed{57})", "57", 1),
+        ("aime24", "Answer: 56 (\\boxed{57})", "57", -1),
+        ("aime24", "Answer: $57 = \\boxed{57}$.", "57", 1),
         ("aime24", "> Answer:\n> 57", "57", 1),
         *(
             ("numina_olympiads", text, "5", 0)
@@ -222,6 +233,13 @@ def test_last_boxed(text, box):
                 "It is $6$ or $5$.",
                 "It is at least 5.",
                 "It can't be 5.",
+                "It is $4$ and $5$.",
+                "It is $4$, $5$.",
+                "It is $4$, and $5$.",
+                "It is 4, 5.",
+                "It is from 4 to 5.",
+                "It is 4 or maybe 5.",
+                *(f"{answer}{denied}" for answer in ("$5$", "5", "**5**") for denied in DENIALS),
             )
         ),
         ("numina_olympiads", "The answer is $x=5$ or $x=6$.", "6,5", 1),
@@ -229,12 +247,15 @@ def test_last_boxed(text, box):
         ("numina_olympiads", "The answer is $\\frac12$ or $0.5$.", "0.5", 1),
         ("numina_olympiads", "The answer is $5$, as $x > 2$.", "5", 1),
         ("numina_olympiads", "It is $5$ and not more.", "5", 1),
+        ("numina_olympiads", "The answer is $5$ because $6$ is wrong.", "5", 1),
+        ("numina_olympiads", "It comes to 5.", "5", 1),
+        ("numina_olympiads", "It is 5, which is odd.", "5", 1),
         *(
             ("openai/gsm8k", f"#### {text}", "5", 0)
             for text in (
                 *("5–6", "5~6", "5;6", "5 & 6", "5 < 6", "5 <= x", "5 % 3", "5 or more", "5 less than 10"),
                 *("5 more than x", "5 pi", "5 out of 6", "5 is wrong", "5或6", "5 or -6", "5' 6", "5ft 6in"),
-                *("5/x", "5 - x", "–5"),
+                *("5/x", "5 - x", "–5", "5 (6)", "5 (-6.5)"),
             )
         ),
         *(

@@ -53,6 +53,7 @@ RULES = [  # (pattern, replacement), in this order
     (r"\\not *=", r"\\ne "),
     (r"\\not *\\in(?![A-Za-z])", r"\\notin "),
     (r"\.{3,}", r"\\ldots "),
+    (r"^~", r"\\approx "),
     (r"(?<![\\A-Za-z])log_?(\d+)(?=\()", r"\\log_{\1}"),
     (r"\\lt(?![A-Za-z])", "<"),
     (r"\\gt(?![A-Za-z])", ">"),

@@ -45,9 +45,10 @@ SENTENCE = re.compile(r"\d.*(?<![\\A-Za-z])[a-z]{2}|(?<![\\A-Za-z])[a-z]{2}.*\d"
 NO_VALUE = re.compile(
     r"\d \d|\d_|\\approx|\\equiv|!!|(?<!pmatrix\})\^\{T\}"  # 1 9 is not 1*9, 12_{8} no 12, x^{T} not x
     r"|(?<![\dA-Za-z.])0[bx][\dA-F]|^(?:\d+/\d+/\d+|\d{4}-\d\d?-\d\d?|\d\d?-\d\d?-\d{4})$"  # 0x10, dates
-    r"|(?<![\\A-Za-z])[f-hy]\^\{(?:\(\w\)|-1\}\()"  # f^{(2)} is a derivative, f^{-1}(x) an inverse
+    r"|(?<![\\A-Za-z])(?:[A-Za-z]\^\{\(\w\)|[f-hy]\^\{-1\}\()"  # x^{(2)} is no x^2, f^{-1}(x) an inverse
     r"|\\\{[A-Za-z]\\\}|(?<!sqrt)\[(?:[A-Za-z]|\\frac\{[A-Za-z]\}\{\d+\})\]"  # \{x\}, [x]
 )
+NO_ELEMENT = re.compile(r"\\\{(?:\\emptyset|[A-Za-z])\\\}")  # \{\emptyset\} is not empty, \{x\} a part of x
 LABEL = re.compile(r"\((?:\d|i{1,3}|iv|vi*|[a-d])\)(?=[-\dA-Za-z]|\\(?:frac|sqrt|pi|\{))")
 LABELLED = re.compile(rf"({LABEL.pattern})((?:(?!{LABEL.pattern}).)+)")  # (1) 5
 LETTERS = re.compile(r"[A-Z]{2,}")  # an order of letters, or a Roman number
@@ -80,7 +81,7 @@ def equal(answer, truth):
         in_order = is_free or names == sorted(names)  # y=1,x=2 is not (1,2)
         return in_order and len(entries) == len(others) and all(map(equal, entries, others))
     if (entries, others) != ([answer], [truth]):
-        return "\\emptyset" not in entries + others and equal(entries[0], others[0])  # \{\emptyset\}
+        return not any(map(NO_ELEMENT.fullmatch, (answer, truth))) and equal(entries[0], others[0])
     if LABEL.match(answer) or LABEL.match(truth):
         part, other = LABELLED.fullmatch(answer), LABELLED.fullmatch(truth)
         return bool(part and other) and part[1] == other[1] and equal(part[2], other[2])

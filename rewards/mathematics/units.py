@@ -32,9 +32,13 @@ NO_UNIT = (
 NO_UNIT = re.compile(rf"(?i:{'|'.join(NO_UNIT.split())}|\w+ly|{NUMBER_WORD})")
 NO_CHINESE_UNIT = re.compile(r"[或和与且至到不多少半成折余几约左上下内外打的点分又负]|阶乘|次方|倒数|相反")
 LEADING_SCALES = re.compile(rf"(?i:\s*(?:{'|'.join(SCALES)})s?\b)*")
+SHORT = (  # units of two letters; others are a product: 5\text{ab}
+    "am|cc|cl|cm|dl|dm|ft|gb|gr|ha|hl|hm|hp|hr|in|kb|kg|km|kw|lb|mb|mg|mi|ml|mm|ms|mv|mw|ng|nm|ns|oz|pm|pt|qt|sq|st"
+    "|tb|tn|yd|yr"
+)
 LETTERS = r"A-Za-zÀ-ÿА-я"
 PATTERNS = [  # (words, power)
-    rf"(?<![_^{{\s])\s*{UNIT_TEXT}(?!\s*[eijnp-rx-z]\s*\}})([^{{}}\d]+)\}}{POWER}",
+    rf"(?<![_^{{\s])\s*{UNIT_TEXT}(?!\s*(?:[eijnp-rx-z]|(?!{SHORT})[a-z]{{2}})\s*\}})([^{{}}\d]+)\}}{POWER}",
     rf"(?<=[\d)}}\]])\s*(?=\s[{LETTERS}.]{{3}}|(?:[mck]m|in|ft|yd|mi|kg|lb|oz|min|sec|hr|mph)(?:s|\b)|[а-я])"
     rf"([{LETTERS}.\s/]+){POWER}",
     rf"(?<=[\dA-Za-z)}}\]])\s*([\u4e00-\u9fff/]+){POWER}",
