@@ -68,7 +68,7 @@ class Args:
     gradient_checkpointing: Literal["full", "selective", "none"] = "full"
     compile: bool = False  # compile the layers (GPU)
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
-    offload: bool = False  # keep weights and optimizer state in host memory during sampling (GPU)
+    offload: Literal["none", "sampling", "always"] = "none"  # when weights and moments are on the host (GPU)
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
     # ---- environment
@@ -136,14 +136,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
-from common.gpu import move, prepare_layers, send
+from common.gpu import compute_device, move, prepare_layers, send
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
@@ -318,9 +318,9 @@ def update_actor(policy, optimizer, mini_batches, args):
     sums, norms = defaultdict(float), []
     for sequences, totals in mini_batches * args.ppo_epochs:
         for rows, learns in micro_batches(policy, sequences, args):
-            batch = collate(rows, next(policy.parameters()).device)
             with torch.set_grad_enabled(learns):  # rows without an advantage run forward only
                 logp_nt, entropy_nt = token_logps(policy, rows, args)
+                batch = collate(rows, logp_nt.device)
                 loss_nt, losses, means = actor_loss(args, logp_nt, entropy_nt, batch)
                 # totals are of all ranks and micro-batches: no split of the work changes the gradient
                 weight_nt = loss_weights(batch["mask_nt"], args.loss_agg, args.max_response_length, totals)
@@ -752,14 +752,13 @@ def token_logps(policy, rows, args):
     logp_nt: log-probs of the tokens.
     entropy_nt: entropy of the distributions that predict them.
     """
-    device = next(policy.parameters()).device
     layout = one_row if policy.packed else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
     texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
-    inputs = {name: send(x, device) for name, x in inputs.items()}
-    columns = policy(send(where, device), send(join(responses), device), args, **inputs)
+    inputs = {name: send(x) for name, x in inputs.items()}
+    columns = policy(send(where), send(join(responses)), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
@@ -961,12 +960,16 @@ def load_model(args, mesh, device, adapt, wrap):
     prepare_layers(lm, args)
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    fsdp = dict(mesh=mesh, mp_policy=precision)
+    if args.offload == "always":
+        fsdp["offload_policy"] = CPUOffloadPolicy()
+        device = torch.device("cpu")  # of the shards
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
     blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
     for block in blocks[::-1]:  # inner first
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(block, **fsdp)
     # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
         adapt(full, args)
@@ -976,6 +979,8 @@ def load_model(args, mesh, device, adapt, wrap):
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
+        layer, _, end = name.rpartition(".")
+        setattr(lm.get_submodule(layer), end, buffer.to(compute_device()))
     if full:  # saved with the weights: it may name more EOS tokens
         lm.generation_config = full.generation_config
     return policy
@@ -1040,7 +1045,7 @@ def whole_weights(lm, dtype, skipped=()):
         if base and end == "weight":
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
-            x = x.to(dtype).full_tensor()  # a shard is cast before it travels
+            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
         yield from to_files({name.replace(".base_layer", ""): x}).items()
 
 
@@ -1055,7 +1060,7 @@ def merged_weight(lora, weight):
 # region data
 def check_args(args):
     """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world, for_gpu = int(os.environ.get("WORLD_SIZE", 1)), args.offload or args.compile
+    world, for_gpu = int(os.environ.get("WORLD_SIZE", 1)), args.offload != "none" or args.compile
     row = args.max_prompt_length + args.max_response_length
     budget, copies = args.max_tokens_per_microbatch, args.hsdp_replicas
     prompts, size = args.train_batch_size, args.ppo_mini_batch_size
@@ -1159,13 +1164,13 @@ def awake(engine, models, optimizer, args, timing):
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
         sync_weights(engine, models[0].lm, args)
-        if args.offload:
+        if args.offload == "sampling":
             move("cpu", models, optimizer)
         engine.wake_up(tags=["kv_cache"])
     yield
     with timed(timing, "sync"):
         engine.sleep(level=2)
-        if args.offload:
+        if args.offload == "sampling":
             move("cuda", models, optimizer)
 
 

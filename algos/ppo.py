@@ -72,7 +72,7 @@ class Args:
     gradient_checkpointing: Literal["full", "selective", "none"] = "full"
     compile: bool = False  # compile the layers (GPU)
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
-    offload: bool = False  # keep weights and optimizer state in host memory during sampling (GPU)
+    offload: Literal["none", "sampling", "always"] = "none"  # when weights and moments are on the host (GPU)
     lora_rank: int = 0  # rank of the actor's LoRA adapters, trained instead of it; 0: train the model
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
     # ---- rollout
@@ -135,14 +135,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
-from common.gpu import move, prepare_layers, send
+from common.gpu import compute_device, move, prepare_layers, send
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files, load_prompts
@@ -314,8 +314,8 @@ def update(model, optimizer, mini_batches, token_loss, name, args):
     sums, norms = defaultdict(float), []
     for sequences, (tokens, _) in mini_batches * args.ppo_epochs:
         for rows in micro_batches(model, sequences, args):
-            batch = collate(rows, next(model.parameters()).device)
             columns = token_logps(model, rows, args)  # log-probs and entropies; of the critic: values
+            batch = collate(rows, columns[0].device)
             loss_nt, means = token_loss(args, *columns, batch)
             # tokens are of all ranks and micro-batches: no split of the work changes the gradient
             weight_nt = batch["mask_nt"] / tokens  # eq: grpo.aggregation
@@ -372,7 +372,7 @@ def main(args):
     trained = dict(hf=policy.lm, critic=critic.lm)  # by the directory that each has in a checkpoint
     state = load_checkpoint(resume_from, trained, optimizers)
     kl_coef = args.kl_target and state.get("kl_coef") or args.kl_coef
-    if args.offload:  # critic and reward models are on the GPU only while they are used
+    if args.offload == "sampling":  # critic and reward models are on the GPU only while they are used
         move("cpu", [critic, *reward_models], critic_optimizer)
     log = Logger(args, state["step"], total_steps)
     log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
@@ -417,7 +417,7 @@ def main(args):
             with timed(timing, "ref"), without_adapters(reference.lm):
                 store_logps(reference, mini_batches, "ref_logp_t", args)
         # ---- values
-        if args.offload:
+        if args.offload == "sampling":
             move(device, [critic], critic_optimizer)
         with timed(timing, "values"):
             store_logps(critic, mini_batches, "value_t", args)
@@ -435,7 +435,7 @@ def main(args):
         critic_optimizer.param_groups[0]["lr"] = critic_lr
         with timed(timing, "update_critic"):
             metrics = update(critic, critic_optimizer, mini_batches, critic_loss, "critic", args)
-        if args.offload:
+        if args.offload == "sampling":
             move("cpu", [critic], critic_optimizer)
         if learns:
             if step == args.critic_warmup + 1:
@@ -591,14 +591,13 @@ def token_logps(policy, rows, args):
     logp_nt: log-probs of the tokens.
     entropy_nt: entropy of the distributions that predict them.
     """
-    device = next(policy.parameters()).device
     layout = one_row if policy.packed else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
     texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
-    inputs = {name: send(x, device) for name, x in inputs.items()}
-    columns = policy(send(where, device), send(join(responses), device), args, **inputs)
+    inputs = {name: send(x) for name, x in inputs.items()}
+    columns = policy(send(where), send(join(responses)), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
@@ -800,12 +799,16 @@ def load_model(args, mesh, device, adapt, wrap, **changes):
     prepare_layers(lm, args)
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    fsdp = dict(mesh=mesh, mp_policy=precision)
+    if args.offload == "always":
+        fsdp["offload_policy"] = CPUOffloadPolicy()
+        device = torch.device("cpu")  # of the shards
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
     blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
     for block in blocks[::-1]:  # inner first
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(block, **fsdp)
     # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
         adapt(full, args)
@@ -815,6 +818,8 @@ def load_model(args, mesh, device, adapt, wrap, **changes):
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
+        layer, _, end = name.rpartition(".")
+        setattr(lm.get_submodule(layer), end, buffer.to(compute_device()))
     if full and lm.can_generate():  # saved with the weights: it may name more EOS tokens
         lm.generation_config = full.generation_config
     return policy
@@ -879,7 +884,7 @@ def whole_weights(lm, dtype, skipped=()):
         if base and end == "weight":
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
-            x = x.to(dtype).full_tensor()  # a shard is cast before it travels
+            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
         yield from to_files({name.replace(".base_layer", ""): x}).items()
 
 
@@ -894,7 +899,7 @@ def merged_weight(lora, weight):
 # region data
 def check_args(args):
     """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world, for_gpu = int(os.environ.get("WORLD_SIZE", 1)), args.offload or args.compile
+    world, for_gpu = int(os.environ.get("WORLD_SIZE", 1)), args.offload != "none" or args.compile
     row = args.max_prompt_length + args.max_response_length
     budget, copies = args.max_tokens_per_microbatch, args.hsdp_replicas
     prompts, size = args.train_batch_size, args.ppo_mini_batch_size
@@ -998,13 +1003,13 @@ def awake(engine, models, optimizer, args, timing):
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
         sync_weights(engine, models[0].lm, args)
-        if args.offload:
+        if args.offload == "sampling":
             move("cpu", models, optimizer)
         engine.wake_up(tags=["kv_cache"])
     yield
     with timed(timing, "sync"):
         engine.sleep(level=2)
-        if args.offload:
+        if args.offload == "sampling":
             move("cuda", models, optimizer)
 
 
@@ -1312,7 +1317,8 @@ def model_scores(model, tokenizer, rows, args, device):
     fitting = [i for i, text in enumerate(texts) if len(text) <= limit]
     pad_id = config.pad_token_id  # without one: one row at a time
     budget = 0 if pad_id is None else args.max_tokens_per_microbatch
-    model.to(device)  # with --offload it is in host memory
+    if args.offload == "sampling":
+        model.to(device)
     for part in split_micro_batches([len(texts[i]) for i in fitting], budget, one_row=False):
         numbers = [fitting[i] for i in part]
         batch = [torch.tensor(texts[i]) for i in numbers] or [torch.tensor([0])]  # a dummy row
@@ -1321,7 +1327,7 @@ def model_scores(model, tokenizer, rows, args, device):
         logits_n1 = model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
         for i, score in zip(numbers, logits_n1[:, 0].tolist()):
             score_n[i] = score
-    if args.offload:
+    if args.offload == "sampling":
         model.to("cpu")
     results = []
     for text, score in zip(texts, score_n):

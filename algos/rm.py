@@ -102,7 +102,7 @@ from transformers.utils import logging
 
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
-from common.gpu import prepare_layers, send
+from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import IDS, prepare
@@ -179,12 +179,11 @@ def pair(prompt, chosen, rejected, margin, tokenizer, pad_id, max_length, tools=
 
 def score(policy, conversations):
     """Scores [L] of lists of token ids, none empty, and what the head made them of, [L, H]."""
-    device = next(policy.parameters()).device
     layout = one_row if policy.packed else padded
     # a layout says which position predicts a response: here the last of a conversation, with its score
     inputs, where = layout(conversations, [[0]] * len(conversations))
-    inputs = {name: send(x, device) for name, x in inputs.items()}
-    return policy(send(where, device), **inputs)
+    inputs = {name: send(x) for name, x in inputs.items()}
+    return policy(send(where), **inputs)
 
 
 def score_pairs(policy, pairs):
@@ -506,11 +505,12 @@ def load_model(args, mesh, device, adapt, wrap):
     prepare_layers(lm, args)
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    fsdp = dict(mesh=mesh, mp_policy=precision)
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
     for block in blocks[::-1]:  # inner first
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(block, **fsdp)
     # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
         adapt(full, args)
@@ -577,7 +577,7 @@ def whole_weights(lm, dtype):
         if base and end == "weight":
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
-            x = x.to(dtype).full_tensor()  # a shard is cast before it travels
+            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
         yield from to_files({name.replace(".base_layer", ""): x}).items()
 
 

@@ -111,7 +111,7 @@ from transformers.utils import logging
 
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
-from common.gpu import prepare_layers, send
+from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare
@@ -397,7 +397,6 @@ def token_logps(policy, rows, args):
 
     logp_nt: log-probs of the tokens.
     """
-    device = next(policy.parameters()).device
     layout = one_row if policy.packed else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
     if families.takes_images(args):
@@ -406,8 +405,8 @@ def token_logps(policy, rows, args):
     texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
-    inputs = {name: send(x, device) for name, x in inputs.items()}
-    columns = policy(send(where, device), send(join(responses), device), args, **inputs)
+    inputs = {name: send(x) for name, x in inputs.items()}
+    columns = policy(send(where), send(join(responses)), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
@@ -609,12 +608,13 @@ def load_model(args, mesh, device, adapt, wrap):
     prepare_layers(lm, args)
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    fsdp = dict(mesh=mesh, mp_policy=precision)
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
     blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
     for block in blocks[::-1]:  # inner first
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(block, **fsdp)
     # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
         adapt(full, args)
@@ -694,7 +694,7 @@ def whole_weights(lm, dtype):
         if base and end == "weight":
             x = merged_weight(lm.get_submodule(layer), x).to(dtype)
         elif isinstance(x, DTensor):
-            x = x.to(dtype).full_tensor()  # a shard is cast before it travels
+            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
         yield from to_files({name.replace(".base_layer", ""): x}).items()
 
 
@@ -1031,7 +1031,7 @@ def own_logps(policy, rows, args):
     policy.unshard()
     found = []
     for row in rows:
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=lm.device)
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=compute_device())
         logits = lm(input_ids=ids, use_cache=False).logits[0].float()
         if families.takes_images(args):
             logits[:, image_token_ids(lm.config)] = -1e4

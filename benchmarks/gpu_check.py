@@ -264,7 +264,9 @@ def launch_all(model, work, cuda, ranks, trl):
     script = "algos/grpo.py"
     launches.run("grpo", lambda: read("grpo"), script, *flags("grpo", "--total_steps", STEPS))
     more = "--total_steps", SAVED + 1, "--resume", work / f"grpo/checkpoints/step_{SAVED:06d}"
-    launches.run("resume", lambda: read("resume"), script, *flags("resume", *more, *["--offload"] * cuda))
+    launches.run(
+        "resume", lambda: read("resume"), script, *flags("resume", *more, *["--offload", "sampling"] * cuda)
+    )
     shutil.rmtree(work / "grpo/checkpoints", ignore_errors=True)  # gigabytes
     if ranks:
         launches.run("ranks", lambda: load("ranks.json"), *worker, ranks=ranks)

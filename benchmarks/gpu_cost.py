@@ -51,20 +51,21 @@ def as_on_gpu():
     module.__file__ = str(file)
     source = re.sub(r"\.is_cuda\b", " is not None", file.read_text())
     exec(compile(source, file, "exec"), module.__dict__)
-    module.send = marking(module.send)
+    module.send = marking(module)
     return module
 
 
-def marking(send):
-    """A CPU cannot pin memory: what would be pinned is marked."""
+def marking(module):
+    """The module's `send`. A CPU cannot pin memory: what would be pinned is marked."""
+    send = module.send
 
     def mark(x):
         x.would_be_pinned = True
         return x
 
-    def call(*inputs):
+    def call(x, device=None):
         with patch.object(torch.Tensor, "pin_memory", mark):
-            return send(*inputs)
+            return send(x, device or module.compute_device())
 
     return call
 
@@ -105,7 +106,14 @@ def without_weights():
 def load(args, mesh):
     """A sharded model without values; inside a FakeTensorMode."""
     with without_weights():
-        return grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
+        return grpo.load_model(args, mesh, computes_on("cpu"), grpo.add_adapters, grpo.TokenLogps)
+
+
+def computes_on(name):
+    """The device of that name, which is the GPU from now on."""
+    device = torch.device(name)
+    grpo.compute_device = lambda: device
+    return device
 
 
 def load_meta(sizes, **flags):
@@ -117,7 +125,7 @@ def load_meta(sizes, **flags):
         patch.object(grpo, "fully_shard", same),
     ):
         args = make_args(sizes, directory, **flags)
-        policy = grpo.load_model(args, None, torch.device("meta"), grpo.add_adapters, grpo.TokenLogps)
+        policy = grpo.load_model(args, None, computes_on("meta"), grpo.add_adapters, grpo.TokenLogps)
     policy.set_requires_all_reduce = lambda wanted: None  # as FSDP has it
     return policy.bfloat16(), args
 

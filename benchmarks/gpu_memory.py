@@ -111,19 +111,22 @@ def published(name):
     )
 
 
-def memory(m, gpus, lora=False, tokens=8192, row=1536, chunk=1024):
-    """GiB at rest, at the peak of an update with `tokens` a micro-batch, and of the sampler's weights."""
+def memory(m, gpus, lora=False, tokens=8192, row=1536, chunk=1024, hosted=False):
+    """GiB at rest, at the peak of an update with `tokens` a micro-batch, and of the sampler's weights.
+
+    hosted: with --offload always, shards are in host memory.
+    """
     rest = 12 * m.total / gpus  # float32 weights 4, Adam's moments 8
-    update = 4 * m.total / gpus  # gradients
+    gradients = 4 * m.total / gpus
     # the largest unit whole: its bf16 copy 2, its gradient 2, the same in float32 to be reduced 4
-    update += 8 * max(m.root, m.block)
+    update = 8 * max(m.root, m.block)
     if lora:  # frozen weights have neither gradients nor moments, and the dtype of their files: bf16
-        rest, update = (
-            (2 * m.total + 12 * m.adapters) / gpus,
-            4 * m.adapters / gpus + 2 * max(m.root, m.block),
-        )
+        rest, gradients = (2 * m.total + 12 * m.adapters) / gpus, 4 * m.adapters / gpus
+        update = 2 * max(m.root, m.block)
     rest += 2 * m.tower / gpus
-    update += rest
+    if hosted:
+        rest = gradients = 0
+    update += rest + gradients
     update += 2 * 2 * m.block  # copies of two blocks, one gathered ahead
     # bf16 inputs of all layers, the inside of one (an estimate), its gradients
     update += 2 * tokens * (m.layers * m.width + 12 * m.width + 6 * m.mlp)
@@ -135,11 +138,15 @@ def memory(m, gpus, lora=False, tokens=8192, row=1536, chunk=1024):
 def verdict(m, gpus, lora=False, gpu=79.6, share=0.5, asleep=3.0, cache=4.0):
     """Flags with which GRPO fits GPUs of `gpu` GiB, 5 % of it spare, if a sleeping vLLM keeps `asleep`."""
     rest, _, sampler = memory(m, gpus, lora)
+    hosted = memory(m, gpus, lora, tokens=2048)[1] + asleep > 0.95 * gpu
     # a rank's part of the sampler's weights and at least `cache` must fit the sampler's share
     fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp + cache <= share * gpu]
-    budgets = [n for n in (8192, 4096, 2048) if memory(m, gpus, lora, n)[1] + asleep <= 0.95 * gpu]
+    budgets = [
+        n for n in (8192, 4096, 2048) if memory(m, gpus, lora, n, hosted=hosted)[1] + asleep <= 0.95 * gpu
+    ]
     flags = [f"`--tp_size {tp}`" for tp in fitting[:1] if tp > 1]
-    flags += ["`--offload`"] if rest + share * gpu + asleep > 0.95 * gpu else []
+    if rest + share * gpu + asleep > 0.95 * gpu:
+        flags += [f"`--offload {'always' if hosted else 'sampling'}`"]
     flags += [f"`--max_tokens_per_microbatch {n}`" for n in budgets[:1] if n < 8192]
     return (" ".join(flags) or "yes") if fitting and budgets else "no"
 

@@ -55,11 +55,17 @@ def checkpointed(run, options):
     return forward
 
 
-def send(x, device):
-    """A tensor on a device; to a GPU from pinned memory, which does not wait for what runs there."""
+def compute_device():
+    """Where this process computes; with --offload always its weights are in host memory."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def send(x, device=None):
+    """A tensor on a device, or on `compute_device`; from pinned memory, which waits for no GPU."""
     if not torch.is_tensor(x):
         return x
-    if torch.device(device).type == "cpu" or x.is_cuda:
+    device = torch.device(device) if device else compute_device()
+    if device.type == "cpu" or x.is_cuda:
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 

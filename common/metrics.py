@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common.families import unused_weights
+from common.gpu import compute_device
 
 
 @contextmanager
@@ -30,10 +31,10 @@ def stats(name, values):
 
 
 @cache
-def matmul_speed(dtype, device):
+def matmul_speed(dtype):
     """FLOP/s of a large matrix product on this rank, the best of six: the yardstick of perf/mfu."""
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
+    n = 8192 if torch.cuda.is_available() else 1024
+    a = torch.randn(n, n, device=compute_device(), dtype=getattr(torch, dtype))
     return 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))  # item waits
 
 
@@ -104,7 +105,7 @@ def speed_metrics(lengths, policy, timing, args, trained=None):
         weights = sum(p.numel() for name, p in policy.lm.named_parameters() if name not in unused)
         attention = config.num_hidden_layers * config.hidden_size * sum(n * n for n in lengths)
         flops = (4 if args.lora_rank else 6) * (weights * (trained or tokens) + attention)
-        peak = matmul_speed(args.compute_dtype, next(policy.parameters()).device) * ranks
+        peak = matmul_speed(args.compute_dtype) * ranks
         metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
         if sheet := data_sheet_speed(args.compute_dtype):
             metrics["perf/mfu_data_sheet/actor"] = flops / timing["update_actor"] / (sheet * ranks)

@@ -1,14 +1,18 @@
 """What benchmarks/gpu_cost.py counts: its instruments on cases with known counts, and limits of grpo.py."""
 
 import sys
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from conftest import ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_cost
-from gpu_cost import RECOMPUTE, TINY
+from gpu_cost import RECOMPUTE, TINY, grpo
 
 SMALL = (256, 512, 2, 4, 2, 1024)
 
@@ -52,7 +56,7 @@ def test_what_the_watch_sees():
     with gpu_cost.Watch() as watch:
         x = on_host.to("meta")
         on_host.clone().to("meta", non_blocking=True)  # nothing is pinned
-        gpu_cost.grpo.send(on_host.clone(), "meta")
+        grpo.send(on_host.clone(), "meta")
         x.copy_(on_host)
         (x.view(2, 2) * 2).to(torch.bfloat16)
         on_host[mask].sum().item()  # of the host alone
@@ -90,3 +94,51 @@ def test_a_32b_model_fits_16_gpus():
     rest, peak = gpu_cost.on_gpu_memory(gpu_cost.gpu_memory.SIZES["32B"], 16, "full")
     formula = gpu_cost.gpu_memory.memory(gpu_cost.gpu_memory.qwen2("32B"), 16)
     assert rest == pytest.approx(formula[0], rel=0.01) and 0.75 * formula[1] < peak <= formula[1] < 76
+
+
+@contextmanager
+def gpu_beside_cpu(ranks):
+    """Tensors without values, and a GPU that is the meta device -> the mesh of that GPU."""
+    streams = MagicMock()
+    streams.stream = lambda stream: nullcontext()
+    new = dict(
+        _get_device_handle=lambda name: streams, _get_device_from_mesh=lambda mesh: torch.device("meta")
+    )
+    modules = [module for name, module in sys.modules.items() if "fsdp._fully_shard._f" in name]
+    patches = [patch.object(m, name, x) for m in modules for name, x in new.items() if hasattr(m, name)]
+    patches.append(patch.object(torch.accelerator, "current_stream", streams))
+    not_pinned = partial(grpo.CPUOffloadPolicy, pin_memory=False)
+    patches.append(patch.object(grpo, "CPUOffloadPolicy", not_pinned))
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        mesh = stack.enter_context(gpu_cost.world(ranks))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield mesh
+
+
+def test_devices_are_not_mixed():
+    with gpu_beside_cpu(1), pytest.raises(RuntimeError, match="device"):
+        torch.ones(2, device="meta") + torch.ones(2)
+
+
+@pytest.mark.parametrize("rank", (0, 4))
+def test_offload_always_keeps_weights_on_the_host(rank, tmp_path):
+    """A step of full weights and of adapters: no operation has an operand on the other device."""
+    with gpu_beside_cpu(2) as mesh:
+        args = gpu_cost.make_args(TINY, tmp_path, offload="always", lora_rank=rank)
+        with gpu_cost.without_weights():
+            device = gpu_cost.computes_on("meta")
+            policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
+        parameters = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        logp_nt, _ = grpo.token_logps(policy, gpu_cost.same_rows(2, 4, 20, 30), args)
+        logp_nt.sum().backward()
+        on_host = [*policy.parameters(), *(p.grad for p in parameters)]
+        on_host.append(torch.nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor())
+        optimizer.step()
+        on_host += [x for state in optimizer.state.values() for x in state.values()]
+        weights = [x for _, x in grpo.whole_weights(policy.lm, torch.bfloat16)]
+        assert {x.device.type for x in on_host} == {"cpu"}
+        assert {x.device.type for x in (logp_nt, *policy.buffers())} == {"meta"}
+        assert rank or {x.device.type for x in weights} == {"meta"}  # adapters are merged on the host

@@ -54,6 +54,12 @@ def test_every_script_equals_plain_loss(gradients, loss, ranks, way):
     assert distance(gradients[ranks][loss, *way], gradients["1"][loss, "naive"]) < 1e-5
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_offload_changes_no_gradient(gradients, ranks):
+    expected = gradients[ranks]["token-mean", 200, "one_row"]
+    assert all(map(torch.equal, gradients[ranks]["hosted"], expected))
+
+
 @pytest.mark.parametrize("gradients", ("grpo",), indirect=True)
 def test_a_shared_prompt_is_computed_once(gradients):
     """Six rows padded to 85 tokens, or 5 + 43 and 60 + 35 in one.

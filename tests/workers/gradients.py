@@ -335,6 +335,11 @@ def main(model, out, hsdp_replicas):
                     tokens.clear(), reduced.clear()
     if once and hasattr(base, "use_kl_loss"):
         check_constant(dataclasses.replace(base, use_kl_loss=False, entropy_coeff=0.0), policies)
+    # FSDP's own path of --offload always; a CPU has no other memory, and cannot pin its own
+    grpo.CPUOffloadPolicy = partial(grpo.CPUOffloadPolicy, pin_memory=False)
+    hosted = load(dataclasses.replace(base, offload="always"), mesh, device)
+    args = dataclasses.replace(base, **KINDS["token-mean"], max_tokens_per_microbatch=200)
+    results["hosted"], _ = update(hosted, trained(hosted), args)
     # a small limit: the optimizer sees a gradient of that norm, the metric is the norm without it
     grads, metrics = update(policy, trained(policy), dataclasses.replace(base, grad_clip=1e-3))
     results["clipped"] = torch.stack([g.norm() for g in grads]).norm(), metrics["actor/grad_norm"]
