@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import cached_file
@@ -287,24 +288,26 @@ def vllm_names(weights, config, vllm_config):
 
 def score_text(lm, *inputs, **options):
     """The forward of a classifier, by its decoder alone: the model around Llama 4's gives logits."""
-    text = SimpleNamespace(model=decoder(lm), base_model_prefix="model", score=lm.score, config=lm.config)
+    # Mamba's output has no key `past_key_values`
+    body = lambda *inputs, **options: BaseModelOutputWithPast(decoder(lm)(*inputs, **options)[0])
+    text = SimpleNamespace(model=body, base_model_prefix="model", score=lm.score, config=lm.config)
     return GenericForSequenceClassification.forward(text, *inputs, **options)
 
 
 def auto_classifier(config):
-    """AutoModelForSequenceClassification, which also knows wrapped models that transformers leaves out."""
+    """AutoModelForSequenceClassification, which also knows models that transformers leaves out."""
     method = getattr(dequantised(config).get("quantization_config"), "quant_method", None)
     if method == "compressed-tensors" and "SequenceClassification" not in str(config.architectures):
         problem = f"{config.name_or_path} has weights in {method}, to which no head for scores is added"
         fail(f"{problem}: take the checkpoint that it was made of, in bfloat16")
     known, kind = AutoModelForSequenceClassification._model_mapping, type(config)
-    if wrapped(config) and known.get(kind, None) is None:
+    if known.get(kind, None) is None:
         base = AutoModel._model_mapping[kind]
         name = base.__name__.removesuffix("Model").removesuffix("ForConditionalGeneration")
         parents = GenericForSequenceClassification, base.__mro__[1]
         # of the family's module: so its files have the family's names
-        fields = dict(__module__=base.__module__, forward=score_text)
-        made = type(f"{name}ForSequenceClassification", parents, fields)
+        fields = dict(__module__=base.__module__, base_model_prefix=base.base_model_prefix)
+        made = type(f"{name}ForSequenceClassification", parents, fields | dict(forward=score_text))
         AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
     return AutoModelForSequenceClassification
 

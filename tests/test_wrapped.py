@@ -154,19 +154,24 @@ def test_weights_that_the_configuration_ties_wrongly(models, mesh, tmp_path):
     assert not policy.lm.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("family", families.WRAPPED)  # transformers has a classifier of gemma3 alone
+# of all but gemma3 transformers has no classifier
+@pytest.mark.parametrize("family", (*families.WRAPPED, "granite", "cohere2", "lfm2", "mamba2", "nemotron_h"))
 def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_path):
     """And ppo.py's forward of them is the head on the last token's state of the decoder."""
-    args = rm.Args(model=str(models / family), train_files=(), output_dir="", attn_implementation="sdpa")
-    rm.check_model(AutoConfig.from_pretrained(args.model), args)
+    if not (models / family).exists():
+        families.write(family, models / family)
+    attention = dict(attn_implementation="eager" if family == "mamba2" else "sdpa")  # which has none
+    args = rm.Args(model=str(models / family), train_files=(), output_dir="", **attention)
+    config = AutoConfig.from_pretrained(args.model)
+    rm.check_model(config, args)
     scorer = rm.load_policy(args, mesh, torch.device("cpu"), 0).lm
-    causal = AutoModelForImageTextToText.from_pretrained(models / family)
+    causal = auto_class(config).from_pretrained(models / family)
     theirs = decoder(causal).state_dict()
     for name, x in decoder(scorer).state_dict().items():
         assert torch.equal(x.full_tensor() if hasattr(x, "full_tensor") else x, theirs[name]), name
     assert not scorer.score.weight.full_tensor().any() and scorer.score.weight.requires_grad
     for name, x in scorer.named_parameters():
-        learns = "language_model." in name or name == "score.weight"
+        learns = "language_model." in name or name == "score.weight" or family not in families.WRAPPED
         assert x.requires_grad == (learns and "lm_head." not in name), name  # of llama4, without use
     files = load_weights(models / family)
     whole = {name: x.clone() for name, x in rm.whole_weights(scorer, torch.float32)}
@@ -175,7 +180,7 @@ def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_p
 
     whole["score.weight"].normal_(generator=torch.Generator().manual_seed(0))
     write_hf(tmp_path, scorer, whole)
-    of_ppo = dict(model=str(models / family), reward_model=(str(tmp_path),), attn_implementation="sdpa")
+    of_ppo = attention | dict(model=str(models / family), reward_model=(str(tmp_path),))
     args = ppo.Args(train_files=(), output_dir="", **of_ppo)
     [model] = ppo.load_reward_models(args, mesh, torch.device("cpu"))
     ids = torch.tensor([[5, 9, 7, 30, 6], [6, 8, 11, 0, 0]])
