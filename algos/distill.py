@@ -138,7 +138,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoTokenizer
+from transformers import AttentionInterface, AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
@@ -147,7 +147,7 @@ from common.gpu import compute_device, move, prepare_layers, send
 from common.metrics import step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
-from data_prep.lib.images import load_processor, request
+from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.templates import render, use_template
 from data_prep.lib.thoughts import answer_after
 from rewards import check_sources
@@ -1215,7 +1215,7 @@ def check_teacher(args, tokenizer, rows):
         try:
             config = AutoConfig.from_pretrained(name)
             check_model(config, replace(args, model=name, lora_rank=0))
-            theirs = AutoTokenizer.from_pretrained(name).get_vocab()
+            theirs = load_tokenizer(name).get_vocab()
         except (ValueError, OSError, ImportError) as error:
             fail(f"--teacher {name}: {' '.join(str(error).split())}")
         other = sorted({token for token, _ in ours.items() ^ theirs.items()})

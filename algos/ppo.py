@@ -137,7 +137,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoTokenizer
+from transformers import AttentionInterface, AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
@@ -146,7 +146,7 @@ from common.gpu import compute_device, move, prepare_layers, send
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files, load_prompts
-from data_prep.lib.images import load_processor, request
+from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.templates import render, use_template
 from envs.messages import without_special
 from rewards import check_sources
@@ -1226,15 +1226,15 @@ def check_models(args):
         values, wanted = configs[0].num_labels, args.value_quantiles
         if "SequenceClassification" in str(configs[0].architectures) and values != wanted:
             fail(f"--critic_model {args.critic_model} gives {values} values, --value_quantiles is {wanted}")
-        ours = AutoTokenizer.from_pretrained(args.model).get_vocab()
+        ours = load_tokenizer(args.model).get_vocab()
         theirs = {}
         with suppress(ValueError, OSError):  # critic/ of a checkpoint has no tokenizer
-            theirs = AutoTokenizer.from_pretrained(args.critic_model or args.model).get_vocab()
+            theirs = load_tokenizer(args.critic_model or args.model).get_vocab()
         other = sorted(token for token, number in ours.items() if theirs.get(token, number) != number)
         if other:
             problem = f"{len(other)} tokens have other numbers, such as {other[0]!r}"
             fail(f"--critic_model {args.critic_model} has another vocabulary: {problem}")
-        tokenizers = [AutoTokenizer.from_pretrained(name) for name in args.reward_model]
+        tokenizers = [load_tokenizer(name) for name in args.reward_model]
         for name, tokenizer in zip(args.reward_model, tokenizers):
             config = AutoConfig.from_pretrained(name)
             families.auto_class(config, scores=True)  # stops on weights that cannot be made whole

@@ -66,12 +66,13 @@ from compressed_tensors.utils import match_named_modules
 from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from common.families import add_older_names, save_tokenizer
 from common.files import replacing
 from data_prep.lib.chats import answer
+from data_prep.lib.images import load_tokenizer
 from data_prep.lib.schema import load_rows, open_parquet
 from data_prep.lib.templates import render, shown_tools
 from data_prep.lib.turns import encode_messages, says_nothing
@@ -340,7 +341,7 @@ def main(args):
             )
         dtype = torch.bfloat16 if args.scheme == "w4a16" else "auto"  # vLLM's kernels take no float32
         lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer = load_tokenizer(args.model)
         with replacing(args.output) as new:
             save_tokenizer(tokenizer, args.model, new)
             done = quantize(lm, tokenizer, args, new)

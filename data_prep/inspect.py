@@ -105,9 +105,9 @@ def main(args):
     if problem := no_model(vars(args), ["tokenizer"], "tokenizer_config.json"):
         raise ValueError(problem)
     if args.tokenizer:
-        from transformers import AutoTokenizer  # slow to import
+        from data_prep.lib.images import load_tokenizer  # slow to import
 
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        tokenizer = load_tokenizer(args.tokenizer)
         use_template(tokenizer, args)
     for path in args.files:
         kind, rows = read(path)

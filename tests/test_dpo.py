@@ -402,3 +402,7 @@ def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():
         dpo.encode_pair(prompt, longer, "4", tokenizer, 99)
     with pytest.raises(ValueError, match="'chosen' has no turn of the assistant that is trained"):
         dpo.encode_pair(prompt, [reply | dict(train=False)], "4", tokenizer, 99)
+    marks_nothing = "{% generation %}{% endgeneration %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + marks_nothing
+    with pytest.raises(ValueError, match=r"'chosen' has no turn of the assistant$"):
+        dpo.encode_pair("1+2=", "3", "4", tokenizer, 99)

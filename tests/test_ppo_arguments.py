@@ -43,6 +43,13 @@ def test_missing_models(refused):
     assert "no_such_model" in refused("--reward_model", "./no_such_model")
 
 
+def test_models_that_cannot_be_read(refused, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert f"{tmp_path}" in refused("--critic_model", tmp_path)
+    line = f"error: {tmp_path}: its tokenizer cannot be read: copy tokenizer.json and"
+    assert line in refused("--reward_model", tmp_path)
+
+
 def test_critic_with_fewer_tokens(refused, tmp_path):
     write_reward_model(tmp_path)
     assert "knows 100 tokens" in refused("--critic_model", tmp_path)

@@ -27,6 +27,15 @@ class Unfit(ValueError):
 
 
 @cache
+def load_tokenizer(model):
+    """The tokenizer of a model; a ValueError of transformers does not name the model."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except ValueError as error:
+        remedy = "copy tokenizer.json and tokenizer_config.json of its family there"
+        raise ValueError(f"{model}: its tokenizer cannot be read: {remedy} ({error})") from None
+
+
 def load_processor(model, sees=False):
     """The tokenizer of a model, or the processor of one that sees images: both encode, decode and save."""
     config = AutoConfig.from_pretrained(model)
@@ -36,7 +45,7 @@ def load_processor(model, sees=False):
             raise ValueError(f"{model}: it has no image processor (preprocessor_config.json)")
         loaded.eos_token_id = loaded.tokenizer.eos_token_id
     else:
-        loaded = AutoTokenizer.from_pretrained(model)
+        loaded = load_tokenizer(model)
     if loaded.eos_token_id is None:
         raise ValueError(f"{model}: the tokenizer has no EOS token")
     loaded.known_ids = config.get_text_config().vocab_size  # a tokenizer may have more
