@@ -269,3 +269,18 @@ def test_one_place_opens_pictures():
         path for name in folders for path in (ROOT / name).rglob("*.py") if opens.search(path.read_text())
     ]
     assert found == [ROOT / "data_prep/lib/images.py"]
+
+
+def test_an_answer_to_images_is_trained_to_its_end(vlm, shapes):
+    """Its prompt is grpo.py's; too long ones are cut on the right, which leaves the images whole."""
+    flags = dict(model=vlm, train_files=(str(shapes / "train.parquet"),), output_dir="", max_length=80)
+    processor = images.load_processor(vlm, sees=True)
+    table = pq.read_table(shapes / "train.parquet").to_pylist()
+    prompts, _ = load_prompts([*flags["train_files"]], processor, 80)
+    answer = next(key for key in table[0]["extra_info"] if key == "answer")
+    rows, ends, truncated, dropped = sft.load_examples(flags["train_files"], sft.Args(**flags), processor)
+    assert len(rows) == len(table) and (truncated, dropped) == (0, 0) and ends == {processor.eos_token_id}
+    for row, prompt, source in zip(rows, prompts, table, strict=True):
+        assert row["prompt_ids"] == prompt["prompt_ids"] and row["images"] == prompt["images"]
+        assert all(row["trained"]) and row["response_ids"][-1] == processor.eos_token_id
+        assert processor.decode(row["response_ids"][:-1]) == source["extra_info"][answer]

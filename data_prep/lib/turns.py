@@ -214,7 +214,8 @@ def marked(messages, tokenizer, tools, wanted):
 
 def stops(ids, trained, tokenizer):
     """The tokens that end the trained turns of a row: the last special token of each."""
-    special = {i for i, x in tokenizer.added_tokens_decoder.items() if x.special} | {tokenizer.eos_token_id}
+    text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
+    special = {i for i, x in text.added_tokens_decoder.items() if x.special} | {text.eos_token_id}
     runs = [[*run] for on, run in groupby(range(len(ids)), key=trained.__getitem__) if on]
     last = [[ids[j] for j in run if ids[j] in special][-1:] for run in runs]
     return {*sum(last, [])}
