@@ -738,6 +738,7 @@ def load_model(args, mesh, device, adapt, wrap):
     fsdp = dict(mesh=mesh, mp_policy=precision)
     if args.offload == "always":
         fsdp["offload_policy"] = CPUOffloadPolicy()
+        lm.get_input_embeddings().register_forward_pre_hook(lambda _, x: send(x[0]))  # for Llama 4
         device = torch.device("cpu")  # of the shards
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
     blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
@@ -828,8 +829,8 @@ def whole_weights(lm, dtype, skipped=()):
 
 def merged_weight(lora, weight):
     """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (getattr(lora, part)["default"].weight.full_tensor() for part in ("lora_A", "lora_B"))
-    weight = weight.full_tensor()
+    a, b = (x.default.weight.to(compute_device()).full_tensor() for x in (lora.lora_A, lora.lora_B))
+    weight = weight.to(compute_device()).full_tensor()
     return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
 
 

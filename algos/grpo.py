@@ -797,6 +797,7 @@ def load_model(args, mesh, device, adapt, wrap):
     fsdp = dict(mesh=mesh, mp_policy=precision)
     if args.offload == "always":
         fsdp["offload_policy"] = CPUOffloadPolicy()
+        lm.get_input_embeddings().register_forward_pre_hook(lambda _, x: send(x[0]))  # for Llama 4
         device = torch.device("cpu")  # of the shards
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
     blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
@@ -887,8 +888,8 @@ def whole_weights(lm, dtype, skipped=()):
 
 def merged_weight(lora, weight):
     """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (getattr(lora, part)["default"].weight.full_tensor() for part in ("lora_A", "lora_B"))
-    weight = weight.full_tensor()
+    a, b = (x.default.weight.to(compute_device()).full_tensor() for x in (lora.lora_A, lora.lora_B))
+    weight = weight.to(compute_device()).full_tensor()
     return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
 
 
@@ -1121,12 +1122,12 @@ def by_gradient(sequences):
 def micro_batches(policy, sequences, args):
     """Cut sequences into micro-batches -> the rows of each, and whether they have a gradient.
 
-    Constant sequences have none and come last.
+    Constant sequences have none and come first: a GPU has read weights on the host after a backward pass.
     """
     learning, constant = by_gradient(sequences)
     kinds = [(learning, True)]
     if all_reduce([len(constant)]) != [0]:  # of any rank
-        kinds.append((constant, False))
+        kinds.insert(0, (constant, False))
     for sequences, learns in kinds:
         lengths = [token_count(sequence) for sequence in sequences]
         batches = split_micro_batches(lengths, args.max_tokens_per_microbatch, policy.packed)

@@ -583,8 +583,8 @@ def whole_weights(lm, dtype):
 
 def merged_weight(lora, weight):
     """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (getattr(lora, part)["default"].weight.full_tensor() for part in ("lora_A", "lora_B"))
-    weight = weight.full_tensor()
+    a, b = (x.default.weight.to(compute_device()).full_tensor() for x in (lora.lora_A, lora.lora_B))
+    weight = weight.to(compute_device()).full_tensor()
     return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
 
 

@@ -92,7 +92,7 @@ def speed(policy, args, rows, measured):
     words = f"{sum(lengths) / measured:.0f} tokens/s, MFU {mfu:.3f}"
     for name, flops in DATA_SHEET.items():
         if CUDA and name in torch.cuda.get_device_name():
-            product = matmul_speed(args.compute_dtype, next(policy.parameters()).device)
+            product = matmul_speed(args.compute_dtype)
             words += f", {mfu * product / flops:.3f} by the data sheet"
     return words
 

@@ -167,7 +167,7 @@ def main():
     lengths = sequences(rows, args)[1]
     flops = sum(6 * n * (weights + config.num_hidden_layers * config.hidden_size * n) for n in lengths)
     result["train_flops"] = all_reduce([flops])[0]
-    result["matmul_flops_per_s"] = all_reduce([matmul_speed(args.compute_dtype, device)])[0]
+    result["matmul_flops_per_s"] = all_reduce([matmul_speed(args.compute_dtype)])[0]
     if rank == 0:
         args.output.write_text(json.dumps(result))
     leave()

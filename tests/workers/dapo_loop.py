@@ -87,7 +87,7 @@ def main(model, data, out):
     tokenizer = dapo.load_processor(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
-    metrics.matmul_speed = lambda dtype, device: 1e12
+    metrics.matmul_speed = lambda dtype: 1e12
     dapo.check_sampler = lambda *_: {}  # the sampler's log-probs are made up too
     dapo.awake, dapo.rollout, dapo.deal = awake, rollout, recorded_deal
     reward = __file__.replace("workers/dapo_loop.py", "dapo_reward.py:starts_with_one")

@@ -267,6 +267,7 @@ def check_constant(base, policies):
             handle = policy.register_forward_pre_hook(count, with_kwargs=True)
             found.append(update(policy, trained(policy), args, rows))
             handle.remove()
+            assert tokens[-1]  # a GPU has read weights on the host before the optimizer changes them
             backward.append(grpo.all_reduce([sum(tokens)]))
             tokens.clear()
         (grads, metrics), (forward_grads, forward_metrics) = found
