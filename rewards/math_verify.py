@@ -1,33 +1,71 @@
 r"""1 if the response's final answer equals the ground truth, else 0; the answer needs no box.
 
-- The last \boxed{} counts.  Without: the formula, or else the rest of the line, after the last "answer is" or
-  "answer:" (in any language of LABEL); or else the last formula $...$; or else the last number, read
-  as `rewards.gsm8k` does.  With "or $6$" or "is wrong" behind it, or "not" before it, it is not the answer.
+- The last \boxed{} counts.
+- Without: the clause after the last "answer is" or "answer:" (in any language of LABEL); or else after the
+  last "is", "get", "so" or start of a line.  The whole clause must be the answer: "not 5", "5 or 6" and
+  "half of 5" are none.  It ends with its sentence, or where a reason begins: "5, because 2+3 = 5".
+- What is asked, supposed or denied before the clause, or taken back behind it, is no answer.
 - Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
 """
 
 import re
 
-from rewards import gsm8k
-from rewards.mathematics.equivalence import equal, judge, spelling
+from rewards.mathematics.equivalence import equal, judge
 from rewards.mathematics.latex import LABEL, last_boxed
-from rewards.mathematics.units import NUMBER_WORD
 
 WINDOW = 1000
-MARKER = re.compile(rf"{LABEL}(?:\s+is|[是为]|\**\s?[:：])[*:：\s]{{0,9}}([^\n]+)", re.IGNORECASE)
-FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-NO_ANSWER = re.compile(  # before a formula: another answer, or what makes another value of it
-    r"(?:\b(?:not|never|least|most|about|approximately|around|roughly|than|between|minus|negative|or)"
-    r"|n't|[\d$)],|[\d$)],? and|\d(?: \w+)? to)(?: maybe)?\s*$"
+FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+MARKUP = re.compile(  # of **5**, `5`, <b>5</b>, > 5; but 2*3 and 2**3 are products
+    r"(?<![0-9A-Za-z*`)}$])[*`]+(?=\S)|(?<=\S)[*`]+(?=[^\w(\\$*`]|[\u4e00-\u9fff]|$)|^(?:> ?|#+ )+"
+    r"|</?(?:answer|b|strong)>",
+    re.M,
 )
-GOES_ON = re.compile(  # after a formula: another answer, or a factor
-    r"\s*(?:,?\s*(?:or|times)\b|to\s*(?:\$|\\\(|\d)|"
-    rf"(?:,|,?\s*and)\s*(?:\$|\\\()?\s*-?\d|%|{NUMBER_WORD}\b)"
+ADVERB = (
+    r"(?:\s*(?:(?:therefore|thus|hence|then|simply|just|exactly|indeed|definitely|equal to"
+    r"|a total of|in total|donc)\b|[,:：，]))*\s*"
 )
-DENIED = re.compile(gsm8k.DENIED)
-LAST_NUMBER = re.compile(
-    r"(?:(\bor|\band|\d,|\d(?:\s\w+)?\sto)(?:\s+maybe)?\s+)?(?<!\S)(\S*\d\S*)\D*$"
-)  # 7 or 8 is two answers
+ANSWER = re.compile(
+    rf"{LABEL}(?:(?: final\w*)? (?:is|ist|lautet|est|es|è|é)\b|[是为]|\s*[:：]|\s*\n)|^{LABEL}\.(?=\s)",
+    re.I | re.M,
+)
+ADVERBS = re.compile(ADVERB, re.I)
+# The words before it: no "half of the answer" and no "a wrong answer"
+CALLED = re.compile(
+    r"(?:^|[^\w\s'’-]|[\u4e00-\u9fff]|\b(?:so|thus|hence|therefore|and|but|then|that|donc))\s*"
+    r"(?:(?:the|our|my|die|la|a)\s+)?(?:(?:final|correct|right|required|desired|only|richtige)\s+)*\Z",
+    re.I | re.M,
+)
+THE_ANSWER = r"(?:the|our) (?:(?:final|correct|only|required) )?(?:answer|solution)\b"
+STATED = re.compile(
+    rf"(?:^|(?<!which )\b(?:is(?! {THE_ANSWER})|are|be|equals?|gets?|have|has|obtain|find|so|thus|hence"
+    r"|therefore|then|that|needs?|takes?|gives|giving|yields|means|implies|(?:comes|simplifies|evaluates) to"
+    r"|a total of|(?:total|result|solution|value|ans):)(?=[\s,])"
+    rf"|(?:[为是有共得]|因此|所以)(?=[，,]?\s?[\d$\\a-z])){ADVERB}(?=[^\n]*[\d$\\])",
+    re.I | re.M,
+)
+REASON = (
+    r"because|since|so (?:we are )?done|and we are done|as (?:required|desired|shown|claimed)|with equality"
+    r"|attained|achieved|obtained|by (?:the\b|symmetry)|when divided|rather than|instead of"
+    r"|(?:and )?not (?=more\b|less\b|[\d$\\-])"
+)
+CLAUSE = re.compile(
+    r"(?P<clause>[^\n]*?)(?:$|\.?\n|(?<!\n\d)\.(?=\s|$)|。"
+    rf"|\s(?:is {THE_ANSWER}|(?:of (?:them|these|those)|only)(?=[.\n]|$))|(?=,? which\b)"
+    rf"|(?:,?\s\(?(?:{REASON})|, as\b)[^\n.?]*)"
+)
+UNSURE = re.compile(  # in the words before an answer
+    r"(?:n['’]t|\b(?:not?|never|nobody|wrong|incorrect|if|whether|suppose|assume|think|thought|doubt|maybe|perhaps"
+    r"|possibly|can|cannot|could|might|may|reject|discard|exclude|let|try|consider|given|told|states?|says?"
+    r"|claims?|show|prove|check|case|naively|for (?:instance|example|\$?[a-z]\s*\Z)))\b[^.,:;!?\n]*\Z"
+    r"|[不错设若约少多][^。，\n]*\Z",
+    re.I,
+)
+TAKEN_BACK = re.compile(  # in the words behind it
+    r"\?|n['’]t\b|[不吗或错]|\b(?:not?|cannot|could|or|but|too|wait|let me(?! know)|hmm|oops|actually|wrong"
+    r"|false|mistaken?|error|incorrect|impossible|correction|instead|should|doubt|however|maybe|perhaps|possibly"
+    r"|alternatively|contradict\w+|approx\w*|round\w*)\b",
+    re.I,
+)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -35,23 +73,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     text = solution_str.rpartition("</think>")[2]
     if "\\boxed" in text or "\\fbox" in text:
         return judge(last_boxed(text), ground_truth)
-    text = text[-WINDOW:]
-    lines = MARKER.findall(text)
-    where = lines[-1] if lines else text
-    formulas = [*FORMULA.finditer(where)]
-    if formulas:
-        formula = formulas[0 if lines else -1]
-        texts = ["".join(filter(None, each.groups())) for each in formulas]
-        answer, rest = texts[0 if lines else -1], where[formula.end() :]
-        if NO_ANSWER.search(where[: formula.start()]) or DENIED.match(rest):
-            answer = None
-        elif GOES_ON.match(rest) and not (len(texts) > 1 and all(equal(x, str(ground_truth)) for x in texts)):
-            answer += " " + re.sub(r"\$|\\[()]", " ", rest)
-        return judge(answer, ground_truth)
-    result = judge(lines[-1] if lines else None, ground_truth)
-    if result["acc"]:
-        return result
-    result = gsm8k.compute_score(data_source, text, ground_truth, {"method": "flexible"})
-    number = LAST_NUMBER.search(text)
-    correct = result["acc"] and number[1] is None
-    return {"score": float(correct), "acc": correct, "pred": spelling(number[2]) if number else ""}
+    text = text if len(text) <= WINDOW else "…" + text[-WINDOW:]  # which begins no line
+    text = FORMULA.sub(lambda match: " ".join(match[0].split()), MARKUP.sub("", text.strip()))
+    start = next(reversed([*ANSWER.finditer(text)] or [*STATED.finditer(text)]), None)
+    if start is None or (start.re is ANSWER and not CALLED.search(text[: start.start()])):
+        return judge(None, ground_truth)
+    match = CLAUSE.match(text, ADVERBS.match(text, start.end()).end())
+    clause = match["clause"]
+    name, _, _ = clause.rpartition("=")
+    is_sure = not UNSURE.search(text[: start.start()]) and not UNSURE.search(name) and ":" not in name
+    if not is_sure or TAKEN_BACK.search(text, match.end()):
+        return judge(None, ground_truth)
+    values = re.split(r"\s+or\s+", clause)  # 1/2 or 0.5
+    if all(equal(value, str(ground_truth)) for value in values):
+        clause = values[0]
+    return judge(clause, ground_truth)

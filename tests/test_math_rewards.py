@@ -75,6 +75,7 @@ x\not=5 | x\ne 5   log2(8) | 3   5 £ | 5 pounds   x\in\{1,2\} | 2,1   (11)_2 | 
 x=1,y=2;x=3,y=4 | (3,4),(1,2)   y=4,x=3\text{ or }x=1,y=2 | x=1,y=2;x=3,y=4   x_1=1,x_2=2 | 2,1
 [n(n+1)]/2 | \frac{n^2+n}2   f^{-1}(x)=2x | 2x   5\text{ N} | 5   \{1234,5\} | \{5,1{,}234\}   10-3-2 | 5
 5\text{ cm} | 5   5\text{kW} | 5   2^{(3)} | 8
+\tan 22.5^\circ | \sqrt2-1       k\pi,k\in\mathbb Z | k\pi, k\in\mathbb{Z}
 \cos 60^\circ | \frac12   sin(30°) | 0.5   2\sin 45^{\circ} | \sqrt2
 \textbf{(C)} | C                {{2}} | 2                       ((((2)))) | 2
 """
@@ -128,6 +129,7 @@ x\equiv2\pmod3 | x\equiv2\pmod5   \{1,234\} | 1234              \{\emptyset\} | 
 2[x] | 2x                       \{x\}+1 | x+1           [\frac{n}{2}] | \frac n2
 5\text{ab} | 5   ~5 | 5   x^{(2)} | x^2   \{x\} | x   \{5x\} | 5   (\{x\}) | x   \approx 5 | 5
 5\text{x} | 5                   5\mathrm{n} | 5         5\text{ pi} | 5               5\text{π} | 5
+\text{not } x=5 | 5                we reject x=5 | 5       5\text{?} | 5            5 can never occur | 5
 5 doubled | 5                   5 ago | 5               5 maybe | 5                   5 onwards | 5
 \begin{vmatrix}1&2\\3&4\end{vmatrix} | \begin{pmatrix}1&2\\3&4\end{pmatrix}
 """
@@ -188,6 +190,52 @@ DENIALS = (
 ).split("|")
 
 
+# Responses without a box: the answer is 5
+STATED = r"""
+The answer is therefore $5$.|The answer is equal to 5.|The answer is, then, 5.
+The answer is exactly $5$ cm.|The answer is 5, not 6.|The answer is $5$, since $2+3=5$.
+The answer is 5 (because 2 + 3 = 5).|The answer is $2+3=5$.
+The answer is $6$. Wait, no. The answer is $5$.|I thought the answer is $6$, but the answer is $5$.
+**The answer is 5.**|Final Answer: The final answer is $5$. I hope it is correct.|## Answer/n/n5
+**Answer**/n/n$5$|Answer: `5`|Answer. $5$|So $5$ is the final answer.|5 is our answer.
+Hence x = 2 + 3 = 5.|There are exactly $5$ such pairs.|There are 5 of them.|There are a total of 5 ways.
+The sum is 5 when divided by 7.|5/n/nThat is all.|//[x = 5//]/nas desired.|Total: 5
+The minimum is $5$, attained at $x=2$.|The remainder is $5$ only.|This simplifies to $5$.
+<answer>5</answer>|> **5**|La réponse finale est $5$.|Donc la réponse est 5.
+Die richtige Antwort lautet 5.|La respuesta es 5.|Ответ: $5$ см.|Ответ. 5|所以答案是 **5**。|因此 x = 5。
+所以 $n$ 的最小值为 $5$。|一共有 5 种方法。
+"""
+NOT_STATED = r"""
+The answer is *not* $5$.|The answer is NOT 5.|The answer isn’t $5$.|It isn't exactly 5.
+The answer is anything but $5$.|The answer is below $5$.|The answer is close to 5.
+The answer is divisible by $5$.|The answer is the square of 5.|The answer is $5$ more than $x$.
+The answer is $5$ squared.|The answer is $5$/$6$.|The answer is $5$ through $6$.
+The answer is $5$, possibly $6$.|The answer is $5$ (or $6$).|The answer is $5$; $6$.
+The answer is $5$ by $6$.|5 (mod 7)|The answer is $5$. Wait, that is wrong. It is $6$.
+The answer is 5./nActually no. I recomputed and get 6.|The answer is $5$ for even $n$ and $6$ for odd $n$.
+The answer is 5 as long as n is even.|The answer is 5 only if n is odd.|I doubt that the answer is 5.
+If the answer is $5$, then $0=1$.|Suppose n = 5.|The wrong answer is 5.|A first answer is 5.
+Twice the answer is $5$.|The sum of the digits of the answer is 5.
+It remains to show that the answer is 5.|Try $n=5$.|The answer is unknown. It had $5$ apples.
+Answer: none of these, not even $5$|The answer is all reals except $5$.|The answer is no; take $n=5$.
+The answer is Alice with 5 points.|The answer is six instead of $5$.|The answer is option 5.
+This is problem 5.|by equation (5)|I considered all n up to 5.|Upper bound: 5|Step 5|Case 2: $n=5$
+See [5].|We get x = 4 or x = 5.|$x=4$; $x=5$|Answers:/n1. 4/n2. 5|Roots:/n* $4$/n* $5$
+Part 1: $4$. Part 2: $5$.|/| A /| 5 /||The result is -$5$.|It is 2$5$.|$5$ is too small.
+$5$ does not work.|x=5 is extraneous.|We reject $x=5$.|5 or so|5+|5?|Antwort: nicht 5
+Réponse : au moins $5$|Respuesta: $5$ y $6$|La réponse n'est pas $5$.|Ответ: $5$ и $6$|答案不是$5$
+答案是约5|答案是$5$，不对，应该是$6$|The answer is ~~$5$~~ $6$|The answer is 5!|The answer is - 5.
+one hundred 5|4 : 5|4 — 5
+"""
+
+
+@pytest.mark.parametrize(("table", "expected"), [(STATED, 1), (NOT_STATED, 0)])
+def test_an_answer_without_a_box_is_stated(table, expected):
+    texts = re.split(r"(?<!/)\||\n", table.strip())
+    texts = [text.replace("/n", "\n").replace("//", "\\").replace("/|", "|") for text in texts]
+    assert [text for text in texts if score("numina_olympiads", text, "5") != expected] == []
+
+
 @pytest.mark.parametrize(
     ("source", "text", "truth", "expected"),
     [
@@ -214,6 +262,21 @@ DENIALS = (
         ("aime24", "Answer: > 57", "57", -1),
         ("aime24", "Answer: 57 (\\boxed{57})", "57", 1),
         ("aime24", "Answer: 56 (\\boxed{57})", "57", -1),
+        ("aime24", "Answer: The final answer is $\\boxed{57}$.", "57", 1),
+        *(
+            ("aime24", f"Answer: {text}", "57", -1)
+            for text in (
+                *(
+                    "NOT \\boxed{57}",
+                    "about \\boxed{57}",
+                    "twice \\boxed{57}",
+                    "~\\boxed{57}",
+                    "\\boxed{57}?",
+                ),
+                *("\\boxed{57} is wrong", "\\boxed{57} thousand", "\\boxed{57}!", "\\sqrt{\\boxed{57}}"),
+                *("\\pi\\boxed{57}", "\\boxed{57} squared", "\\boxed{57} for even n", "\\ne \\boxed{57}"),
+            )
+        ),
         ("aime24", "Answer: $57 = \\boxed{57}$.", "57", 1),
         ("aime24", "> Answer:\n> 57", "57", 1),
         *(

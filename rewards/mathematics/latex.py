@@ -61,6 +61,7 @@ RULES = [  # (pattern, replacement), in this order
     (r"\\(?:[lr]?vert|mid)(?![A-Za-z])", "|"),
     (r"\\([lr])brace(?![A-Za-z])", lambda match: "\\{" if match[1] == "l" else "\\}"),
     (r"\\mathbb\s*\{?R\}?", r"(-\\infty,\\infty)"),
+    (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
     (r"\\math(?:rm|bf|it)\s+([A-Za-z])(?![A-Za-z])", r"\1"),
     (r"\\bar(?![A-Za-z])", r"\\overline"),
     (r"(?<=[\d.,])\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\\overline{\1\2\3}"),  # repeating
@@ -74,7 +75,7 @@ RULES = [  # (pattern, replacement), in this order
     ),
     (r"\\(begin|end)\s*\{(?:[pb]|small)?(?:matrix|array)\}(?:\s*\{[lcr|\s]*\})?", r"\\\1{pmatrix}"),
     (
-        r"((?:sin|cos|tan|cot|sec|csc)\s{0,9}\(?)(\d{1,9})\s{0,9}\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?",
+        r"((?:sin|cos|tan|cot|sec|csc)\s{0,9}\(?)(\d{1,9}(?:\.\d{1,9})?)\s{0,9}\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?",
         r"\1\\frac{\2\\pi}{180}",
     ),
     (r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])\s*\}?\s*$", r"\\text{ \1}"),

@@ -41,7 +41,9 @@ NAME = re.compile(
 )
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|omega|lambda|mu)(?![A-Za-z])")
 WORD = re.compile(r"(?<![\\A-Za-z])(?!pmatrix\})[A-Za-z]{4,}")
-SENTENCE = re.compile(r"\d.*(?<![\\A-Za-z])[a-z]{2}|(?<![\\A-Za-z])[a-z]{2}.*\d")  # 59 no
+SENTENCE = re.compile(  # 59 no, not x
+    r"\d.*(?<![\\A-Za-z])[a-z]{2}|(?<![\\A-Za-z])[a-z]{2}.*\d|(?<![\\A-Za-z])(?:not?|never|reject|discard) "
+)
 NO_VALUE = re.compile(
     r"\d \d|\d_|\\approx|\\equiv|!!|(?<!pmatrix\})\^\{T\}"  # 1 9 is not 1*9, 12_{8} no 12, x^{T} not x
     r"|(?<![\dA-Za-z.])0[bx][\dA-F]|^(?:\d+/\d+/\d+|\d{4}-\d\d?-\d\d?|\d\d?-\d\d?-\d{4})$"  # 0x10, dates

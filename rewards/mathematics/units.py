@@ -28,9 +28,10 @@ NO_UNIT = (
     " modulo remainder rem k squared cubed factorial pi sqrt"
     " twice doubled ago maybe perhaps onwards upwards oder und bis mehr weniger wenn etwa nicht halber"
     " ou et moins si environ ni más menos più meno или и до но не если более менее около"
+    " for can may might does did fail fails never ish"
 )
 NO_UNIT = re.compile(rf"(?i:{'|'.join(NO_UNIT.split())}|\w+ly|{NUMBER_WORD})")
-NO_CHINESE_UNIT = re.compile(r"[或和与且至到不多少半成折余几约左上下内外打的点分又负]|阶乘|次方|倒数|相反")
+NO_CHINESE_UNIT = re.compile(r"[或和与且至到不多少半成折余几约左上下内外打的点分又负?]|阶乘|次方|倒数|相反")
 LEADING_SCALES = re.compile(rf"(?i:\s*(?:{'|'.join(SCALES)})s?\b)*")
 SHORT = (  # units of two letters; others are a product: 5\text{ab}
     "am|cc|cl|cm|dl|dm|ft|gb|gr|ha|hl|hm|hp|hr|in|kb|kg|km|kw|lb|mb|mg|mi|ml|mm|ms|mv|mw|ng|nm|ns|oz|pm|pt|qt|sq|st"
