@@ -1,8 +1,8 @@
 r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the ground truth, else -1.
 
 - The marker may be in another language, as `答案：` (LABEL of mathematics/latex.py).
-- The rest of the marker's line counts, or else the next line that is not blank.  Words beside a box in that
-  line are a part of the answer, but for "the sum is".
+- The rest of the marker's line counts, or else the next line that is not blank.  Words next to a box in
+  that line are a part of the answer, except "the sum is".
 - A response with a box but without the marker has no answer: the prompt asks for `Answer:`.
 - Thoughts (all up to the last `</think>`) give no answer; only the last WINDOW characters do.  (verl looks at
   the last 300, which a short remark after the answer fills.)
@@ -14,7 +14,7 @@ from rewards.mathematics.equivalence import judge
 from rewards.mathematics.latex import LABEL, last_boxed
 
 WINDOW = 1000
-BESIDE = re.compile(r"(?:the )?(?:final )?(?:answer|sum|value|result) is", re.IGNORECASE)
+NO_PART = re.compile(r"(?:the )?(?:final )?(?:answer|sum|value|result) is", re.IGNORECASE)
 MARKER = re.compile(rf"{LABEL}\**\s?[:：]", re.IGNORECASE)
 
 
@@ -27,6 +27,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     answer = next((line for line in lines if line.strip("$[\\")), None)
     box = answer and last_boxed(answer)
     others = box and answer.replace(f"\\boxed{{{box}}}", "", 1).strip(" $()=.")  # "57" of 57 (\\boxed{57})
-    is_alone = box and (others == box or BESIDE.fullmatch(others))
+    is_alone = box and (others == box or NO_PART.fullmatch(others))
     result = judge(box if is_alone else answer, ground_truth)
     return {**result, "score": 1.0 if result["acc"] else -1.0}
