@@ -13,6 +13,7 @@ at once too. All else, such as the processes of rewards, is started by Python it
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -56,6 +57,7 @@ def serve(path, *modules):
             client.settimeout(None)
             return supervise(client)
         client.close()
+    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
     os._exit(0)
 
 
