@@ -11,7 +11,9 @@ from io import BytesIO
 from pathlib import Path
 
 from PIL import Image, ImageOps
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.utils import cached_file
 
 from data_prep.lib.templates import render
 from envs.messages import MARK
@@ -30,10 +32,24 @@ class Unfit(ValueError):
 def load_tokenizer(model):
     """The tokenizer of a model; a ValueError of transformers does not name the model."""
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return as_in_its_file(AutoTokenizer.from_pretrained(model), model)
     except ValueError as error:
         remedy = "copy tokenizer.json and tokenizer_config.json of its family there"
         raise ValueError(f"{model}: its tokenizer cannot be read: {remedy} ({error})") from None
+
+
+def as_in_its_file(tokenizer, model):
+    """A tokenizer that makes the ids of the model's tokenizer.json.
+
+    CAREFUL: some classes of transformers 5 put rules of their own in place of the file's: Llama's takes all
+    spaces out of a byte-level text (transformers 45488), GPT-2's joins digits that the file keeps apart.
+    """
+    quiet = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    if tokenizer.is_fast and (file := cached_file(model, "tokenizer.json", **quiet)):
+        own = Tokenizer.from_file(file)
+        for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
+            setattr(tokenizer.backend_tokenizer, part, getattr(own, part))
+    return tokenizer
 
 
 def load_processor(model, sees=False):
@@ -43,7 +59,7 @@ def load_processor(model, sees=False):
         loaded = AutoProcessor.from_pretrained(model)
         if not hasattr(loaded, "image_processor"):
             raise ValueError(f"{model}: it has no image processor (preprocessor_config.json)")
-        loaded.eos_token_id = loaded.tokenizer.eos_token_id
+        loaded.eos_token_id = as_in_its_file(loaded.tokenizer, model).eos_token_id
     else:
         loaded = load_tokenizer(model)
     if loaded.eos_token_id is None:
