@@ -117,6 +117,7 @@ from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import BOOLS, IDS, prepare
+from data_prep.lib.chats import asked, replied
 from data_prep.lib.images import load_processor
 from data_prep.lib.templates import shown_tools, use_template
 from data_prep.lib.turns import encode_messages, says_nothing
@@ -159,10 +160,9 @@ def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
 
     ValueError where there is nothing to prefer. The assistant's turns of a response are trained.
     """
-    prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-    row = dict(tokens=[])
+    prompt, row = asked(prompt), dict(tokens=[])
     for name, reply in zip(RESPONSES, (chosen, rejected)):
-        reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
+        reply = replied(prompt, reply, name)
         if says_nothing(reply):
             raise ValueError(f"{name!r} is empty, or has an empty turn")
         found = encode_messages(prompt + reply, tokenizer, tools, first=len(prompt))

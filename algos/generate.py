@@ -65,6 +65,7 @@ from common import cpu
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import replacing, weights_digest
 from common.run import HELD, fail, hold, refuse
+from data_prep.lib.chats import asked
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.schema import load_rows
 from data_prep.lib.templates import shown_tools, use_template
@@ -111,8 +112,8 @@ def load_prompts(args, tokenizer, tools):
     prompts = {}
     for i, row in enumerate(rows):
         chat = row[args.prompt_key]
-        chat = chat if isinstance(chat, list) else [dict(role="user", content=str(chat))]
         try:
+            chat = asked(chat if isinstance(chat, list) else str(chat))
             own = shown_tools(row["tools"], tools, tokenizer)
             prompt = encode_prompt(dict(row, prompt=chat), tokenizer, own)
         except ValueError as error:

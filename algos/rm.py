@@ -106,6 +106,7 @@ from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import IDS, prepare
+from data_prep.lib.chats import asked, replied
 from data_prep.lib.images import load_processor
 from data_prep.lib.schema import open_parquet
 from data_prep.lib.templates import render, shown_tools, use_template
@@ -145,9 +146,8 @@ def scheduled_rate(args, step, total_steps):
 # ---- The step --------------------------------------------------------------------------
 def conversation_ids(prompt, reply, tokenizer, pad_id, tools=None):
     """Ids of a conversation as ppo.py gives it to a reward model; whether its prompt is as if alone."""
-    prompt = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-    reply = [dict(role="assistant", content=reply)] if isinstance(reply, str) else reply
-    prompt, reply = without_special([prompt, reply], tokenizer)
+    prompt = asked(prompt)
+    prompt, reply = without_special([prompt, replied(prompt, reply, "reply")], tokenizer)
     text = render([*prompt, *reply], tokenizer, tools, prompted=False)
     check_scored(reply, text)
     alone = render(prompt, tokenizer, tools, prompted=False)

@@ -115,7 +115,7 @@ from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare
-from data_prep.lib.chats import answer
+from data_prep.lib.chats import answer, asked
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
 from data_prep.lib.templates import shown_tools, use_template
 from data_prep.lib.thoughts import answer_after
@@ -145,7 +145,7 @@ def scheduled_rate(args, step, total_steps):
 # ---- The step --------------------------------------------------------------------------
 def encode(prompt, response, tokenizer, tools=None, images=()):
     """Ids of a prompt (messages, or a string: the user's) and a response to its end; which are trained."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = asked(prompt)
     if not hasattr(tokenizer, "image_processor"):
         reply = dict(role="assistant", content=answer(response))
         [row] = encode_messages([*messages, reply], tokenizer, tools, first=len(messages))

@@ -18,7 +18,7 @@ from test_sft import CONVERSATION, conversation_tokenizer
 
 from algos import dpo, generate, quantize, rm, sft
 from data_prep import preference, sft_chat
-from data_prep.lib import source
+from data_prep.lib import chats, source
 from data_prep.lib.cache import load_prompts, prepare
 from data_prep.lib.chats import conversation, plain_rows
 from data_prep.lib.schema import ROW_GROUP, load_rows, write_parquet
@@ -113,11 +113,72 @@ def shown(talk):
     )
 
 
+# ---- prompts and replies that are none
+
+TALK = [dict(role="user", content="it's 1"), dict(role="assistant", content="2")]
+SPELT = {  # a conversation that somebody wrote as a text
+    "JSON": json.dumps(TALK),
+    "JSON, indented": json.dumps(TALK, indent=1),
+    "Python": repr(TALK),
+    "ShareGPT": json.dumps([{"from": "human", "value": "1"}]),
+    "one message": json.dumps(TALK[:1]),
+}
+TEXTS = '[{"a": 1}]', "[1, 2]", "[{", '[{"role": "admin"}]', '[{"from": "Rome", "to": "Kyoto"}]', "{}", "[]"
+READERS = {  # of a prompt and two replies
+    "sft": lambda prompt, good, _: sft.encode(prompt, good, tokenizer_with()),
+    "dpo": lambda *texts: dpo.encode_pair(*texts, tokenizer_with(), 999),
+    "rm": lambda prompt, good, _: rm.conversation_ids(prompt, good, tokenizer_with(), None),
+    "column": lambda *texts: [*map(conversation, texts, ("prompt", "chosen", "rejected"))],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_text_of_messages_is_no_prompt(reader):
+    read = READERS[reader]
+    for text in SPELT.values():
+        with pytest.raises(ValueError, match="'prompt' is the text of messages: write it as a list of"):
+            read(text, "2", "3")
+        if reader in ("dpo", "column"):
+            with pytest.raises(ValueError, match="'rejected' is the text of messages"):
+                read("1", "2", text)
+    for text in TEXTS:
+        read(text, text, "3")
+
+
+@pytest.mark.parametrize("reader", ["sft", "dpo", "rm", "load_prompts", "generate"])
+def test_a_prompt_that_ends_with_a_turn_of_the_assistant(reader, tmp_path):
+    """A sampler would begin another turn after it."""
+    row = dict(data_source="x", reward_model=dict(style="model"), extra_info=dict(index=0), prompt=TALK)
+    pq.write_table(pa.Table.from_pylist([row]), file := tmp_path / "rows.parquet")
+    read = dict(
+        READERS,
+        load_prompts=lambda *_: load_prompts([str(file)], tokenizer_with(), 999),
+        generate=lambda *_: generate_prompts(str(file), tokenizer_with()),
+    )[reader]
+    with pytest.raises((ValueError, SystemExit), match="prompt ends with a turn of the assistant"):
+        read(TALK, "2", "3")
+
+
+@pytest.mark.parametrize("before", [[], [dict(role="system", content="add")], TALK])
+@pytest.mark.parametrize("reader", ["dpo", "rm"])
+def test_a_reply_that_has_its_prompt(reader, before):
+    """As in the columns of UltraFeedback: with the whole prompt, or its last message alone."""
+    read, prompt = READERS[reader], [*before, TALK[0]]
+    two, three = ([dict(role="assistant", content=text)] for text in "23")
+    read(prompt, two, three)
+    read(prompt, [*two, TALK[0], *three], three)  # a user may say it again
+    for start in (prompt, TALK[:1]):
+        with pytest.raises(ValueError, match="the prompt is in 'prompt' and once more in"):
+            read(prompt, [*start, *two], [*start, *three])
+    with pytest.raises(ValueError, match="the prompt is in 'prompt' and once more in"):
+        read(TALK[0]["content"], [TALK[0], *two], [TALK[0], *three])
+
+
 # ---- calls of tools
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_every_script_reads_the_calls_that_were_written(writer, tmp_path):
+def test_every_script_reads_the_calls_that_were_written(writer, tmp_path, monkeypatch):
     """No null that Arrow has filled in, and each that somebody wrote as JSON."""
     talks, write = WRITERS[writer]
     file, tokenizer = write(tmp_path / "talks.parquet"), tokenizer_with()
@@ -146,7 +207,9 @@ def test_every_script_reads_the_calls_that_were_written(writer, tmp_path):
     assert [said(row["chosen_ids"]) for row in rows] == expected
     args = quantize.Args("", "")
     assert [said(ids[0]) for ids, _ in quantize.read_texts(file, tokenizer, args)] == expected
-    # prompts of the trainers with a sampler, and of generate.py
+    # prompts of the trainers with a sampler, and of generate.py; these end with a call
+    for module in (chats, generate):
+        monkeypatch.setattr(module, "asked", lambda prompt: prompt)
     prompts, count = tmp_path / "prompts.parquet", len(talks)
     columns = dict(data_source=["x"] * count, reward_model=[dict(style="model", ground_truth="")] * count)
     columns |= dict(extra_info=[dict(index=0)] * count, prompt=table["messages"])

@@ -119,11 +119,11 @@ BAD = {
     "empty": (pair("1+2=", "3", " "), "'rejected' is empty, or has an empty turn"),
     "long": (pair("1+2=", "3" * 40, "4"), "'chosen' has 47 tokens with its prompt, over --max_length 32"),
     "user": (
-        pair("1+2=", "3", "4") | dict(rejected=MESSAGES[1:2]),
+        pair("1+2=", "3", "4") | dict(rejected=pair("no", "", "")["prompt"]),
         "'rejected' has no turn of the assistant that is trained",
     ),
     "prompt": (
-        pair("1+2=", "3", "4") | dict(chosen=MESSAGES[1:3]),
+        pair("1+2=", "3", "4") | dict(chosen=pair("no", "", "")["prompt"] + MESSAGES[2:3]),
         "the prompts of 'chosen' and 'rejected' differ after the chat template",
     ),
     "template": (
@@ -404,5 +404,5 @@ def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():
         dpo.encode_pair(prompt, [reply | dict(train=False)], "4", tokenizer, 99)
     marks_nothing = "{% generation %}{% endgeneration %}"
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + marks_nothing
-    with pytest.raises(ValueError, match=r"'chosen' has no turn of the assistant$"):
+    with pytest.raises(ValueError, match="the chat template marks nothing"):
         dpo.encode_pair("1+2=", "3", "4", tokenizer, 99)

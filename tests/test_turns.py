@@ -144,6 +144,38 @@ def test_marks_of_a_template_count():
     assert turns.stops(ids, trained, tokenizer) == {tokenizer.eos_token_id}
 
 
+@pytest.mark.parametrize(
+    "old, new, line",
+    [
+        (
+            "~ eos_token -}}{%- endgeneration -%}",
+            "-}}{%- endgeneration -%}{{- eos_token -}}",
+            "before <.eos.>",
+        ),
+        (
+            "~ eos_token -}}{%- endgeneration -%}",
+            "-}}{%- endgeneration -%}{{- '\n' ~ eos_token -}}",
+            "before <.eos.>",
+        ),
+        ("~ eos_token", "~ 'STOP'", "ends before <.eos.>"),
+        ("{%- generation -%}", "{%- generation -%}{%- endgeneration -%}{%- if true -%}", "marks nothing"),
+    ],
+)
+def test_marks_that_leave_out_what_ends_a_turn(old, new, line):
+    """Trained, the model would never stop."""
+    tokenizer = conversation_tokenizer()
+    assert MARKS.count(old) == 1
+    tokenizer.chat_template = MARKS.replace(old, new)
+    if line == "marks nothing":
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "-}}{%- endgeneration", "-}}{%- endif -%}{%- generation -%}{%- endgeneration"
+        )
+    for number in (1, 2):
+        said = [dict(role=x, content="2") for x in ("user", "assistant")] * number
+        with pytest.raises(ValueError, match=line):
+            turns.encode_messages(said, tokenizer)
+
+
 def test_a_turn_that_is_not_trained_may_be_empty():
     said = [dict(role="assistant", content="", train=False), dict(role="assistant", content="3")]
     assert not turns.says_nothing(said) and turns.says_nothing([said[1] | dict(content=" ")])

@@ -77,6 +77,8 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
 
     def encode(rows, numbers):
         try:
+            for row in rows:
+                chats.asked(row["prompt"])
             shown = [templates.shown_tools(row["tools"], tools, tokenizer) for row in rows]
             if sees:
                 values = [images.encode_prompt(row, tokenizer, x) for row, x in zip(rows, shown)]

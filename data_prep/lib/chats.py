@@ -5,10 +5,13 @@ A message is {role, content}, perhaps with more of FIELDS, or {from, value} as S
 that say the same have one name here: reasoning_content, and train, which is there where it is False.
 """
 
+import ast
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
 from functools import cache
+from itertools import takewhile
 
 import pyarrow as pa
 
@@ -105,14 +108,42 @@ def conversation(value, name):
     Raises ValueError, which names the field, for what are no messages.
     """
     if isinstance(value, str) and name not in ("messages", "conversations"):
-        role = "assistant" if name in ("chosen", "rejected", "completion") else "user"
-        return [dict(role=role, content=value)]
+        return spoken(value, "assistant" if name in ("chosen", "rejected", "completion") else "user", name)
     if not isinstance(value, list):
         string = "" if name == "messages" else " or a string"
         raise ValueError(f"{name!r} must be a list of messages{string}, not {value!r:.60}")
     if not value:
         raise ValueError(f"{name!r} is empty; it needs at least one {{role, content}} message")
     return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
+
+
+def spoken(text, role, name):
+    """A text as one message; ValueError if it is the text of messages, of JSON or of Python."""
+    found = []
+    for read in (json.loads, ast.literal_eval) if "".join(text[:99].split())[:2] == "[{" else ():
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = found or read(text.strip())
+    named = {"role", "content"}, {"from", "value"}
+    if found and all(isinstance(x, dict) and any(names <= x.keys() for names in named) for x in found):
+        raise ValueError(f"{name!r} is the text of messages: write it as a list of {{role, content}}")
+    return [dict(role=role, content=text)]
+
+
+def asked(prompt):
+    """The messages of a prompt, or of a string, which is the user's. A response begins a turn after them."""
+    prompt = spoken(prompt, "user", "prompt") if isinstance(prompt, str) else prompt
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError("the prompt ends with a turn of the assistant, and a response is a turn: remove it")
+    return prompt
+
+
+def replied(prompt, reply, name):
+    """The messages of a reply, or of a string, the assistant's; ValueError if it repeats its prompt."""
+    reply = spoken(reply, "assistant", name) if isinstance(reply, str) else reply
+    if prompt[-1] in takewhile(lambda message: message["role"] != "assistant", reply):
+        remedy = "leave it out of one of them, as data_prep/preference.py does"
+        raise ValueError(f"the prompt is in 'prompt' and once more in {name!r}: {remedy}")
+    return reply
 
 
 def read_messages(value, name):
