@@ -90,7 +90,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def answers(ground_truth):
-    """The correct answers that a ground truth names."""
+    """The correct answers that a ground truth names; of a solution its answer, after #### or in its box."""
     truth = ground_truth
     if isinstance(truth, str) and truth.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
@@ -100,7 +100,18 @@ def answers(ground_truth):
     truths = truth if isinstance(truth, list) else [truth]
     if not truths or not all(isinstance(x, str | int | float) for x in truths):
         raise ValueError(f"the ground truth must be an answer or a list of answers, not {ground_truth!r:.60}")
-    return [*map(str, truths)]
+    return [*map(_answer, map(str, truths))]
+
+
+def _answer(truth):
+    """The answer of a ground truth, which may be a whole solution, as GSM8K and MATH publish it."""
+    from rewards.mathematics.latex import last_boxed
+
+    _, mark, answer = f"\n{truth}".rpartition("\n####")
+    if mark:
+        return answer.strip()
+    around = truth.partition("\\boxed")[0]
+    return last_boxed(truth) or truth if " " in around.strip() else truth
 
 
 def load_file(path, name):

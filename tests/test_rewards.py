@@ -686,3 +686,27 @@ def test_dispatch_of_patterns():
         assert _scorer(source) == module
     for source in ("AIME24", "x_aime", "math", "", None, "openai/gsm8k/"):
         assert _scorer(source) is None
+
+
+SAYS = {  # an answer, as the scorer of a data_source wants it
+    "openai/gsm8k": "#### {}",
+    "lighteval/MATH": r"\boxed{{{}}}",
+    "math_dapo": "Answer: {}",
+    "numina_olympiads": r"\boxed{{{}}}",
+    "hiyouga/geometry3k": r"\boxed{{{}}}",
+}
+SOLUTIONS = {
+    "He has 2 + 3 = <<2+3=5>>5 apples.\n#### 5": "5",
+    "#### 5": "5",
+    "He sells 1,200 of them.\n#### 1,200": "1200",
+    r"We have $x = 2 + 3 = \boxed{5}$.": "5",
+    r"First $\boxed{4}$ seems right, but it is $\boxed{5}.$": "5",
+}
+
+
+@pytest.mark.parametrize("source", SAYS)
+@pytest.mark.parametrize("solution", SOLUTIONS)
+def test_a_ground_truth_may_be_a_whole_solution(source, solution):
+    """As GSM8K and MATH publish their columns; without its answer each response would score 0."""
+    score = lambda answer: compute_score(source, SAYS[source].format(answer), solution)["acc"]
+    assert score(SOLUTIONS[solution]) and not score("6")

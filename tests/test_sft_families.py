@@ -2,13 +2,15 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import ROOT, metrics, run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from algos import sft
+from algos import dpo, rm, sft
+from common import families as common_families
 from tests import families
 
 WORKER = ROOT / "tests/workers/sft_families.py"
@@ -87,3 +89,23 @@ def test_the_saved_model_has_the_reported_loss(arithmetic, tmp_path):
         tokens = sum(len(row["response_ids"]) for row in rows)
         assert by_step[step]["val/loss"] == pytest.approx(total / tokens, abs=1e-5)
     assert by_step[2]["val/loss"] < by_step[0]["val/loss"] - 0.1
+
+
+@pytest.mark.parametrize("script", [sft, dpo, rm], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("gpt2", "n_positions"), ("gpt_bigcode", "n_positions"), ("gpt_neo", "max_position_embeddings")]
+    + [("opt", "max_position_embeddings"), ("biogpt", "max_position_embeddings")],
+)
+def test_rows_beyond_a_table_of_positions(kind, name, script, monkeypatch):
+    """A run would end at its first long row, whenever that comes; rotary positions have no table."""
+    monkeypatch.setattr(common_families, "takes_images", lambda args: False)
+    limits = dict.fromkeys((name, "max_position_embeddings"), 128)
+    sizes = dict(vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_layers=2, attention_types=[[["global"], 2]]) if kind == "gpt_neo" else {}
+    for family, limit, refused in ((kind, 128, False), (kind, 129, True), ("llama", 129, False)):
+        config = AutoConfig.for_model(family, **sizes, **limits)
+        eager = dict(attn_implementation="eager")  # GPT-Neo has no other
+        args = script.Args(model="m", train_files=(), output_dir="", max_length=limit, **eager)
+        with pytest.raises(SystemExit, match="table of 128 positions") if refused else nullcontext():
+            script.check_model(config, args)
