@@ -116,7 +116,7 @@ from common.files import replacing, weights_digest
 from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
-from data_prep.lib.cache import BOOLS, IDS, prepare
+from data_prep.lib.cache import BOOLS, IDS, prepare, too_long
 from data_prep.lib.chats import asked, replied
 from data_prep.lib.images import load_processor
 from data_prep.lib.templates import shown_tools, use_template
@@ -907,7 +907,7 @@ def check_model(config, args):
         lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
         add_adapters(lm, args)
         TokenLogps(lm)  # refuses a bias of the output layer
-    refuse(families.too_long(lm, args))
+    refuse(too_long(lm, args))
 
 
 def load_data(args):

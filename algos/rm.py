@@ -105,7 +105,7 @@ from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
-from data_prep.lib.cache import IDS, prepare
+from data_prep.lib.cache import IDS, prepare, too_long
 from data_prep.lib.chats import asked, replied
 from data_prep.lib.images import load_processor
 from data_prep.lib.schema import open_parquet
@@ -678,7 +678,7 @@ def check_model(config, args):
         f"{name} is a classifier with {labels} labels; a reward model has one score": labels != 1,
         f"{name} takes images, which rm.py does not": families.takes_images(args),
         f"{name} as a classifier has no head `score` without a bias": headless,
-        **families.too_long(lm, args),
+        **too_long(lm, args),
     }
     refuse(problems)
 

@@ -114,7 +114,7 @@ from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
-from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare
+from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare, too_long
 from data_prep.lib.chats import answer, asked
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
 from data_prep.lib.templates import shown_tools, use_template
@@ -1117,7 +1117,7 @@ def check_model(config, args):
         f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
         f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,
         f"{name} has no kernels for --liger": config.model_type not in known,
-        **families.too_long(lm, args),
+        **too_long(lm, args),
     }
     refuse(problems)
 

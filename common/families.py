@@ -7,7 +7,6 @@ on text alone, its language model learns; all else is frozen and saved as it was
 import copy
 import inspect
 import json
-import math
 import re
 import shutil
 import sys
@@ -189,16 +188,6 @@ def to_files(lm):
         found = get_model_conversion_mapping(lm, add_legacy=False)
         lm._weight_conversions = [x for x in found if not isinstance(x, PrefixChange)]
     return partial(revert_weight_conversion, lm) if lm._weight_conversions else dict
-
-
-def too_long(lm, args):
-    """{what is wrong: whether it is} where a row may have more tokens than a table of positions has rows."""
-    config = lm.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
-    tables = [x for name, x in (*lm.named_parameters(), *lm.named_buffers()) if re.search("wpe|pos", name)]
-    has_table = any(x.dim() == 2 and len(x) in (limit, limit + 2) for x in tables)  # OPT's has two more
-    name = f"{config.name_or_path} ({config.model_type}) has a table of {limit} positions"
-    return {f"{name}, fewer than --max_length {args.max_length}": has_table and args.max_length > limit}
 
 
 def rounding_limit(lm, args):
