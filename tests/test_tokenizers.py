@@ -36,6 +36,21 @@ THREES = [pre_tokenizers.Split(Regex(r"\d{1,3}(?=(\d{3})*\b)"), "isolated"), BYT
 SPLITS = {"plain": BYTES, "digits": DIGITS, "threes": pre_tokenizers.Sequence(THREES)}
 
 
+def pieces():
+    """As Llama 2 has it: a word begins with ▁, and what no piece has is bytes; no splits."""
+    alphabet = sorted({*TEXT.replace(" ", "▁")} - {"Ü"})
+    vocab = ["<unk>", "<s>", "<|end|>", *(f"<0x{i:02X}>" for i in range(256)), *alphabet, "el", "▁w", "▁▁"]
+    merges = [("e", "l"), ("▁", "w"), ("▁", "▁")]
+    own = Tokenizer(
+        models.BPE({x: i for i, x in enumerate(vocab)}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    own.decoder = decoders.Sequence([*parts])
+    own.add_special_tokens([AddedToken(x, special=True) for x in vocab[:3]])
+    return own
+
+
 @pytest.fixture(scope="module", params=product(SPLITS, (None, normalizers.NFC(), normalizers.Lowercase())))
 def file(request):
     """A byte-level tokenizer, of pieces that some of the splits do not allow."""
@@ -52,7 +67,18 @@ def file(request):
 
 @pytest.mark.parametrize("family", NAMED, ids="-".join)
 def test_ids_are_those_of_the_file(family, file, tmp_path):
-    kind, name = family
+    check(*family, file, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family", [("llama", "LlamaTokenizer"), ("mistral", "LlamaTokenizerFast"), *NAMED[5:7]]
+)
+def test_ids_of_pieces(family, tmp_path):
+    check(*family, pieces(), tmp_path)
+
+
+def check(kind, name, file, tmp_path):
+    """Read from the model's directory, and from hf/ of a run."""
     file.save(str(tmp_path / "tokenizer.json"))
     about = dict(tokenizer_class=name, eos_token="<|end|>", unk_token="<unk>", bos_token="<s>")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
