@@ -20,10 +20,8 @@ from pathlib import Path
 
 import tyro
 
-from data_prep.lib.prepare import run
-from data_prep.lib.schema import load_rows, open_parquet, write_parquet
-
-ADDED = "responses", "response_tokens", "finish_reasons", "episodes", "scores", "results"
+from data_prep.lib.prepare import run, unanswered
+from data_prep.lib.schema import whole_rows, write_parquet
 
 
 @dataclass
@@ -41,12 +39,11 @@ class Args:
 
 
 def judged(path, right):
-    """Yield each row as it was before generate.py, and of each response whether it is correct."""
-    names = open_parquet(path, ["results", "prompt", "extra_info"])[0].schema_arrow.names
-    for row in load_rows(path, names):
+    """Yield each row as it was before generate.py, its key, and of each response whether it is correct."""
+    for row in whole_rows(path, ["results", "prompt", "extra_info"]):
         results = map(json.loads, row["results"])
         found = [result.get("acc", result["score"]) >= right for result in results if "failure" not in result]
-        yield {name: x for name, x in row.items() if name not in ADDED}, found
+        yield *unanswered(row), found
 
 
 def main(args):
@@ -54,8 +51,7 @@ def main(args):
         raise ValueError(f"--low {args.low} --high {args.high}: it must be 0 <= low <= high <= 1")
     prompts, counts, rows = {}, Counter(), []
     for path in args.files:
-        for row, found in judged(path, args.right):
-            key = json.dumps([row["prompt"], row.get("reward_model")], default=str)
+        for row, key, found in judged(path, args.right):
             prompts.setdefault(key, (row, []))[1].extend(found)
     for row, found in prompts.values():
         rate = sum(found) / len(found) if found else None

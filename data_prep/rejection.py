@@ -22,8 +22,8 @@ from typing import Literal
 
 import tyro
 
-from data_prep.lib.prepare import run
-from data_prep.lib.schema import load_rows, open_parquet, write_parquet
+from data_prep.lib.prepare import run, unanswered
+from data_prep.lib.schema import OPTIONAL, whole_rows, write_parquet
 from data_prep.lib.thoughts import opens_only, whole_thought
 from data_prep.lib.turns import says_nothing
 
@@ -45,9 +45,8 @@ class Args:
 
 
 def judged(path, right, left_out):
-    """Yield of each row its data source, prompt, [(messages that follow, whether correct)]."""
-    extra = {"finish_reasons", "episodes"} & {*open_parquet(path, ["prompt"])[0].schema_arrow.names}
-    for i, row in enumerate(load_rows(path, ["results", "responses", "data_source", "prompt", *extra])):
+    """Yield each row as it was before generate.py, its key, [(messages that follow, whether correct)]."""
+    for i, row in enumerate(whole_rows(path, ["results", "responses", "data_source", "prompt"])):
         if len(row["responses"]) != len(row["results"]):
             raise ValueError(f"{path}: row {i}: 'responses' and 'results' differ in length; score it again")
         found = []
@@ -69,7 +68,7 @@ def judged(path, right, left_out):
                 left_out["cut off"] += 1  # as a row it would teach to stop early
             else:
                 found.append((reply, result.get("acc", result["score"]) >= right))
-        yield row["data_source"], row["prompt"], found
+        yield *unanswered(row), found
 
 
 def different(replies):
@@ -97,19 +96,21 @@ def main(args):
     characters = lambda reply: sum(len(message["content"]) for message in reply)
     prompts, left_out, shares, rows = {}, Counter(), Counter(), {"sft": [], "pairs": []}
     for path in args.files:
-        for source, prompt, found in judged(path, args.right, left_out):
-            prompts.setdefault(json.dumps(prompt), (source, prompt, []))[2].extend(found)
-    talks = any(len(reply) > 1 for *_, found in prompts.values() for reply, _ in found)
-    for index, (source, prompt, found) in enumerate(prompts.values()):
+        for row, key, found in judged(path, args.right, left_out):
+            prompts.setdefault(key, (row, []))[1].extend(found)
+    talks = any(len(reply) > 1 for _, found in prompts.values() for reply, _ in found)
+    for index, (row, found) in enumerate(prompts.values()):
         right, wrong = (different([reply for reply, good in found if good is kind]) for kind in (True, False))
-        about, info = dict(data_source=source, prompt=prompt), dict(split="train", index=index)
+        kept_columns = [name for name in ("data_source", "prompt", *OPTIONAL) if name in row]
+        about, info = {name: row[name] for name in kept_columns}, dict(split="train", index=index)
         kept = sorted(right, key=characters) if args.keep == "shortest" else right
         kept = kept[: args.max_per_prompt if args.keep == "all" else 1]
         made = pairs(right, wrong, args.max_pairs)
-        mine = dict(data_source=source) if talks else about  # then sft.py needs --messages_key
         for reply in kept:
-            answer = dict(messages=prompt + reply, extra_info=info | dict(answer=reply[-1]["content"]))
-            rows["sft"].append(mine | answer)
+            answer = dict(messages=row["prompt"] + reply, extra_info=info | dict(answer=reply[-1]["content"]))
+            rows["sft"].append(about | answer)
+            if talks:
+                rows["sft"][-1].pop("prompt")  # then sft.py needs --messages_key
         rows["pairs"] += [about | dict(chosen=a, rejected=b, extra_info=info) for a, b in made]
         shares += Counter(sft=bool(kept), pairs=bool(made))
     if not rows["sft"]:

@@ -113,6 +113,19 @@ def test_many_rows_are_written_in_groups(tmp_path):
     assert len(load_rows(path, COLUMNS)) == n  # the file that was there
 
 
+def test_some_rows_have_tools_or_pictures(tmp_path):
+    """A row may leave out such a column, first or last in a file, and in a group of rows without any."""
+    tools, images = [dict(name="add", parameters={})], [dict(bytes=None, path="a.png")]
+    plain, rich = good_row(), good_row(tools=tools, images=images)
+    for rows in ([plain, rich], [rich, plain], [plain] * ROW_GROUP + [rich], [rich] + [plain] * ROW_GROUP):
+        write_parquet(rows, tmp_path / "x.parquet")
+        found = [
+            bool(row["tools"] and row["images"])
+            for row in load_rows(tmp_path / "x.parquet", ["tools", "images"])
+        ]
+        assert found == [row is rich for row in rows]
+
+
 def test_replacing_is_all_or_nothing(tmp_path):
     path = tmp_path / "model"
     for content in ("old", "new"):

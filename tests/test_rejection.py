@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from algos import eval as evaluation
 from algos import rm, sft
-from data_prep import rejection
+from data_prep import difficulty, rejection
 from data_prep.arithmetic import make_row
-from data_prep.lib.schema import load_rows
+from data_prep.lib.schema import load_rows, whole_rows
 from data_prep.tiny_model import make_tokenizer
 
 STOP = "stop"
@@ -99,6 +99,40 @@ def test_shortest_first_and_graded_scores(tmp_path):
     assert pairs == [("?", *pair) for pair in (("long", "bb"), ("f", "c"), ("long", "c"), ("f", "bb"))]
     rows, pairs = build(tmp_path, one, two, right=0.5, max_pairs=1)
     assert rows == [("?", "long"), ("?", "bb"), ("?", "f")] and pairs == [("?", "long", "c")]
+
+
+PICTURES = [[dict(bytes=None, path=f"{name}.png")] for name in "ab"]
+TOOLS = [[dict(type="function", function=dict(name=name))] for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "apart"),
+    [
+        (dict(images=PICTURES), True),
+        (dict(tools=[json.dumps(x) for x in TOOLS]), True),
+        (dict(images=[None, PICTURES[0]]), True),
+        (dict(reward_model=[dict(style="rule", ground_truth=x) for x in "ab"]), True),
+        (dict(extra_info=[dict(number=x) for x in (1, 2)]), True),  # what an environment keeps from the model
+        (dict(extra_info=[dict(index=x, split=str(x), pass_rate=x / 2) for x in (1, 2)]), False),
+        (dict(note=[None, None]), False),  # a column that nobody asks for
+    ],
+)
+def test_rows_that_ask_the_same(columns, apart, tmp_path):
+    """A text of two pictures, tools or games is two prompts, whose rows keep pictures and tools."""
+    rows = [
+        row_of(["x", "y"], [dict(score=1.0), dict(score=0.0)], **dict(zip(columns, values)))
+        for values in zip(*columns.values())
+    ]
+    path = write([dict(extra_info=dict(index=0)) | row for row in rows], tmp_path / "scored.parquet")
+    build(tmp_path, path)
+    made = {name: [*whole_rows(tmp_path / f"{name}.parquet", [])] for name in ("sft", "pairs")}
+    for name in {"images", "tools"} & {*columns}:
+        for kept in made.values():
+            assert [row[name] for row in kept] == dict(images=columns.get("images"), tools=TOOLS)[name]
+    difficulty.main(difficulty.Args(files=(path,), local_save_dir=str(tmp_path / "middle")))
+    middle = [*whole_rows(tmp_path / "middle/train.parquet", [])]
+    prompts = len({row["extra_info"]["index"] for row in made["sft"]})
+    assert prompts == len(middle) == 1 + apart
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(1, 40))

@@ -57,6 +57,20 @@ def load_rows(paths, columns):
     return rows
 
 
+def whole_rows(path, columns):
+    """Yield the rows of a file with all their columns, of which only `columns` may not be null.
+
+    Raises as `load_rows`.
+    """
+    file, _ = open_parquet(path, columns)
+    for i, record in enumerate(plain_rows(file.read())):
+        row = check_row(record, f"{path}: row {i}")
+        for column in columns:
+            _get(row, column, f"{path}: row {i}")
+        yield row
+    say_unknown()
+
+
 def open_parquet(path, columns):
     """-> a pq.ParquetFile, and the names of its columns that `columns` are in. Raises as `load_rows`."""
     try:
@@ -108,6 +122,8 @@ def write_parquet(rows, path):
                 batch[i - count] = row | {name: storable(chats[name]) for name in lists}
                 if row.get("tools"):  # as JSON text: a file has one struct for the schemas of all rows
                     batch[i - count]["tools"] = json.dumps(chats["tools"], ensure_ascii=False)
+            given = {name: None for name in OPTIONAL if any(name in row for row in batch)}
+            batch = [given | row for row in batch]
             try:
                 parts.append(f"{folder}/{count}")
                 pq.write_table(pa.Table.from_pylist(batch), parts[-1])
@@ -184,7 +200,7 @@ def _get(row, column, where):
 
 
 def _names(row):
-    """Names of the columns and of the fields in them."""
-    return sorted(row) + sorted(
+    """Names of the columns that no row may lack, and of the fields in columns."""
+    return sorted(row.keys() - set(OPTIONAL)) + sorted(
         f"{key}.{name}" for key in row if isinstance(row[key], dict) for name in row[key]
     )
