@@ -69,7 +69,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from common.families import add_older_names, save_tokenizer
+from common.families import add_older_names, auto_class, save_tokenizer
 from common.files import replacing
 from data_prep.lib.chats import answer
 from data_prep.lib.images import load_tokenizer
@@ -340,7 +340,7 @@ def main(args):
                 f"{args.model} ({config.model_type}) has more than a language model: not supported"
             )
         dtype = torch.bfloat16 if args.scheme == "w4a16" else "auto"  # vLLM's kernels take no float32
-        lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        lm = auto_class(config).from_pretrained(args.model, dtype=dtype)
         tokenizer = load_tokenizer(args.model)
         with replacing(args.output) as new:
             save_tokenizer(tokenizer, args.model, new)

@@ -133,15 +133,13 @@ def no_model(values, flags=MODELS, file="config.json"):
         for name in (value,) if isinstance(value, str) else value:
             if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
                 return f"--{flag} {name}: adapters alone: merge them into their model, or name that model"
-            from huggingface_hub import (  # takes 0.5 s
-                get_hf_file_metadata,
-                hf_hub_url,
-                try_to_load_from_cache,
-            )
+            if "data" not in values and os.path.isdir(f"{name}/checkpoints/latest/hf"):
+                return f"--{flag} {name}: a run; its model is {name}/checkpoints/latest/hf"
+            import huggingface_hub as hub  # takes 0.5 s
 
             try:  # one request: the hub's own downloads try for 20 s
-                here = os.path.isdir(name) or isinstance(try_to_load_from_cache(name, file), str)
-                here or get_hf_file_metadata(hf_hub_url(name, file))
+                here = os.path.isdir(name) or isinstance(hub.try_to_load_from_cache(name, file), str)
+                here or hub.get_hf_file_metadata(hub.hf_hub_url(name, file))
             except Exception as error:  # of its client, or of the network
                 why = next(HUB[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in HUB)
                 error = " ".join(f"{type(error).__name__}: {error}".split())

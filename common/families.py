@@ -92,6 +92,8 @@ def auto_class(config, scores=False):
     dequantised(config)
     if scores:
         return auto_classifier(config)
+    if "SequenceClassification" in str(config.architectures):
+        fail(f"{config.name_or_path} gives scores and no text: take the model that it was trained from")
     return AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
 
 
@@ -101,7 +103,8 @@ def special_layers(config, one_row=False):
     one_row: what keeps its texts from one row. The attention for that knows windows, where the model passes
     them to it, and `states_apart` knows layers with a state.
     """
-    model = auto_class(config)._model_mapping.get(type(config), None)
+    auto = AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
+    model = auto._model_mapping.get(type(config), None)
     text = config.get_text_config()
     names = "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "index_topk"
     special = [name for name in names if getattr(text, name, None)]
@@ -254,6 +257,7 @@ def hf_overrides(config, sees):
     from vllm import ModelRegistry, _custom_ops
 
     flatten_rotary(_custom_ops)
+    auto_class(config)  # stops on a model without text
     text = copy.deepcopy(config).get_text_config()
     if text.model_type.startswith("qwen3_5") and not find_spec("torchvision"):
         need = f"vLLM needs torchvision: install the build for torch {torch.__version__}"

@@ -10,6 +10,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     reward = (extra_info or {}).get("env_reward")
     if reward is None:
         raise ValueError(
-            "the environment gave no reward: it has no method `reward`, or failed at its first step"
+            "the environment gave no reward: it has no method `reward`, failed at its first step, or was not"
+            " asked, because the first turn was cut off"
         )
     return reward

@@ -395,6 +395,15 @@ def test_adapters_are_no_model(flag, tmp_path):
     assert no_model({flag: str(tmp_path)}) is None
 
 
+@pytest.mark.parametrize("flag", MODELS)
+def test_a_run_is_no_model(flag, tmp_path):
+    """Only generate.py, which has --data, takes the directory of a run; the line names the model in it."""
+    (tmp_path / "checkpoints/latest/hf").mkdir(parents=True)
+    line = f"--{flag} {tmp_path}: a run; its model is {tmp_path}/checkpoints/latest/hf"
+    assert no_model({flag: str(tmp_path)}) == line
+    assert no_model({flag: str(tmp_path), "data": "a.parquet"}) is None
+
+
 def test_wandb_offline(tmp_path, monkeypatch):
     import wandb
 

@@ -13,7 +13,8 @@ from conftest import load_weights
 from peft.utils import transformers_weight_conversion
 from transformers import AutoConfig, LlamaConfig
 
-from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from algos import agent, dapo, distill, dpo, generate, grpo, ppo, quantize, rm, sft
+from common.families import hf_overrides
 from tests import families
 
 SAMPLED = grpo, dapo, ppo, agent, distill
@@ -64,6 +65,20 @@ def test_every_script_checks_its_model(script, family, line, tmp_path):
     families.write(family, tmp_path)
     with pytest.raises((SystemExit, ValueError), match=line):
         script.check_model(AutoConfig.from_pretrained(tmp_path), arguments(script, str(tmp_path)))
+
+
+@every_copy(*SAMPLED, sft, dpo, generate, quantize)
+def test_a_reward_model_writes_no_text(script, tmp_path):
+    """Its output layer would be random, or that of the embeddings."""
+    LlamaConfig(architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=f"{tmp_path} gives scores and no text"):
+        if script is generate:
+            hf_overrides(config, sees=False)
+        elif script is quantize:
+            quantize.main(quantize.Args(str(tmp_path), str(tmp_path / "out")))
+        else:
+            script.check_model(config, arguments(script, str(tmp_path)))
 
 
 @every_copy(*SAMPLED, sft, dpo, rm)
