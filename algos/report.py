@@ -477,6 +477,7 @@ def read_rollouts(run, budget):
         for rows in spread(read_dump(path)):
             group = dict(run=run.name, step=int(path.stem[5:]), source=str(rows[0].get("data_source")))
             group |= dict(prompt=cut(rows[0].get("prompt_str", "")), truth=cut(rows[0].get("ground_truth")))
+            group |= dict(index=str(rows[0].get("index")))  # one text may be asked of several pictures
             group["rows"] = [response(row) for row in rows]
             size = len(embed(group).encode("utf-8", "replace"))
             if size > budget or (taken and taken + size > per_step):
