@@ -111,6 +111,7 @@ TOOLS = [[dict(type="function", function=dict(name=name))] for name in "ab"]
         (dict(images=PICTURES), True),
         (dict(tools=[json.dumps(x) for x in TOOLS]), True),
         (dict(images=[None, PICTURES[0]]), True),
+        (dict(tools=[None, json.dumps(TOOLS[0])]), True),
         (dict(reward_model=[dict(style="rule", ground_truth=x) for x in "ab"]), True),
         (dict(extra_info=[dict(number=x) for x in (1, 2)]), True),  # what an environment keeps from the model
         (dict(extra_info=[dict(index=x, split=str(x), pass_rate=x / 2) for x in (1, 2)]), False),
@@ -127,8 +128,8 @@ def test_rows_that_ask_the_same(columns, apart, tmp_path):
     build(tmp_path, path)
     made = {name: [*whole_rows(tmp_path / f"{name}.parquet", [])] for name in ("sft", "pairs")}
     for name in {"images", "tools"} & {*columns}:
-        for kept in made.values():
-            assert [row[name] for row in kept] == dict(images=columns.get("images"), tools=TOOLS)[name]
+        given = [json.loads(x) if isinstance(x, str) else x for x in columns[name]]
+        assert all([row[name] or None for row in kept] == given for kept in made.values())
     difficulty.main(difficulty.Args(files=(path,), local_save_dir=str(tmp_path / "middle")))
     middle = [*whole_rows(tmp_path / "middle/train.parquet", [])]
     prompts = len({row["extra_info"]["index"] for row in made["sft"]})

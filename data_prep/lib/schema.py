@@ -120,8 +120,9 @@ def write_parquet(rows, path):
                     )
                 lists = [name for name in MESSAGES if isinstance(row.get(name), list)]
                 batch[i - count] = row | {name: storable(chats[name]) for name in lists}
-                if row.get("tools"):  # as JSON text: a file has one struct for the schemas of all rows
-                    batch[i - count]["tools"] = json.dumps(chats["tools"], ensure_ascii=False)
+                if "tools" in row:  # as JSON text: a file has one struct for the schemas of all rows
+                    tools = json.dumps(chats["tools"], ensure_ascii=False)
+                    batch[i - count]["tools"] = tools if chats["tools"] else None
             given = {name: None for name in OPTIONAL if any(name in row for row in batch)}
             batch = [given | row for row in batch]
             try:
