@@ -174,8 +174,6 @@ def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
             size = f"{len(ids)} tokens with its prompt"
             raise ValueError(f"{name!r} has {size}, over --max_length {max_length}")
         text = split(ids, trained)
-        if not text:
-            raise ValueError(f"{name!r} has no turn of the assistant")
         if text["prompt_ids"] != row.setdefault("prompt_ids", text["prompt_ids"]):
             raise ValueError("the prompts of 'chosen' and 'rejected' differ after the chat template")
         row[f"{name}_ids"] = text["response_ids"]
@@ -927,9 +925,7 @@ def load_data(args):
 
 
 def split(ids, trained):
-    """A row whose prompt ends where training begins, or None. Nothing predicts ids[0]."""
-    if not any(trained[1:]):
-        return None
+    """A row whose prompt ends where training begins. Nothing predicts ids[0]."""
     first = trained.index(True, 1)
     last = len(trained) - trained[::-1].index(True)
     return dict(prompt_ids=ids[:first], response_ids=ids[first:last], trained=trained[first:last])

@@ -143,6 +143,7 @@ VARIANTS = {  # lines of a copy that the longest has not
     ],
     ("micro_batches", "ppo.py"): CUT,
     ("micro_batches", "distill.py"): CUT,
+    ("split", "dpo.py"): ['"""A row whose prompt ends where training begins. Nothing predicts ids[0]."""'],
     ("store_logps", "dapo.py"): [ROWS],
     ("store_logps", "ppo.py"): [ROWS],
     ("store_logps", "distill.py"): [ROWS],
