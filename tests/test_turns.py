@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from algos import sft
 from data_prep import tiny_model
-from data_prep.lib import templates, thoughts, turns
+from data_prep.lib import marks, templates, thoughts, turns
 from data_prep.lib.images import encode_prompt
 from envs.messages import without_special
 
@@ -138,10 +138,26 @@ def test_marks_of_a_template_count():
     said[1]["train"] = False
     [found] = found_turns(turns.encode_messages(said, tokenizer), tokenizer)
     assert found == ("<|user|>1+2=<|assistant|>3<|eos|><|user|>2+2=<|assistant|>", "4<|eos|>")
-    assert turns.stops(ids, trained, tokenizer) == {tokenizer.eos_token_id}
+    assert marks.stops(ids, trained, tokenizer) == {tokenizer.eos_token_id}
     tokenizer.chat_template = MARKS.replace("~ eos_token", "~ eos_token ~ '\n'")  # a newline is no stop
     [(ids, trained)] = turns.encode_messages(said, tokenizer)
-    assert turns.stops(ids, trained, tokenizer) == {tokenizer.eos_token_id}
+    assert marks.stops(ids, trained, tokenizer) == {tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("history", ("m.content", "m.content.split('</think>')[-1]"))
+def test_marked_turns_whose_thoughts_leave_the_history(history):
+    """As without marks: a turn that is rewritten later has a row of its own, also if its thought is short."""
+    tokenizer, rows = conversation_tokenizer(), []
+    said = [dict(role="user", content="1+2="), dict(role="assistant", content="<think>1</think>3")]
+    said += [dict(role="user", content="2+2="), dict(role="assistant", content="<think>2</think>4")]
+    marked = MARKS.replace("m.content ~", f"(m.content if loop.last else {history}) ~")
+    plain = marked.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    for tokenizer.chat_template in (plain, marked):
+        rows.append(turns.encode_messages(said, tokenizer))
+    assert rows[0] == rows[1] and len(rows[0]) == (1 if history == "m.content" else 2)
+    said[1]["reasoning_content"] = "not shown"
+    with pytest.raises(ValueError, match="leaves out of message 1 its reasoning"):
+        turns.encode_messages(said, tokenizer)
 
 
 @pytest.mark.parametrize(

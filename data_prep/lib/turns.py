@@ -3,11 +3,12 @@
 import json
 import re
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
-from data_prep.lib.templates import render, shown
+from data_prep.lib.marks import marked, runs
+from data_prep.lib.templates import render
 from data_prep.lib.thoughts import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought, thought_apart
 from envs.messages import special_tokens
 
@@ -185,59 +186,20 @@ def tokens(text, cuts, tokenizer):
 def encode_marked(messages, tokenizer, tools, first):
     """As `encode_messages`, by the template's marks; one row if all turns are shown in one text."""
     wanted = trained_turns(messages, first)
-    text = render(messages, tokenizer, tools, prompted=False)
-    if all(not left_out(messages[i], text) for i in wanted):
-        return [marked(messages, tokenizer, tools, wanted)] if wanted else []
-    rows = []
-    for i in wanted:
-        text = render(messages[: i + 1], tokenizer, tools, prompted=False)
-        if what := left_out(messages[i], text):
+    if not wanted:
+        return []
+    texts_of = lambda ids, mask: [tokenizer.decode([ids[j] for j in run]) for run in runs(mask)]
+    row = marked(messages, tokenizer, tools, wanted)
+    texts = texts_of(*row)
+    if len(texts) != len(wanted):  # a turn may be marked in parts
+        texts = ["".join(texts)] * len(wanted)
+    if not any(left_out(messages[i], text) for i, text in zip(wanted, texts)):
+        return [row]
+    rows = [marked(messages[: i + 1], tokenizer, tools, [i]) for i in wanted]
+    for i, row in zip(wanted, rows):
+        if what := left_out(messages[i], "".join(texts_of(*row))):
             raise ValueError(f"the chat template leaves out of message {i} {what}")
-        rows.append(marked(messages[: i + 1], tokenizer, tools, [i]))
     return rows
-
-
-def marked(messages, tokenizer, tools, wanted):
-    """Ids of a conversation, and transformers' mask of them; of some turns only: the runs of these."""
-    how = dict(tools=tools or None, return_dict=True, return_assistant_tokens_mask=True)
-    encoded = tokenizer.apply_chat_template(shown(messages, tokenizer, tools, prompted=False), **how)
-    ids, mask = encoded["input_ids"], [bool(x) for x in encoded["assistant_masks"]]
-    check_marks(ids, mask, tokenizer)
-    spoken = trained_turns([dict(role=m["role"]) for m in messages])
-    if wanted != spoken:
-        runs = [[*run] for on, run in groupby(range(len(mask)), key=mask.__getitem__) if on]
-        if len(runs) != len(spoken):
-            raise ValueError(f"the chat template marks {len(runs)} turns of {len(spoken)}: all or none")
-        kept = {j for i, run in zip(spoken, runs) if i in wanted for j in run}
-        mask = [j in kept for j in range(len(mask))]
-    return ids, mask
-
-
-def check_marks(ids, mask, tokenizer):
-    """ValueError if a template marks no turn, or no end of one: a model would learn to go on."""
-    if True not in mask:
-        raise ValueError("the chat template marks nothing by {% generation %}: put it around the turns")
-    end, special = len(mask) - mask[::-1].index(True), special_ids(tokenizer)
-    if special.isdisjoint(x for x, on in zip(ids[:end][-3:], mask[:end][-3:]) if on):  # "\n" may follow it
-        token = next((x for x in ids[end : end + 2] if x in special), tokenizer.eos_token_id)
-        token = tokenizer.convert_ids_to_tokens(token)
-        raise ValueError(
-            f"the chat template's {{% generation %}} ends before {token}: put what ends a turn in it"
-        )
-
-
-def special_ids(tokenizer):
-    """Ids of the special tokens, EOS among them."""
-    text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
-    return {i for i, x in text.added_tokens_decoder.items() if x.special} | {text.eos_token_id}
-
-
-def stops(ids, trained, tokenizer):
-    """The tokens that end the trained turns of a row: the last special token of each."""
-    special = special_ids(tokenizer)
-    runs = [[*run] for on, run in groupby(range(len(ids)), key=trained.__getitem__) if on]
-    last = [[ids[j] for j in run if ids[j] in special][-1:] for run in runs]
-    return {*sum(last, [])}
 
 
 def says_nothing(reply):
