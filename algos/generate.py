@@ -65,8 +65,8 @@ from common import cpu
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import replacing, weights_digest
 from common.run import HELD, fail, hold, refuse
-from data_prep.lib.chats import asked
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
+from data_prep.lib.replies import asked
 from data_prep.lib.schema import load_rows
 from data_prep.lib.templates import shown_tools, use_template
 from data_prep.lib.thoughts import opens_only

@@ -71,8 +71,8 @@ from transformers.utils import logging
 
 from common.families import add_older_names, auto_class, save_tokenizer
 from common.files import replacing
-from data_prep.lib.chats import answer
 from data_prep.lib.images import load_tokenizer
+from data_prep.lib.replies import answer
 from data_prep.lib.schema import load_rows, open_parquet
 from data_prep.lib.templates import render, shown_tools
 from data_prep.lib.turns import encode_messages, says_nothing

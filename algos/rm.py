@@ -106,8 +106,8 @@ from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import IDS, prepare, too_long
-from data_prep.lib.chats import asked, replied
 from data_prep.lib.images import load_processor
+from data_prep.lib.replies import asked, replied
 from data_prep.lib.schema import open_parquet
 from data_prep.lib.templates import render, shown_tools, use_template
 from data_prep.lib.turns import check_scored

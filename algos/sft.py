@@ -115,9 +115,9 @@ from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare, too_long
-from data_prep.lib.chats import answer, asked
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
 from data_prep.lib.marks import stops
+from data_prep.lib.replies import answer, asked
 from data_prep.lib.templates import shown_tools, use_template
 from data_prep.lib.thoughts import answer_after
 from data_prep.lib.turns import encode_messages, says_nothing

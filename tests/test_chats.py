@@ -18,7 +18,7 @@ from test_sft import CONVERSATION, conversation_tokenizer
 
 from algos import dpo, generate, quantize, rm, sft
 from data_prep import preference, sft_chat
-from data_prep.lib import chats, source
+from data_prep.lib import replies, source
 from data_prep.lib.cache import load_prompts, prepare
 from data_prep.lib.chats import conversation, plain_rows
 from data_prep.lib.schema import ROW_GROUP, load_rows, write_parquet
@@ -208,7 +208,7 @@ def test_every_script_reads_the_calls_that_were_written(writer, tmp_path, monkey
     args = quantize.Args("", "")
     assert [said(ids[0]) for ids, _ in quantize.read_texts(file, tokenizer, args)] == expected
     # prompts of the trainers with a sampler, and of generate.py; these end with a call
-    for module in (chats, generate):
+    for module in (replies, generate):
         monkeypatch.setattr(module, "asked", lambda prompt: prompt)
     prompts, count = tmp_path / "prompts.parquet", len(talks)
     columns = dict(data_source=["x"] * count, reward_model=[dict(style="model", ground_truth="")] * count)

@@ -30,7 +30,7 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
 from common.run import fail
-from data_prep.lib import chats, images, marks, schema, templates, thoughts, turns
+from data_prep.lib import chats, images, marks, replies, schema, templates, thoughts, turns
 
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size
 QUIET_ROWS = 5000  # fewer are tokenised before a progress bar is of use
@@ -80,7 +80,7 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
     def encode(rows, numbers):
         try:
             for row in rows:
-                chats.asked(row["prompt"])
+                replies.asked(row["prompt"])
             shown = [templates.shown_tools(row["tools"], tools, tokenizer) for row in rows]
             if sees:
                 values = [images.encode_prompt(row, tokenizer, x) for row, x in zip(rows, shown)]
@@ -162,7 +162,7 @@ def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
 def key_of(paths, tokenizer, about, code):
     """Hash of the files, the tokenizer and its chat template, other arguments, and code."""
     about = *about, transformers.__version__, tokenizers.__version__, pa.__version__
-    code = sys.modules[__name__], chats, schema, templates, thoughts, turns, marks, images, *code
+    code = sys.modules[__name__], chats, replies, schema, templates, thoughts, turns, marks, images, *code
     about += tuple(map(inspect.getsource, code))
     if "strftime_now" in str(tokenizer.chat_template):
         about += (date.today(),)  # which the template writes into the prompt
