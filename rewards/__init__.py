@@ -100,18 +100,9 @@ def answers(ground_truth):
     truths = truth if isinstance(truth, list) else [truth]
     if not truths or not all(isinstance(x, str | int | float) for x in truths):
         raise ValueError(f"the ground truth must be an answer or a list of answers, not {ground_truth!r:.60}")
-    return [*map(_answer, map(str, truths))]
+    from rewards.mathematics.latex import answer_of
 
-
-def _answer(truth):
-    """The answer of a ground truth, which may be a whole solution, as GSM8K and MATH publish it."""
-    from rewards.mathematics.latex import last_boxed
-
-    _, mark, answer = f"\n{truth}".rpartition("\n####")
-    if mark:
-        return answer.strip()
-    around = truth.partition("\\boxed")[0]
-    return last_boxed(truth) or truth if " " in around.strip() else truth
+    return [*map(answer_of, map(str, truths))]
 
 
 def load_file(path, name):

@@ -149,6 +149,15 @@ def last_boxed(text):
     return best and text[slice(*best)]
 
 
+def answer_of(truth):
+    """The answer of a ground truth, which may be a whole solution, as GSM8K and MATH publish it."""
+    _, mark, answer = f"\n{truth}".rpartition("\n####")
+    if mark:
+        return answer.strip()
+    around = truth.partition("\\boxed")[0]
+    return last_boxed(truth) or truth if " " in around.strip() else truth
+
+
 def normalize(answer):
     r"""(value, unit) of an answer: (r"\frac{1}{2}", "cm") of r"$\dfrac12\text{ centimeters}$"."""
     return _normalize(answer) if len(answer) <= MAX_CHARS else _normalize.__wrapped__(answer)
