@@ -138,10 +138,12 @@ from transformers.utils import logging
 from common import cpu, families
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, move, prepare_layers, send
+from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
+from data_prep.lib.packing import balance, join, one_row, packed_attention, pad, padded, split_micro_batches
 from data_prep.lib.templates import use_template
 from rewards import check_sources
 from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
@@ -400,8 +402,8 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # The system
 # --------------------------------------------------------------------------------------------------
-# Above: the algorithm, change it freely. Below: regions that other scripts have too, each with the lines
-# that it needs. After a change there, `make fix-copies FROM=algos/grpo.py` carries it to the others.
+# Above: the algorithm, change it freely. Below: regions that other scripts share;
+# `make fix-copies FROM=algos/grpo.py` carries a change there to them.
 
 # region losses
 PAPER = {  # defaults by --policy_loss of flags that are None; each script has those of `clip`
@@ -473,80 +475,6 @@ POLICY_LOSSES = dict(clip=clip_loss, gspo=gspo_loss, cispo=cispo_loss, sapo=sapo
 
 # endregion
 # region log-probs
-LOGIT_CHUNK = 1024  # response positions whose logits exist at the same time
-
-
-class LogProbs(torch.autograd.Function):
-    """hidden [L, H], weight [V, H], target [L] -> log-prob of the targets, entropy [L], in float32.
-
-    Logits exist for one chunk at a time, in two buffers; the backward pass computes them again.
-    """
-
-    @staticmethod
-    def logits(hidden, weight, policy, args, out):
-        """Write the logits of a chunk to `out` [chunk, V]: float32, also where the model is bfloat16."""
-        if weight.is_cuda and weight.dtype is not torch.float32:
-            torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(hidden.float(), weight.float().t(), out=out)
-        if policy.softcap:  # gemma-2 and gemma-4
-            out.div_(policy.softcap).tanh_().mul_(policy.softcap)
-        if families.takes_images(args):
-            out[:, image_token_ids(policy.lm.config)] = -1e4  # finite: 0 * -inf is NaN
-        # CAREFUL: without the temperature the ratio would compare two different distributions
-        scale = policy.scale
-        scale = scale / args.temperature
-        return out if scale == 1 else out.mul_(scale)
-
-    @staticmethod
-    def forward(ctx, hidden, weight, target, policy, args):
-        ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
-        logp = torch.zeros(len(target), device=target.device)
-        entropy = torch.zeros_like(logp)
-        buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
-        for chunk in ctx.chunks:
-            p_lv, logp_lv = buffers[:, : len(target[chunk])]
-            logits_lv = LogProbs.logits(hidden[chunk], weight, policy, args, p_lv)
-            torch.log_softmax(logits_lv, -1, out=logp_lv)
-            logp[chunk] = logp_lv.gather(-1, target[chunk, None])[:, 0]
-            entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
-        ctx.save_for_backward(hidden, weight, target, buffers)
-        ctx.entropy = entropy.clone()  # itself, as an output, it would hold the graph
-        ctx.policy, ctx.args = policy, args
-        ctx.set_materialize_grads(False)
-        return logp, entropy
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_logp, d_entropy):
-        """p the softmax: d log p(target) = onehot(target) - p, d entropy = -p (log p + entropy)."""
-        hidden, weight, target, buffers = ctx.saved_tensors
-        scale = ctx.policy.scale
-        scale = scale / ctx.args.temperature
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for number, chunk in enumerate(reversed(ctx.chunks)):
-            p_lv, logp_lv = buffers[:, : len(target[chunk])]
-            if number:  # the buffers still hold the last chunk
-                logits_lv = LogProbs.logits(hidden[chunk], weight, ctx.policy, ctx.args, p_lv)
-                torch.log_softmax(logits_lv, -1, out=logp_lv)
-            torch.exp(logp_lv, out=p_lv)
-            d_target = d_logp[chunk, None] * scale
-            d_lv = -d_target
-            if d_entropy is not None:  # only with --entropy_coeff
-                d_lv = logp_lv.add_(ctx.entropy[chunk, None]).mul_(-scale * d_entropy[chunk, None])
-                d_lv = d_lv.sub_(d_target)
-            d_lv = torch.mul(p_lv, d_lv, out=logp_lv).scatter_add_(-1, target[chunk, None], d_target)
-            if ctx.policy.softcap:  # d tanh = 1 - tanh^2
-                logits_lv = LogProbs.logits(hidden[chunk], weight, ctx.policy, ctx.args, p_lv)
-                d_lv = d_lv.addcmul_(d_lv, logits_lv.div_(scale * ctx.policy.softcap).square_(), value=-1)
-            d_lv = d_lv.to(weight.dtype)
-            torch.mm(d_lv, weight, out=d_hidden[chunk])
-            if d_weight is not None:
-                d_weight.addmm_(d_lv.t(), hidden[chunk])
-        return d_hidden, d_weight, None, None, None
-
-
 class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
 
@@ -572,13 +500,17 @@ class TokenLogps(nn.Module):
         return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
 
     def forward(self, where, target, args, **inputs):
-        """where [L]: flat positions that predict target [L] -> columns of `LogProbs` [L], float32."""
+        """where [L]: flat positions that predict target [L] -> columns of `log_probs`."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        return LogProbs.apply(hidden.to(weight.dtype), weight, target, self, args)  # float32 in Mamba
+        # CAREFUL: without the temperature the ratio would compare two different distributions
+        options = dict(scale=self.scale / args.temperature, softcap=self.softcap)
+        if families.takes_images(args):
+            options["never"] = image_token_ids(self.lm.config)
+        return log_probs(hidden.to(weight.dtype), weight, target, **options)  # float32 in Mamba
 
 
 def token_logps(policy, rows, args):
-    """Columns [N, T] of the response tokens of rows, 0 after the end of a response; T is the longest.
+    """Columns [N, T] of the response tokens of rows, 0 after a response's end.
 
     logp_nt: log-probs of the tokens.
     entropy_nt: entropy of the distributions that predict them.
@@ -595,109 +527,6 @@ def token_logps(policy, rows, args):
     columns = policy(send(where), send(join(responses)), args, **inputs)
     lengths = [len(response) for response in responses]
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
-
-
-# endregion
-# region layouts
-def join(parts):
-    """Token ids of several lists or arrays as one tensor."""
-    return torch.cat([torch.as_tensor(part) for part in parts]).long()
-
-
-def pad(rows):
-    """Rows of numbers as a tensor [rows, longest], with zeros after the shorter ones."""
-    return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
-
-
-def padded(prompts, responses):
-    """Model inputs with a text a row, padded on the right, and the positions that predict responses.
-
-    Causal attention never looks at padding on the right. Positions are flat: row * width + column.
-    """
-    input_ids = pad([join(text) for text in zip(prompts, responses)])
-    where = []
-    # labels are shifted against logits in layouts and nowhere else: position p - 1 predicts token p
-    for row, (prompt, response) in enumerate(zip(prompts, responses)):
-        first = row * input_ids.shape[1] + len(prompt) - 1
-        where.append(torch.arange(first, first + len(response)))
-    return dict(input_ids=input_ids), torch.cat(where)
-
-
-def one_row(prompts, responses):
-    """As `padded`, but all in one row without padding; neighbours with the same prompt share it.
-
-    A segment of the row is a whole text, a shared prompt, or one response to it. Segments of one shape
-    are neighbours. Prompt a b, responses c d, e: segments a b, e, c d at positions 0 1, 2, 2 3; e sees a b e.
-    """
-    segments = []  # token ids, how many tokens of another segment they see first, which segment
-    texts = []  # for each response: its segment, and the length of its prompt
-    for prompt, same in groupby(zip(prompts, responses), key=lambda text: list(text[0])):
-        answers = [response for _, response in same]
-        root = len(segments)
-        if len(answers) == 1:
-            segments.append((join([prompt, answers[0]]), 0, root))
-        else:
-            segments.append((prompt, 0, root))
-            segments += [(answer, len(prompt), root) for answer in answers]
-        texts += [(i, len(prompt)) for i in range(len(segments) - len(answers), len(segments))]
-    order = sorted(range(len(segments)), key=lambda i: (segments[i][1], len(segments[i][0])))
-    ids = [segments[i][0] for i in order]
-    spans = dict(zip(order, torch.arange(sum(map(len, ids))).split([len(x) for x in ids])))
-    kv_index, shapes = {}, []
-    for i in order:
-        part, before, root = segments[i]
-        kv_index[i] = torch.cat([spans[root][:before], spans[i]])
-        shapes.append((len(part), before + len(part)))
-    inputs = dict(
-        input_ids=join(ids)[None],
-        position_ids=torch.cat([torch.arange(s - t, s) for t, s in shapes])[None],
-        kv_index=torch.cat([*kv_index.values()]),
-        shapes=np.array(shapes),  # CAREFUL: FSDP would walk through a list in every layer
-        longest=tuple(map(max, zip(*shapes))),
-        cu_seqlens=torch.tensor([(0, 0), *shapes]).cumsum(0).int().t().contiguous(),
-    )
-    return inputs, torch.cat([kv_index[i][length - 1 : -1] for i, length in texts])
-
-
-def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes, longest, cu_seqlens, **more):
-    """Attention as transformers calls it, for `one_row`: query [1, H, T, D] -> [1, T, H, D].
-
-    kv_index: positions that each segment sees, one segment after the other. shapes: (queries, keys) of
-    each segment; its last query sees its last key. cu_seqlens, longest: their sums and maxima.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    window = more.get("sliding_window")
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    if len(kv_index) > len(key):  # shared prompts; indexing is slow in backward
-        key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
-    if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
-        options = dict(scale=scaling, window_size=((window or 0) - 1, 0), enable_gqa=True)
-        out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)
-    else:
-        out = segment_attention(query, key, value, shapes, scaling, window)
-    return out[None], None
-
-
-def segment_attention(query, key, value, shapes, scaling, window=None):
-    """Causal SDPA in each segment, to the last `window` keys: [T, H, D], twice [S, KV, D] -> [T, H, D]."""
-    dtype = query.dtype
-    if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
-        query, key, value = query.float(), key.float(), value.float()
-    runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]
-    keys = [n * s for n, _, s in runs]
-    parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))
-    outputs = []
-    for (n, t, s), part in zip(runs, parts):
-        part = [x.unflatten(0, (n, -1)).transpose(1, 2) for x in part]  # [n, H, t or s, D]
-        options = dict(scale=scaling, enable_gqa=True, is_causal=t == s and not window)
-        if not options["is_causal"]:
-            at = torch.arange(s, device=query.device)
-            behind = at[s - t :, None] - at
-            options["attn_mask"] = (behind >= 0) & (behind < (window or s))
-        out = nn.functional.scaled_dot_product_attention(*part, **options)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).to(dtype)
 
 
 # endregion
@@ -735,39 +564,13 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return total.tolist()
 
 
-def balance(lengths, ranks):
-    """Deal rows to ranks, about the same number of tokens to each -> lists of row numbers.
-
-    Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
-    """
-    parts = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        lightest = load.index(min(load))
-        parts[lightest].append(i)
-        load[lightest] += lengths[i]
-    return parts
-
-
-def split_micro_batches(lengths, budget, one_row):
-    """Split rows, longest first, into micro-batches of at most `budget` tokens, padding included.
-
-    A row goes into the first that has room. Every rank gets the same number of micro-batches, the
-    largest that any needs; some may be empty.
-    """
-    batches = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for batch in batches:
-            rows = [*batch, i]
-            cost = sum(lengths[j] for j in rows) if one_row else lengths[rows[0]] * len(rows)
-            if cost <= budget:
-                batch.append(i)
-                break
-        else:
-            batches.append([i])
+def on_every_rank(model, batches):
+    """This rank's micro-batches, and empty ones after them: every rank has as many."""
     # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
-    [largest] = all_reduce([len(batches)], dist.ReduceOp.MAX)
-    return batches + [[]] * (max(int(largest), 1) - len(batches))
+    [largest] = all_reduce([max(len(batches), 1)], dist.ReduceOp.MAX)
+    for number in range(int(largest)):
+        model.set_requires_all_reduce(number == largest - 1)  # over the replicas of HSDP
+        yield batches[number] if number < len(batches) else []
 
 
 # endregion
@@ -1131,8 +934,7 @@ def micro_batches(policy, sequences, args):
     for sequences, learns in kinds:
         lengths = [token_count(sequence) for sequence in sequences]
         batches = split_micro_batches(lengths, args.max_tokens_per_microbatch, policy.packed)
-        for number, batch in enumerate(batches, 1):
-            policy.set_requires_all_reduce(number == len(batches))  # over the replicas of HSDP
+        for batch in on_every_rank(policy, batches):
             yield [row for i in batch for row in sequences[i]], learns
 
 

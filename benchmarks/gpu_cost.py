@@ -37,20 +37,29 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import gpu_check, gpu_memory
 from common import families
 from common.arguments import command_line
+from data_prep.lib.packing import one_row
 
 TINY = (64, 128, 2, 2, 1, 512)  # as gpu_memory.SIZES: width, MLP, layers, heads, KV heads, vocabulary
 GIB = 2**30
 aten = torch.ops.aten
 
 
-def as_on_gpu():
-    """algos/grpo.py, a copy in which every tensor says that it is on a GPU."""
-    file = ROOT / "algos/grpo.py"
-    module = types.ModuleType("grpo_as_on_gpu")
+def as_on_gpu(path):
+    """A copy of a file's module in which every tensor says that it is on a GPU."""
+    file = ROOT / path
+    module = types.ModuleType(f"{file.stem}_as_on_gpu")
     sys.modules[module.__name__] = module  # dataclasses look there
     module.__file__ = str(file)
     source = re.sub(r"\.is_cuda\b", " is not None", file.read_text())
     exec(compile(source, file, "exec"), module.__dict__)
+    return module
+
+
+def trainer():
+    """algos/grpo.py as on a GPU, with the attention and the log-probs that it imports."""
+    module = as_on_gpu("algos/grpo.py")
+    module.packed_attention = as_on_gpu("data_prep/lib/packing.py").packed_attention
+    module.log_probs = as_on_gpu("common/log_probs.py").log_probs
     module.send = marking(module)
     return module
 
@@ -70,7 +79,7 @@ def marking(module):
     return call
 
 
-grpo = as_on_gpu()
+grpo = trainer()
 RECOMPUTE = get_args(grpo.Args.__annotations__["gradient_checkpointing"])
 
 
@@ -176,7 +185,7 @@ def micro_batches(rows, longest, ranks, budget=8192):
             [(sequences, _)], _, _ = grpo.deal(rows, True, args)
         batches.append([part for part, _ in grpo.micro_batches(dealer, sequences, args)])
     texts = [[(row["prompt_ids"], row["response_ids"]) for row in part] for part in sum(batches, [])]
-    tokens = sum(grpo.one_row(*zip(*part))[0]["input_ids"].numel() for part in texts if part)
+    tokens = sum(one_row(*zip(*part))[0]["input_ids"].numel() for part in texts if part)
     fewest = sum({row["group"]: row["prompt_length"] for row in rows}.values())
     fewest += sum(row["length"] for row in rows)
     number = max(map(len, batches))

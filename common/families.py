@@ -17,8 +17,6 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
@@ -101,7 +99,7 @@ def special_layers(config, one_row=False):
     """What a model has besides attention to all earlier tokens.
 
     one_row: what keeps its texts from one row. The attention for that knows windows, where the model passes
-    them to it, and `states_apart` knows layers with a state.
+    them to it, and `states_apart` of packing.py knows layers with a state.
     """
     auto = AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
     model = auto._model_mapping.get(type(config), None)
@@ -136,50 +134,6 @@ def recurrent(config):
     kinds = getattr(text, "layer_types", None) or []
     stateful = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
     return getattr(model, "_is_stateful", False) or not stateful.isdisjoint(kinds)
-
-
-def states_apart(layer):
-    """Let what has a state in a layer run on each text of a row apart -> whether the layer has a state."""
-    mixers = [m for m in layer.modules() if any(isinstance(x, nn.Conv1d) for x in m.children())]
-    whole = layer.forward
-
-    def forward(*inputs, **named):
-        for mixer in mixers:
-            mixer.texts = [named.get(name) for name in ("shapes", "kv_index", "cu_seqlens")]
-        return whole(*inputs, **named)
-
-    for mixer in mixers:
-        mixer.forward = partial(each_text, mixer, mixer.forward)
-        layer.forward = forward
-    return bool(mixers)
-
-
-def each_text(mixer, run, hidden_states, *inputs, **named):
-    """Hidden states [1, T, H] of a row as `one_row` lays it out -> those after a layer with a state.
-
-    A call has whole texts padded on the right, none twice as long as another, and at most twice the tokens of
-    the row. Where all have more, as each brings the prompt that it shares, the backward pass repeats them.
-    """
-    shapes, kv_index, cu_seqlens = mixer.texts
-    if shapes is None:
-        return run(hidden_states, *inputs, **named)
-
-    def call(row, index, shapes):
-        out = run(row.index_select(0, index.flatten()).unflatten(0, index.shape))
-        return torch.cat([x[s - t : s] for x, (t, s) in zip(out, shapes.tolist())])
-
-    parts, first, most = [], 0, 2 * hidden_states.shape[1]
-    if len(kv_index) > most:
-        call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
-    for last in range(1, len(shapes) + 1):
-        lengths = shapes[first : last + 1, 1]  # the next one's too
-        if last < len(shapes) and lengths.max() <= min(2 * lengths.min(), most / len(lengths)):
-            continue
-        columns = torch.arange(shapes[first:last, 1].max(), device=kv_index.device)
-        index = kv_index[(cu_seqlens[1, first:last, None] + columns).clamp(max=len(kv_index) - 1)]
-        parts.append(call(hidden_states[0], index, shapes[first:last]))
-        first = last
-    return torch.cat(parts)[None]
 
 
 def to_files(lm):

@@ -5,6 +5,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import families
+from data_prep.lib.packing import states_apart
 
 OPS = torch.ops.aten
 KEPT = [  # with --gradient_checkpointing selective: 6.1 FLOPs a weight and token in place of 7.4
@@ -39,7 +40,7 @@ def prepare_layers(lm, args, **compiler):
     for layer in lm.modules():
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
-        state = stateful and families.states_apart(layer)
+        state = stateful and states_apart(layer)
         run = layer.forward
         if args.gradient_checkpointing != "none":
             run = checkpointed(run, options)

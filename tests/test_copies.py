@@ -16,7 +16,7 @@ from copies import check, copies, fix_copies, strange, stripped, units
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
 DOCS = ALGOS.parent / "docs"
 PAGES = {"eval": "guides/evaluate.md", "quantize": "guides/export-quantize.md"}  # not in docs/algorithms/
-SYSTEM = ["layouts", "ranks", "model"]
+SYSTEM = ["ranks", "model"]
 SAMPLING = ["data", "sampler", "rows", "sampler against trainer"]
 MANIFEST = {
     "sft.py": ["log-probs", *SYSTEM, "sequence parallel"],
@@ -65,22 +65,14 @@ CUT = [
     '"""Cut sequences into micro-batches -> the rows of each."""',
     "yield [row for i in batch for row in sequences[i]]",
 ]
-GRADIENT = '"""p the softmax: d log p(target) = onehot(target) - p."""'
-WITHOUT_ENTROPY = [
-    '"""hidden [L, H], weight [V, H], target [L] -> log-prob of the targets [L], in float32.',
-    "return (logp,)",
-    "def backward(ctx, d_logp):",
-    GRADIENT,
-]
+WITHOUT_SAMPLER = ["options = dict(scale=self.scale, softcap=self.softcap, entropy=False)"]
 SKIPS = [  # encoders that the sampler has not, of a model that is trained on text alone
     "def whole_weights(lm, dtype, skipped=()):",
     'if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:',
 ]
 VARIANTS = {  # lines of a copy that the longest has not
-    ("LogProbs", "sft.py"): WITHOUT_ENTROPY,
-    ("LogProbs", "dpo.py"): WITHOUT_ENTROPY,
-    ("LogProbs", "dapo.py"): [GRADIENT],
-    ("LogProbs", "distill.py"): [GRADIENT],
+    ("TokenLogps", "sft.py"): WITHOUT_SAMPLER,
+    ("TokenLogps", "dpo.py"): WITHOUT_SAMPLER,
     ("load_model", "rm.py"): [
         "auto = families.auto_class(config, scores=True)",
         "full = None if dist.get_rank() else families.from_files(auto, args.model, num_labels=1)",

@@ -104,7 +104,7 @@ def test_sampled_is_full_in_expectation():
 
 def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
     """The largest memory that forward and backward take does not grow with the number of chunks."""
-    monkeypatch.setattr(distill, "LOGIT_CHUNK", 256)  # a quarter of it is taken
+    monkeypatch.setattr(distill, "KL_CHUNK", 64)
 
     def peak(positions):
         hidden, weight = torch.randn(positions, 8, requires_grad=True), torch.randn(999, 8)

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.attention import varlen
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 import common.families
-from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+import common.log_probs
+from algos import agent, dapo, distill, dpo, grpo, ppo, sft
 from tests import families
 from tests.conftest import ROOT
 
@@ -52,18 +52,6 @@ class LookUp(nn.Module):
         self.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=self.embed(input_ids))
         self.get_output_embeddings = lambda: self.head
         self.config = PreTrainedConfig()
-
-
-@every_copy(*WITH_LOGPS)
-def test_logits_are_float32(script):
-    """Also those of a bfloat16 model, in trainer and sampler: nothing is rounded after the output layer."""
-    hidden, weight = torch.randn(5, 64).bfloat16(), torch.randn(9, 64).bfloat16()
-    policy = SimpleNamespace(softcap=None, scale=1.0)
-    args = SimpleNamespace(**vars(ARGS) | dict(temperature=1.0))
-    out = script.LogProbs.logits(hidden, weight, policy, args, torch.empty(5, 9))
-    assert torch.equal(out, hidden.float() @ weight.float().t())
-    config = families.build("qwen3").config
-    assert common.families.hf_overrides(config, sees=False)(config).head_dtype == "float32"
 
 
 @pytest.mark.parametrize("packed", (False, True))
@@ -110,14 +98,13 @@ def of_head(script, hidden, weight, target, temperature=1.0, **config):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
-@pytest.mark.parametrize("chunk", (1, 2, 3, 100))
 @pytest.mark.parametrize("softcap", (None, 0.5))
 @pytest.mark.parametrize("scale", (1, 4))
 @every_copy(*WITH_LOGPS)
-def test_chunks_of_logits_change_nothing(monkeypatch, chunk, temperature, dtype, softcap, scale, script):
-    """Log-probs, entropies and all gradients are those of plain autograd, whatever the chunk."""
+def test_log_probs_are_those_of_the_models_logits(monkeypatch, temperature, dtype, softcap, scale, script):
+    """With temperature, soft cap and scale; entropies and all gradients too, by plain autograd."""
     torch.manual_seed(0)
-    monkeypatch.setattr(script, "LOGIT_CHUNK", chunk)
+    monkeypatch.setattr(common.log_probs, "CHUNK", 2)
     temperature = temperature if script in SAMPLED else 1.0
     inputs = [torch.randn(n, 4, dtype=dtype, requires_grad=True) for n in (5, 7)]
     target, a, b = torch.tensor([0, 6, 2, 2, 5]), torch.randn(5), torch.randn(5)
@@ -170,101 +157,6 @@ def test_an_entropy_that_is_only_reported_has_no_backward_pass():
         args = dataclasses.replace(args, entropy_coeff=coeff)
         loss_nt, *_ = grpo.actor_loss(args, torch.zeros(1, 2), entropy_nt, batch)
         assert loss_nt.requires_grad == (coeff > 0)
-
-
-@every_copy(*WITH_LOGPS)
-def test_logits_take_two_buffers_of_a_chunk(script, monkeypatch):
-    """No pass, forward or backward, makes a tensor as large as a chunk of logits except those two."""
-    monkeypatch.setattr(script, "LOGIT_CHUNK", 64)
-    hidden, weight = torch.randn(640, 8, requires_grad=True), torch.randn(999, 8)
-    with torch.profiler.profile(profile_memory=True) as profile:
-        of_head(script, hidden, weight, torch.zeros(640, dtype=torch.long))[0].sum().backward()
-    made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert sum(n for n in made if n >= 64 * 999 * 4) == 2 * 64 * 999 * 4
-
-
-@every_copy(*WITH_LOGPS, rm)
-def test_a_tree_by_hand(script):
-    """Two responses to prompt 7 8, then one to 9, which is a segment with its prompt."""
-    inputs, where = script.one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
-    assert inputs["input_ids"].tolist() == [[7, 8, 9, 4, 3, 1, 2]]
-    assert inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 2, 3]]
-    assert inputs["shapes"].tolist() == [[2, 2], [2, 2], [1, 3], [2, 4]]
-    assert inputs["longest"] == (2, 4)
-    assert inputs["cu_seqlens"].tolist() == [[0, 2, 4, 5, 7], [0, 2, 4, 7, 11]]
-    kv_index = inputs["kv_index"].split([s for _, s in inputs["shapes"]])
-    assert [x.tolist() for x in kv_index] == [[0, 1], [2, 3], [0, 1, 4], [0, 1, 5, 6]]
-    assert where.tolist() == [1, 5, 1, 2]  # predict 1, 2, 3 and 4
-
-
-def flash(query, key, value, cu_seq_q, cu_seq_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-    """In place of varlen_attn, for GPUs: segments by their borders, the last query sees the last key."""
-    sizes_q, sizes_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
-    assert window_size == (-1, 0) and enable_gqa and cu_seq_q.dtype == torch.int32
-    assert [longest_q, longest_k] == [max(sizes_q), max(sizes_k)]
-    out = []
-    for q, k, v in zip(query.split(sizes_q), key.split(sizes_k), value.split(sizes_k), strict=True):
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        bias = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]).bool()
-        options = dict(attn_mask=bias, scale=scale, enable_gqa=True)
-        out.append(nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], **options)[0])
-    return torch.cat([x.transpose(0, 1) for x in out])
-
-
-class Gpu(torch.Tensor):
-    """Says that it is one of bfloat16 on a GPU."""
-
-    is_cuda, dtype = True, torch.bfloat16
-
-
-@every_copy(*WITH_LOGPS, rm)
-@pytest.mark.parametrize("on_a_gpu", (False, True))
-def test_a_token_sees_its_own_text(script, on_a_gpu, monkeypatch):
-    """The row of test_a_tree_by_hand, by plain softmax; two heads of queries have one of keys."""
-    monkeypatch.setattr(varlen, "varlen_attn", flash)
-    torch.manual_seed(0)
-    inputs, _ = script.one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
-    layout = {name: inputs[name] for name in ("kv_index", "shapes", "longest", "cu_seqlens")}
-    query, key, value = (torch.randn(1, heads, 7, 4) for heads in (2, 1, 1))
-    asked = query.as_subclass(Gpu) if on_a_gpu else query
-    out, _ = script.packed_attention(None, asked, key, value, None, scaling=0.7, **layout)
-    seen = [[0], [0, 1], [2], [2, 3], [0, 1, 4], [0, 1, 5], [0, 1, 5, 6]]
-    for t, s in enumerate(seen):
-        weights = (0.7 * query[0, :, t] @ key[0, 0, s].t()).softmax(-1)
-        torch.testing.assert_close(out[0, t].as_subclass(torch.Tensor), weights @ value[0, 0, s])
-
-
-PACKED = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
-PACKED += ["mistral3", "qwen3_vl"]  # without images
-
-
-@pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - {"phi"}))  # which is refused
-def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
-    """With the log-probs and gradients of rows of their own, by SDPA and as on a GPU."""
-    monkeypatch.setattr(varlen, "varlen_attn", flash)
-
-    def on_a_gpu(module, query, *others, **segments):
-        out, _ = grpo.packed_attention(module, query.as_subclass(Gpu), *others, **segments)
-        return out.as_subclass(torch.Tensor), None
-
-    lm = families.build(family)
-    assert (not common.families.special_layers(lm.config)) == (family in PACKED)
-    if family not in PACKED:
-        return
-    prompts = [[7, 8, 30]] * 4 + [[9], [40, 41]] + [[9]] * 3
-    responses = [[1, 2], [3], [60, 4], [5, 6, 7, 8], [11, 12], [13], [14, 15], [16, 17], [18]]
-    rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
-    found = []
-    for kernel in (None, grpo.packed_attention, on_a_gpu):
-        AttentionInterface.register("test_packed", kernel)
-        lm.set_attn_implementation("test_packed" if kernel else "sdpa")
-        lm.zero_grad()
-        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, ARGS)
-        (logp_nt.cos() * torch.arange(9)[:, None] + entropy_nt).sum().backward()
-        found.append([logp_nt.detach(), entropy_nt.detach(), *(p.grad for p in lm.parameters())])
-    for plain, *others in zip(*found, strict=True):
-        for other in others:
-            torch.testing.assert_close(plain, other, rtol=1e-4, atol=1e-3)
 
 
 def test_group_advantages():
@@ -619,30 +511,16 @@ def test_learning_rate():
     assert grpo.learning_rate(args, 1, 6) == 1
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 5))
-def test_balance(lengths, ranks):
-    parts = grpo.balance(lengths, ranks)
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
-
-
-@pytest.mark.parametrize("packed", (False, True))
 @every_copy(*WITH_LOGPS, rm)
-def test_split_micro_batches(packed, script, monkeypatch):
-    monkeypatch.setattr(
-        script, "all_reduce", lambda values, op: [values[0] + 1]
-    )  # another rank needs one more
-    lengths = [3, 9, 1, 4, 4, 2]
-    *batches, empty = script.split_micro_batches(lengths, 10, packed)
-    assert empty == [] and sorted(i for b in batches for i in b) == list(range(6))
-    for b in batches:
-        cost = sum(lengths[i] for i in b) if packed else max(lengths[i] for i in b) * len(b)
-        assert cost <= 10
-    # first fit: 9 1, 4 4 2, 3; padded 9, 4 4, 3 2 1
-    assert [[lengths[i] for i in b] for b in batches] == (
-        [[9, 1], [4, 4, 2], [3]] if packed else [[9], [4, 4], [3, 2, 1]]
-    )
+def test_every_rank_runs_as_many_micro_batches(script, monkeypatch):
+    """Another rank has three: the third is empty here, and the last one reduces over HSDP's replicas."""
+    monkeypatch.setattr(script, "all_reduce", lambda values, op: [max(3.0, *values)])
+    asked = []
+    model = SimpleNamespace(set_requires_all_reduce=asked.append)
+    assert list(script.on_every_rank(model, [[0, 3], [1, 2]])) == [[0, 3], [1, 2], []]
+    assert asked == [False, False, True]
+    monkeypatch.setattr(script, "all_reduce", lambda values, op: values)
+    assert list(script.on_every_rank(model, [])) == [[]]  # no rank has any: the step still runs
 
 
 @every_copy(*SAMPLED)
@@ -865,17 +743,6 @@ def test_a_failed_reward_beats_no_wrong_answer_of_its_group(monkeypatch):
     rows = [dict(group=0, sample=i) for i in range(3)]
     rows = grpo.score_rows(rows, SimpleNamespace(score_responses=scored), None)
     assert [row["reward"]["score"] for row in rows] == [1, -1, -1]
-
-
-@every_copy(*WITH_LOGPS, rm)
-def test_attention_in_bfloat16_is_computed_in_float32(script):
-    """Two segments of 8 queries and 16 keys; a CPU's backward pass in bfloat16 takes over twice as long."""
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(n, heads, 32).bfloat16() for n, heads in ((16, 4), (32, 2), (32, 2)))
-    out = script.segment_attention(query, key, value, np.array([(8, 16)] * 2), 0.2)
-    wide = script.segment_attention(query.float(), key.float(), value.float(), np.array([(8, 16)] * 2), 0.2)
-    assert out.dtype is torch.bfloat16 and wide.dtype is torch.float32
-    assert torch.equal(out, wide.bfloat16())
 
 
 @pytest.mark.parametrize("estimator", ("grpo", "dr_grpo", "rloo", "maxrl", "gdpo"))

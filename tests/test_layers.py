@@ -2,16 +2,16 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from algos import grpo
 from common import families
 from common.gpu import move, prepare_layers
+from data_prep.lib.packing import packed_attention
 
 SIZES = dict(
     hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
@@ -103,7 +103,7 @@ STATES = families.STATES - {"qwen3_5_moe_text"} | {"qwen3_5", "qwen3_5_moe"}
 @pytest.mark.parametrize("family", [*WINDOWS, *sorted(STATES)])
 def test_windows_and_states_in_one_row(family, monkeypatch):
     """Texts that share prompts and texts that do not, padded and in one row: log-probs and gradients."""
-    monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", grpo.packed_attention)
+    monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", packed_attention)
     if family in MORE:
         monkeypatch.setitem(FAMILIES, family, MORE[family])
     lm = build(family)
@@ -131,7 +131,7 @@ def test_windows_and_states_in_one_row(family, monkeypatch):
 @pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
 def test_a_shared_prompt_costs_a_state_no_memory(family, recompute, monkeypatch):
     """30 responses to a prompt of 60 tokens, 2,010 with it each time, in a row of 210: as a text of 210."""
-    monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", grpo.packed_attention)
+    monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", packed_attention)
     lm = build(family)
     prepare_layers(lm, SimpleNamespace(gradient_checkpointing=recompute, compile=False))
     args, calls, found, saved = grpo.Args(model="", train_files=(), output_dir=""), [], [], []
@@ -155,23 +155,6 @@ def test_a_shared_prompt_costs_a_state_no_memory(family, recompute, monkeypatch)
     for padded, packed in zip(found[2], found[1], strict=True):
         assert (packed - padded).abs().max() <= 3e-5 * padded.abs().max()
     assert saved[1][0] <= 2 * saved[0][0] and saved[1][1] <= 2 * saved[0][1]
-
-
-@pytest.mark.parametrize("window", (None, 1, 3, 99))
-@pytest.mark.parametrize("script", (agent, dapo, distill, dpo, grpo, ppo, rm, sft), ids=lambda x: x.__name__)
-def test_windows_in_every_script(script, window):
-    """A text of five tokens, then two responses of two tokens to the first four: plain softmax."""
-    torch.manual_seed(0)
-    shapes = np.array([(5, 5), (2, 6), (2, 6)])
-    query, key, value = torch.randn(9, 4, 8), torch.randn(17, 2, 8), torch.randn(17, 2, 8)
-    found, q, k = script.segment_attention(query, key, value, shapes, 0.3, window).split([5, 2, 2]), 0, 0
-    for out, (t, s) in zip(found, shapes.tolist(), strict=True):
-        keys, values = (x[k : k + s].repeat_interleave(2, 1) for x in (key, value))
-        scores = 0.3 * torch.einsum("thd,shd->hts", query[q : q + t], keys)
-        behind = torch.arange(s - t, s)[:, None] - torch.arange(s)
-        scores = scores.masked_fill((behind < 0) | (behind >= (window or s)), -torch.inf)
-        torch.testing.assert_close(out, torch.einsum("hts,shd->thd", scores.softmax(-1), values))
-        q, k = q + t, k + s
 
 
 def test_a_text_part_without_an_entry():

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +17,7 @@ from conftest import ROOT, documented, metrics, run, start
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig
 
-from algos import dpo, rm, sft
+from algos import sft
 from data_prep.arithmetic import make_row
 from data_prep.lib.schema import write_parquet
 from data_prep.tiny_model import make_tokenizer
@@ -106,22 +105,6 @@ def test_decay_in_the_last_steps():
     assert [sft.scheduled_rate(args, step, 10) for step in range(3, 11)] == pytest.approx(
         [1 - i / 8 for i in range(8)]
     )
-
-
-@pytest.mark.parametrize("script", (sft, dpo, rm), ids=lambda script: script.__name__)
-def test_rows_fill_micro_batches(monkeypatch, script):
-    monkeypatch.setattr(script, "all_reduce", lambda values, op: values)
-    assert script.split_micro_batches([6, 5, 5, 4], 10, True) == [[0, 3], [1, 2]]
-    assert script.split_micro_batches([6, 5, 5, 4], 10, False) == [[0], [1, 2], [3]]  # padded
-    assert script.split_micro_batches([], 10, True) == [[]]
-    lengths = np.random.default_rng(0).integers(1, 101, 500).tolist()
-    packed = script.split_micro_batches(lengths, 100, True)
-    assert sorted(i for part in packed for i in part) == list(range(500))
-    assert max(sum(lengths[i] for i in part) for part in packed) <= 100
-    assert len(packed) <= 1.06 * sum(lengths) / 100  # next-fit: 1.29
-    # another rank needs more micro-batches: some stay empty
-    monkeypatch.setattr(script, "all_reduce", lambda values, op: [4.0])
-    assert script.split_micro_batches([6, 5], 11, True) == [[0, 1], [], [], []]
 
 
 def test_a_string_is_one_user_message(rows_file):

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -22,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import grpo
 from benchmarks.gpu_bench import CUDA, MODELS, ROWS, Budget
 from benchmarks.gpu_check import write_random
+from common.log_probs import CHUNK, log_probs
 from common.metrics import matmul_speed, speed_metrics
+from data_prep.lib.packing import join, one_row, packed_attention, padded
 
 # FLOP/s of products in bfloat16 by the data sheet, without sparsity
 DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -159,9 +160,7 @@ class Training:
         h, _, _, heads, kv_heads, vocabulary = self.sizes
         for name, repeated in (("prompts shared", False), ("prompts repeated", True)):
             rows = make_rows(vocabulary, repeated)[: 2 * ROWS[CUDA][1]]
-            inputs, _ = grpo.one_row(
-                [row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows]
-            )
+            inputs, _ = one_row([row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows])
             tokens = inputs.pop("input_ids").shape[1]
             del inputs["position_ids"]
             inputs = {key: x.to(self.device) if torch.is_tensor(x) else x for key, x in inputs.items()}
@@ -184,16 +183,14 @@ class Training:
         h, n, vocabulary = self.sizes[0], BUDGETS[0], self.sizes[-1]
         hidden, weight = self.random(n, h), self.random(vocabulary, h)
         target = torch.arange(n, device=self.device) % vocabulary
-        args = make_args(self.directory / "short")
-        policy = SimpleNamespace(softcap=None, scale=1.0)
 
         def whole():
-            logp = grpo.LogProbs.apply(hidden, weight, target, policy, args)[0]
+            logp = log_probs(hidden, weight, target)[0]
             torch.autograd.grad(logp.sum(), (hidden, weight))
 
         @torch.no_grad()
         def products():
-            for part in hidden.split(grpo.LOGIT_CHUNK):
+            for part in hidden.split(CHUNK):
                 logits = part @ weight.t()
                 part @ weight.t(), logits @ weight, logits.t() @ part
 
@@ -211,8 +208,8 @@ class Training:
             for i in range(0, len(self.rows), at_once):
                 rows = self.rows[i : i + at_once]
                 responses = [row["response_ids"] for row in rows]
-                inputs, where = grpo.padded([row["prompt_ids"] for row in rows], responses)
-                ids, target = inputs["input_ids"].to(self.device), grpo.join(responses).to(self.device)
+                inputs, where = padded([row["prompt_ids"] for row in rows], responses)
+                ids, target = inputs["input_ids"].to(self.device), join(responses).to(self.device)
                 hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
                 logits = lm.get_output_embeddings()(hidden.flatten(0, 1)[where.to(self.device)])
                 nn.functional.cross_entropy(logits.float(), target).backward()
@@ -231,7 +228,7 @@ def step(policy, optimizer, args, rows):
 
 
 def attend(query, key, value, layout):
-    out, _ = grpo.packed_attention(None, query, key, value, None, scaling=query.shape[-1] ** -0.5, **layout)
+    out, _ = packed_attention(None, query, key, value, None, scaling=query.shape[-1] ** -0.5, **layout)
     torch.autograd.grad(out, (query, key, value), out.detach())
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import grpo
 from data_prep.lib.cache import load_prompts
+from data_prep.lib.packing import pad
 
 PROMPTS, GROUP = 4, 4
 
@@ -106,8 +107,8 @@ def alone(args, train_files, work):
     kept = [{name: row[name] for name in keep} for row in rows]
     (work / "rows.json").write_text(json.dumps(kept, default=grpo.np.ndarray.tolist))
 
-    logp_nt, models = {"sampler": grpo.pad([row["rollout_logp_t"] for row in rows])}, {}
-    mask_nt = grpo.pad([np.ones(len(row["response_ids"]), bool) for row in rows])
+    logp_nt, models = {"sampler": pad([row["rollout_logp_t"] for row in rows])}, {}
+    mask_nt = pad([np.ones(len(row["response_ids"]), bool) for row in rows])
     gap = lambda a_nt, b_nt: (a_nt - b_nt).abs()[mask_nt].mean().item()
     for name, of_layout in layouts(args, policy.lm.config).items():
         models[name] = grpo.load_model(of_layout, mesh, device, grpo.add_adapters, grpo.TokenLogps)

@@ -18,11 +18,12 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from algos.grpo import all_reduce, one_row, packed_attention, padded, setup_distributed, split_micro_batches
+from algos.grpo import all_reduce, setup_distributed
 from common.arguments import command_line
 from common.metrics import matmul_speed
 from common.run import leave
 from data_prep.lib.cache import load_prompts
+from data_prep.lib.packing import one_row, packed_attention, padded, split_micro_batches
 
 
 @dataclass

@@ -1,0 +1,172 @@
+"""How rows become a batch: deals to ranks, micro-batches, layouts, and the attention of packed rows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention import varlen
+from transformers import AttentionInterface
+
+import common.families
+from algos import grpo
+from data_prep.lib.packing import balance, one_row, packed_attention, segment_attention, split_micro_batches
+from tests import families
+
+ARGS = SimpleNamespace(model="", train_files=(), val_files=(), temperature=0.7)  # rows without images
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 5))
+def test_balance(lengths, ranks):
+    parts = balance(lengths, ranks)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in part) for part in parts]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_micro_batches_by_hand(packed):
+    """Best fit, longest first: 9 1, 4 4 2, 3; padded 9, 4 4, 3 2 1."""
+    lengths = [3, 9, 1, 4, 4, 2]
+    found = [[lengths[i] for i in batch] for batch in split_micro_batches(lengths, 10, packed)]
+    assert found == ([[9, 1], [4, 4, 2], [3]] if packed else [[9], [4, 4], [3, 2, 1]])
+    assert split_micro_batches([6, 5, 5, 4], 10, True) == [[0, 3], [1, 2]]
+    assert split_micro_batches([6, 5, 5, 4], 10, False) == [[0], [1, 2], [3]]
+    assert split_micro_batches([], 10, packed) == []
+    assert split_micro_batches([12, 3], 10, packed) == [[0], [1]]  # a row over the budget is alone
+
+
+@given(st.lists(st.integers(1, 100), max_size=60), st.booleans())
+def test_every_row_is_in_one_micro_batch_within_the_budget(lengths, packed):
+    batches = split_micro_batches(lengths, 100, packed)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        cost = sum(lengths[i] for i in batch) if packed else max(lengths[i] for i in batch) * len(batch)
+        assert cost <= 100
+
+
+def test_micro_batches_are_full_and_cost_little():
+    """Within 2 % of the fewest; a row looks at as many others as a bisection does, not at all."""
+    lengths = np.random.default_rng(0).integers(1, 101, 20_000).tolist()
+    assert len(split_micro_batches(lengths, 100, True)) <= 1.02 * sum(lengths) / 100
+
+    class Compared(int):
+        count = 0
+
+        def __lt__(self, other):
+            Compared.count += 1
+            return int(self) < int(other)
+
+    split_micro_batches([*map(Compared, lengths)], 100, True)
+    assert Compared.count < 40 * len(lengths)
+
+
+def test_a_tree_by_hand():
+    """Two responses to prompt 7 8, then one to 9, which is a segment with its prompt."""
+    inputs, where = one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
+    assert inputs["input_ids"].tolist() == [[7, 8, 9, 4, 3, 1, 2]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 2, 3]]
+    assert inputs["shapes"].tolist() == [[2, 2], [2, 2], [1, 3], [2, 4]]
+    assert inputs["longest"] == (2, 4)
+    assert inputs["cu_seqlens"].tolist() == [[0, 2, 4, 5, 7], [0, 2, 4, 7, 11]]
+    kv_index = inputs["kv_index"].split([s for _, s in inputs["shapes"]])
+    assert [x.tolist() for x in kv_index] == [[0, 1], [2, 3], [0, 1, 4], [0, 1, 5, 6]]
+    assert where.tolist() == [1, 5, 1, 2]  # predict 1, 2, 3 and 4
+
+
+def flash(query, key, value, cu_seq_q, cu_seq_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """In place of varlen_attn, for GPUs: segments by their borders, the last query sees the last key."""
+    sizes_q, sizes_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    assert window_size == (-1, 0) and enable_gqa and cu_seq_q.dtype == torch.int32
+    assert [longest_q, longest_k] == [max(sizes_q), max(sizes_k)]
+    out = []
+    for q, k, v in zip(query.split(sizes_q), key.split(sizes_k), value.split(sizes_k), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        bias = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]).bool()
+        options = dict(attn_mask=bias, scale=scale, enable_gqa=True)
+        out.append(nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], **options)[0])
+    return torch.cat([x.transpose(0, 1) for x in out])
+
+
+class Gpu(torch.Tensor):
+    """Says that it is one of bfloat16 on a GPU."""
+
+    is_cuda, dtype = True, torch.bfloat16
+
+
+@pytest.mark.parametrize("on_a_gpu", (False, True))
+def test_a_token_sees_its_own_text(on_a_gpu, monkeypatch):
+    """The row of test_a_tree_by_hand, by plain softmax; two heads of queries have one of keys."""
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+    torch.manual_seed(0)
+    inputs, _ = one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
+    layout = {name: inputs[name] for name in ("kv_index", "shapes", "longest", "cu_seqlens")}
+    query, key, value = (torch.randn(1, heads, 7, 4) for heads in (2, 1, 1))
+    asked = query.as_subclass(Gpu) if on_a_gpu else query
+    out, _ = packed_attention(None, asked, key, value, None, scaling=0.7, **layout)
+    seen = [[0], [0, 1], [2], [2, 3], [0, 1, 4], [0, 1, 5], [0, 1, 5, 6]]
+    for t, s in enumerate(seen):
+        weights = (0.7 * query[0, :, t] @ key[0, 0, s].t()).softmax(-1)
+        torch.testing.assert_close(out[0, t].as_subclass(torch.Tensor), weights @ value[0, 0, s])
+
+
+PACKED = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
+PACKED += ["mistral3", "qwen3_vl"]  # without images
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - {"phi"}))  # which is refused
+def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
+    """With the log-probs and gradients of rows of their own, by SDPA and as on a GPU."""
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+
+    def on_a_gpu(module, query, *others, **segments):
+        out, _ = packed_attention(module, query.as_subclass(Gpu), *others, **segments)
+        return out.as_subclass(torch.Tensor), None
+
+    lm = families.build(family)
+    assert (not common.families.special_layers(lm.config)) == (family in PACKED)
+    if family not in PACKED:
+        return
+    prompts = [[7, 8, 30]] * 4 + [[9], [40, 41]] + [[9]] * 3
+    responses = [[1, 2], [3], [60, 4], [5, 6, 7, 8], [11, 12], [13], [14, 15], [16, 17], [18]]
+    rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
+    found = []
+    for kernel in (None, packed_attention, on_a_gpu):
+        AttentionInterface.register("test_packed", kernel)
+        lm.set_attn_implementation("test_packed" if kernel else "sdpa")
+        lm.zero_grad()
+        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, ARGS)
+        (logp_nt.cos() * torch.arange(9)[:, None] + entropy_nt).sum().backward()
+        found.append([logp_nt.detach(), entropy_nt.detach(), *(p.grad for p in lm.parameters())])
+    for plain, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(plain, other, rtol=1e-4, atol=1e-3)
+
+
+def test_attention_in_bfloat16_is_computed_in_float32():
+    """Two segments of 8 queries and 16 keys; a CPU's backward pass in bfloat16 takes over twice as long."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(n, heads, 32).bfloat16() for n, heads in ((16, 4), (32, 2), (32, 2)))
+    out = segment_attention(query, key, value, np.array([(8, 16)] * 2), 0.2)
+    wide = segment_attention(query.float(), key.float(), value.float(), np.array([(8, 16)] * 2), 0.2)
+    assert out.dtype is torch.bfloat16 and wide.dtype is torch.float32
+    assert torch.equal(out, wide.bfloat16())
+
+
+@pytest.mark.parametrize("window", (None, 1, 3, 99))
+def test_windows(window):
+    """A text of five tokens, then two responses of two tokens to the first four: plain softmax."""
+    torch.manual_seed(0)
+    shapes = np.array([(5, 5), (2, 6), (2, 6)])
+    query, key, value = torch.randn(9, 4, 8), torch.randn(17, 2, 8), torch.randn(17, 2, 8)
+    found, q, k = segment_attention(query, key, value, shapes, 0.3, window).split([5, 2, 2]), 0, 0
+    for out, (t, s) in zip(found, shapes.tolist(), strict=True):
+        keys, values = (x[k : k + s].repeat_interleave(2, 1) for x in (key, value))
+        scores = 0.3 * torch.einsum("thd,shd->hts", query[q : q + t], keys)
+        behind = torch.arange(s - t, s)[:, None] - torch.arange(s)
+        scores = scores.masked_fill((behind < 0) | (behind >= (window or s)), -torch.inf)
+        torch.testing.assert_close(out, torch.einsum("hts,shd->thd", scores.softmax(-1), values))
+        q, k = q + t, k + s
