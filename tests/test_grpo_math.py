@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 import common.families
 import common.log_probs
-from algos import agent, dapo, distill, dpo, grpo, ppo, sft
+from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from tests import families
 from tests.conftest import ROOT
 
