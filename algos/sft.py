@@ -417,7 +417,7 @@ def load_model(args, mesh, device, adapt, wrap):
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile)
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
@@ -825,7 +825,7 @@ def load_quantized(args, mesh, device, adapt, wrap):
             p.data = p.data.float()
     del lm.config.quantization_config  # hf/ has whole weights
     lm.config.dtype = original_dtype or dtype
-    prepare_layers(lm, args)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile)
     policy = wrap(lm, attention == "packed")
     frozen = {p for p in policy.parameters() if not p.requires_grad}
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)

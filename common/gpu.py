@@ -26,15 +26,17 @@ def kept_products():
     return create_selective_checkpoint_contexts([*KEPT, torch.ops.torch_attn._varlen_attn.default])
 
 
-def prepare_layers(lm, args, **compiler):
-    """Replace the forward of each layer by one that does as the flags say; compiler: of torch.compile.
+def prepare_layers(lm, recompute, compiled=False, **compiler):
+    """Replace the forward of each layer by one that recomputes, and compiles; compiler: of torch.compile.
+
+    recompute: full, selective or none, as --gradient_checkpointing says.
 
     It is inside FSDP's hooks: weights are gathered before a layer and before its backward pass, not for
     the second forward pass in that. A compiled layer contains its checkpoint, as in torchtitan:
     the compiler must see what is kept. All layers of a kind share one graph. Those with a state stay eager.
     """
     options = dict(use_reentrant=False, preserve_rng_state=False)  # there is no dropout
-    if args.gradient_checkpointing == "selective":
+    if recompute == "selective":
         options["context_fn"] = kept_products
     stateful = lm.config.get_text_config().model_type in families.STATES
     for layer in lm.modules():
@@ -42,9 +44,9 @@ def prepare_layers(lm, args, **compiler):
             continue
         state = stateful and states_apart(layer)
         run = layer.forward
-        if args.gradient_checkpointing != "none":
+        if recompute != "none":
             run = checkpointed(run, options)
-        if args.compile and not state:  # which takes numbers of texts
+        if compiled and not state:  # which takes numbers of texts
             run = torch.compile(run, fullgraph=True, dynamic=True, **compiler)
         layer.forward = run
 

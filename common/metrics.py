@@ -102,9 +102,10 @@ def speed_metrics(lengths, policy, timing, args, trained=None):
     }
     if "update_actor" in timing:  # FLOPs: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2
         unused = unused_weights(policy.lm, args)
-        weights = sum(p.numel() for name, p in policy.lm.named_parameters() if name not in unused)
+        parameters = [p for name, p in policy.lm.named_parameters() if name not in unused]
+        weights, all_trained = sum(p.numel() for p in parameters), all(p.requires_grad for p in parameters)
         attention = config.num_hidden_layers * config.hidden_size * sum(n * n for n in lengths)
-        flops = (4 if args.lora_rank else 6) * (weights * (trained or tokens) + attention)
+        flops = (6 if all_trained else 4) * (weights * (trained or tokens) + attention)
         peak = matmul_speed(args.compute_dtype) * ranks
         metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
         if sheet := data_sheet_speed(args.compute_dtype):

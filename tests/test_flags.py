@@ -15,7 +15,7 @@ A flag of several values takes them separated by spaces.
 A flag without a default is required.
 
 """
-TRAINERS = "sft rm dpo grpo dapo ppo agent distill".split()
+TRAINERS = "sft rm dpo grpo_nano grpo dapo ppo agent distill".split()
 TOOLS = "generate eval report export quantize".split()
 KINDS = {"int": "integer", "float": "number", "str": "text", "bool": "switch", "Path": "path"}
 

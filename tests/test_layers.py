@@ -1,7 +1,5 @@
 """Layers that are recomputed, compiled or have windows: the same gradients, and what that costs."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
@@ -22,8 +20,7 @@ LENGTHS = 23, 40, 7, 31
 def make_model(recompute, compiler=None):
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", num_hidden_layers=6, **SIZES))
-    args = SimpleNamespace(gradient_checkpointing=recompute, compile=compiler is not None)
-    prepare_layers(lm, args, **compiler or {})
+    prepare_layers(lm, recompute, compiler is not None, **compiler or {})
     return lm
 
 
@@ -73,7 +70,7 @@ def test_compiled_layers_share_a_graph(recompute, gradients, compiler):
 
 def test_layers_with_a_state_are_not_compiled(compiler):
     lm = build("lfm2")
-    prepare_layers(lm, SimpleNamespace(gradient_checkpointing="full", compile=True), backend="aot_eager")
+    prepare_layers(lm, "full", True, backend="aot_eager")
     compiled = [hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in lm.model.layers]
     assert compiled == [kind == "full_attention" for kind in lm.config.layer_types]
 
@@ -114,7 +111,7 @@ def test_windows_and_states_in_one_row(family, monkeypatch):
     responses = [[*range(40, 47)], [60, 61], [7] * 9, [*range(8, 20)], [33], [*range(3, 60)]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
     args = grpo.Args(model="", train_files=(), output_dir="")
-    prepare_layers(lm, args)
+    prepare_layers(lm, args.gradient_checkpointing)
     found = []
     for attention in ("sdpa", "packed"):
         lm.set_attn_implementation(attention)
@@ -133,7 +130,7 @@ def test_a_shared_prompt_costs_a_state_no_memory(family, recompute, monkeypatch)
     """30 responses to a prompt of 60 tokens, 2,010 with it each time, in a row of 210: as a text of 210."""
     monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", packed_attention)
     lm = build(family)
-    prepare_layers(lm, SimpleNamespace(gradient_checkpointing=recompute, compile=False))
+    prepare_layers(lm, recompute)
     args, calls, found, saved = grpo.Args(model="", train_files=(), output_dir=""), [], [], []
     for layer in lm.modules():
         if any(isinstance(x, torch.nn.Conv1d) for x in layer.children()):

@@ -1,0 +1,570 @@
+"""GRPO (DeepSeekMath, arXiv 2402.03300) in one sitting: algos/grpo.py without its options.
+
+maximise E[min(r A, clip(r, 1-eps, 1+eps) A)], where A is a response's score relative to its group.
+
+Differences from the paper: no KL term; the loss is the mean over the tokens of an optimizer step; importance
+sampling corrects the sampler's rounding (Yao et al. 2025); dual clip where A < 0 (1912.09729, eq. 5).
+
+CPU:      python algos/grpo_nano.py --model models/tiny --train_files data/train.parquet --output_dir runs/n
+One GPU:  the same line.      N GPUs: torchrun --nproc_per_node N algos/grpo_nano.py ...
+Docs: docs/algorithms/grpo.md
+"""
+
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.arguments import parse
+
+# Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
+# axes (logp_nt). T is aligned with the response: column t belongs to response token t.
+# A row is a dict of one response: its prompt, ids and reward. What is per token ends in _t (adv_t); a
+# padded batch of rows has it as _nt.
+
+
+@dataclass(kw_only=True)
+class Args:
+    # ---- run
+    output_dir: str  # directory of the run: arguments, metrics, log, checkpoints
+    resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
+    seed: int = 1  # seed for data order and sampling
+    total_steps: int = 100  # number of RL steps
+    save_freq: int = 50  # steps between checkpoints; 0: only at the end
+    test_freq: int = 10  # steps between validations; 0: only before and after training
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
+    # ---- data
+    train_files: tuple[str, ...]  # parquet files of training prompts
+    val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
+    max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
+    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
+    # ---- model
+    model: str  # Hugging Face directory or hub name of the model to train
+    # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    gradient_checkpointing: Literal["full", "selective", "none"] = "full"  # what a backward pass repeats
+    max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
+    # ---- rollout
+    group_size: int = 8  # responses to each prompt
+    max_response_length: int = 1024  # limit of the response in tokens
+    gpu_memory_utilization: float = 0.5  # share of the GPU's memory for the awake sampler
+    # ---- algorithm
+    train_batch_size: int = 64  # prompts of a step, over all ranks
+    ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
+    lr: float = 1e-6  # learning rate of AdamW
+    weight_decay: float = 0.01  # decoupled weight decay of AdamW
+    grad_clip: float = 1.0  # largest gradient norm
+    clip_ratio_low: float = 0.2  # clip below 1 - this
+    clip_ratio_high: float = 0.2  # clip above 1 + this
+    rollout_is_threshold: float = 2.0  # upper bound of the importance weights, trainer / sampler
+
+    def __post_init__(self):  # torch is imported by then: below, after the command line has been read
+        self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+
+
+if __name__ == "__main__":
+    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, AutoConfig
+from transformers.utils import logging
+
+from common import cpu, families
+from common.checkpoints import load_checkpoint, save_checkpoint
+from common.gpu import compute_device, prepare_layers, send
+from common.log_probs import log_probs
+from common.metrics import stats, step_metrics, timed
+from common.run import Logger, fail, leave, open_run, ranks_on, stop_on_signals
+from data_prep.lib.cache import load_prompt_files
+from data_prep.lib.images import load_processor, request
+from data_prep.lib.packing import balance, join, one_row, packed_attention, pad, padded, split_micro_batches
+from rewards.manager import RewardManager, settle, validation_metrics
+from rewards.manager.combined import load_rewards
+
+# ---- The mathematics -------------------------------------------------------------------
+DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative
+
+
+def group_advantages(score_n, group_n, norm_by_std=True):
+    """A = (s - mean_g) / (std_g + 1e-6), unbiased std (2402.03300, 4.1.2); else Dr. GRPO (2503.20783).
+
+    score_n, group_n: [N] scores and group numbers, in any order. Scores 1 0 0 1 -> 0.87 -0.87 -0.87 0.87.
+    A group of one has mean 0 and std 1; the advantages of a constant group are 0.
+    """
+    adv_n = score_n.clone()
+    for member in [group_n == g for g in group_n.unique()]:
+        if member.sum() > 1:
+            s = score_n[member] - score_n[member][0]  # so that a constant group has exactly 0
+            adv_n[member] = (s - s.mean()) / (s.std() + 1e-6 if norm_by_std else 1.0)  # eq: grpo.advantage
+    return adv_n
+
+
+def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c=DUAL_CLIP):
+    """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
+
+    Returns loss_nt, and where the clip and where the dual clip decided (bool).
+    A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
+    """
+    ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
+    plain_nt = -ratio_nt * adv_nt
+    clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
+    loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
+    dual_nt = -clip_c * adv_nt
+    lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
+    return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
+
+
+# ---- The step --------------------------------------------------------------------------
+def update_actor(policy, optimizer, mini_batches, args):
+    """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`."""
+    sums, norms = defaultdict(float), []
+    for sequences, (tokens, _) in mini_batches:
+        for rows in micro_batches(policy, sequences, args):
+            logp_nt, entropy_nt = token_logps(policy, rows, args)
+            batch = collate(rows, logp_nt.device)
+            # without old_logp_nt, which a single update does not need, the policy is its own old policy
+            old_nt = batch.get("old_logp_nt", logp_nt.detach())
+            low, high = args.clip_ratio_low, args.clip_ratio_high
+            loss_nt, clipped_nt, _ = policy_loss(logp_nt, old_nt, batch["adv_nt"], low, high)
+            # the sampler rounds differently from the trainer
+            ratio_nt = (old_nt - batch["rollout_logp_nt"]).clamp(-20, 20).exp()
+            loss_nt = loss_nt * ratio_nt.clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+            # tokens are of all ranks and micro-batches: no split of the work changes the gradient
+            weight_nt = batch["mask_nt"].float() / max(tokens, 1)  # eq: grpo.aggregation
+            # FSDP averages gradients over the ranks, but the tokens already count all ranks
+            loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
+            loss.backward()
+            means = dict(pg_loss=loss_nt, pg_clipfrac=clipped_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
+            for name, x_nt in means.items():
+                sums[name] += (weight_nt * x_nt.detach()).sum()
+            for row, logp_t in zip(rows, logp_nt.detach()):  # of the first update; `check_sampler` reads them
+                row.setdefault("old_logp_t", logp_t[: row["length"]])
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
+        norms.append(norm)
+        if math.isfinite(norm):  # the norm over all ranks: they step or skip together
+            optimizer.step()
+        optimizer.zero_grad()
+    totals = all_reduce(torch.stack([*sums.values()]).tolist())
+    metrics = {f"actor/{name}": total / len(norms) for name, total in zip(sums, totals)}
+    return metrics | {"actor/grad_norm": np.mean(norms)}
+
+
+def main(args):
+    # ---- arguments and data: checked before anything slow
+    resume_from = open_run(args)
+    tokenizer, manager, train_rows, val_rows, summary = load_data(args)
+    steps_per_epoch = len(train_rows) // args.train_batch_size
+
+    # ---- models: the engine first, while the GPU is empty; then it sleeps
+    device, mesh = setup_distributed()
+    engine = build_engine(args, device)
+    policy = load_model(args, mesh, device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
+    state = load_checkpoint(resume_from, trained, optimizer)
+    log = Logger(args, state["step"], args.total_steps)
+    log.say(f"{summary}\n{args.total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
+    sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
+    stop = stop_on_signals()  # one of them makes the step in progress the last
+
+    def validate():
+        with awake(engine, policy, args, timing={}):
+            rows = rollout(engine, args, val_rows, step=0, group_size=1, **sampling | dict(temperature=0.0))
+        return validation_metrics(score_rows(rows, manager, tokenizer))
+
+    if val_rows and not state["step"]:
+        log.log(validate() | {"training/global_step": 0}, 0)
+
+    for step in range(state["step"] + 1, args.total_steps + 1):
+        timing = {}
+        begin = time.perf_counter()
+        epoch, number = divmod(step - 1, steps_per_epoch)
+        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
+        # ---- rollout: the sampler wakes with the trainer's weights, answers and sleeps again
+        with awake(engine, policy, args, timing), timed(timing, "gen"):
+            rows = rollout(engine, args, prompts, step, args.group_size, **sampling)
+        # ---- reward: from here on every rank has the rows of all ranks
+        with timed(timing, "reward"):
+            rows = score_rows(rows, manager, tokenizer)
+        # ---- advantage, then balance over the ranks
+        score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
+        adv_n = group_advantages(score_n, torch.tensor([row["group"] for row in rows]))
+        for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
+            row["adv_t"] = np.full(row["length"], adv, np.float32)
+        mini_batches, own_rows, load = deal(rows, policy.packed, args)
+        # ---- log-probs: those of the first mini-batch are made by its own update
+        if len(mini_batches) > 1:
+            with timed(timing, "old_log_prob"):
+                store_logps(policy, mini_batches[1:], "old_logp_t", args)
+        # ---- update
+        with timed(timing, "update_actor"):
+            metrics = update_actor(policy, optimizer, mini_batches, args)
+        metrics |= check_sampler(policy, own_rows, args, step)
+        # ---- validation
+        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
+        last = stop != [0] or step == args.total_steps
+        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+            with timed(timing, "testing"):
+                metrics |= validate()
+        # ---- metrics, and a checkpoint after them: each has its metrics
+        timing["step"] = time.perf_counter() - begin
+        metrics |= step_metrics(rows, load, policy, timing, args)
+        metrics |= stats("critic/rewards", score_n) | stats("critic/advantages", adv_n)
+        metrics |= {"training/global_step": step, "training/epoch": epoch}
+        log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
+        due = last or (args.save_freq and step % args.save_freq == 0)
+        save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights)
+        if last:
+            break
+    log.close()
+    leave(stop)
+
+
+# --------------------------------------------------------------------------------------------------
+# The system
+# --------------------------------------------------------------------------------------------------
+# region log-probs
+class TokenLogps(nn.Module):
+    """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
+
+    packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
+    """
+
+    def __init__(self, lm, packed=False):
+        super().__init__()
+        self.lm, self.packed = lm, packed
+        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+            fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
+        config = lm.config.get_text_config()
+        # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
+        factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
+        self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+
+    def hidden(self, where, inputs):
+        """What the output layer reads at flat positions, [L, H]."""
+        body = families.decoder(self.lm)
+        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+
+    def forward(self, where, target, args, **inputs):
+        """where [L]: flat positions that predict target [L] -> columns of `log_probs`."""
+        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
+        options = dict(scale=self.scale, softcap=self.softcap)
+        return log_probs(hidden.to(weight.dtype), weight, target, **options)  # float32 in Mamba
+
+
+def token_logps(policy, rows, args):
+    """Columns [N, T] of the response tokens of rows, 0 after a response's end.
+
+    logp_nt: log-probs of the tokens.
+    entropy_nt: entropy of the distributions that predict them.
+    """
+    layout = one_row if policy.packed else padded
+    texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
+    texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
+    prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
+    inputs, where = layout(prompts, responses)
+    inputs = {name: send(x) for name, x in inputs.items()}
+    columns = policy(send(where), send(join(responses)), args, **inputs)
+    lengths = [len(response) for response in responses]
+    return [pad(column.split(lengths))[: len(rows)] for column in columns]
+
+
+# endregion
+# region ranks
+def setup_distributed():
+    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
+    if "RANK" not in os.environ:  # plain `python`: a world of one
+        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        cpu.keep_freed_memory()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    shape = (dist.get_world_size(),)
+    return device, dist.init_device_mesh(device.type, shape, mesh_dim_names=("shard",))
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Reduce a list of numbers over all ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op)
+    return total.tolist()
+
+
+def on_every_rank(model, batches):
+    """This rank's micro-batches, and empty ones after them: every rank has as many."""
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
+    [largest] = all_reduce([max(len(batches), 1)], dist.ReduceOp.MAX)
+    for number in range(int(largest)):
+        model.set_requires_all_reduce(number == largest - 1)  # over the replicas of HSDP
+        yield batches[number] if number < len(batches) else []
+
+
+# endregion
+# region model
+def load_model(args, mesh, device):
+    """The model in float32 in its root module, sharded by FSDP2. Rank 0 reads the weights for all."""
+    config, attention = read_config(args)
+    auto = families.auto_class(config)
+    full = None if dist.get_rank() else families.from_files(auto, args.model)
+    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
+    with torch.device("meta"):
+        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
+    lm.config.dtype = config.dtype or torch.float32  # the dtype of hf/
+    prepare_layers(lm, args.gradient_checkpointing)
+    policy = TokenLogps(lm, attention == "packed")
+    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    fsdp = dict(mesh=mesh, mp_policy=precision)
+    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
+    blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
+    for block in blocks[::-1]:  # inner first
+        fully_shard(block, **fsdp)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(policy, **fsdp, reshard_after_forward=True)
+    policy.to_empty(device=device)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
+    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
+        if full:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, 0)
+    if full:  # saved with the weights: it may name more EOS tokens
+        lm.generation_config = full.generation_config
+    return policy
+
+
+def read_config(args):
+    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
+    logging.disable_progress_bar()  # of transformers
+    config = AutoConfig.from_pretrained(args.model)
+    for name in config.to_dict():
+        if "dropout" in name or name.endswith("_pdrop"):
+            setattr(config, name, 0.0)  # CAREFUL: else the first ratio is not 1
+    if families.wrapped(config):
+        fail(f"--model {args.model} has more than a language model: take algos/grpo.py")
+    attention = "sdpa"
+    if not families.special_layers(config, one_row=True):
+        AttentionInterface.register("packed", packed_attention)
+        attention = "packed"
+    return config, attention
+
+
+@torch.no_grad()
+def whole_weights(lm, dtype):
+    """Names and weights of the sharded model as its files have them, one whole weight at a time."""
+    to_files = families.to_files(lm)
+    for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
+        if name in lm.all_tied_weights_keys:
+            continue
+        if isinstance(x, DTensor):
+            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
+        yield from to_files({name: x}).items()
+
+
+# endregion
+# region data
+def load_data(args):
+    """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
+    try:
+        tokenizer = load_processor(args.model)
+        manager = RewardManager("naive", load_rewards(args.reward_fn, (), args.group_size))
+        train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
+    except (ValueError, OSError, ImportError) as error:
+        fail(" ".join(str(error).split()))
+    return tokenizer, manager, train_rows, val_rows, summary
+
+
+# endregion
+# region sampler
+def build_engine(args, device):
+    """A vLLM engine in this process, asleep. Its weights are random until the first sync."""
+    cuda = device.type == "cuda"
+    config = AutoConfig.from_pretrained(args.model)
+    with cpu.own_vllm():
+        import vllm
+        from vllm.usage.usage_lib import UsageContext
+
+        options = vllm.EngineArgs(
+            model=args.model,
+            load_format="dummy",
+            dtype=args.compute_dtype,
+            seed=args.seed,
+            max_model_len=args.max_prompt_length + args.max_response_length,
+            distributed_executor_backend="external_launcher",
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled
+            generation_config="vllm",  # the model's EOS tokens, but not its temperature
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
+            enable_sleep_mode=cuda,  # a CPU's sleep does nothing
+            enforce_eager=not cuda,
+            enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
+            enable_prefix_caching=cuda or not families.recurrent(config),  # states need such cuts
+            block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
+            disable_log_stats=True,
+            **families.vllm_options(config, False),
+        )
+        engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
+    torch.manual_seed(args.seed)  # vLLM overwrites the global generator
+    engine.sleep(level=2)
+    return engine
+
+
+@contextmanager
+def awake(engine, policy, args, timing):
+    """While the block lasts, the sampler is awake, with the weights of the policy."""
+    with timed(timing, "sync"):
+        engine.wake_up(tags=["weights"])
+        sync_weights(engine, policy.lm)
+        engine.wake_up(tags=["kv_cache"])
+    yield
+    with timed(timing, "sync"):
+        engine.sleep(level=2)
+
+
+def sync_weights(engine, lm):
+    """Stream the sharded model into the sampler, which packs it as it packs what it loads."""
+    weights = whole_weights(lm, engine.model_config.dtype)
+    weights = families.vllm_names(weights, lm.config, engine.model_config.hf_config)
+    engine.apply_model(cpu.before_reload)
+    engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+    engine.apply_model(cpu.after_reload)
+    engine.reset_prefix_cache()
+
+
+def rollout(engine, args, prompts, step, group_size, **sampling):
+    """Let the sampler answer this rank's share of the prompts of all ranks -> its rows."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = [dict(p, sample=g, rank=rank) for p in prompts[rank::world] for g in range(group_size)]
+    options = dict(max_tokens=args.max_response_length, detokenize=False)
+    options |= dict(logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY) | sampling
+    for i, row in enumerate(rows):
+        seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
+        params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
+        engine.add_request(str(i), request(row), params)
+    while engine.has_unfinished_requests():
+        for answer in engine.step():  # converted at once: vLLM's lists take 200 bytes a token
+            row = rows[int(answer.request_id)]
+            [response] = answer.outputs
+            row["response_ids"] = np.array(response.token_ids, np.int32)
+            row["rollout_logp_t"] = np.array(response.logprobs.logprobs, np.float32)
+            row["mask_t"] = np.ones(len(response.token_ids), bool)  # the tokens that are trained
+            row["length"] = len(response.token_ids)
+            row["prompt_length"] = len(row["prompt_ids"])
+            row["finish_reason"] = response.finish_reason
+    return rows
+
+
+def score_rows(rows, manager, tokenizer):
+    """Score this rank's rows -> the rows of all ranks, on each of them, by prompt and sample."""
+    scored = manager.score_responses(rows, tokenizer)
+    by_rank = [scored]
+    if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
+        by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, scored)
+    return settle(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
+
+
+# endregion
+# region rows
+def deal(rows, packed, args):
+    """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
+
+    A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
+    ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
+    (tokens, responses) of all ranks; this rank's rows; and the token counts of every rank.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    size = args.ppo_mini_batch_size * args.group_size
+    mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
+    most = args.max_tokens_per_microbatch // 4 if packed else 0
+    for start in range(0, len(rows), size):
+        step_rows = rows[start : start + size]
+        sequences = []
+        own = []
+        for _, group in groupby(step_rows, key=itemgetter("group")):
+            sequences.append([])
+            for row in group:
+                if sequences[-1] and token_count([*sequences[-1], row]) > most:
+                    sequences.append([])
+                sequences[-1].append(row)
+        lengths = [token_count(sequence) for sequence in sequences]
+        parts = balance(lengths, ranks)
+        for tokens, part in zip(load, parts):
+            tokens += [lengths[i] for i in part]
+        own += [sequences[i] for i in parts[rank]]
+        own_rows += chain(*own)
+        trained = [int(row["mask_t"].sum()) for row in step_rows]
+        mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
+    return mini_batches, own_rows, load
+
+
+def token_count(sequence):
+    """Tokens of rows that share their prompt."""
+    return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
+
+
+def micro_batches(policy, sequences, args):
+    """Cut sequences into micro-batches -> the rows of each."""
+    lengths = [token_count(sequence) for sequence in sequences]
+    batches = split_micro_batches(lengths, args.max_tokens_per_microbatch, policy.packed)
+    for batch in on_every_rank(policy, batches):
+        yield [row for i in batch for row in sequences[i]]
+
+
+@torch.no_grad()
+def store_logps(policy, mini_batches, name, args):
+    """Store the log-probs of this rank's rows under `name`."""
+    sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]
+    for rows in micro_batches(policy, sequences, args):
+        for row, logp_t in zip(rows, token_logps(policy, rows, args)[0]):
+            row[name] = logp_t[: row["length"]]
+
+
+def collate(rows, device):
+    """A batch of rows: adv_t of each row -> adv_nt, padded, and so for all that is per token."""
+    if not rows:
+        return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
+    names = [name for name in rows[0] if name.endswith("_t")]
+    return {name[:-1] + "nt": send(pad([row[name] for row in rows]), device) for name in names}
+
+
+def check_sampler(policy, rows, args, step):
+    """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
+    gaps = [torch.as_tensor(row["old_logp_t"]).cpu() - torch.as_tensor(row["rollout_logp_t"]) for row in rows]
+    gap = torch.cat([torch.zeros(0), *gaps]).abs()
+    total, tokens = all_reduce([gap.sum().item(), len(gap)])
+    gap = total / max(tokens, 1)
+    limit, _ = families.rounding_limit(policy.lm, args)
+    if not gap < limit:  # `not <` also fails for NaN
+        fail(f"weight sync failed at step {step}: log-probs differ by {gap:.3g} > {limit:.3g}")
+    return {"training/rollout_logp_diff_mean": gap}
+
+
+# endregion
+
+
+if __name__ == "__main__":
+    main(Args(**flags))

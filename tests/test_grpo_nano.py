@@ -1,0 +1,68 @@
+"""grpo_nano.py from end to end: the numbers of grpo.py, on two ranks, and as a killed copy elsewhere."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, load_weights, metrics, run
+
+NANO, GRPO = ROOT / "algos/grpo_nano.py", ROOT / "algos/grpo.py"
+SHOWN = "critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/ppo_kl"
+
+
+def flags(tiny, arithmetic, out):
+    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
+    sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
+    rest = "--lr 3e-3 --total_steps 5 --save_freq 2 --test_freq 3 --max_tokens_per_microbatch 300"
+    reward = "--reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
+    return ["--model", tiny, "--output_dir", out, *files, *sizes.split(), *rest.split(), *reward]
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, arithmetic, tmp_path_factory):
+    out = tmp_path_factory.mktemp("nano")
+    run(NANO, *flags(tiny, arithmetic, out))
+    return out
+
+
+def weights(out):
+    return load_weights(out / "checkpoints/latest/hf")
+
+
+def test_it_is_grpo(straight, tiny, arithmetic, tmp_path):
+    run(GRPO, *flags(tiny, arithmetic, tmp_path))
+    ours, theirs = metrics(straight), metrics(tmp_path)
+    assert list(ours) == list(theirs) == [0, 1, 2, 3, 4, 5]
+    assert ours[5]["critic/score/mean"] > ours[1]["critic/score/mean"]
+    for step in range(1, 6):
+        for name in SHOWN:
+            assert ours[step][name] == pytest.approx(theirs[step][name], rel=1e-4, abs=1e-6), name
+        assert set(ours[step]) <= set(theirs[step])
+    assert ours[5]["training/rollout_logp_diff_mean"] < 1e-5
+    torch.testing.assert_close(weights(straight), weights(tmp_path), rtol=1e-3, atol=1e-4)
+
+
+def test_a_killed_copy_elsewhere_is_resumed_to_the_bit(straight, tiny, arithmetic, tmp_path):
+    """Shared modules ask for no flag that the script has not: it is started from a directory of its own."""
+    script, out = shutil.copy(NANO, tmp_path / "mine.py"), tmp_path / "run"
+    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    command = [sys.executable, script, *flags(tiny, arithmetic, out)]
+    with subprocess.Popen([*map(str, command)], env=env, cwd=tmp_path) as process:
+        while process.poll() is None and not (out / "checkpoints/latest").exists():
+            time.sleep(0.1)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    subprocess.run([*map(str, command)], env=env, cwd=tmp_path, check=True)
+    ours, theirs = weights(out), weights(straight)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_ranks(straight, tiny, arithmetic, tmp_path):
+    run(NANO, *flags(tiny, arithmetic, tmp_path), ranks=2)
+    for name in SHOWN:
+        assert metrics(tmp_path)[2][name] == pytest.approx(metrics(straight)[2][name], rel=1e-3, abs=1e-5)
