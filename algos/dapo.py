@@ -142,7 +142,16 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
-from data_prep.lib.packing import balance, join, one_row, packed_attention, pad, padded, split_micro_batches
+from data_prep.lib.packing import (
+    balance,
+    join,
+    one_row,
+    packed_attention,
+    pad,
+    padded,
+    split_micro_batches,
+    states_apart,
+)
 from data_prep.lib.templates import use_template
 from rewards import check_sources
 from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
@@ -571,7 +580,7 @@ def load_model(args, mesh, device, adapt, wrap):
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing, args.compile)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
@@ -613,7 +622,6 @@ def read_config(args):
                 setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
     special = families.special_layers(config, one_row=True)
     if attention == "sdpa" and not special:
-        AttentionInterface.register("packed", packed_attention)
         attention = "packed"
     return config, attention
 

@@ -132,7 +132,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
@@ -143,7 +143,7 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
-from data_prep.lib.packing import balance, join, one_row, packed_attention, pad, padded, split_micro_batches
+from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
 from rewards import check_sources
 from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
@@ -594,7 +594,7 @@ def load_model(args, mesh, device, adapt, wrap):
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing, args.compile)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
@@ -638,7 +638,6 @@ def read_config(args):
     if families.takes_images(args):
         special.append("images")
     if attention == "sdpa" and not special:
-        AttentionInterface.register("packed", packed_attention)
         attention = "packed"
     return config, attention
 

@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import parse
+try:
+    from common.arguments import parse
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -65,7 +68,6 @@ class Args:
     grad_clip: float = 1.0  # largest gradient norm
     clip_ratio_low: float = 0.2  # clip below 1 - this
     clip_ratio_high: float = 0.2  # clip above 1 + this
-    rollout_is_threshold: float = 2.0  # upper bound of the importance weights, trainer / sampler
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
@@ -81,7 +83,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
@@ -92,7 +94,7 @@ from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, leave, open_run, ranks_on, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
-from data_prep.lib.packing import balance, join, one_row, packed_attention, pad, padded, split_micro_batches
+from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from rewards.manager import RewardManager, settle, validation_metrics
 from rewards.manager.combined import load_rewards
 
@@ -143,7 +145,7 @@ def update_actor(policy, optimizer, mini_batches, args):
             loss_nt, clipped_nt, _ = policy_loss(logp_nt, old_nt, batch["adv_nt"], low, high)
             # the sampler rounds differently from the trainer
             ratio_nt = (old_nt - batch["rollout_logp_nt"]).clamp(-20, 20).exp()
-            loss_nt = loss_nt * ratio_nt.clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+            loss_nt = loss_nt * ratio_nt.clamp(max=2.0)  # eq: grpo.tis
             # tokens are of all ranks and micro-batches: no split of the work changes the gradient
             weight_nt = batch["mask_nt"].float() / max(tokens, 1)  # eq: grpo.aggregation
             # FSDP averages gradients over the ranks, but the tokens already count all ranks
@@ -211,8 +213,7 @@ def main(args):
         mini_batches, own_rows, load = deal(rows, policy.packed, args)
         # ---- log-probs: those of the first mini-batch are made by its own update
         if len(mini_batches) > 1:
-            with timed(timing, "old_log_prob"):
-                store_logps(policy, mini_batches[1:], "old_logp_t", args)
+            store_logps(policy, mini_batches[1:], "old_logp_t", args)
         # ---- update
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
@@ -221,8 +222,7 @@ def main(args):
         stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
         last = stop != [0] or step == args.total_steps
         if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
-            with timed(timing, "testing"):
-                metrics |= validate()
+            metrics |= validate()
         # ---- metrics, and a checkpoint after them: each has its metrics
         timing["step"] = time.perf_counter() - begin
         metrics |= step_metrics(rows, load, policy, timing, args)
@@ -300,8 +300,7 @@ def setup_distributed():
     else:
         cpu.keep_freed_memory()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    shape = (dist.get_world_size(),)
-    return device, dist.init_device_mesh(device.type, shape, mesh_dim_names=("shard",))
+    return device, dist.init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
@@ -331,7 +330,7 @@ def load_model(args, mesh, device):
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
     lm.config.dtype = config.dtype or torch.float32  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing)
+    prepare_layers(lm, args.gradient_checkpointing, eager=states_apart(lm))
     policy = TokenLogps(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
@@ -364,7 +363,6 @@ def read_config(args):
         fail(f"--model {args.model} has more than a language model: take algos/grpo.py")
     attention = "sdpa"
     if not families.special_layers(config, one_row=True):
-        AttentionInterface.register("packed", packed_attention)
         attention = "packed"
     return config, attention
 
@@ -559,7 +557,8 @@ def check_sampler(policy, rows, args, step):
     gap = total / max(tokens, 1)
     limit, _ = families.rounding_limit(policy.lm, args)
     if not gap < limit:  # `not <` also fails for NaN
-        fail(f"weight sync failed at step {step}: log-probs differ by {gap:.3g} > {limit:.3g}")
+        why = "the sampler does not hold the trainer's weights, or computes differently"
+        fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit:.3g}")
     return {"training/rollout_logp_diff_mean": gap}
 
 

@@ -96,7 +96,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
@@ -106,7 +106,7 @@ from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import IDS, prepare, too_long
 from data_prep.lib.images import load_processor
-from data_prep.lib.packing import balance, one_row, packed_attention, padded, split_micro_batches
+from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import asked, replied
 from data_prep.lib.schema import open_parquet
 from data_prep.lib.templates import render, shown_tools, use_template
@@ -372,7 +372,7 @@ def load_model(args, mesh, device, adapt, wrap):
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing, args.compile)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
@@ -405,7 +405,6 @@ def read_config(args):
                 setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
     special = families.special_layers(config, one_row=True)
     if attention == "sdpa" and not special:
-        AttentionInterface.register("packed", packed_attention)
         attention = "packed"
     return config, attention
 

@@ -117,7 +117,16 @@ from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, r
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare, too_long
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
 from data_prep.lib.marks import stops
-from data_prep.lib.packing import balance, join, one_row, packed_attention, pad, padded, split_micro_batches
+from data_prep.lib.packing import (
+    balance,
+    join,
+    one_row,
+    packed_attention,
+    pad,
+    padded,
+    split_micro_batches,
+    states_apart,
+)
 from data_prep.lib.replies import answer, asked
 from data_prep.lib.templates import shown_tools, use_template
 from data_prep.lib.thoughts import answer_after
@@ -417,7 +426,7 @@ def load_model(args, mesh, device, adapt, wrap):
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing, args.compile)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
     policy = wrap(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
@@ -457,7 +466,6 @@ def read_config(args):
     if families.takes_images(args):
         special.append("images")
     if attention == "sdpa" and not special:
-        AttentionInterface.register("packed", packed_attention)
         attention = "packed"
     return config, attention
 
@@ -825,7 +833,7 @@ def load_quantized(args, mesh, device, adapt, wrap):
             p.data = p.data.float()
     del lm.config.quantization_config  # hf/ has whole weights
     lm.config.dtype = original_dtype or dtype
-    prepare_layers(lm, args.gradient_checkpointing, args.compile)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
     policy = wrap(lm, attention == "packed")
     frozen = {p for p in policy.parameters() if not p.requires_grad}
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)

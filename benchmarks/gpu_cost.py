@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
-from transformers import Qwen2Config, conversion_mapping
+from transformers import AttentionInterface, Qwen2Config, conversion_mapping
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import gpu_check, gpu_memory
 from common import families
 from common.arguments import command_line
-from data_prep.lib.packing import one_row
+from data_prep.lib.packing import one_row, packed_attention
 
 TINY = (64, 128, 2, 2, 1, 512)  # as gpu_memory.SIZES: width, MLP, layers, heads, KV heads, vocabulary
 GIB = 2**30
@@ -56,9 +56,8 @@ def as_on_gpu(path):
 
 
 def trainer():
-    """algos/grpo.py as on a GPU, with the attention and the log-probs that it imports."""
+    """algos/grpo.py as on a GPU, with the log-probs that it imports."""
     module = as_on_gpu("algos/grpo.py")
-    module.packed_attention = as_on_gpu("data_prep/lib/packing.py").packed_attention
     module.log_probs = as_on_gpu("common/log_probs.py").log_probs
     module.send = marking(module)
     return module
@@ -80,6 +79,8 @@ def marking(module):
 
 
 grpo = trainer()
+ON_GPU = as_on_gpu("data_prep/lib/packing.py").packed_attention  # `main` takes it
+AttentionInterface.register("packed", packed_attention)  # which the line above has replaced
 RECOMPUTE = get_args(grpo.Args.__annotations__["gradient_checkpointing"])
 
 

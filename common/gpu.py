@@ -4,9 +4,6 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import families
-from data_prep.lib.packing import states_apart
-
 OPS = torch.ops.aten
 KEPT = [  # with --gradient_checkpointing selective: 6.1 FLOPs a weight and token in place of 7.4
     OPS.mm.default,
@@ -26,27 +23,25 @@ def kept_products():
     return create_selective_checkpoint_contexts([*KEPT, torch.ops.torch_attn._varlen_attn.default])
 
 
-def prepare_layers(lm, recompute, compiled=False, **compiler):
+def prepare_layers(lm, recompute, compiled=False, eager=(), **compiler):
     """Replace the forward of each layer by one that recomputes, and compiles; compiler: of torch.compile.
 
-    recompute: full, selective or none, as --gradient_checkpointing says.
+    recompute: full, selective or none, as --gradient_checkpointing says. eager: layers that are not compiled.
 
     It is inside FSDP's hooks: weights are gathered before a layer and before its backward pass, not for
     the second forward pass in that. A compiled layer contains its checkpoint, as in torchtitan:
-    the compiler must see what is kept. All layers of a kind share one graph. Those with a state stay eager.
+    the compiler must see what is kept. All layers of a kind share one graph.
     """
     options = dict(use_reentrant=False, preserve_rng_state=False)  # there is no dropout
     if recompute == "selective":
         options["context_fn"] = kept_products
-    stateful = lm.config.get_text_config().model_type in families.STATES
     for layer in lm.modules():
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
-        state = stateful and states_apart(layer)
         run = layer.forward
         if recompute != "none":
             run = checkpointed(run, options)
-        if compiled and not state:  # which takes numbers of texts
+        if compiled and layer not in eager:
             run = torch.compile(run, fullgraph=True, dynamic=True, **compiler)
         layer.forward = run
 

@@ -35,14 +35,13 @@ NANO = {  # lines of grpo_nano.py that a script with options has not, by functio
     "setup_distributed": [
         "def setup_distributed():",
         'dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")',
-        "shape = (dist.get_world_size(),)",
-        'return device, dist.init_device_mesh(device.type, shape, mesh_dim_names=("shard",))',
+        "return device, dist.init_device_mesh(device.type, (dist.get_world_size(),))",
     ],
     "load_model": [
         "def load_model(args, mesh, device):",
         '"""The model in float32 in its root module, sharded by FSDP2. Rank 0 reads the weights for all."""',
         "lm.config.dtype = config.dtype or torch.float32  # the dtype of hf/",
-        "prepare_layers(lm, args.gradient_checkpointing)",
+        "prepare_layers(lm, args.gradient_checkpointing, eager=states_apart(lm))",
         'policy = TokenLogps(lm, attention == "packed")',
     ],
     "read_config": [

@@ -15,6 +15,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from algos import agent, dapo, distill, dpo, generate, grpo, ppo, quantize, rm, sft
 from common.families import hf_overrides
+from data_prep.lib import packing
 from tests import families
 
 SAMPLED = grpo, dapo, ppo, agent, distill
@@ -201,8 +202,8 @@ def test_a_model_that_a_layout_changes_is_not_trained(script, kernel, cause, mes
     pair = dict(prompt_ids=[9, 30], chosen_ids=[31, 32, 33], rejected_ids=[40, 41])
     pair |= dict(chosen_trained=[True] * 3, rejected_trained=[True] * 2)
     check(policy, [pair], args)
-    attention = script.segment_attention
-    monkeypatch.setattr(script, "segment_attention", lambda *a: attention(*a[:4], 3 * a[4], *a[5:]))
+    attention = packing.segment_attention
+    monkeypatch.setattr(packing, "segment_attention", lambda *a: attention(*a[:4], 3 * a[4], *a[5:]))
     policy.scale = 3
     with pytest.raises(SystemExit, match=f"off by .*likely {cause}"):
         check(policy, [pair], args)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from algos import grpo
 from common import families
 from common.gpu import move, prepare_layers
-from data_prep.lib.packing import packed_attention
+from data_prep.lib.packing import states_apart
 
 SIZES = dict(
     hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
@@ -100,7 +100,6 @@ STATES = families.STATES - {"qwen3_5_moe_text"} | {"qwen3_5", "qwen3_5_moe"}
 @pytest.mark.parametrize("family", [*WINDOWS, *sorted(STATES)])
 def test_windows_and_states_in_one_row(family, monkeypatch):
     """Texts that share prompts and texts that do not, padded and in one row: log-probs and gradients."""
-    monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", packed_attention)
     if family in MORE:
         monkeypatch.setitem(FAMILIES, family, MORE[family])
     lm = build(family)
@@ -111,7 +110,7 @@ def test_windows_and_states_in_one_row(family, monkeypatch):
     responses = [[*range(40, 47)], [60, 61], [7] * 9, [*range(8, 20)], [33], [*range(3, 60)]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
     args = grpo.Args(model="", train_files=(), output_dir="")
-    prepare_layers(lm, args.gradient_checkpointing)
+    prepare_layers(lm, args.gradient_checkpointing, eager=states_apart(lm))
     found = []
     for attention in ("sdpa", "packed"):
         lm.set_attn_implementation(attention)
@@ -128,9 +127,8 @@ def test_windows_and_states_in_one_row(family, monkeypatch):
 @pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
 def test_a_shared_prompt_costs_a_state_no_memory(family, recompute, monkeypatch):
     """30 responses to a prompt of 60 tokens, 2,010 with it each time, in a row of 210: as a text of 210."""
-    monkeypatch.setitem(grpo.AttentionInterface._global_mapping, "packed", packed_attention)
     lm = build(family)
-    prepare_layers(lm, recompute)
+    prepare_layers(lm, recompute, eager=states_apart(lm))
     args, calls, found, saved = grpo.Args(model="", train_files=(), output_dir=""), [], [], []
     for layer in lm.modules():
         if any(isinstance(x, torch.nn.Conv1d) for x in layer.children()):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, documented, metrics, run
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AttentionInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import rm
 from common.families import special_layers
@@ -75,7 +75,6 @@ def test_scores_are_those_of_transformers(family, tmp_path):
     lm = AutoModelForSequenceClassification.from_config(config).eval()
     packs = not special_layers(config)
     assert packs == (family != "gemma2")
-    AttentionInterface.register("packed", rm.packed_attention)
     conversations = [[9, 8, 7, 6, 5, 4, 3, 2], [5], [0, 7, 0, 8], [3, 1]]
     with torch.no_grad():
         alone = [lm(input_ids=torch.tensor([ids])).logits.item() for ids in conversations]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos.grpo import all_reduce, setup_distributed
@@ -23,7 +23,7 @@ from common.arguments import command_line
 from common.metrics import matmul_speed
 from common.run import leave
 from data_prep.lib.cache import load_prompts
-from data_prep.lib.packing import one_row, packed_attention, padded, split_micro_batches
+from data_prep.lib.packing import one_row, padded, split_micro_batches
 
 
 @dataclass
@@ -121,7 +121,6 @@ def main():
     engine = build_engine(args, prompts) if args.group_size else None
     if engine:
         generate(engine, prompts, args)  # warm-up
-    AttentionInterface.register("packed", packed_attention)
     attention = "eager" if args.attn_implementation == "eager" else "packed"
     options = dict(dtype=dtype, attn_implementation=attention)
     model = AutoModelForCausalLM.from_pretrained(args.model, **options).to(device)

@@ -11,6 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from common import families
 
 
 def balance(lengths, ranks):
@@ -126,6 +130,9 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     return out[None], None
 
 
+AttentionInterface.register("packed", packed_attention)  # for attn_implementation="packed"
+
+
 def segment_attention(query, key, value, shapes, scaling, window=None):
     """Causal SDPA in each segment, to the last `window` keys: [T, H, D], twice [S, KV, D] -> [T, H, D]."""
     dtype = query.dtype
@@ -147,20 +154,24 @@ def segment_attention(query, key, value, shapes, scaling, window=None):
     return torch.cat(outputs).to(dtype)
 
 
-def states_apart(layer):
-    """Let what has a state in a layer run on each text of a row apart -> whether the layer has a state."""
-    mixers = [m for m in layer.modules() if any(isinstance(x, nn.Conv1d) for x in m.children())]
-    whole = layer.forward
+def states_apart(lm):
+    """Let what carries a state along the row run on each text apart -> the layers that have such a thing."""
+    found = []
+    for layer in lm.modules() if lm.config.get_text_config().model_type in families.STATES else ():
+        mixers = [m for m in layer.modules() if any(isinstance(x, nn.Conv1d) for x in m.children())]
+        if isinstance(layer, GradientCheckpointingLayer) and mixers:
+            found.append(layer)
+            layer.forward = partial(knows_texts, mixers, layer.forward)
+            for mixer in mixers:
+                mixer.forward = partial(each_text, mixer, mixer.forward)
+    return found
 
-    def forward(*inputs, **named):
-        for mixer in mixers:
-            mixer.texts = [named.get(name) for name in ("shapes", "kv_index", "cu_seqlens")]
-        return whole(*inputs, **named)
 
+def knows_texts(mixers, run, *inputs, **named):
+    """A layer's forward pass, which tells its mixers how the row is laid out."""
     for mixer in mixers:
-        mixer.forward = partial(each_text, mixer, mixer.forward)
-        layer.forward = forward
-    return bool(mixers)
+        mixer.texts = [named.get(name) for name in ("shapes", "kv_index", "cu_seqlens")]
+    return run(*inputs, **named)
 
 
 def each_text(mixer, run, hidden_states, *inputs, **named):
