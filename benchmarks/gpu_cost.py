@@ -79,7 +79,7 @@ def marking(module):
 
 
 grpo = trainer()
-ON_GPU = as_on_gpu("data_prep/lib/packing.py").packed_attention  # `main` takes it
+ON_GPU = as_on_gpu("data_prep/lib/packing.py").packed_attention  # in a `world`
 AttentionInterface.register("packed", packed_attention)  # which the line above has replaced
 RECOMPUTE = get_args(grpo.Args.__annotations__["gradient_checkpointing"])
 
@@ -88,9 +88,11 @@ RECOMPUTE = get_args(grpo.Args.__annotations__["gradient_checkpointing"])
 def world(ranks):
     """A process group of so many ranks; its collectives send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    AttentionInterface.register("packed", ON_GPU)
     try:
         yield dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     finally:
+        AttentionInterface.register("packed", packed_attention)
         dist.destroy_process_group()
 
 
