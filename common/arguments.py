@@ -100,7 +100,7 @@ def parse(args_class, words=None):
 
 def command_line(program, words=None):
     """A dataclass that is made from the command line, or a function that is called with it."""
-    about = sys.modules[program.__module__].__doc__.partition("\n\n")[0]  # --help begins with it
+    about = (sys.modules[program.__module__].__doc__ or "").partition("\n\n")[0]  # --help begins with it
     options = dict(description=about, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
     try:
         return tyro.cli(program, args=words, console_outputs=os.environ.get("RANK", "0") == "0", **options)
@@ -151,7 +151,7 @@ def unusable(values, defaults):
 
 
 def impossible(flags):
-    """What is wrong with {flag: value} together. A flag that a script has not makes nothing impossible."""
+    """What is wrong with {flag: value} together; a rule applies where a script has all its flags."""
     return wrong_sizes(flags) or wrong_sampling(flags) or wrong_training(flags)
 
 
@@ -167,7 +167,8 @@ def wrong_sizes(flags):
         return f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}"
     budget, length, ranks = get("max_tokens_per_microbatch", INF), get("max_length", 2), get("sp_size", 1)
     row = math.ceil((get("max_prompt_length", 0) + get("max_response_length", 0)) / ranks)  # of it on a rank
-    short, pair = f"--max_tokens_per_microbatch {budget}", 2 * length
+    pair = 2 * length
+    short = f"--max_tokens_per_microbatch {budget}"
     if budget < row:
         return f"{short} is less than a row, {row} tokens"
     if "loss" in flags and budget < pair:
@@ -189,9 +190,12 @@ def wrong_sampling(flags):
         return f"--top_p {top_p}: pass --rollout_is None and no --rollout_rs"
     if get("top_k", -1) < -1:
         return f"--top_k {get('top_k')}: use -1 (off) or a number of tokens"
-    if get("rollout_rs") and not in_order(get("rollout_rs"), get("rollout_rs_threshold", (1,))):
-        bounds = "HIGH, at least 1, or 0 <= LOW <= HIGH; with off_policy one value, at least 0"
-        return f"--rollout_rs needs --rollout_rs_threshold {bounds}"
+    level, bounds = get("rollout_rs"), get("rollout_rs_threshold", (1,))
+    one = len(bounds) == 1 and bounds[0] >= (0 if level == "off_policy" else 1)
+    two = len(bounds) == 2 and level != "off_policy" and 0 <= bounds[0] <= bounds[1]
+    if level and not (one or two):
+        needed = "HIGH, at least 1, or 0 <= LOW <= HIGH; with off_policy one value, at least 0"
+        return f"--rollout_rs needs --rollout_rs_threshold {needed}"
     if drops_groups and group_size < 2:
         return f"--group_size {group_size}: one response has no spread, so its group would be dropped"
     if estimator == "maxrl" and group_size < 2:
@@ -204,13 +208,6 @@ def wrong_sampling(flags):
         return "--partial_rollout needs --max_staleness of at least 1: an unfinished response is a step old"
     if drops_groups and schedule != "constant" and not get("total_steps", 1):
         return f"--lr_schedule {schedule} needs --total_steps: dropped groups make epochs end sooner"
-
-
-def in_order(level, bounds):
-    """Whether --rollout_rs can take these thresholds."""
-    if level == "off_policy":
-        return len(bounds) == 1 and bounds[0] >= 0
-    return len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
 
 
 def wrong_training(flags):
