@@ -74,6 +74,7 @@ RL, OFFLINE = "grpo dapo ppo agent distill", "sft dpo rm"
 BOUNDS = "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH;"
 BOUNDS += " with off_policy one value, at least 0"
 SHORT = "--max_tokens_per_microbatch 63 is less than"
+PLUS = "reinforce_plus_plus_baseline"
 few = dict(max_tokens_per_microbatch=63)
 rejects = lambda level, *bounds: dict(rollout_rs=level, rollout_rs_threshold=bounds)
 TOGETHER = (  # scripts, their flags, what is said
@@ -119,6 +120,7 @@ TOGETHER = (  # scripts, their flags, what is said
     ),
     (f"{RL} {OFFLINE}", dict(attn_implementation="flash_attention_2", compute_dtype="bfloat16"), None),
     (RL, dict(temperature=0.001), "--temperature 0.001: vLLM samples at 0.01 or above"),
+    (RL, dict(temperature=0.01), None),
     ("generate", dict(temperature=0.0, top_p=0.9), None),
     (RL, dict(top_p=0.9), "--top_p 0.9: pass --rollout_is None and no --rollout_rs"),
     (
@@ -138,6 +140,14 @@ TOGETHER = (  # scripts, their flags, what is said
         dict(group_size=1, adv_estimator="maxrl"),
         "--adv_estimator maxrl needs --group_size above 1",
     ),
+    ("grpo agent", dict(group_size=2, adv_estimator="maxrl"), None),
+    (
+        "grpo agent",
+        dict(group_size=1, train_batch_size=1, ppo_mini_batch_size=1, adv_estimator=PLUS),
+        f"--adv_estimator {PLUS} needs --group_size or --train_batch_size above 1",
+    ),
+    ("grpo", dict(group_size=2, train_batch_size=1, ppo_mini_batch_size=1, adv_estimator=PLUS), None),
+    ("grpo", dict(group_size=1, train_batch_size=1, ppo_mini_batch_size=1), None),
     ("dapo", dict(overlong_buffer=1025), "--overlong_buffer 1025 is not within --max_response_length"),
     ("dapo", dict(overlong_buffer=1024), None),
     (
@@ -151,6 +161,9 @@ TOGETHER = (  # scripts, their flags, what is said
         "--lr_schedule cosine needs --total_steps: dropped groups make epochs end sooner",
     ),
     ("dapo", dict(lr_schedule="cosine", total_steps=9), None),
+    ("dapo", dict(max_staleness=0), None),
+    ("sft", dict(messages_key="x", env="x"), None),
+    ("sft", dict(text_key="text"), None),
     ("sft", dict(text_key="text", env="x"), "--text_key: pass no --messages_key and no --env"),
     ("sft", dict(text_key="text", messages_key="x"), "--text_key: pass no --messages_key and no --env"),
     ("sft", dict(qlora=True), "--qlora and --lora_kind adalora need --lora_rank"),
