@@ -139,7 +139,7 @@ from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
+from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, stop_on_signals
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.packing import (
@@ -292,8 +292,6 @@ def update_actor(policy, optimizer, mini_batches, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    check_args(args)
-    check_dapo_args(args)
     resume_from = open_run(args)
     tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(args)
     check_layout(args)
@@ -737,36 +735,6 @@ def trade(x, group):
 
 # endregion
 # region data
-def check_args(args):
-    """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world, for_gpu = int(os.environ.get("WORLD_SIZE", 1)), args.offload != "none" or args.compile
-    row = args.max_prompt_length + args.max_response_length
-    row = math.ceil(row / args.sp_size)  # what a rank has of it
-    budget, copies = args.max_tokens_per_microbatch, args.hsdp_replicas
-    prompts, size = args.train_batch_size, args.ppo_mini_batch_size
-    flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
-    cut_off = args.top_p < 1 and (args.rollout_is or args.rollout_rs)
-    bounds = args.rollout_rs_threshold
-    if args.rollout_rs == "off_policy":
-        fit = len(bounds) == 1 and bounds[0] >= 0
-    else:
-        fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
-    problems = {
-        f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
-        f"{world} ranks are not a multiple of --tp_size {args.tp_size}": world % args.tp_size,
-        f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
-        f"{world} ranks are not a multiple of --sp_size {args.sp_size}": world % args.sp_size,
-        f"--max_tokens_per_microbatch {budget} is less than a row, {row} tokens": budget < row,
-        "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        f"--temperature {args.temperature}: vLLM samples at 0.01 or above": args.temperature < 0.01,
-        f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH;"
-        " with off_policy one value, at least 0": args.rollout_rs and not fit,
-        "--offload and --compile need a GPU": for_gpu and not torch.cuda.is_available(),
-    }
-    refuse(problems)
-
-
 def load_data(args):
     """-> tokenizer, reward managers of training and validation, rows of both, a line about them."""
     shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
@@ -1035,18 +1003,6 @@ def check_sampler(policy, rows, args, step):
 
 
 # endregion
-
-
-def check_dapo_args(args):
-    """As check_args, for DAPO's own arguments."""
-    if args.group_size < 2:
-        fail(f"--group_size {args.group_size}: one response has no spread, so its group would be dropped")
-    if not 0 <= (args.overlong_buffer or 0) <= args.max_response_length:
-        fail(f"--overlong_buffer {args.overlong_buffer} is not within --max_response_length")
-    if args.partial_rollout and not args.max_staleness:
-        fail("--partial_rollout needs --max_staleness of at least 1: an unfinished response is a step old")
-    if args.lr_schedule != "constant" and not args.total_steps:
-        fail(f"--lr_schedule {args.lr_schedule} needs --total_steps: dropped groups make epochs end sooner")
 
 
 def check_layout(args):

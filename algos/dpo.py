@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -316,7 +315,6 @@ def reference_logps(policy, rows, order, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    check_args(args)
     resume_from = open_run(args)
     tokenizer, train_rows, val_rows, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
@@ -681,25 +679,6 @@ def check_layout(policy, rows, args):
     if not gap < limit:  # `not <` also fails for NaN
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
         fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
-
-
-def check_args(args):
-    """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    copies, smooth = args.hsdp_replicas, args.label_smoothing
-    budget, pair = args.max_tokens_per_microbatch, 2 * args.max_length
-    short = f"--max_tokens_per_microbatch {budget} is less than a pair of responses of --max_length"
-    flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
-    problems = {
-        f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
-        f"{short} {args.max_length}, {pair} tokens": budget < pair,
-        "--qlora needs --lora_rank": args.qlora and not args.lora_rank,
-        "--qlora needs bitsandbytes: pip install bitsandbytes": args.qlora and not find_spec("bitsandbytes"),
-        "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        "--compile needs a GPU": args.compile and not torch.cuda.is_available(),
-        f"--label_smoothing {smooth} must be at least 0 and below 0.5": not 0 <= smooth < 0.5,
-    }
-    refuse(problems)
 
 
 def check_model(config, args):

@@ -79,14 +79,12 @@ ENV_WORKERS = 8  # environments of a rank that work at the same time
 EPISODE = ("turns", "messages", "env_reward", "failure")  # in that column, as JSON
 
 
-def check_args(args, world):
-    """Stop on arguments that cannot work -> the model's Hugging Face directory or hub name."""
+def check_paths(args):
+    """Stop on paths that cannot work -> the model's Hugging Face directory or hub name."""
     root, inside = Path(args.model), ("", "hf", "checkpoints/latest/hf")  # of a model, a checkpoint, a run
     found = [root / name for name in inside if any((root / name).glob("*.safetensors"))]
     empty = root.is_dir() and not found
     problems = {
-        f"--top_k {args.top_k}: use -1 (off) or a number of tokens": args.top_k < -1,
-        f"{world} ranks: use a multiple of --tp_size {args.tp_size}": world % max(args.tp_size, 1),
         f"--output {args.output} exists: choose another, or remove it": os.path.lexists(args.output),
         f"--model {root}: vLLM finds no files in a path with [ or *: rename it": {*"[*"} & {*str(root)},
         f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/": empty,
@@ -303,7 +301,7 @@ def main(args):
     # ---- arguments, data, model
     rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
     try:
-        args.model = check_args(args, world)
+        args.model = check_paths(args)
         tokenizer = load_processor(args.model, sees=takes_images(args))
         use_template(tokenizer, args)
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s) if args.env else None

@@ -345,7 +345,6 @@ def update(model, optimizer, mini_batches, token_loss, name, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    check_args(args)
     reward_tokenizers = check_models(args)
     resume_from = open_run(args)
     tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(rules_alone(args))
@@ -701,34 +700,6 @@ def merged_weight(lora, weight):
 
 # endregion
 # region data
-def check_args(args):
-    """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world, for_gpu = int(os.environ.get("WORLD_SIZE", 1)), args.offload != "none" or args.compile
-    row = args.max_prompt_length + args.max_response_length
-    budget, copies = args.max_tokens_per_microbatch, args.hsdp_replicas
-    prompts, size = args.train_batch_size, args.ppo_mini_batch_size
-    flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
-    cut_off = args.top_p < 1 and (args.rollout_is or args.rollout_rs)
-    bounds = args.rollout_rs_threshold
-    if args.rollout_rs == "off_policy":
-        fit = len(bounds) == 1 and bounds[0] >= 0
-    else:
-        fit = len(bounds) == 1 and bounds[0] >= 1 or len(bounds) == 2 and 0 <= bounds[0] <= bounds[1]
-    problems = {
-        f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}": prompts % size,
-        f"{world} ranks are not a multiple of --tp_size {args.tp_size}": world % args.tp_size,
-        f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
-        f"--max_tokens_per_microbatch {budget} is less than a row, {row} tokens": budget < row,
-        "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        f"--temperature {args.temperature}: vLLM samples at 0.01 or above": args.temperature < 0.01,
-        f"--top_p {args.top_p}: pass --rollout_is None and no --rollout_rs": cut_off,
-        "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH;"
-        " with off_policy one value, at least 0": args.rollout_rs and not fit,
-        "--offload and --compile need a GPU": for_gpu and not torch.cuda.is_available(),
-    }
-    refuse(problems)
-
-
 def load_data(args):
     """-> tokenizer, reward managers of training and validation, rows of both, a line about them."""
     shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints

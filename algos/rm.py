@@ -240,7 +240,6 @@ def evaluate(policy, rows, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    check_args(args)
     resume_from = open_run(args)
     tokenizer, pad_id, train_rows, val_rows, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
@@ -516,21 +515,6 @@ def check_scores(policy, rows, args):
     if not max(all_reduce([gap], dist.ReduceOp.MAX)) < limit:  # `not <` also fails for NaN
         unlike = f"states under {kernel} are not those of eager attention, off by {gap:.3g} of their size"
         fail(f"{args.model} ({lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
-
-
-def check_args(args):
-    """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    copies, budget = args.hsdp_replicas, args.max_tokens_per_microbatch
-    pair = 2 * args.max_length
-    flash_float = args.attn_implementation == "flash_attention_2" and args.compute_dtype == "float32"
-    problems = {
-        f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
-        f"--max_tokens_per_microbatch {budget} is less than {pair}, twice --max_length": budget < pair,
-        "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        "--compile needs a GPU": args.compile and not torch.cuda.is_available(),
-    }
-    refuse(problems)
 
 
 def check_model(config, args):

@@ -22,7 +22,6 @@ import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -237,7 +236,6 @@ def evaluate(policy, rows, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    check_args(args)
     resume_from = open_run(args)
     tokenizer, train_rows, val_rows, ends, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
@@ -886,32 +884,6 @@ def check_layout(policy, rows, args):
     if not gap < limit:  # `not <` also fails for NaN
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
         fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
-
-
-def check_args(args):
-    """Stop on combinations of flags that cannot work, before anything is loaded."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    copies, sp_size = args.hsdp_replicas, args.sp_size
-    kernel, budget = args.attn_implementation, args.max_tokens_per_microbatch
-    short = f"--max_tokens_per_microbatch {budget} times --sp_size {sp_size}"
-    apart = not args.packing or kernel != "sdpa"
-    no_adapters = not args.lora_rank and (args.qlora or args.lora_kind != "lora")
-    no_liger = not torch.cuda.is_available() or not find_spec("liger_kernel")
-    flash_float = kernel == "flash_attention_2" and args.compute_dtype == "float32"
-    problems = {
-        f"{world} ranks are not a multiple of --hsdp_replicas {copies}": world % copies,
-        f"{world} ranks are not a multiple of --sp_size {sp_size}": world % sp_size,
-        f"--sp_size {sp_size} needs --packing, and --attn_implementation sdpa": sp_size > 1 and apart,
-        f"{short} is less than --max_length {args.max_length}": budget * sp_size < args.max_length,
-        f"--max_length {args.max_length} is less than two tokens": args.max_length < 2,
-        "--text_key: pass no --messages_key and no --env": args.text_key and (args.messages_key or args.env),
-        "--qlora and --lora_kind adalora need --lora_rank": no_adapters,
-        "--qlora needs bitsandbytes: pip install bitsandbytes": args.qlora and not find_spec("bitsandbytes"),
-        "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16": flash_float,
-        "--compile needs a GPU": args.compile and not torch.cuda.is_available(),
-        "--liger needs a GPU and Liger's kernels: pip install liger-kernel": args.liger and no_liger,
-    }
-    refuse(problems)
 
 
 def check_model(config, args):

@@ -9,7 +9,9 @@ import re
 import sys
 import warnings
 from dataclasses import MISSING, dataclass, fields, make_dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import tyro
 
@@ -19,36 +21,62 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 gc.set_threshold(50_000)  # with 700 a sixth of the imports' time is a search for garbage in what stays
 atexit.register(gc.freeze)  # the search at Python's end would take a second
 
-MODELS = "model", "critic_model", "reward_model", "teacher"  # flags that name weights
-RANGES = {  # smallest (1e-9: above 0) and largest value, always finite: flags, of a tuple each value
-    (1, math.inf): "total_epochs total_steps train_batch_size ppo_mini_batch_size ppo_epochs group_size"
-    " val_group_size n_samples batch_size max_prompt_length max_response_length max_length max_turns"
-    " max_observation_length max_tokens_per_microbatch max_gen_batches hsdp_replicas tp_size sp_size k"
-    " reward_workers calibration_rows value_quantiles",
-    (0, math.inf): "seed save_freq test_freq keep_checkpoints max_staleness lora_rank critic_lr warmup_steps"
-    " lr decay_steps critic_warmup weight_decay overlong_buffer temperature val_temperature clip_ratio_low"
-    " clip_ratio_high kl_loss_coef kl_coef nll_coef positive_nll_coef center_rewards_coef simpo_gamma follow",
-    (1e-9, math.inf): "lora_alpha grad_clip env_timeout_s reward_timeout_s rollout_is_threshold"
-    " cliprange_value kl_target lam_alpha beta",
-    (1e-9, 1): "top_p gpu_memory_utilization",
-    (0, 1): "gamma lam critic_lam teacher_update_rate echo_coef uncertainty_bonus",
-    (-math.inf, math.inf): "entropy_coeff reward_weights rollout_rs_threshold",
+INF = math.inf
+COUNT, NOT_NEGATIVE, POSITIVE = (1, INF, "at least 1"), (0, INF, "at least 0"), (1e-9, INF, "above 0")
+SHARE, PART = (0, 1, "at least 0 and at most 1"), (1e-9, 1, "above 0 and at most 1")
+
+
+class Known(NamedTuple):
+    """What is known of a flag. Its numbers are finite, and a resumed run has the value of its start, or:"""
+
+    range: tuple = (-INF, INF, "")  # smallest and largest value, of a tuple each; these in words
+    idle: tuple = ()  # (another flag, its value) with which this one has no effect
+    resume: str = ""  # may change; may begin: it may differ where --resume PATH begins another run
+    content: str = ""  # weights or file: what it names must have the content of the start
+    gpu: bool = False  # it needs a GPU
+
+
+FLAGS = {
+    Known(resume="may change", content="weights"): "model critic_model reward_model teacher",
+    Known(resume="may begin", content="file"): "train_files reward_fn env",
+    Known(content="file"): "chat_template",
+    Known(resume="may begin"): "prompt_key response_key messages_key text_key chosen_key rejected_key"
+    " reward_weights",
+    Known(NOT_NEGATIVE, resume="may begin"): "seed",
+    Known(resume="may change"): "output_dir resume lr_schedule tracker val_files rollout_dump sp_attention"
+    " packing gradient_checkpointing attn_implementation",
+    Known(resume="may change", gpu=True): "offload compile liger",
+    Known(COUNT, resume="may change"): "total_epochs total_steps max_tokens_per_microbatch max_gen_batches"
+    " hsdp_replicas tp_size sp_size",
+    Known(NOT_NEGATIVE, resume="may change"): "lr critic_lr warmup_steps save_freq test_freq"
+    " keep_checkpoints",
+    Known(PART, resume="may change"): "gpu_memory_utilization",
+    Known(POSITIVE, resume="may change"): "env_timeout_s",
+    Known(POSITIVE, (("reward_manager", "naive"),), "may change"): "reward_timeout_s",
+    Known(NOT_NEGATIVE, (("lr_schedule", "constant"),), "may change"): "decay_steps",
+    Known(COUNT, (("val_files", ()),), "may change"): "val_group_size",
+    Known(NOT_NEGATIVE, (("val_files", ()),), "may change"): "val_temperature",
+    Known(COUNT): "train_batch_size ppo_mini_batch_size ppo_epochs group_size n_samples batch_size max_length"
+    " max_prompt_length max_response_length max_turns max_observation_length k reward_workers"
+    " calibration_rows value_quantiles",
+    Known(NOT_NEGATIVE): "max_staleness lora_rank critic_warmup weight_decay overlong_buffer temperature"
+    " kl_coef nll_coef positive_nll_coef center_rewards_coef follow",
+    Known(POSITIVE): "grad_clip cliprange_value lam_alpha beta",
+    Known(PART): "top_p",
+    Known(SHARE): "gamma lam critic_lam teacher_update_rate echo_coef",
+    Known(NOT_NEGATIVE, (("policy_loss", "sapo"), ("kl", "full"))): "clip_ratio_low clip_ratio_high",
+    Known(NOT_NEGATIVE, (("use_kl_loss", False),)): "kl_loss_coef",
+    Known(idle=(("use_kl_loss", False),)): "kl_kind",
+    Known(POSITIVE, (("lora_rank", 0),)): "lora_alpha",
+    Known(POSITIVE, (("kl_coef", 0),)): "kl_target",
+    Known(POSITIVE, (("rollout_is", None),)): "rollout_is_threshold",
+    Known(idle=(("rollout_rs", None),)): "rollout_rs_threshold",
+    Known(SHARE, (("value_quantiles", 1),)): "uncertainty_bonus",
+    Known(NOT_NEGATIVE, (("loss", "sigmoid"), ("loss", "ipo"))): "simpo_gamma",
+    Known((0, 0.5 - 1e-9, "at least 0 and below 0.5"), (("loss", "ipo"),)): "label_smoothing",
 }
-IDLE = {  # a flag and its value: flags that have no effect with it
-    ("lora_rank", 0): "lora_alpha",
-    ("use_kl_loss", False): "kl_loss_coef kl_kind",
-    ("kl_coef", 0): "kl_target",
-    ("value_quantiles", 1): "uncertainty_bonus",
-    ("policy_loss", "sapo"): "clip_ratio_low clip_ratio_high",
-    ("kl", "full"): "clip_ratio_low clip_ratio_high",
-    ("rollout_is", None): "rollout_is_threshold",
-    ("rollout_rs", None): "rollout_rs_threshold",
-    ("loss", "sigmoid"): "simpo_gamma",
-    ("loss", "ipo"): "simpo_gamma label_smoothing",
-    ("lr_schedule", "constant"): "decay_steps",
-    ("val_files", ()): "val_temperature val_group_size",
-    ("reward_manager", "naive"): "reward_timeout_s",
-}
+KNOWN = {flag: known for known, flags in FLAGS.items() for flag in flags.split()}
+MODELS = [flag for flag, known in KNOWN.items() if known.content == "weights"]
 HUB = {  # what an error of the hub's client means, or the first class above it that is here
     "HFValidationError": "and no name of the hub",
     "GatedRepoError": "and gated on the hub: accept the licence on its page there, then `hf auth login`",
@@ -56,7 +84,6 @@ HUB = {  # what an error of the hub's client means, or the first class above it 
     "HfHubHTTPError": "and the hub refuses ({error})",
     "Exception": "and the hub cannot be reached ({error})",
 }
-ALONE = dict(maxrl="group_size", reinforce_plus_plus_baseline="group_size train_batch_size")  # one above 1
 
 
 def parse(args_class, words=None):
@@ -64,7 +91,8 @@ def parse(args_class, words=None):
     rank = int(os.environ.get("RANK", 0))
     groups = command_line(in_groups(args_class), words)
     flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
-    problem = unusable(flags, {field.name: field.default for field in fields(args_class)}) or no_model(flags)
+    defaults = {field.name: field.default for field in fields(args_class)}
+    problem = unusable(flags, defaults) or impossible(flags) or no_model(flags)
     if problem:  # the first rank of each machine says what it lacks
         raise SystemExit(1 if int(os.environ.get("LOCAL_RANK", rank)) else f"error: {problem}")
     return flags
@@ -72,7 +100,7 @@ def parse(args_class, words=None):
 
 def command_line(program, words=None):
     """A dataclass that is made from the command line, or a function that is called with it."""
-    about = sys.modules[program.__module__].__doc__.partition("\n\n")[0]  # --help begins with it
+    about = (sys.modules[program.__module__].__doc__ or "").partition("\n\n")[0]  # --help begins with it
     options = dict(description=about, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
     try:
         return tyro.cli(program, args=words, console_outputs=os.environ.get("RANK", "0") == "0", **options)
@@ -91,39 +119,113 @@ def in_groups(args_class):
             section = found[1] or section
             if found[2]:
                 sections.setdefault(section, []).append(found[2])
-    groups = {}
+    groups = []
     for section, names in sections.items():
         body = dict(__module__=args_class.__module__, __qualname__=args_class.__qualname__)  # for comments
         body["__init__"] = lambda self, **values: vars(self).update(values)
         group = dataclass(type(args_class.__name__, (args_class,), body), init=False)
         group.__dataclass_fields__ = {name: args_class.__dataclass_fields__[name] for name in names}
-        groups[section] = group
-    parts = make_dataclass("Groups", groups.items())
+        title = tyro.conf.arg(name=section)  # which may have spaces, as no field may
+        groups.append((f"group_{len(groups)}", Annotated[group, title]))
+    parts = make_dataclass("Groups", groups)
     parts.__module__ = args_class.__module__
     return parts
 
 
 def unusable(values, defaults):
-    """What is wrong with {flag: value}."""
+    """What is wrong with a value of {flag: value}."""
     for name, value in values.items():
         if value == () and defaults[name] is MISSING:
             return f"{name} needs at least one value"
-    for (low, high), names in RANGES.items():
-        least, most = "at least" if low in (0, 1) else "above", f" and at most {high}" * (high < math.inf)
-        for name in names.split():
-            value = values.get(name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not math.isfinite(number):
-                    return f"--{name} {number} must be finite"
-                if number is not None and not low <= number <= high:
-                    return f"--{name} {number} must be {least} {int(low)}{most}"
-    for (other, value), names in IDLE.items():
-        for name in names.split():
-            if values.get(name) != defaults.get(name) and values.get(other) == value:
-                return f"--{name} {values[name]} has no effect with --{other} {value}"
-    alone = ALONE.get(values.get("adv_estimator"), "none").split()
-    if all(values.get(name) == 1 for name in alone):
-        return f"--adv_estimator {values['adv_estimator']} needs --{' or --'.join(alone)} above 1"
+        known = KNOWN.get(name, Known())
+        low, high, words = known.range
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in [x for x in numbers if isinstance(x, int | float)]:
+            if not math.isfinite(number):
+                return f"--{name} {number} must be finite"
+            if not low <= number <= high:
+                return f"--{name} {number} must be {words}"
+        for other, without in known.idle:
+            if value != defaults.get(name) and values.get(other, MISSING) == without:
+                return f"--{name} {value} has no effect with --{other} {without}"
+
+
+def impossible(flags):
+    """What is wrong with {flag: value} together; a rule applies where a script has all its flags."""
+    return wrong_sizes(flags) or wrong_sampling(flags) or wrong_training(flags)
+
+
+def wrong_sizes(flags):
+    get, world = flags.get, int(os.environ.get("WORLD_SIZE", 1))
+    if "n_samples" in flags and world % get("tp_size", 1):
+        return f"{world} ranks: use a multiple of --tp_size {get('tp_size')}"
+    for name in ("tp_size", "hsdp_replicas", "sp_size"):
+        if world % get(name, 1):
+            return f"{world} ranks are not a multiple of --{name} {get(name)}"
+    prompts, size = get("train_batch_size", 0), get("ppo_mini_batch_size", 1)
+    if prompts % size:
+        return f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}"
+    budget, length, ranks = get("max_tokens_per_microbatch", INF), get("max_length", 2), get("sp_size", 1)
+    row = math.ceil((get("max_prompt_length", 0) + get("max_response_length", 0)) / ranks)  # of it on a rank
+    pair = 2 * length
+    short = f"--max_tokens_per_microbatch {budget}"
+    if budget < row:
+        return f"{short} is less than a row, {row} tokens"
+    if "loss" in flags and budget < pair:
+        return f"{short} is less than a pair of responses of --max_length {length}, {pair} tokens"
+    if "chosen_key" in flags and budget < pair:
+        return f"{short} is less than {pair}, twice --max_length"
+    if budget * ranks < length:
+        return f"{short} times --sp_size {ranks} is less than --max_length {length}"
+    if length < 2:
+        return f"--max_length {length} is less than two tokens"
+
+
+def wrong_sampling(flags):
+    get, schedule, drops_groups = flags.get, flags.get("lr_schedule", "constant"), "max_gen_batches" in flags
+    group_size, estimator, top_p = get("group_size", 2), get("adv_estimator"), get("top_p", 1)
+    if "train_batch_size" in flags and get("temperature", 1) < 0.01:
+        return f"--temperature {get('temperature')}: vLLM samples at 0.01 or above"
+    if top_p < 1 and (get("rollout_is") or get("rollout_rs")):
+        return f"--top_p {top_p}: pass --rollout_is None and no --rollout_rs"
+    if get("top_k", -1) < -1:
+        return f"--top_k {get('top_k')}: use -1 (off) or a number of tokens"
+    level, bounds = get("rollout_rs"), get("rollout_rs_threshold", (1,))
+    one = len(bounds) == 1 and bounds[0] >= (0 if level == "off_policy" else 1)
+    two = len(bounds) == 2 and level != "off_policy" and 0 <= bounds[0] <= bounds[1]
+    if level and not (one or two):
+        needed = "HIGH, at least 1, or 0 <= LOW <= HIGH; with off_policy one value, at least 0"
+        return f"--rollout_rs needs --rollout_rs_threshold {needed}"
+    if drops_groups and group_size < 2:
+        return f"--group_size {group_size}: one response has no spread, so its group would be dropped"
+    if estimator == "maxrl" and group_size < 2:
+        return "--adv_estimator maxrl needs --group_size above 1"
+    if estimator == "reinforce_plus_plus_baseline" and group_size * get("train_batch_size", 2) < 2:
+        return f"--adv_estimator {estimator} needs --group_size or --train_batch_size above 1"
+    if (get("overlong_buffer") or 0) > get("max_response_length", INF):
+        return f"--overlong_buffer {get('overlong_buffer')} is not within --max_response_length"
+    if get("partial_rollout") and not get("max_staleness", 1):
+        return "--partial_rollout needs --max_staleness of at least 1: an unfinished response is a step old"
+    if drops_groups and schedule != "constant" and not get("total_steps", 1):
+        return f"--lr_schedule {schedule} needs --total_steps: dropped groups make epochs end sooner"
+
+
+def wrong_training(flags):
+    get, kernel, sp_size = flags.get, flags.get("attn_implementation", "sdpa"), flags.get("sp_size", 1)
+    if sp_size > 1 and "packing" in flags and not (get("packing") and kernel == "sdpa"):
+        return f"--sp_size {sp_size} needs --packing, and --attn_implementation sdpa"
+    if kernel == "flash_attention_2" and get("compute_dtype") == "float32":
+        return "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16"
+    if get("text_key") and (get("messages_key") or get("env")):
+        return "--text_key: pass no --messages_key and no --env"
+    if "lora_kind" in flags and not get("lora_rank", 1) and (get("qlora") or get("lora_kind") != "lora"):
+        return "--qlora and --lora_kind adalora need --lora_rank"
+    if get("qlora") and not get("lora_rank", 1):
+        return "--qlora needs --lora_rank"
+    if get("qlora") and not find_spec("bitsandbytes"):
+        return "--qlora needs bitsandbytes: pip install bitsandbytes"
+    if get("liger") and not find_spec("liger_kernel"):
+        return "--liger needs a GPU and Liger's kernels: pip install liger-kernel"
 
 
 def no_model(values, flags=MODELS, file="config.json"):

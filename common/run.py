@@ -21,24 +21,15 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.arguments import MODELS
+from common.arguments import KNOWN, MODELS
 from common.files import file_digest, json_line, replacing, weights_digest
 
-FILES = "train_files", "reward_fn", "env", "chat_template"  # files that decide what is learned
-MAY_CHANGE = set(  # when a run resumes; all other flags must agree. Of weights and files the content counts
-    "model critic_model reward_model teacher output_dir resume lr critic_lr lr_schedule warmup_steps"
-    " decay_steps total_epochs total_steps save_freq test_freq keep_checkpoints tracker val_files"
-    " val_group_size val_temperature rollout_dump hsdp_replicas tp_size sp_size sp_attention packing offload"
-    " gradient_checkpointing compile max_tokens_per_microbatch gpu_memory_utilization attn_implementation"
-    " liger reward_timeout_s env_timeout_s max_gen_batches".split()
-)
+MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
+DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  # and another run begins
+FILES = [flag for flag, known in KNOWN.items() if known.content == "file"]
 TOKENIZER = "tokenizer*", "chat_template*", "vocab.*", "merges.txt"  # its files
 UNSAVED = []  # what writes the last whole step, until a checkpoint has it or the next update begins
 HELD = {}  # locks of directories, until the process ends
-DATA = set(  # may differ too where --resume PATH begins another run
-    "train_files prompt_key response_key messages_key text_key chosen_key rejected_key seed reward_fn"
-    " reward_weights env".split()
-)
 
 
 def fail(message):
@@ -89,6 +80,9 @@ def open_run(args):
             setattr(args, flag, real(name) if isinstance(name, str) else (*map(real, name),))
     if args.tracker != "none" and not find_spec(args.tracker):
         fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
+    for flag in [flag for flag, known in KNOWN.items() if known.gpu]:  # parse() has not loaded torch
+        if vars(args).get(flag, "none") not in (False, "none") and not torch.cuda.is_available():
+            fail(f"--{flag} needs a GPU")
     hold(out, f"--output_dir {out}")
     known = digests(args)  # now, because a file may change during the run
     if (out / "args.json").exists():

@@ -21,7 +21,7 @@ from conftest import ROOT
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils._http import default_client_factory
 
-from common.arguments import ALONE, IDLE, MODELS, RANGES, no_model, parse, unusable
+from common.arguments import FLAGS, KNOWN, MODELS, impossible, no_model, parse, unusable
 from common.metrics import data_sheet_speed
 from common.run import Logger, open_run, open_tracker, ranks_on
 
@@ -39,28 +39,187 @@ def answer(script, *words):
     return done.stdout, done.stderr
 
 
-def flags_of(script):
-    """{flag: annotation} of a script's Args."""
+def fields_of(script):
+    """The fields of a script's Args, which is not imported."""
     tree = ast.parse((ROOT / "algos" / script).read_text())
     args = next(node for node in tree.body if getattr(node, "name", "") == "Args")
-    fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
-    return {field.target.id: ast.unparse(field.annotation) for field in fields}
+    return [node for node in args.body if isinstance(node, ast.AnnAssign)]
+
+
+def flags_of(script):
+    """{flag: annotation} of a script's Args."""
+    return {field.target.id: ast.unparse(field.annotation) for field in fields_of(script)}
+
+
+def defaults_of(script):
+    """{flag: default} of a script's Args; those that must be given are empty."""
+    return {x.target.id: ast.literal_eval(x.value) if x.value else () for x in fields_of(script)}
 
 
 def test_every_number_has_a_range():
-    """Except those that may have any value, or whose check is in the script."""
-    numbers, flags = set(), set()
-    for script in SCRIPTS:
-        found = flags_of(script)
-        flags |= set(found)
-        numbers |= {
-            name for name, kind in found.items() if re.search("int|float", re.sub("Literal.*", "", kind))
-        }
-    ranges = {name for names in RANGES.values() for name in names.split()}
-    free = {"label_smoothing", "top_k"}
-    assert ranges | free == numbers
-    idle = {name for (other, _), names in IDLE.items() for name in (other, *names.split())}
-    assert idle | {name for names in ALONE.values() for name in names.split()} <= flags
+    """What is known is of flags that are there, each of them once, and what idles a flag too."""
+    flags = {name: kind for script in SCRIPTS for name, kind in flags_of(script).items()}
+    numbers = {name for name, kind in flags.items() if re.search("int|float", re.sub("Literal.*", "", kind))}
+    any_value = {"entropy_coeff", "reward_weights", "rollout_rs_threshold"}
+    ranges = {name for name, known in KNOWN.items() if known.range[2]}
+    assert ranges | any_value | {"top_k"} == numbers
+    named = [flag for names in FLAGS.values() for flag in names.split()]
+    assert len(named) == len(set(named)) == len(KNOWN)
+    assert {*named} | {other for known in KNOWN.values() for other, _ in known.idle} <= set(flags)
+    source = (ROOT / "common/arguments.py").read_text()
+    assert len(FLAGS) == len(re.findall(r"^    Known\(", source, re.MULTILINE))  # no two rows are equal
+
+
+RL, OFFLINE = "grpo dapo ppo agent distill", "sft dpo rm"
+BOUNDS = "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH;"
+BOUNDS += " with off_policy one value, at least 0"
+SHORT = "--max_tokens_per_microbatch 63 is less than"
+PLUS = "reinforce_plus_plus_baseline"
+few = dict(max_tokens_per_microbatch=63)
+rejects = lambda level, *bounds: dict(rollout_rs=level, rollout_rs_threshold=bounds)
+TOGETHER = (  # scripts, their flags, what is said
+    (
+        RL,
+        dict(train_batch_size=8, ppo_mini_batch_size=3),
+        "--train_batch_size 8 is not a multiple of --ppo_mini_batch_size 3",
+    ),
+    (RL, dict(world=3, tp_size=2), "3 ranks are not a multiple of --tp_size 2"),
+    ("generate", dict(tp_size=2), "1 ranks: use a multiple of --tp_size 2"),
+    (f"{RL} {OFFLINE}", dict(hsdp_replicas=2), "1 ranks are not a multiple of --hsdp_replicas 2"),
+    ("dapo sft", dict(world=4, sp_size=3), "4 ranks are not a multiple of --sp_size 3"),
+    (
+        RL,
+        dict(max_tokens_per_microbatch=1535),
+        "--max_tokens_per_microbatch 1535 is less than a row, 1536 tokens",
+    ),
+    (RL, dict(max_tokens_per_microbatch=1536), None),
+    (
+        "dapo",
+        dict(world=2, sp_size=2, max_tokens_per_microbatch=767),
+        "--max_tokens_per_microbatch 767 is less than a row, 768 tokens",
+    ),
+    ("dapo", dict(world=2, sp_size=2, max_tokens_per_microbatch=768), None),
+    (
+        "dpo",
+        dict(few, max_length=32),
+        f"{SHORT} a pair of responses of --max_length 32, 64 tokens",
+    ),
+    ("rm", dict(few, max_length=32), f"{SHORT} 64, twice --max_length"),
+    ("dpo rm", dict(max_tokens_per_microbatch=64, max_length=32), None),
+    (
+        "sft",
+        dict(world=2, sp_size=2, max_tokens_per_microbatch=15, max_length=32),
+        "--max_tokens_per_microbatch 15 times --sp_size 2 is less than --max_length 32",
+    ),
+    ("sft", dict(world=2, sp_size=2, max_tokens_per_microbatch=16, max_length=32), None),
+    (OFFLINE, dict(max_length=1), "--max_length 1 is less than two tokens"),
+    (
+        f"{RL} {OFFLINE}",
+        dict(attn_implementation="flash_attention_2", compute_dtype="float32"),
+        "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16",
+    ),
+    (f"{RL} {OFFLINE}", dict(attn_implementation="flash_attention_2", compute_dtype="bfloat16"), None),
+    (RL, dict(temperature=0.001), "--temperature 0.001: vLLM samples at 0.01 or above"),
+    (RL, dict(temperature=0.01), None),
+    ("generate", dict(temperature=0.0, top_p=0.9), None),
+    (RL, dict(top_p=0.9), "--top_p 0.9: pass --rollout_is None and no --rollout_rs"),
+    (
+        RL,
+        dict(top_p=0.9, rollout_is=None, **rejects("token", 2.0)),
+        "--top_p 0.9: pass --rollout_is None and no --rollout_rs",
+    ),
+    (RL, dict(top_p=0.9, rollout_is=None), None),
+    ("generate", dict(top_k=-2), "--top_k -2: use -1 (off) or a number of tokens"),
+    *((RL, rejects("token", *x), BOUNDS) for x in ((), (3, 2), (-1, 2), (1, 2, 3), (0.5,))),
+    *((RL, rejects("off_policy", *x), BOUNDS) for x in ((0.1, 2), (-0.1,))),
+    *((RL, rejects("geometric", *x), None) for x in ((1,), (0, 0.5), (2, 2))),
+    (RL, rejects("off_policy", 0.0), None),
+    ("dapo", dict(group_size=1), "--group_size 1: one response has no spread, so its group would be dropped"),
+    (
+        "grpo agent",
+        dict(group_size=1, adv_estimator="maxrl"),
+        "--adv_estimator maxrl needs --group_size above 1",
+    ),
+    ("grpo agent", dict(group_size=2, adv_estimator="maxrl"), None),
+    (
+        "grpo agent",
+        dict(group_size=1, train_batch_size=1, ppo_mini_batch_size=1, adv_estimator=PLUS),
+        f"--adv_estimator {PLUS} needs --group_size or --train_batch_size above 1",
+    ),
+    ("grpo", dict(group_size=2, train_batch_size=1, ppo_mini_batch_size=1, adv_estimator=PLUS), None),
+    ("grpo", dict(group_size=1, train_batch_size=1, ppo_mini_batch_size=1), None),
+    ("dapo", dict(overlong_buffer=1025), "--overlong_buffer 1025 is not within --max_response_length"),
+    ("dapo", dict(overlong_buffer=1024), None),
+    (
+        "dapo",
+        dict(partial_rollout=True, max_staleness=0),
+        "--partial_rollout needs --max_staleness of at least 1: an unfinished response is a step old",
+    ),
+    (
+        "dapo",
+        dict(lr_schedule="cosine"),
+        "--lr_schedule cosine needs --total_steps: dropped groups make epochs end sooner",
+    ),
+    ("dapo", dict(lr_schedule="cosine", total_steps=9), None),
+    ("dapo", dict(max_staleness=0), None),
+    ("sft", dict(messages_key="x", env="x"), None),
+    ("sft", dict(text_key="text"), None),
+    ("sft", dict(text_key="text", env="x"), "--text_key: pass no --messages_key and no --env"),
+    ("sft", dict(text_key="text", messages_key="x"), "--text_key: pass no --messages_key and no --env"),
+    ("sft", dict(qlora=True), "--qlora and --lora_kind adalora need --lora_rank"),
+    ("sft", dict(lora_kind="adalora"), "--qlora and --lora_kind adalora need --lora_rank"),
+    ("dpo", dict(qlora=True), "--qlora needs --lora_rank"),
+    ("sft dpo", dict(qlora=True, lora_rank=4), "--qlora needs bitsandbytes: pip install bitsandbytes"),
+    ("sft", dict(liger=True), "--liger needs a GPU and Liger's kernels: pip install liger-kernel"),
+    *(
+        ("sft", dict(world=2, sp_size=2, **x), "--sp_size 2 needs --packing, and --attn_implementation sdpa")
+        for x in (dict(packing=False), dict(attn_implementation="eager"))
+    ),
+)
+
+
+@pytest.mark.parametrize(("scripts", "given", "line"), TOGETHER)
+def test_flags_that_cannot_work_together(scripts, given, line, monkeypatch):
+    """And a copy of a script that has not one of these flags does not break."""
+    monkeypatch.setattr("common.arguments.find_spec", lambda name: None)
+    monkeypatch.setenv("WORLD_SIZE", str(given.get("world", 1)))
+    given = {name: value for name, value in given.items() if name != "world"}
+    for script in scripts.split():
+        flags = defaults_of(f"{script}.py")
+        assert given.keys() <= flags.keys()
+        assert impossible(flags | given) == line
+        for name in flags:  # none raises
+            impossible({other: value for other, value in (flags | given).items() if other != name})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_that_lacks_a_flag_or_all_of_them(script):
+    """With the defaults nothing is impossible, whatever a copy leaves out."""
+    flags = defaults_of(script)
+    assert impossible(flags) is None and impossible({}) is None
+    for name in flags:
+        assert impossible({other: value for other, value in flags.items() if other != name}) is None
+
+
+def test_flags_together_are_answered_before_libraries_are_loaded(tmp_path):
+    """Also where the model is missing, which would be looked for on the hub."""
+    words = "--model", "a/b", "--train_files", "a", "--output_dir", str(tmp_path / "run")
+    out, _ = answer("sft.py", *words, "--max_length", "1")
+    assert out == "error: --max_length 1 is less than two tokens []\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("flag", "value"), (("offload", "always"), ("compile", True), ("liger", True)))
+def test_what_needs_a_gpu(flag, value, tmp_path, monkeypatch):
+    """Only torch knows whether there is one."""
+    args = Tracked(str(tmp_path / "run"))
+    setattr(args, flag, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match=f"error: --{flag} needs a GPU"):
+        open_run(args)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert open_run(args) is None
 
 
 @pytest.mark.parametrize(
@@ -84,6 +243,10 @@ def test_every_number_has_a_range():
         (dict(train_files=()), "train_files needs at least one value"),
         (dict(val_files=()), None),
         (dict(k=(1, 0)), "--k 0 must be at least 1"),
+        (dict(label_smoothing=0.5), "--label_smoothing 0.5 must be at least 0 and below 0.5"),
+        (dict(label_smoothing=0.49), None),
+        (dict(mine=math.nan), "--mine nan must be finite"),
+        (dict(rollout_is_threshold=3.0), None),  # of a script without --rollout_is
         (dict(kl_target=0.2, kl_coef=0.0), "--kl_target 0.2 has no effect with --kl_coef 0"),
         (
             dict(kl_loss_coef=0.2, use_kl_loss=False),
@@ -260,15 +423,18 @@ def test_a_missing_model_is_answered_before_libraries_are_loaded(script, tmp_pat
 class Args:
     # ---- run
     place: tyro.conf.Positional[str]  # where
-    # ---- size
+    # ---- my size, 2nd
     size: int  # how large
-    # ---- data
+    # ---- import
     # of these
     names: tuple[str, ...] = ("a",)
     keep: bool = True  # or not
 
     def __post_init__(self):
         self.size += 1
+
+
+SHOWN = "where", "how large", "of these", "or not", "my size, 2nd options", "import options"
 
 
 def test_parse(capsys, monkeypatch):
@@ -281,7 +447,7 @@ def test_parse(capsys, monkeypatch):
             parse(Args, ["--help"])
         out = capsys.readouterr().out
         assert (out != "") is speaks
-        assert not speaks or [out.count(x) for x in ("where", "how large", "of these", "or not")] == [1] * 4
+        assert not speaks or [out.count(x) for x in SHOWN] == [1] * len(SHOWN)
 
 
 @dataclass

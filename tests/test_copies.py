@@ -112,7 +112,6 @@ OWN = {  # scripts that define a name in their own way; all others have copies o
     "update": OFFLINE | {"ppo.py"},
     "evaluate": OFFLINE,
     "micro_batches": OFFLINE,
-    "check_args": OFFLINE | {"generate.py"},
     "check_model": OFFLINE,
     "check_layout": {"dpo.py", "dapo.py"},
     "load_data": OFFLINE,

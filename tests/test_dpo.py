@@ -363,24 +363,6 @@ def test_errors_are_one_line(more, line, tiny, data, tmp_path):
         dpo.main(dpo.Args(**dpo.parse(dpo.Args, words)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(max_tokens_per_microbatch=63, max_length=32), "microbatch 63 is less than a pair .* 64 tokens"),
-        (dict(hsdp_replicas=2), "1 ranks are not a multiple of --hsdp_replicas 2"),
-        (dict(qlora=True), "--qlora needs --lora_rank"),
-        (
-            dict(attn_implementation="flash_attention_2", compute_dtype="float32"),
-            "needs --compute_dtype bfloat16",
-        ),
-        (dict(label_smoothing=0.5), "--label_smoothing 0.5 must be at least 0 and below 0.5"),
-    ],
-)
-def test_arguments_that_cannot_work(changes, message):
-    with pytest.raises(SystemExit, match=message):
-        dpo.check_args(make_args(**changes))
-
-
 def test_models_that_do_not_fit(pictures, tmp_path):
     (config := transformers.Gemma3Config()).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=r"takes images, which dpo\.py does not"):

@@ -42,7 +42,7 @@ def of_rewards():
 
 
 def messages():
-    """What `fail` gets, and the keys of what `refuse` gets, in all scripts; and `of_rewards`."""
+    """What `fail` gets, the keys of what `refuse` gets, what `impossible` returns; and `of_rewards`."""
     found = of_rewards()
     cache = ROOT / "data_prep/lib/cache.py"
     for path in sorted([*(ROOT / "algos").glob("*.py"), *(ROOT / "common").glob("*.py"), cache]):
@@ -53,6 +53,8 @@ def messages():
             sets = [x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign)]
             names = {ast.unparse(x.targets[0]): x.value for x in sets if isinstance(x, ast.Assign)}
             calls = [x for x in nodes if isinstance(x, ast.Call)]
+            if function.name.startswith("wrong_"):  # flags together: `impossible` of common/arguments.py
+                found |= {skeleton(x.value, names) for x in nodes if isinstance(x, ast.Return)}
             found |= {skeleton(x.args[0], names) for x in calls if ast.unparse(x.func) == "fail"}
             if any(ast.unparse(x.func) == "refuse" for x in calls):
                 dicts = [x.value for x in sets] + [x.args[0] for x in calls if x.args]

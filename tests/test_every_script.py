@@ -37,29 +37,6 @@ def test_no_trainer_has_dropout(script, tmp_path):
 
 @every_copy(*SAMPLED)
 @pytest.mark.parametrize(
-    ("flags", "line"),
-    (
-        (dict(train_batch_size=8, ppo_mini_batch_size=3), "not a multiple of --ppo_mini_batch_size 3"),
-        (dict(tp_size=2), "not a multiple of --tp_size 2"),
-        (dict(hsdp_replicas=2), "not a multiple of --hsdp_replicas 2"),
-        (dict(max_tokens_per_microbatch=100), "--max_tokens_per_microbatch 100 is less than a row"),
-        (dict(attn_implementation="flash_attention_2", compute_dtype="float32"), "needs --compute_dtype"),
-        (dict(temperature=0.001), "--temperature 0.001: vLLM samples at 0.01 or above"),
-        (dict(top_p=0.9), "--top_p 0.9: pass --rollout_is None"),
-        (dict(rollout_rs="token"), "--rollout_rs needs --rollout_rs_threshold"),
-        (
-            dict(rollout_rs="off_policy", rollout_rs_threshold=(-0.1,)),
-            "with off_policy one value, at least 0",
-        ),
-    ),
-)
-def test_every_script_refuses(script, flags, line):
-    with pytest.raises(SystemExit, match=line):
-        script.check_args(arguments(script, "", **flags))
-
-
-@every_copy(*SAMPLED)
-@pytest.mark.parametrize(
     ("family", "line"), (("phi", "its output layer has a bias"), ("gemma2", "caps attention, sdpa cannot"))
 )
 def test_every_script_checks_its_model(script, family, line, tmp_path):

@@ -182,4 +182,4 @@ def test_a_run_is_read_at_its_latest_checkpoint(tiny, tmp_path):
     (step.parent / "latest").symlink_to(step.name)
     for model in (tmp_path / "run", step, step.parent / "latest", step / "hf"):
         args = generate.Args(model=str(model), data="", output=str(tmp_path / "out.parquet"))
-        assert generate.check_args(args, 1) == str(step / "hf")  # not `latest`, which may move on
+        assert generate.check_paths(args) == str(step / "hf")  # not `latest`, which may move on

@@ -338,7 +338,7 @@ def test_the_whole_loss_of_a_token(script, flags, more):
 @pytest.mark.parametrize("script", (grpo, agent))
 def test_what_is_not_said_is_as_in_the_paper(script, monkeypatch):
     seen = []
-    monkeypatch.setattr(script, "check_args", lambda args, *_: seen.append(args) or script.fail("enough"))
+    monkeypatch.setattr(script, "open_run", lambda args, *_: seen.append(args) or script.fail("enough"))
 
     def settings(**said):
         with pytest.raises(SystemExit, match="enough"):

@@ -162,18 +162,6 @@ def test_columns(tmp_path):
 # ---- arguments and models that cannot work
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(max_tokens_per_microbatch=63, max_length=32), "63 is less than 64, twice --max_length"),
-        (dict(attn_implementation="flash_attention_2", compute_dtype="float32"), "needs --compute_dtype bf"),
-    ],
-)
-def test_arguments_that_cannot_work(changes, message):
-    with pytest.raises(SystemExit, match=message):
-        rm.check_args(make_args(**changes))
-
-
 def test_models_that_cannot_work(tiny):
     check = lambda config, **changes: rm.check_model(config, make_args(model="m", **changes))
     two = AutoConfig.from_pretrained(tiny, num_labels=2, architectures=["LlamaForSequenceClassification"])

@@ -497,46 +497,6 @@ def test_adalora_needs_steps_to_choose_ranks_in(tiny, arithmetic, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(max_tokens_per_microbatch=31, max_length=32), "microbatch 31 .* is less than --max_length 32"),
-        (dict(sp_size=2), "1 ranks are not a multiple of --sp_size 2"),
-        (dict(text_key="text", env="x"), "--text_key: pass no --messages_key and no --env"),
-        (dict(qlora=True), "--qlora and --lora_kind adalora need --lora_rank"),
-        (dict(lora_kind="adalora"), "--qlora and --lora_kind adalora need --lora_rank"),
-        (dict(liger=True), "--liger needs a GPU and Liger's kernels"),
-    ],
-)
-def test_arguments_that_cannot_work(monkeypatch, changes, message):
-    monkeypatch.setattr(sft.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=message):
-        sft.check_args(make_args(**changes))
-
-
-def test_qlora_without_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(sft, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="--qlora needs bitsandbytes"):
-        sft.check_args(make_args(qlora=True, lora_rank=4))
-
-
-def test_a_row_has_two_tokens():
-    with pytest.raises(SystemExit, match="--max_length 1 is less than two tokens"):
-        sft.check_args(make_args(max_length=1))
-
-
-def test_flash_attention_has_no_float32():
-    with pytest.raises(SystemExit, match="flash_attention_2 needs --compute_dtype bfloat16"):
-        sft.check_args(make_args(attn_implementation="flash_attention_2", compute_dtype="float32"))
-
-
-@pytest.mark.parametrize("changes", (dict(packing=False), dict(attn_implementation="eager")))
-def test_sequence_parallelism_needs_one_row(monkeypatch, changes):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="--sp_size 2 needs --packing, and --attn_implementation sdpa"):
-        sft.check_args(make_args(sp_size=2, **changes))
-
-
-@pytest.mark.parametrize(
     ("changes", "model", "message"),
     [
         (
