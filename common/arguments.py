@@ -39,7 +39,6 @@ IDLE = {  # a flag and its value: flags that have no effect with it
     ("use_kl_loss", False): "kl_loss_coef kl_kind",
     ("kl_coef", 0): "kl_target",
     ("value_quantiles", 1): "uncertainty_bonus",
-    ("policy_loss", "sapo"): "clip_ratio_low clip_ratio_high",
     ("kl", "full"): "clip_ratio_low clip_ratio_high",
     ("rollout_is", None): "rollout_is_threshold",
     ("rollout_rs", None): "rollout_rs_threshold",
@@ -59,12 +58,16 @@ HUB = {  # what an error of the hub's client means, or the first class above it 
 ALONE = dict(maxrl="group_size", reinforce_plus_plus_baseline="group_size train_batch_size")  # one above 1
 
 
-def parse(args_class, words=None):
-    """The command line (or `words`) -> {field of `args_class`: value}; what cannot be used is one line."""
+def parse(args_class, words=None, unknown=None):
+    """The command line (or `words`) -> {field of `args_class`: value}; what cannot be used is one line.
+
+    unknown: a function of {flag: value}, which says what a script does not know, or None.
+    """
     rank = int(os.environ.get("RANK", 0))
     groups = command_line(in_groups(args_class), words)
     flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
-    problem = unusable(flags, {field.name: field.default for field in fields(args_class)}) or no_model(flags)
+    problem = unusable(flags, {field.name: field.default for field in fields(args_class)})
+    problem = problem or (unknown and unknown(flags)) or no_model(flags)
     if problem:  # the first rank of each machine says what it lacks
         raise SystemExit(1 if int(os.environ.get("LOCAL_RANK", rank)) else f"error: {problem}")
     return flags

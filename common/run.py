@@ -24,7 +24,8 @@ from tqdm import tqdm
 from common.arguments import MODELS
 from common.files import file_digest, json_line, replacing, weights_digest
 
-FILES = "train_files", "reward_fn", "env", "chat_template"  # files that decide what is learned
+# files that decide what is learned
+FILES = "train_files", "reward_fn", "env", "chat_template", "policy_loss", "adv_estimator"
 MAY_CHANGE = set(  # when a run resumes; all other flags must agree. Of weights and files the content counts
     "model critic_model reward_model teacher output_dir resume lr critic_lr lr_schedule warmup_steps"
     " decay_steps total_epochs total_steps save_freq test_freq keep_checkpoints tracker val_files"
