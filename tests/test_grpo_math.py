@@ -327,6 +327,7 @@ def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
     expected = script.group_advantages(score_n, group_n, norm_by_std=False).repeat_interleave(length_n)
     expected = (expected - expected.mean()) / expected.std()
     assert tokens.tolist() == pytest.approx(expected.tolist())
+    assert score_n.tolist() == [1, 0, 0, 1, 3, 0]  # no estimator writes to it
     alone = script.advantages(args, f64(3, 1), torch.tensor([0, 1]), torch.ones(2))  # groups of one
     assert alone.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
@@ -366,10 +367,10 @@ def test_policy_loss():
 def test_gspo_loss():
     """One ratio a response; each token has the gradient of its own; what is masked has no say."""
     mask_nt = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]).bool()
-    d_nt = f64([0.1, 7, 0.3], [0.5, 0.3, 0], [-0.5, 0, 0]).requires_grad_()
+    d_nt = f64([0.1, 7, 0.3], [0.5, 0.3, 0], [-0.3, 0, 0]).requires_grad_()
     old_nt, adv_nt = torch.full((3, 3), -2.0), f64([1], [2], [-1])
     loss_nt, clipped_nt, lower_nt = gspo(d_nt - 2, old_nt, adv_nt, mask_nt, 0.2, 0.3)
-    # ratios e^.2 = 1.22, e^.4 = 1.49 > 1.3, e^-.5 = .61 < .8
+    # ratios e^.2 = 1.22, e^.4 = 1.49 > 1.3, e^-.3 = .74 < .8
     expected = [math.exp(0.2), math.exp(0.2), 2.6, 2.6, -0.8]
     assert loss_nt[mask_nt].tolist() == pytest.approx([-x for x in expected])
     assert clipped_nt[mask_nt].tolist() == [False, False, True, True, True] and not lower_nt.any()
@@ -379,8 +380,14 @@ def test_gspo_loss():
     assert loss_nt[0].tolist() == pytest.approx([math.e] * 2) and not lower_nt.any()
     loss_nt, _, lower_nt = gspo(f64([4, 20]), f64([0, 20]), f64([-1]), torch.ones(1, 2), 0.2, 0.3)
     assert loss_nt[0].tolist() == [3, 3] and lower_nt.all()  # the dual clip: e^2 > 3
-    loss_nt, *_ = gspo(f64([1e4]), f64([0]), f64([-1]), torch.ones(1, 1))
-    assert loss_nt.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", (gspo, cispo, sapo, dppo))
+def test_a_policy_far_from_the_old_one_has_a_finite_loss_and_gradient(loss):
+    logp_nt = torch.zeros(3, 1, requires_grad=True)
+    loss_nt, *_ = loss(logp_nt, torch.full((3, 1), -1e4), torch.tensor([[1.0], [0], [-1]]), torch.ones(3, 1))
+    [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
+    assert loss_nt.isfinite().all() and grad_nt.isfinite().all()
 
 
 def test_cispo_loss():
@@ -396,24 +403,24 @@ def test_cispo_loss():
 def test_sapo_loss():
     ratio = f64([1, 3, 2])
     logp_nt = ratio.log().requires_grad_()
-    loss_nt, clipped_nt, _ = sapo(logp_nt, torch.zeros(1, 3), f64([1, 2, -1]), None)
+    loss_nt, clipped_nt, lower_nt = sapo(logp_nt, torch.zeros(1, 3), f64([1, 2, -1]), None)
     # sigma(0) = .5, sigma(2) = .8807971, sigma(1.05) = .7407749
     assert loss_nt[0].tolist() == pytest.approx([-2, -8 * 0.8807971, 4 / 1.05 * 0.7407749])
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
     slopes = [-1, -8 * 0.8807971 * 0.1192029 * 3, 4 * 0.7407749 * 0.2592251 * 2]  # sigma (1 - sigma) 4 A r
-    assert grad_nt[0].tolist() == pytest.approx(slopes) and not clipped_nt.any()
+    assert grad_nt[0].tolist() == pytest.approx(slopes) and not (clipped_nt + lower_nt).any()
 
 
 def test_dppo_loss():
     """Masked by how far a probability has moved the way its advantage pushes: not by the ratio."""
-    p, old = f64([0.6, 0.7, 0.3, 0.3, 0.02, 0.7]), f64([0.5, 0.5, 0.5, 0.5, 0.0005, 0.5])
+    p, old = f64([0.63, 0.7, 0.3, 0.38, 0.02, 0.7]), f64([0.5, 0.5, 0.5, 0.5, 0.0005, 0.5])
     logp_nt, adv_nt = p.log().requires_grad_(), f64([1, 1, 1, -1, 1, -1])
     loss_nt, far_nt, lower_nt = dppo(logp_nt, old.log(), adv_nt, None, 0.1, 0.15)
     assert far_nt[0].tolist() == [False, True, False, True, False, False] and not lower_nt.any()
-    expected = [-1.2 * math.log(0.6), 0, -0.6 * math.log(0.3), 0, -20 * math.log(0.02), 1.4 * math.log(0.7)]
+    expected = [-1.26 * math.log(0.63), 0, -0.6 * math.log(0.3), 0, -20 * math.log(0.02), 1.4 * math.log(0.7)]
     assert loss_nt[0].tolist() == pytest.approx(expected)  # the ratio of 40 counts as 20
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
-    assert grad_nt[0].tolist() == pytest.approx([-1.2, 0, -0.6, 0, -20, 1.4])
+    assert grad_nt[0].tolist() == pytest.approx([-1.26, 0, -0.6, 0, -20, 1.4])
 
 
 @pytest.mark.parametrize("loss", ("clip", "gspo", "cispo", "sapo", "dppo"))

@@ -10,8 +10,9 @@ def gdpo(score_n, group_n, length_n, parts):
     """
     sum_n = torch.zeros(len(group_n), dtype=torch.float64)
     for weight, scores in parts:
+        score_n = torch.tensor(scores, dtype=torch.float64)
         for member in [group_n == g for g in group_n.unique()]:
-            s = torch.tensor(scores).double()[member]
+            s = score_n[member]
             if len(s) > 1:
                 s = s - s[0]  # so that a constant group has exactly 0
                 s = (s - s.mean()) / (s.std() + 1e-6)
