@@ -20,7 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, groupby
 from operator import itemgetter
@@ -32,6 +32,7 @@ try:
     from common.arguments import parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
+from algos.variants import load_variant, unknown, with_defaults
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -96,14 +97,11 @@ class Args:
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
-    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "dppo"] = "clip"  # policy gradient loss
-    # advantage; dr_grpo: not divided by the standard deviation; gdpo: grpo's of each --reward_fn, summed
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "gdpo"] = (
-        "grpo"
-    )
-    clip_ratio_low: float | None = None  # clip below 1 - this; None: 0.2, gspo 3e-4, cispo 1, dppo 0.15
-    clip_ratio_high: float | None = None  # clip above 1 + this; None: 0.2, gspo 4e-4, cispo 4, dppo 0.15
-    # average of token losses; None: token-mean, with gspo and sapo seq-mean-token-mean; ...-norm: Dr. GRPO
+    policy_loss: str = "clip"  # clip; a name in algos/variants/, such as gspo; or FILE.py:NAME
+    adv_estimator: str = "grpo"  # grpo, dr_grpo (no division by the std), rloo; or as --policy_loss
+    clip_ratio_low: float | None = None  # clip below 1 - this; None: default of the loss, of clip 0.2
+    clip_ratio_high: float | None = None  # clip above 1 + this; None: default of the loss, of clip 0.2
+    # average of token losses; None: default of the loss, of clip token-mean; ...-norm: Dr. GRPO
     loss_agg: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
@@ -129,7 +127,7 @@ class Args:
 
 
 if __name__ == "__main__":
-    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+    flags = parse(Args, unknown=unknown)  # before torch is loaded: a wrong flag is answered at once
 
 import numpy as np
 import torch
@@ -179,22 +177,11 @@ def advantages(args, score_n, group_n, length_n, parts=()):
     """The advantage of each response, [N], which its tokens share; parts: of `score_parts`."""
     if args.adv_estimator in ("grpo", "dr_grpo"):
         return group_advantages(score_n, group_n, norm_by_std=args.adv_estimator == "grpo")
-    if args.adv_estimator == "gdpo":  # no reward hides in another's spread (2601.05242, 4 to 6)
-        sum_n = sum(w * group_advantages(torch.tensor(s).double(), group_n) for w, s in parts)
-        variance = (sum_n**2).sum() / max(len(sum_n) - 1, 1)  # the mean is 0, as in each group
-        return sum_n * (variance + 1e-8).rsqrt()  # eq: grpo.gdpo
-    centred_n = group_advantages(score_n, group_n, norm_by_std=False)
     if args.adv_estimator == "rloo":  # score minus the mean of the others (2402.14740)
+        centred_n = group_advantages(score_n, group_n, norm_by_std=False)
         return centred_n * args.group_size / max(args.group_size - 1, 1)  # eq: grpo.rloo
-    if args.adv_estimator == "maxrl":  # (score - mean) / mean (2602.02710)
-        if (score_n < 0).any():
-            fail(f"--adv_estimator maxrl is for scores from 0 to 1, and one is {score_n.min():g}: use rloo")
-        mean_n = score_n - centred_n
-        return (centred_n / mean_n).where(mean_n > 0, 0.0)  # eq: grpo.maxrl
-    # REINFORCE++ with baseline (2501.03262): mean 0 and variance 1 over all tokens of the batch
-    centred_n = centred_n - (centred_n * length_n).sum() / length_n.sum()
-    variance = (centred_n**2 * length_n).sum() / (length_n.sum() - 1).clamp(min=1)
-    return centred_n * (variance + 1e-8).rsqrt()  # eq: grpo.whiten
+    estimator = load_variant("adv_estimator", args.adv_estimator)
+    return estimator(score_n, group_n, length_n, parts)
 
 
 def kl_estimate(logp_nt, ref_logp_nt, kind):
@@ -209,17 +196,17 @@ def kl_estimate(logp_nt, ref_logp_nt, kind):
     return {"k1": d_nt, "abs": d_nt.abs(), "k2": d_nt**2 / 2}[kind]
 
 
-def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c=DUAL_CLIP):
+def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and where the dual clip decided (bool).
+    Returns loss_nt, and where the clip and where the dual clip decided (bool). It needs no mask_nt.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
     plain_nt = -ratio_nt * adv_nt
     clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
     loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
-    dual_nt = -clip_c * adv_nt
+    dual_nt = -c * adv_nt
     lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
     return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
 
@@ -250,8 +237,12 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     """
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    token_loss = POLICY_LOSSES[args.policy_loss]  # clip: policy_loss; others: region `losses`
-    loss_nt, clipped_nt, lower_nt = token_loss(args, logp_nt, old_nt, adv_nt, mask_nt)
+    token_loss = policy_loss
+    if args.policy_loss != "clip":
+        token_loss = load_variant("policy_loss", args.policy_loss)
+    clip = dict(clip_low=args.clip_ratio_low, clip_high=args.clip_ratio_high)
+    clip = {name: x for name, x in clip.items() if x is not None}  # sapo has none
+    loss_nt, clipped_nt, lower_nt = token_loss(logp_nt, old_nt, adv_nt, mask_nt, **clip)
     # difference 3 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -356,7 +347,7 @@ def update_actor(policy, optimizer, mini_batches, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    args = with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
+    args = Args(**with_defaults(vars(args), clip=policy_loss))
     resume_from = open_run(args)
     try:
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s)
@@ -475,75 +466,6 @@ def main(args):
 # Above: the algorithm, change it freely. Below: regions that other scripts share;
 # `make fix-copies FROM=algos/agent.py` carries a change there to them.
 
-# region losses
-PAPER = {  # defaults by --policy_loss of flags that are None; each script has those of `clip`
-    "gspo": dict(clip_ratio_low=3e-4, clip_ratio_high=4e-4, loss_agg="seq-mean-token-mean"),
-    "cispo": dict(clip_ratio_low=1.0, clip_ratio_high=4.0, loss_agg="token-mean"),  # ratios from 0 to 5
-    "sapo": dict(loss_agg="seq-mean-token-mean"),
-    "dppo": dict(clip_ratio_low=0.15, clip_ratio_high=0.15, loss_agg="token-mean"),
-}
-DPPO_MAX_RATIO = 20.0  # of new to old policy, as a weight
-SAPO_TAU = 1.0, 1.05  # gate steepness where the advantage is positive, and where it is not
-
-
-def with_defaults(args, **clip):
-    """The arguments, with the defaults of --policy_loss in place of None."""
-    paper = PAPER.get(args.policy_loss, clip)
-    return replace(args, **{name: x for name, x in paper.items() if getattr(args, name) is None})
-
-
-def clip_loss(args, logp_nt, old_nt, adv_nt, mask_nt):
-    """policy_loss with the clip of the flags."""
-    return policy_loss(logp_nt, old_nt, adv_nt, args.clip_ratio_low, args.clip_ratio_high)
-
-
-def gspo_loss(args, logp_nt, old_nt, adv_nt, mask_nt):
-    """policy_loss with one ratio a response: e to the mean of its log-ratios (2507.18071, eq. 14).
-
-    Log-ratios 0.1 and 0.3 of a response: both tokens have the ratio e^0.2, each its own gradient.
-    """
-    d_nt = (logp_nt - old_nt).detach() * mask_nt
-    mean_n1 = d_nt.sum(-1, keepdim=True) / mask_nt.sum(-1, keepdim=True).clamp(min=1)
-    return clip_loss(args, logp_nt, logp_nt.detach() - mean_n1, adv_nt, mask_nt)  # eq: grpo.gspo
-
-
-def cispo_loss(args, logp_nt, old_nt, adv_nt, mask_nt):
-    """-sg(clip(r, 1 - low, 1 + high)) A log p: no token loses its gradient (2506.13585, eq. 4).
-
-    A = 1, log p = -2, r = 6, high = 4 -> 10, clipped.
-    """
-    ratio_nt = (logp_nt - old_nt).detach().clamp(-20, 20).exp()
-    clip_nt = ratio_nt.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
-    return -clip_nt * adv_nt * logp_nt, clip_nt != ratio_nt, torch.zeros_like(clip_nt)  # eq: grpo.cispo
-
-
-def sapo_loss(args, logp_nt, old_nt, adv_nt, mask_nt):
-    """-A sigma(tau (r - 1)) 4 / tau: a gate that closes slowly, no clip (2511.20347, eq. 5).
-
-    A = 1, tau = 1, r = 1 -> -2, with the slope of r.
-    """
-    ratio_nt = (logp_nt - old_nt).clamp(-20, 20).exp()
-    tau_nt = torch.where(adv_nt > 0, *SAPO_TAU)
-    loss_nt = -adv_nt * torch.sigmoid(tau_nt * (ratio_nt - 1)) * 4 / tau_nt  # eq: grpo.sapo
-    return loss_nt, torch.zeros_like(loss_nt), torch.zeros_like(loss_nt)
-
-
-def dppo_loss(args, logp_nt, old_nt, adv_nt, mask_nt):
-    """-sg(min(r, 20)) A log p, without tokens whose probability has moved too far (2602.04879).
-
-    A = 1, p_old = 0.5, high = 0.15: p = 0.6 -> -1.2 log 0.6; p = 0.7 -> 0, clipped.
-    """
-    ratio_nt = (logp_nt - old_nt).detach().clamp(-20, 20).exp().clamp(max=DPPO_MAX_RATIO)
-    moved_nt = logp_nt.detach().exp() - old_nt.exp()
-    far_nt = torch.where(adv_nt > 0, moved_nt > args.clip_ratio_high, moved_nt < -args.clip_ratio_low)
-    loss_nt = -ratio_nt * adv_nt * logp_nt.where(~far_nt, 0.0)  # eq: grpo.dppo
-    return loss_nt, far_nt, torch.zeros_like(loss_nt)
-
-
-POLICY_LOSSES = dict(clip=clip_loss, gspo=gspo_loss, cispo=cispo_loss, sapo=sapo_loss, dppo=dppo_loss)
-
-
-# endregion
 # region turns
 ENV_WORKERS = 8  # environments of a rank that work at the same time
 

@@ -140,18 +140,10 @@ from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, stop_on_signals
+from data_prep.lib import packing
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
-from data_prep.lib.packing import (
-    balance,
-    join,
-    one_row,
-    packed_attention,
-    pad,
-    padded,
-    split_micro_batches,
-    states_apart,
-)
+from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
 from rewards import check_sources
 from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
@@ -194,17 +186,17 @@ def overlong_penalty(length_n, max_length, buffer):
     return ((max_length - buffer - length_n) / max(buffer, 1)).clamp(-1, 0)  # eq: dapo.overlong
 
 
-def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c=DUAL_CLIP):
+def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and where the dual clip decided (bool).
+    Returns loss_nt, and where the clip and where the dual clip decided (bool). It needs no mask_nt.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
     plain_nt = -ratio_nt * adv_nt
     clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
     loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
-    dual_nt = -clip_c * adv_nt
+    dual_nt = -c * adv_nt
     lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
     return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
 
@@ -236,7 +228,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
     low, high = args.clip_ratio_low, args.clip_ratio_high
-    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, low, high)
+    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, mask_nt, low, high)
     # difference 2 of the header: the sampler rounds differently, and may have had older weights
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -721,7 +713,7 @@ def ulysses(module, query, key, value, mask, group, **layout):
         # [H / size, T, D]
         x = trade(x.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)
         row.append(x[None, :, :tokens])
-    out, _ = packed_attention(module, *row, mask, **layout)  # [1, T, H / size, D]
+    out, _ = packing.packed_attention(module, *row, mask, **layout)  # [1, T, H / size, D]
     out = nn.functional.pad(out[0], (0, 0, 0, 0, 0, -tokens % size))
     return trade(out.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
 

@@ -116,17 +116,17 @@ def group_advantages(score_n, group_n, norm_by_std=True):
     return adv_n
 
 
-def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c=DUAL_CLIP):
+def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and where the dual clip decided (bool).
+    Returns loss_nt, and where the clip and where the dual clip decided (bool). It needs no mask_nt.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
     plain_nt = -ratio_nt * adv_nt
     clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
     loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
-    dual_nt = -clip_c * adv_nt
+    dual_nt = -c * adv_nt
     lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
     return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
 
@@ -141,8 +141,8 @@ def update_actor(policy, optimizer, mini_batches, args):
             batch = collate(rows, logp_nt.device)
             # without old_logp_nt, which a single update does not need, the policy is its own old policy
             old_nt = batch.get("old_logp_nt", logp_nt.detach())
-            low, high = args.clip_ratio_low, args.clip_ratio_high
-            loss_nt, clipped_nt, _ = policy_loss(logp_nt, old_nt, batch["adv_nt"], low, high)
+            clip = args.clip_ratio_low, args.clip_ratio_high
+            loss_nt, clipped_nt, _ = policy_loss(logp_nt, old_nt, batch["adv_nt"], batch["mask_nt"], *clip)
             # the sampler rounds differently from the trainer
             ratio_nt = (old_nt - batch["rollout_logp_nt"]).clamp(-20, 20).exp()
             loss_nt = loss_nt * ratio_nt.clamp(max=2.0)  # eq: grpo.tis

@@ -207,17 +207,17 @@ def adapt(kl_coef, kl, target, n, horizon=10_000):
     return kl_coef * (1 + error * min(n, horizon) / horizon)  # eq: ppo.adaptive_kl
 
 
-def policy_loss(logp_nt, old_logp_nt, adv_nt, clip_low, clip_high, clip_c=DUAL_CLIP):
+def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and where the dual clip decided (bool).
+    Returns loss_nt, and where the clip and where the dual clip decided (bool). It needs no mask_nt.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
     plain_nt = -ratio_nt * adv_nt
     clip_nt = -ratio_nt.clamp(1 - clip_low, 1 + clip_high) * adv_nt
     loss_nt = torch.maximum(plain_nt, clip_nt)  # eq: grpo.loss
-    dual_nt = -clip_c * adv_nt
+    dual_nt = -c * adv_nt
     lower_nt = (adv_nt < 0) & (loss_nt > dual_nt)
     return torch.where(lower_nt, dual_nt, loss_nt), clip_nt > plain_nt, lower_nt  # eq: grpo.dual_clip
 
@@ -244,7 +244,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
     low, high = args.clip_ratio_low, args.clip_ratio_high
-    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, low, high)
+    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, mask_nt, low, high)
     # difference 4 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt

@@ -113,19 +113,11 @@ from common.gpu import compute_device, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
+from data_prep.lib import packing
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare, too_long
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
 from data_prep.lib.marks import stops
-from data_prep.lib.packing import (
-    balance,
-    join,
-    one_row,
-    packed_attention,
-    pad,
-    padded,
-    split_micro_batches,
-    states_apart,
-)
+from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import answer, asked
 from data_prep.lib.templates import shown_tools, use_template
 from data_prep.lib.thoughts import answer_after
@@ -575,7 +567,7 @@ def ulysses(module, query, key, value, mask, group, **layout):
         # [H / size, T, D]
         x = trade(x.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)
         row.append(x[None, :, :tokens])
-    out, _ = packed_attention(module, *row, mask, **layout)  # [1, T, H / size, D]
+    out, _ = packing.packed_attention(module, *row, mask, **layout)  # [1, T, H / size, D]
     out = nn.functional.pad(out[0], (0, 0, 0, 0, 0, -tokens % size))
     return trade(out.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
 

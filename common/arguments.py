@@ -39,7 +39,7 @@ class Known(NamedTuple):
 FLAGS = {
     Known(resume="may change", content="weights"): "model critic_model reward_model teacher",
     Known(resume="may begin", content="file"): "train_files reward_fn env",
-    Known(content="file"): "chat_template",
+    Known(content="file"): "chat_template policy_loss adv_estimator",
     Known(resume="may begin"): "prompt_key response_key messages_key text_key chosen_key rejected_key"
     " reward_weights",
     Known(NOT_NEGATIVE, resume="may begin"): "seed",
@@ -64,7 +64,7 @@ FLAGS = {
     Known(POSITIVE): "grad_clip cliprange_value lam_alpha beta",
     Known(PART): "top_p",
     Known(SHARE): "gamma lam critic_lam teacher_update_rate echo_coef",
-    Known(NOT_NEGATIVE, (("policy_loss", "sapo"), ("kl", "full"))): "clip_ratio_low clip_ratio_high",
+    Known(NOT_NEGATIVE, (("kl", "full"),)): "clip_ratio_low clip_ratio_high",
     Known(NOT_NEGATIVE, (("use_kl_loss", False),)): "kl_loss_coef",
     Known(idle=(("use_kl_loss", False),)): "kl_kind",
     Known(POSITIVE, (("lora_rank", 0),)): "lora_alpha",
@@ -86,13 +86,18 @@ HUB = {  # what an error of the hub's client means, or the first class above it 
 }
 
 
-def parse(args_class, words=None):
-    """The command line (or `words`) -> {field of `args_class`: value}; what cannot be used is one line."""
+def parse(args_class, words=None, unknown=None):
+    """The command line (or `words`) -> {field of `args_class`: value}; what cannot be used is one line.
+
+    unknown: a function of {flag: value}, which says what a script does not know, or None.
+    """
     rank = int(os.environ.get("RANK", 0))
     groups = command_line(in_groups(args_class), words)
     flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
     defaults = {field.name: field.default for field in fields(args_class)}
-    problem = unusable(flags, defaults) or impossible(flags) or no_model(flags)
+    problem = (
+        unusable(flags, defaults) or impossible(flags) or (unknown and unknown(flags)) or no_model(flags)
+    )
     if problem:  # the first rank of each machine says what it lacks
         raise SystemExit(1 if int(os.environ.get("LOCAL_RANK", rank)) else f"error: {problem}")
     return flags

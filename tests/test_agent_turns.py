@@ -401,7 +401,7 @@ def test_weights_of_observations():
 def test_observations_have_no_gradient():
     """Exactly none, whatever stands in the columns there."""
     args = agent.Args(model="", env="", train_files=(), output_dir="", entropy_coeff=0.1, use_kl_loss=True)
-    args = agent.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
+    args = agent.Args(**agent.with_defaults(vars(args), clip=agent.policy_loss))
     mask_nt = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 0]]).bool()
     logp_nt, old_nt, ref_nt, rollout_nt = torch.randn(4, 2, 6).sub(3)
     part = dict(adv_nt=torch.tensor([[1.0], [-1.0]]), old_logp_nt=old_nt, ref_logp_nt=ref_nt)

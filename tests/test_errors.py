@@ -27,9 +27,10 @@ def skeleton(node, names):
 
 
 def of_rewards():
-    """What a reward or an environment is refused with, or fails with for every response."""
+    """What a reward, an environment or a variant is refused with, or fails with for every response."""
     files = [*(ROOT / "rewards").glob("*.py"), *(ROOT / "rewards/manager").glob("*.py")]
     files += [ROOT / f"envs/{name}.py" for name in ("__init__", "pool", "search", "tools")]
+    files.append(ROOT / "algos/variants/__init__.py")
     found = set()
     for path in files:
         if path.name not in ("results.py", "wire.py", "worker.py"):  # the failures of single responses
@@ -45,7 +46,7 @@ def messages():
     """What `fail` gets, the keys of what `refuse` gets, what `impossible` returns; and `of_rewards`."""
     found = of_rewards()
     cache = ROOT / "data_prep/lib/cache.py"
-    for path in sorted([*(ROOT / "algos").glob("*.py"), *(ROOT / "common").glob("*.py"), cache]):
+    for path in sorted([*(ROOT / "algos").glob("**/*.py"), *(ROOT / "common").glob("*.py"), cache]):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue

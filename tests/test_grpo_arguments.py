@@ -3,7 +3,6 @@
 import json
 from itertools import product
 from types import SimpleNamespace
-from typing import get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +13,7 @@ from families import write
 from transformers import AutoConfig, PhiConfig
 
 from algos import agent, grpo
+from algos.variants import OF_SCRIPTS, known
 from common.arguments import impossible
 
 
@@ -88,8 +88,35 @@ def test_a_weight_of_zero(refused):
     assert "--rollout_is_threshold 0.0 must be above 0" in refused("--rollout_is_threshold", 0)
 
 
-def test_an_unknown_loss(refused):
-    assert "gspo" in refused("--policy_loss", "gpso")
+def test_an_unknown_variant(refused):
+    line = "--policy_loss gdpo is none of clip, cispo, dppo, gspo, sapo, nor FILE.py:NAME"
+    assert refused("--policy_loss", "gdpo") == f"error: {line}"
+    names = "grpo, dr_grpo, rloo, gdpo, maxrl, reinforce_plus_plus_baseline"
+    line = f"--adv_estimator gspo is none of {names}, nor FILE.py:NAME"
+    assert refused("--adv_estimator", "gspo") == f"error: {line}"
+
+
+def test_a_variant_that_cannot_be_used(refused, tmp_path):
+    """A user's file, which may lack the function, or have one that takes something else."""
+    (tmp_path / "mine.py").write_text(
+        "def swapped(old_logp_nt, logp_nt, adv_nt, mask_nt): pass\n"
+        "def short(score_n, group_n): pass\n"
+        "def open(score_n, group_n, length_n, parts, more): pass\n"
+        "number = 3\n"
+    )
+    mine, loss = f"{tmp_path}/mine.py", "must be a function of logp_nt, old_logp_nt, adv_nt, mask_nt; more"
+    assert "no such file" in refused("--policy_loss", f"{tmp_path}/other.py:f")
+    assert "defines no 'f'" in refused("--policy_loss", f"{mine}:f")
+    assert f"--policy_loss {mine}:swapped {loss}" in refused("--policy_loss", f"{mine}:swapped")
+    assert f"--policy_loss {mine}:number {loss}" in refused("--policy_loss", f"{mine}:number")
+    for name in ("short", "open"):
+        line = refused("--adv_estimator", f"{mine}:{name}")
+        assert "must be a function of score_n, group_n, length_n, parts; more needs a default" in line
+
+
+@pytest.mark.parametrize("flag", ("--clip_ratio_low", "--clip_ratio_high"))
+def test_a_clip_for_a_loss_without_one(refused, flag):
+    assert f"{flag} 0.1 has no effect with --policy_loss sapo" in refused("--policy_loss", "sapo", flag, 0.1)
 
 
 def test_more_prompts_than_data(refused):
@@ -102,10 +129,9 @@ def test_only_long_prompts(refused):
 
 
 @pytest.mark.parametrize("script", (grpo, agent), ids=lambda script: script.__name__)
-@pytest.mark.parametrize("estimator", get_args(grpo.Args.__annotations__["adv_estimator"]))
+@pytest.mark.parametrize("estimator", (*OF_SCRIPTS["adv_estimator"], *known("adv_estimator")))
 def test_an_estimator_has_an_advantage_or_is_refused(script, estimator):
     """Enumerated: some scores from 0 to 1 give an advantage, or the sizes are refused."""
-    assert grpo.Args.__annotations__["adv_estimator"] == script.Args.__annotations__["adv_estimator"]
     for prompts, group_size in product((1, 2), (1, 2)):
         sizes = dict(adv_estimator=estimator, train_batch_size=prompts, group_size=group_size)
         group_n = torch.arange(prompts).repeat_interleave(group_size)

@@ -18,6 +18,10 @@ from transformers import PreTrainedConfig
 import common.families
 import common.log_probs
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from algos.variants.cispo import cispo
+from algos.variants.dppo import dppo
+from algos.variants.gspo import gspo
+from algos.variants.sapo import sapo
 from tests import families
 from tests.conftest import ROOT
 
@@ -207,10 +211,17 @@ def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
     assert script.advantages(args, 0 * score_n, group_n, length_n).tolist() == [0] * 6
     with pytest.raises(SystemExit, match="maxrl is for scores from 0 to 1, and one is -1"):
         script.advantages(args, torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 0, 0]), torch.ones(3))
+    assert script.advantages(args, f64(2, 0, 5), torch.tensor([0, 0, 1]), None).tolist() == [1, -1, 0]
     args.adv_estimator = "reinforce_plus_plus_baseline"
     tokens = script.advantages(args, score_n, group_n, length_n).repeat_interleave(length_n)
     assert tokens.mean().item() == pytest.approx(0, abs=1e-9)
     assert tokens.var().item() == pytest.approx(1)
+    expected = script.group_advantages(score_n, group_n, norm_by_std=False).repeat_interleave(length_n)
+    expected = (expected - expected.mean()) / expected.std()
+    assert tokens.tolist() == pytest.approx(expected.tolist())
+    assert score_n.tolist() == [1, 0, 0, 1, 3, 0]  # no estimator writes to it
+    alone = script.advantages(args, f64(3, 1), torch.tensor([0, 1]), torch.ones(2))  # groups of one
+    assert alone.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
 @every_copy(grpo, agent)
@@ -225,15 +236,17 @@ def test_gdpo(script):
     assert adv_n.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     same = script.advantages(args, None, group_n, None, [(weight, [0.1] * 6) for weight, _ in parts])
     assert same.tolist() == [0] * 6  # exactly: such rows are not trained
+    alone = script.advantages(args, None, torch.tensor([0, 1]), None, [(1.0, [3, -3])])
+    assert alone.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])  # as in `group_advantages`
 
 
 def test_policy_loss():
     ratio, high, low = [0.5, 1.0, 1.5, 5.0], 0.3, 0.2
     logp, old = torch.tensor([ratio]).log(), torch.zeros(1, 4)
-    loss, clipped, lower = grpo.policy_loss(logp, old, torch.ones(1, 4), low, high)
+    loss, clipped, lower = grpo.policy_loss(logp, old, torch.ones(1, 4), None, low, high)
     assert loss[0].tolist() == pytest.approx([-0.5, -1.0, -1.3, -1.3])
     assert clipped[0].tolist() == [False, False, True, True] and not lower.any()
-    loss, clipped, lower = grpo.policy_loss(logp, old, -torch.ones(1, 4), low, high)
+    loss, clipped, lower = grpo.policy_loss(logp, old, -torch.ones(1, 4), None, low, high)
     assert loss[0].tolist() == pytest.approx([0.8, 1.0, 1.5, 3.0])
     assert clipped[0].tolist() == [True, False, False, False] and lower[0].tolist() == [
         False,
@@ -246,23 +259,33 @@ def test_policy_loss():
 def test_gspo_loss():
     """One ratio a response; each token has the gradient of its own; what is masked has no say."""
     mask_nt = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]).bool()
-    d_nt = f64([0.1, 7, 0.3], [0.5, 0.3, 0], [-0.5, 0, 0]).requires_grad_()
+    d_nt = f64([0.1, 7, 0.3], [0.5, 0.3, 0], [-0.3, 0, 0]).requires_grad_()
     old_nt, adv_nt = torch.full((3, 3), -2.0), f64([1], [2], [-1])
-    args = SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.3)
-    loss_nt, clipped_nt, lower_nt = grpo.gspo_loss(args, d_nt - 2, old_nt, adv_nt, mask_nt)
-    # ratios e^.2 = 1.22, e^.4 = 1.49 > 1.3, e^-.5 = .61 < .8
+    loss_nt, clipped_nt, lower_nt = gspo(d_nt - 2, old_nt, adv_nt, mask_nt, 0.2, 0.3)
+    # ratios e^.2 = 1.22, e^.4 = 1.49 > 1.3, e^-.3 = .74 < .8
     expected = [math.exp(0.2), math.exp(0.2), 2.6, 2.6, -0.8]
     assert loss_nt[mask_nt].tolist() == pytest.approx([-x for x in expected])
     assert clipped_nt[mask_nt].tolist() == [False, False, True, True, True] and not lower_nt.any()
     [grad_nt] = torch.autograd.grad(loss_nt[mask_nt].sum(), [d_nt])
     assert grad_nt[mask_nt].tolist() == pytest.approx([-math.exp(0.2)] * 2 + [0] * 3)
+    loss_nt, _, lower_nt = gspo(f64([2, 20]), f64([0, 20]), f64([-1]), torch.ones(1, 2), 0.2, 0.3)
+    assert loss_nt[0].tolist() == pytest.approx([math.e] * 2) and not lower_nt.any()
+    loss_nt, _, lower_nt = gspo(f64([4, 20]), f64([0, 20]), f64([-1]), torch.ones(1, 2), 0.2, 0.3)
+    assert loss_nt[0].tolist() == [3, 3] and lower_nt.all()  # the dual clip: e^2 > 3
+
+
+@pytest.mark.parametrize("loss", (gspo, cispo, sapo, dppo))
+def test_a_policy_far_from_the_old_one_has_a_finite_loss_and_gradient(loss):
+    logp_nt = torch.zeros(3, 1, requires_grad=True)
+    loss_nt, *_ = loss(logp_nt, torch.full((3, 1), -1e4), torch.tensor([[1.0], [0], [-1]]), torch.ones(3, 1))
+    [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
+    assert loss_nt.isfinite().all() and grad_nt.isfinite().all()
 
 
 def test_cispo_loss():
     logp_nt = f64([-2, -2, -1]).requires_grad_()
     old_nt = logp_nt.detach() - f64([6, 0.5, 6]).log()
-    args = SimpleNamespace(clip_ratio_low=1.0, clip_ratio_high=4.0)
-    loss_nt, clipped_nt, lower_nt = grpo.cispo_loss(args, logp_nt, old_nt, f64([1, 1, -1]), None)
+    loss_nt, clipped_nt, lower_nt = cispo(logp_nt, old_nt, f64([1, 1, -1]), None)  # clips 1 and 4
     assert loss_nt[0].tolist() == pytest.approx([10, 1, -5])
     assert clipped_nt[0].tolist() == [True, False, True] and not lower_nt.any()
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
@@ -272,25 +295,24 @@ def test_cispo_loss():
 def test_sapo_loss():
     ratio = f64([1, 3, 2])
     logp_nt = ratio.log().requires_grad_()
-    loss_nt, clipped_nt, _ = grpo.sapo_loss(None, logp_nt, torch.zeros(1, 3), f64([1, 2, -1]), None)
+    loss_nt, clipped_nt, lower_nt = sapo(logp_nt, torch.zeros(1, 3), f64([1, 2, -1]), None)
     # sigma(0) = .5, sigma(2) = .8807971, sigma(1.05) = .7407749
     assert loss_nt[0].tolist() == pytest.approx([-2, -8 * 0.8807971, 4 / 1.05 * 0.7407749])
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
     slopes = [-1, -8 * 0.8807971 * 0.1192029 * 3, 4 * 0.7407749 * 0.2592251 * 2]  # sigma (1 - sigma) 4 A r
-    assert grad_nt[0].tolist() == pytest.approx(slopes) and not clipped_nt.any()
+    assert grad_nt[0].tolist() == pytest.approx(slopes) and not (clipped_nt + lower_nt).any()
 
 
 def test_dppo_loss():
     """Masked by how far a probability has moved the way its advantage pushes: not by the ratio."""
-    p, old = f64([0.6, 0.7, 0.3, 0.3, 0.02, 0.7]), f64([0.5, 0.5, 0.5, 0.5, 0.0005, 0.5])
+    p, old = f64([0.63, 0.7, 0.3, 0.38, 0.02, 0.7]), f64([0.5, 0.5, 0.5, 0.5, 0.0005, 0.5])
     logp_nt, adv_nt = p.log().requires_grad_(), f64([1, 1, 1, -1, 1, -1])
-    args = SimpleNamespace(clip_ratio_low=0.1, clip_ratio_high=0.15)
-    loss_nt, far_nt, lower_nt = grpo.dppo_loss(args, logp_nt, old.log(), adv_nt, None)
+    loss_nt, far_nt, lower_nt = dppo(logp_nt, old.log(), adv_nt, None, 0.1, 0.15)
     assert far_nt[0].tolist() == [False, True, False, True, False, False] and not lower_nt.any()
-    expected = [-1.2 * math.log(0.6), 0, -0.6 * math.log(0.3), 0, -20 * math.log(0.02), 1.4 * math.log(0.7)]
+    expected = [-1.26 * math.log(0.63), 0, -0.6 * math.log(0.3), 0, -20 * math.log(0.02), 1.4 * math.log(0.7)]
     assert loss_nt[0].tolist() == pytest.approx(expected)  # the ratio of 40 counts as 20
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
-    assert grad_nt[0].tolist() == pytest.approx([-1.2, 0, -0.6, 0, -20, 1.4])
+    assert grad_nt[0].tolist() == pytest.approx([-1.26, 0, -0.6, 0, -20, 1.4])
 
 
 @pytest.mark.parametrize("loss", ("clip", "gspo", "cispo", "sapo", "dppo"))
@@ -299,7 +321,7 @@ def test_the_first_mini_batch_is_reinforce(script, loss):
     """Ratios are 1: -A grad log p, weighed as the loss aggregates."""
     more = dict(env="") if script is agent else {}
     args = script.Args(model="", train_files=(), output_dir="", policy_loss=loss, **more)
-    args = script.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
+    args = script.Args(**script.with_defaults(vars(args), clip=script.policy_loss))
     logp_nt = torch.randn(3, 4).sub(3).requires_grad_()
     mask_nt = torch.arange(4) < torch.tensor([[4], [1], [3]])
     part = dict(adv_nt=torch.tensor([[1.5], [-2.0], [0.0]]), mask_nt=mask_nt)
@@ -435,12 +457,12 @@ def test_weight_metrics(monkeypatch):
 def test_a_ratio_is_exact_up_to_e_to_the_20th(script):
     """And finite above."""
     logp_nt, adv_nt, zero_nt = torch.tensor([[15.0, -15.0]]), torch.tensor([[-1.0, 1.0]]), torch.zeros(1, 2)
-    loss_nt, *_ = script.policy_loss(logp_nt, zero_nt, adv_nt, 0.2, 0.2, clip_c=1e9)
+    loss_nt, *_ = script.policy_loss(logp_nt, zero_nt, adv_nt, None, 0.2, 0.2, c=1e9)
     assert loss_nt[0].tolist() == pytest.approx([math.exp(15), -math.exp(-15)])
     args = SimpleNamespace(rollout_is="token", rollout_is_threshold=1e9, rollout_rs=None)
     weight_nt = script.rollout_weights(args, logp_nt, logp_nt, zero_nt, torch.ones(1, 2), adv_nt)
     assert weight_nt[0].tolist() == pytest.approx([math.exp(15), math.exp(-15)])
-    loss_nt, *_ = script.policy_loss(zero_nt, zero_nt - 1e4, -adv_nt, 0.2, 0.2)
+    loss_nt, *_ = script.policy_loss(zero_nt, zero_nt - 1e4, -adv_nt, None, 0.2, 0.2)
     assert loss_nt.isfinite().all()
 
 
@@ -722,7 +744,7 @@ def test_columns_of_a_batch_without_rows(script):
 def test_a_batch_without_rows_has_all_columns():
     """A rank without a row runs a dummy, whose loss is a sum of nothing."""
     args = grpo.Args(model="", train_files=(), output_dir="", use_kl_loss=True, rollout_rs="geometric")
-    args = dataclasses.replace(args, rollout_rs_threshold=(2,), clip_ratio_low=0.2, clip_ratio_high=0.2)
+    args = dataclasses.replace(args, rollout_rs_threshold=(2,))
     logp_nt = torch.zeros(1, 1, requires_grad=True)[:0]
     for loss in ("clip", "gspo", "cispo", "sapo", "dppo"):
         loss_nt, losses, means = grpo.actor_loss(

@@ -143,10 +143,12 @@ def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_p
     assert metrics(tmp_path)[4]["training/rollout_probs_diff_max"] < 1e-4
 
 
-def test_several_rewards_and_the_off_policy_mask(tiny, arithmetic, tmp_path):
-    """gdpo, recomputed from the dumped scores; the mask acts in the second of two mini-batches alone."""
+def test_several_rewards_own_variants_and_the_off_policy_mask(tiny, arithmetic, tmp_path):
+    """Twice gdpo, recomputed from the dumped scores; the mask acts only in the second of two mini-batches."""
+    own = f"{ROOT}/tests/own_variants.py"
     files = [f"{ROOT}/tests/digit_reward.py:{name}" for name in ("digits", "shortness")]
-    more = "--reward_weights", 0.5, 2, "--adv_estimator", "gdpo", "--total_steps", 2, "--reward_fn", *files
+    more = "--reward_weights", 0.5, 2, "--adv_estimator", f"{own}:twice_gdpo", "--reward_fn", *files
+    more = *more, "--policy_loss", f"{own}:reinforce", "--total_steps", 2
     mask = "--rollout_rs", "off_policy", "--rollout_rs_threshold", 0.003
     run(GRPO, *flags(tiny, arithmetic, tmp_path, *more, *mask, "--lr", 0.01, "--warmup_steps", 0))
     _, first, second = metrics(tmp_path).values()
@@ -156,11 +158,15 @@ def test_several_rewards_and_the_off_policy_mask(tiny, arithmetic, tmp_path):
         for weight, name in ((0.5, "digits"), (2, "shortness")):
             score_n = torch.tensor([row[f"score/digit_reward.{name}"] for row in rows]).double()
             sum_n = sum_n + weight * group_advantages(score_n, index_n)
-        adv_n = sum_n / sum_n.std()
+        adv_n = 2 * sum_n / sum_n.std()
         for name in ("max", "min"):
             expected = getattr(adv_n, name)().item()
             assert found[f"critic/advantages/{name}"] == pytest.approx(expected, abs=1e-4)
         assert 0 < found["actor/rollout_rs_masked"] < 0.5
+        assert found["actor/pg_clipfrac"] == pytest.approx(1) and found["actor/pg_clipfrac_lower"] == 0
+    used = json.loads((tmp_path / "args.json").read_text())
+    names = "clip_ratio_low", "clip_ratio_high", "loss_agg"
+    assert [used[name] for name in names] == [None, 0.7, "seq-mean-token-sum"]
 
 
 def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):

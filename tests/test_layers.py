@@ -70,7 +70,7 @@ def test_compiled_layers_share_a_graph(recompute, gradients, compiler):
 
 def test_layers_with_a_state_are_not_compiled(compiler):
     lm = build("lfm2")
-    prepare_layers(lm, "full", True, backend="aot_eager")
+    prepare_layers(lm, "full", True, states_apart(lm), backend="aot_eager")
     compiled = [hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in lm.model.layers]
     assert compiled == [kind == "full_attention" for kind in lm.config.layer_types]
 

@@ -66,7 +66,7 @@ def peak():
 
 def make_args(model, **flags):
     args = grpo.Args(model=str(model), train_files=(), output_dir="", **flags)
-    return grpo.with_defaults(args, clip_ratio_low=0.2, clip_ratio_high=0.2, loss_agg="token-mean")
+    return grpo.Args(**grpo.with_defaults(vars(args), clip=grpo.policy_loss))
 
 
 def make_rows(vocabulary, repeated=False):

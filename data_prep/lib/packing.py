@@ -168,7 +168,7 @@ def states_apart(lm):
 
 
 def knows_texts(mixers, run, *inputs, **named):
-    """A layer's forward pass, which tells its mixers how the row is laid out."""
+    """A layer's forward pass, after its mixers have the layout of the row."""
     for mixer in mixers:
         mixer.texts = [named.get(name) for name in ("shapes", "kv_index", "cu_seqlens")]
     return run(*inputs, **named)

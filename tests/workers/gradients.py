@@ -32,7 +32,7 @@ LOSSES = {
         policy_loss="gspo", clip_ratio_low=0.05, clip_ratio_high=0.05, loss_agg="seq-mean-token-mean"
     ),
     "cispo": dict(policy_loss="cispo", clip_ratio_low=1.0, clip_ratio_high=0.2, loss_agg="token-mean"),
-    "sapo": dict(policy_loss="sapo", loss_agg="seq-mean-token-sum"),
+    "sapo": dict(policy_loss="sapo", clip_ratio_high=None, loss_agg="seq-mean-token-sum"),
     "dppo": dict(policy_loss="dppo", clip_ratio_low=2e-4, clip_ratio_high=2e-4, loss_agg="token-mean"),
 }
 LOSSES["gspo"] |= dict(rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=(1.3,))
@@ -309,8 +309,7 @@ def main(model, out, hsdp_replicas):
     kl |= dict(env="") if sys.argv[1] == "agent" else {}
     kl |= dict(entropy_coeff=0.01) if hasattr(grpo.Args, "entropy_coeff") else {}  # dapo.py has no bonus
     base = grpo.Args(model=model, train_files=(), output_dir="", clip_ratio_high=0.3, **kl)
-    if hasattr(grpo, "with_defaults"):
-        base = grpo.with_defaults(base, clip_ratio_low=0.2, loss_agg="token-mean")
+    base = dataclasses.replace(base, loss_agg="token-mean") if hasattr(base, "policy_loss") else base
     base = dataclasses.replace(base, temperature=0.7, grad_clip=1e9, ppo_mini_batch_size=2, group_size=3)
     base = dataclasses.replace(base, attn_implementation="sdpa", max_prompt_length=60, max_response_length=64)
     results, tokens, reduced = {}, [], []
