@@ -180,8 +180,7 @@ def advantages(args, score_n, group_n, length_n, parts=()):
     if args.adv_estimator == "rloo":  # score minus the mean of the others (2402.14740)
         centred_n = group_advantages(score_n, group_n, norm_by_std=False)
         return centred_n * args.group_size / max(args.group_size - 1, 1)  # eq: grpo.rloo
-    estimator = load_variant("adv_estimator", args.adv_estimator)
-    return estimator(score_n, group_n, length_n, parts)
+    return load_variant("adv_estimator", args.adv_estimator)(score_n, group_n, length_n, parts)
 
 
 def kl_estimate(logp_nt, ref_logp_nt, kind):
@@ -246,11 +245,10 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     # difference 3 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
-    losses = dict(pg_loss=loss_nt)
+    kl_nt = kl_estimate(logp_nt, batch.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
+    losses = dict(pg_loss=loss_nt, kl_loss=kl_nt)
     if args.entropy_coeff:  # else the entropy has no backward pass
         loss_nt = loss_nt - args.entropy_coeff * entropy_nt
-    kl_nt = kl_estimate(logp_nt, batch.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
-    losses["kl_loss"] = kl_nt
     if args.use_kl_loss:
         loss_nt = loss_nt + args.kl_loss_coef * kl_nt
     means = dict(entropy=entropy_nt, ppo_kl=old_nt - logp_nt, rollout_rs_masked=weight_nt == 0)
@@ -310,22 +308,21 @@ def update_actor(policy, optimizer, mini_batches, args):
     """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`."""
     sums, norms = defaultdict(float), []
     for sequences, totals in mini_batches * args.ppo_epochs:
-        for rows, learns in micro_batches(policy, sequences, args):
-            with torch.set_grad_enabled(learns):  # rows without an advantage run forward only
-                logp_nt, entropy_nt = token_logps(policy, rows, args)
-                batch = collate(rows, logp_nt.device)
-                loss_nt, losses, means = actor_loss(args, logp_nt, entropy_nt, batch)
-                # totals are of all ranks and micro-batches: no split of the work changes the gradient
-                weight_nt = loss_weights(batch["mask_nt"], args.loss_agg, args.max_response_length, totals)
-                # FSDP averages gradients over the ranks, but the totals already count all ranks
-                loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
-                if args.echo_coef:  # predict the environment too (2605.24517)
-                    echo_loss = -(batch["echo_nt"] * logp_nt).sum()  # eq: agent.echo
-                    loss = loss + args.echo_coef * echo_loss * dist.get_world_size()
-                    sums["echo_loss"] += echo_loss.detach()
-            if learns:
-                loss.backward()
+        for rows in micro_batches(policy, sequences, args):
+            logp_nt, entropy_nt = token_logps(policy, rows, args)
+            batch = collate(rows, logp_nt.device)
+            loss_nt, losses, means = actor_loss(args, logp_nt, entropy_nt, batch)
+            # totals are of all ranks and micro-batches: no split of the work changes the gradient
+            weight_nt = loss_weights(batch["mask_nt"], args.loss_agg, args.max_response_length, totals)
+            # FSDP averages gradients over the ranks, but the totals already count all ranks
+            loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
+            if args.echo_coef:  # predict the environment too (2605.24517)
+                echo_loss = -(batch["echo_nt"] * logp_nt).sum()  # eq: agent.echo
+                loss = loss + args.echo_coef * echo_loss * dist.get_world_size()
+                sums["echo_loss"] += echo_loss.detach()
+            loss.backward()
             mean_nt = loss_weights(batch["mask_nt"], "token-mean", None, totals)
+            means["share"] = torch.ones_like(mean_nt)
             for average_nt, terms in ((weight_nt, losses), (mean_nt, means)):
                 for name, x_nt in terms.items():
                     sums[name] += (average_nt * x_nt.detach()).sum()
@@ -337,8 +334,10 @@ def update_actor(policy, optimizer, mini_batches, args):
         if math.isfinite(norm):  # the norm over all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
-    totals = all_reduce(torch.stack([*sums.values()]).tolist())
-    metrics = {f"actor/{name}": total / len(norms) for name, total in zip(sums, totals)}
+    totals = dict(zip(sums, all_reduce(torch.stack([*sums.values()]).tolist())))
+    share = totals.pop("share")  # of the tokens that were run, summed over the steps
+    count = {name: len(norms) if name.endswith("loss") else share for name in totals}
+    metrics = {f"actor/{name}": total / max(count[name], 1e-9) for name, total in totals.items()}
     return metrics | {
         "actor/grad_norm": np.mean(norms),
         "actor/skipped_updates": np.sum(~np.isfinite(norms)),
@@ -899,7 +898,7 @@ def deal(rows, packed, args):
     A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
     ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
     (tokens, responses) of all ranks; this rank's rows; and the token counts of every rank.
-    Constant sequences, which only run forward, are balanced apart and count by a third.
+    Rows without a gradient are left out; the totals count them.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     size = args.ppo_mini_batch_size * args.group_size
@@ -908,21 +907,19 @@ def deal(rows, packed, args):
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
-        own = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
             sequences.append([])
             for row in group:
                 if sequences[-1] and token_count([*sequences[-1], row]) > most:
                     sequences.append([])
                 sequences[-1].append(row)
-        kinds = by_gradient(sequences)
-        for share, sequences in zip((1, 1 / 3), kinds):
-            lengths = [token_count(sequence) for sequence in sequences]
-            lengths = [share * n for n in lengths]
-            parts = balance(lengths, ranks)
-            for tokens, part in zip(load, parts):
-                tokens += [lengths[i] for i in part]
-            own += [sequences[i] for i in parts[rank]]
+        # a group without an advantage has no gradient; one stays for `check_sampler` where all have none
+        sequences = [s for s in sequences if not all(row.get("constant") for row in s)] or sequences[:1]
+        lengths = [token_count(sequence) for sequence in sequences]
+        parts = balance(lengths, ranks)
+        for tokens, part in zip(load, parts):
+            tokens += [lengths[i] for i in part]
+        own = [sequences[i] for i in parts[rank]]
         own_rows += chain(*own)
         trained = [int(row["mask_t"].sum()) for row in step_rows]
         mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
@@ -934,33 +931,19 @@ def token_count(sequence):
     return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
 
 
-def by_gradient(sequences):
-    """The sequences that teach something, and those in which every row is `constant`."""
-    constant = [all(row.get("constant") for row in sequence) for sequence in sequences]
-    return [[s for s, x in zip(sequences, constant) if x == kind] for kind in (False, True)]
-
-
 def micro_batches(policy, sequences, args):
-    """Cut sequences into micro-batches -> the rows of each, and whether they have a gradient.
-
-    Constant sequences have none and come first: a GPU has read weights on the host after a backward pass.
-    """
-    learning, constant = by_gradient(sequences)
-    kinds = [(learning, True)]
-    if all_reduce([len(constant)]) != [0]:  # of any rank
-        kinds.insert(0, (constant, False))
-    for sequences, learns in kinds:
-        lengths = [token_count(sequence) for sequence in sequences]
-        batches = split_micro_batches(lengths, args.max_tokens_per_microbatch, policy.packed)
-        for batch in on_every_rank(policy, batches):
-            yield [row for i in batch for row in sequences[i]], learns
+    """Cut sequences into micro-batches -> the rows of each."""
+    lengths = [token_count(sequence) for sequence in sequences]
+    batches = split_micro_batches(lengths, args.max_tokens_per_microbatch, policy.packed)
+    for batch in on_every_rank(policy, batches):
+        yield [row for i in batch for row in sequences[i]]
 
 
 @torch.no_grad()
 def store_logps(policy, mini_batches, name, args):
     """Store the log-probs of this rank's rows under `name`."""
     sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]
-    for rows, _ in micro_batches(policy, sequences, args):
+    for rows in micro_batches(policy, sequences, args):
         for row, logp_t in zip(rows, token_logps(policy, rows, args)[0]):
             row[name] = logp_t[: row["length"]]
 

@@ -886,7 +886,6 @@ def deal(rows, packed, args):
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
-        own = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
             sequences.append([])
             for row in group:
@@ -897,7 +896,7 @@ def deal(rows, packed, args):
         parts = balance(lengths, ranks)
         for tokens, part in zip(load, parts):
             tokens += [lengths[i] for i in part]
-        own += [sequences[i] for i in parts[rank]]
+        own = [sequences[i] for i in parts[rank]]
         own_rows += chain(*own)
         trained = [int(row["mask_t"].sum()) for row in step_rows]
         mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
@@ -912,8 +911,7 @@ def token_count(sequence):
 def micro_batches(policy, sequences, args):
     """Cut sequences into micro-batches -> the rows of each."""
     lengths = [token_count(sequence) for sequence in sequences]
-    budget = args.max_tokens_per_microbatch * args.sp_size
-    batches = split_micro_batches(lengths, budget, policy.packed)
+    batches = split_micro_batches(lengths, args.max_tokens_per_microbatch * args.sp_size, policy.packed)
     for batch in on_every_rank(policy, batches):
         yield [row for i in batch for row in sequences[i]]
 

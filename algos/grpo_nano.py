@@ -501,7 +501,6 @@ def deal(rows, packed, args):
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
-        own = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
             sequences.append([])
             for row in group:
@@ -512,7 +511,7 @@ def deal(rows, packed, args):
         parts = balance(lengths, ranks)
         for tokens, part in zip(load, parts):
             tokens += [lengths[i] for i in part]
-        own += [sequences[i] for i in parts[rank]]
+        own = [sequences[i] for i in parts[rank]]
         own_rows += chain(*own)
         trained = [int(row["mask_t"].sum()) for row in step_rows]
         mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))

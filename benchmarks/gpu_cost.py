@@ -186,7 +186,7 @@ def micro_batches(rows, longest, ranks, budget=8192):
     for rank in range(ranks):
         with patch.multiple(dist, get_rank=lambda rank=rank: rank, get_world_size=lambda: ranks):
             [(sequences, _)], _, _ = grpo.deal(rows, True, args)
-        batches.append([part for part, _ in grpo.micro_batches(dealer, sequences, args)])
+        batches.append([*grpo.micro_batches(dealer, sequences, args)])
     texts = [[(row["prompt_ids"], row["response_ids"]) for row in part] for part in sum(batches, [])]
     tokens = sum(one_row(*zip(*part))[0]["input_ids"].numel() for part in texts if part)
     fewest = sum({row["group"]: row["prompt_length"] for row in rows}.values())

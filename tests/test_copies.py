@@ -83,24 +83,19 @@ NANO = {  # lines of grpo_nano.py that a script with options has not, by functio
         "while engine.has_unfinished_requests():",
         "return rows",
     ],
-    "micro_batches": [
-        '"""Cut sequences into micro-batches -> the rows of each."""',
-        "yield [row for i in batch for row in sequences[i]]",
-    ],
-    "store_logps": ["for rows in micro_batches(policy, sequences, args):"],
 }
 LIMITS = {  # of a trainer: lines above the banner "The system", lines in all, flags; limits do not rise
     "grpo_nano.py": (240, 570, 30),
-    "grpo.py": (396, 1155, 59),
-    "dapo.py": (454, 1390, 59),
-    "ppo.py": (486, 1401, 67),
-    "sft.py": (319, 1259, 42),
-    "rm.py": (315, 759, 35),
-    "dpo.py": (399, 997, 40),
-    "agent.py": (467, 1281, 64),
-    "distill.py": (430, 1279, 58),
+    "grpo.py": (391, 940, 59),
+    "dapo.py": (453, 1190, 59),
+    "ppo.py": (482, 1200, 67),
+    "sft.py": (310, 1040, 42),
+    "rm.py": (303, 620, 35),
+    "dpo.py": (385, 780, 40),
+    "agent.py": (462, 1065, 64),
+    "distill.py": (424, 1070, 58),
 }
-COPIES = 4300  # lines in regions that several scripts have
+COPIES = 3500  # lines in regions that several scripts have
 OFFLINE = {"sft.py", "rm.py", "dpo.py"}
 OWN = {  # scripts that define a name in their own way; all others have copies of one definition
     "Args": {*MANIFEST},
@@ -122,10 +117,9 @@ TEXT_ONLY = [  # grpo.py takes images, if without adapters
     "if families.takes_images(args):",
     'raise ValueError(f"{name} takes images, which only grpo.py and sft.py do")',
 ]
-ROWS = "for rows in micro_batches(policy, sequences, args):"  # grpo.py and agent.py: and whether they learn
-CUT = [
-    '"""Cut sequences into micro-batches -> the rows of each."""',
-    "yield [row for i in batch for row in sequences[i]]",
+ALL_RUN = [  # no group without an advantage is left out
+    "totals = all_reduce(torch.stack([*sums.values()]).tolist())",
+    'metrics = {f"actor/{name}": total / len(norms) for name, total in zip(sums, totals)}',
 ]
 WITHOUT_SAMPLER = ["options = dict(scale=self.scale, softcap=self.softcap, entropy=False)"]
 SKIPS = [  # encoders that the sampler has not, of a model that is trained on text alone
@@ -166,17 +160,19 @@ VARIANTS = {  # lines of a copy that the longest has not
         "low, high = args.clip_ratio_low, args.clip_ratio_high",
         "loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, mask_nt, low, high)",
         "# difference 2 of the header: the sampler rounds differently, and may have had older weights",
+        "losses = dict(pg_loss=loss_nt)",
     ],
     ("update_actor", "dapo.py"): [
-        ROWS,
+        ALL_RUN[0],
         "totals = [total / args.sp_size for total in totals]  # ranks that share a row have all counted it",
+        ALL_RUN[1],
     ],
     ("update_actor", "distill.py"): [
         "for sequences, totals in mini_batches:",
-        ROWS,
         "policy.rows = rows  # for `Student`: its teacher may read other prompts",
         "logp_nt, other_nt = token_logps(policy, rows, args)",
         "loss_nt, losses, means = actor_loss(args, logp_nt, other_nt, batch)",
+        *ALL_RUN,
     ],
     ("load_data", "agent.py"): [
         "def load_data(args, tools):",
@@ -190,17 +186,10 @@ VARIANTS = {  # lines of a copy that the longest has not
         "rank, ranks = rank // args.sp_size, ranks // args.sp_size  # ranks that share rows count as one",
     ],
     ("micro_batches", "dapo.py"): [
-        CUT[0],
-        "budget = args.max_tokens_per_microbatch * args.sp_size",
-        "batches = split_micro_batches(lengths, budget, policy.packed)",
-        CUT[1],
+        "batches = split_micro_batches(lengths, args.max_tokens_per_microbatch * args.sp_size, "
+        "policy.packed)",
     ],
-    ("micro_batches", "ppo.py"): CUT,
-    ("micro_batches", "distill.py"): CUT,
     ("split", "dpo.py"): ['"""A row whose prompt ends where training begins. Nothing predicts ids[0]."""'],
-    ("store_logps", "dapo.py"): [ROWS],
-    ("store_logps", "ppo.py"): [ROWS],
-    ("store_logps", "distill.py"): [ROWS],
 }
 VARIANTS |= {(name, "grpo_nano.py"): lines for name, lines in NANO.items()}
 REGION = re.compile(r"^# region ([\w -]+)\n(.*?)^# endregion\n", re.M | re.S)

@@ -150,7 +150,7 @@ class Training:
         empty()
         measured = seconds(lambda: step(policy, optimizer, args, self.rows), repeats=1)
         [(sequences, _)], _, _ = grpo.deal(self.rows, policy.packed, args)
-        batches = [rows for rows, _ in grpo.micro_batches(policy, sequences, args)]
+        batches = [*grpo.micro_batches(policy, sequences, args)]
         words = f"{measured:.3f} s, {speed(policy, args, self.rows, measured)}, {peak()}"
         one = profile(lambda: step(policy, optimizer, args, batches[0]))
         self.budget.say(name, f"{words}; micro-batches: {len(batches)}, of one: {one}")
