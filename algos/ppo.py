@@ -1092,7 +1092,8 @@ def model_scores(model, tokenizer, rows, args, device):
     budget = 0 if pad_id is None else args.max_tokens_per_microbatch
     if args.offload == "sampling":
         model.to(device)
-    for part in split_micro_batches([len(texts[i]) for i in fitting], budget, one_row=False):
+    parts = split_micro_batches([len(texts[i]) for i in fitting], budget, one_row=False)
+    for part in on_every_rank(model, parts):
         numbers = [fitting[i] for i in part]
         batch = [torch.tensor(texts[i]) for i in numbers] or [torch.tensor([0])]  # a dummy row
         input_ids = nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=pad_id or 0)
