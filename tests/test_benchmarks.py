@@ -251,3 +251,18 @@ def test_table_of_peers(tmp_path, monkeypatch, capsys):
     ratios = json.loads(out.read_text())["ratios"]
     assert ratios["TRL, 1 rank"] == [[2.0, 1.5]] * 2 and ratios["TRL, vLLM, 1 rank"] == [[3.0, 2.5]] * 2
     assert "1.75" in capsys.readouterr().out
+
+
+def test_exact_compares_each_part(tiny):
+    """Sampler and trainer, part by part: in float32 they are as near as rounding, and the norms are equal."""
+    sizes = "--model", tiny, "--dtype", "float32", "--tokens", 40
+    lines = run(ROOT / "benchmarks/exact.py", *sizes).stdout.splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert {part for part, compared, *_ in rows if compared == "sampler, trainer"} == {
+        *("linear", "RMSNorm", "addition", "addition and RMSNorm", "rotary embedding", "SwiGLU"),
+        *("output layer", "log-probs", "attention"),
+    }
+    assert all((equal == "yes") == (float(gap) == 0) and float(gap) < 1e-4 for *_, equal, gap, _ in rows)
+    assert {
+        equal for part, compared, equal, *_ in rows if (part, compared) == ("SwiGLU", "sampler, trainer")
+    } == {"yes"}
