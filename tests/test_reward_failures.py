@@ -233,8 +233,9 @@ def test_every_trainer_and_eval_ends_with_a_broken_reward(body, tmp_path, monkey
 def test_no_other_place_calls_a_reward():
     """The scripts with a flag for rewards are those above; each scores rows in `score_rows` alone."""
     scripts = {path.stem: path.read_text() for path in Path(evaluation.__file__).parent.glob("*.py")}
-    assert {name for name, text in scripts.items() if "load_rewards(" in text} == {*TRAINERS, "grpo_nano", "eval"}
-    for name in (*TRAINERS, "grpo_nano"):
+    trainers = {*TRAINERS, "grpo_nano"}
+    assert {name for name, text in scripts.items() if "load_rewards(" in text} == trainers | {"eval"}
+    for name in trainers:
         before, _, body = scripts[name].partition("def score_rows(rows, manager, tokenizer):")
         assert "return settle(" in body and "manager.score(" not in scripts[name]
         assert before.count("score_rows(") == 2  # of validation and of training

@@ -2,7 +2,7 @@
 
 import torch
 
-from algos.grpo import LOGIT_CHUNK, LogProbs
+from common.log_probs import CHUNK, LogProbs
 
 
 class Norm(torch.autograd.Function):
@@ -67,22 +67,22 @@ class Attention(torch.autograd.Function):
         return d_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in rest), *[None] * 5
 
 
-def log_probs(ctx, hidden, weight, target, *more):
+def log_probs(ctx, hidden, weight, target, scale, softcap, never, with_entropy):
     """LogProbs.forward, with the kernel of vLLM's sampler for the log-probs of the targets."""
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-    ctx.chunks = [slice(i, i + LOGIT_CHUNK) for i in range(0, len(target) or 1, LOGIT_CHUNK)]
+    ctx.head = scale, softcap, never
+    ctx.chunks = [slice(i, i + CHUNK) for i in range(0, len(target) or 1, CHUNK)]
     logp = torch.zeros(len(target), device=target.device)
     entropy = torch.zeros_like(logp)
-    buffers = torch.empty(2, min(len(target), LOGIT_CHUNK), len(weight), device=target.device)
+    buffers = torch.empty(2, min(len(target), CHUNK), len(weight), device=target.device)
     for chunk in ctx.chunks:
         p_lv, logp_lv = buffers[:, : len(target[chunk])]
-        logits_lv = LogProbs.logits(hidden[chunk], weight, *more, p_lv)
+        logits_lv = LogProbs.logits(hidden[chunk], weight, *ctx.head, p_lv)
         logp[chunk] = compute_token_logprobs(logits_lv, target[chunk, None])[:, 0]
         torch.log_softmax(logits_lv, -1, out=logp_lv)  # of all tokens: for the entropy and the gradient
         entropy[chunk] = -torch.exp(logp_lv, out=p_lv).mul_(logp_lv).sum(-1)
     ctx.save_for_backward(hidden, weight, target, buffers)
     ctx.entropy = entropy.clone()
-    ctx.policy, ctx.args = more
     ctx.set_materialize_grads(False)
     return logp, entropy
