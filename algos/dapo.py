@@ -189,7 +189,7 @@ def overlong_penalty(length_n, max_length, buffer):
 def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and where the dual clip decided (bool). It needs no mask_nt.
+    Returns loss_nt, and where the clip and the dual clip decided. mask_nt is for other losses.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()

@@ -533,6 +533,22 @@ def test_learning_rate():
     assert grpo.learning_rate(args, 1, 6) == 1
 
 
+@every_copy(grpo, agent)
+@pytest.mark.parametrize("constant", ((), (0,), (0, 1)))
+def test_groups_without_an_advantage_are_left_out(script, constant, monkeypatch):
+    """The totals count them; where all have none, one stays, so that the sampler is checked."""
+    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
+    args = make_args(script, ppo_mini_batch_size=2, group_size=2, max_tokens_per_microbatch=400)
+    rows = [dict(group=g, constant=g in constant, prompt_length=3, length=2) for g in (0, 0, 1, 1)]
+    for row in rows:
+        row["mask_t"] = np.ones(2, bool)
+    [(sequences, totals)], own_rows, [load] = script.deal(rows, True, args)
+    groups = [g for g in (0, 1) if g not in constant] or [0]
+    assert [[row["group"] for row in sequence] for sequence in sequences] == [[g, g] for g in groups]
+    assert totals == (8, 4) and len(own_rows) == 2 * len(groups) and load == [7] * len(groups)
+
+
 @every_copy(*WITH_LOGPS, rm)
 def test_every_rank_runs_as_many_micro_batches(script, monkeypatch):
     """Another rank has three: the third is empty here, and the last one reduces over HSDP's replicas."""
