@@ -1,15 +1,21 @@
 """grpo_nano.py from end to end: the numbers of grpo.py, on two ranks, and as a killed copy elsewhere."""
 
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, load_weights, metrics, run
+
+from algos import grpo_nano
 
 NANO, GRPO = ROOT / "algos/grpo_nano.py", ROOT / "algos/grpo.py"
 SHOWN = "critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/ppo_kl"
@@ -66,3 +72,16 @@ def test_two_ranks(straight, tiny, arithmetic, tmp_path):
     run(NANO, *flags(tiny, arithmetic, tmp_path), ranks=2)
     for name in SHOWN:
         assert metrics(tmp_path)[2][name] == pytest.approx(metrics(straight)[2][name], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("gap", "stops"), ((1e-6, False), (0.01, True), (math.nan, True)))
+def test_the_sampler_must_hold_the_trainers_weights(gap, stops, monkeypatch):
+    monkeypatch.setattr(grpo_nano, "all_reduce", lambda values: values)
+    args = SimpleNamespace(compute_dtype="float32")
+    row = dict(old_logp_t=torch.full((3,), -1.0 - gap), rollout_logp_t=np.full(3, -1.0, np.float32))
+    check = partial(grpo_nano.check_sampler, SimpleNamespace(lm=torch.nn.Linear(1, 1)), [row], args, 1)
+    if stops:
+        with pytest.raises(SystemExit, match="weight sync failed at step 1: the sampler does not hold"):
+            check()
+    else:
+        assert check()["training/rollout_logp_diff_mean"] == pytest.approx(gap, rel=0.1)
