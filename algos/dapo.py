@@ -13,11 +13,9 @@ Docs: docs/algorithms/dapo.md
 """
 
 import base64
-import faulthandler
 import math
 import os
 import sys
-import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,9 +28,10 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from common.arguments import fail, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
+from algos.variants import token_loss, unknown, with_defaults
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -99,12 +98,13 @@ class Args:
     # tokens below max_response_length with a penalty from 0 to 1; None: a fifth of that length; 0: off
     overlong_buffer: int | None = None
     overlong_filtering: bool = False  # mask truncated responses out of the loss
-    clip_ratio_low: float = 0.2  # clip below 1 - this
-    clip_ratio_high: float = 0.28  # clip above 1 + this
-    # average of token losses; seq-mean-token-sum-norm: Dr. GRPO
-    loss_agg: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    policy_loss: str = "clip"  # clip; a name in algos/variants/, such as gspo; or FILE.py:NAME
+    clip_ratio_low: float | None = None  # clip below 1 - this; None: default of the loss, of clip 0.2
+    clip_ratio_high: float | None = None  # clip above 1 + this; None: default of the loss, of clip 0.28
+    # average of token losses; None: default of the loss, of clip token-mean; ...-norm: Dr. GRPO
+    loss_agg: (
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
+    ) = None
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights, trainer / sampler
     rollout_is_threshold: float = 2.0  # upper bound of the importance weights
     # reject by this importance ratio; off_policy: negative responses that the policy has left
@@ -122,7 +122,7 @@ class Args:
 
 
 if __name__ == "__main__":
-    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+    flags = parse(Args, unknown=unknown)  # before torch is loaded: a wrong flag is answered at once
 
 import numpy as np
 import torch
@@ -135,22 +135,22 @@ from transformers import AttentionInterface, AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
-from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, stop_on_signals
+from common.run import TIMEOUT_S, Run, learning_rate
 from data_prep.lib import packing
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
 from rewards import check_sources
-from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
+from rewards.manager import RewardManager, settle, validation_metrics
 from rewards.manager.combined import load_rewards
 
 # ---- The mathematics -------------------------------------------------------------------
 DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative
+CLIP_HIGH = 0.28  # --clip_ratio_high of the clipped loss (clip-higher, 3.1)
 
 
 def group_advantages(score_n, group_n, norm_by_std=True):
@@ -227,8 +227,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     """
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    low, high = args.clip_ratio_low, args.clip_ratio_high
-    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, mask_nt, low, high)
+    loss_nt, clipped_nt, lower_nt = token_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
     # difference 2 of the header: the sampler rounds differently, and may have had older weights
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -239,13 +238,47 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
 
 
 # ---- The step --------------------------------------------------------------------------
-def draw(train_rows, seed, start, count):
-    """`count` prompts from number `start` on, over all epochs; (seed, epoch) sets their order."""
-    epochs = range(start // len(train_rows), (start + count) // len(train_rows) + 1)
-    orders = [np.random.default_rng((seed, epoch)).permutation(len(train_rows)) for epoch in epochs]
-    chosen = np.concatenate(orders)[start % len(train_rows) :][:count]
-    # CAREFUL: the seed of a response depends on `index`, because a prompt may come twice in a step
-    return [dict(train_rows[i], index=k, group=k) for k, i in enumerate(chosen, start)]
+def sample_groups(sample, state, step, args):
+    """Dynamic sampling (3.2): generation batches until there are enough groups -> rows, and the batches.
+
+    sample(number): the scored rows of all ranks of that many of the next prompts.
+    state: surplus rows of the last step, which come first; groups sampled and kept lately.
+    """
+    rows, batches = state["surplus"], []
+    wanted = args.train_batch_size * args.group_size
+    while len(rows) < wanted and len(batches) < args.max_gen_batches:
+        keep_rate = (state["kept"] + 1) / (state["sampled"] + 1)  # 1 in the first batch; never 0
+        missing = math.ceil((wanted - len(rows)) / args.group_size / keep_rate)
+        new = sample(min(missing, 3 * args.train_batch_size))  # the paper always takes this many
+        # CAREFUL: the overlong penalty must not make correct responses differ
+        acc_n = torch.tensor([float(row["reward"].get("acc", row["reward"]["score"])) for row in new])
+        keep_n = keep_groups(acc_n, torch.tensor([row["group"] for row in new]))
+        for row, acc, keep in zip(new, acc_n.tolist(), keep_n.tolist()):
+            row |= dict(acc=acc, keep=keep)
+            row.setdefault("step_t", np.full(row["length"], step, np.int32))
+        kept = [row for row in new if row["keep"]]
+        rows = rows + kept
+        batches.append(new)
+        state["sampled"] += len(new) // args.group_size
+        state["kept"] += len(kept) // args.group_size
+    # the keep rate changes as the policy learns: a step counts half as much as the next
+    state |= dict(sampled=state["sampled"] / 2, kept=state["kept"] / 2)
+    return rows, batches
+
+
+def assign_advantages(rows, args):
+    """adv_t of each row, and mask_t of truncated ones -> rewards with the overlong penalty, advantages."""
+    score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
+    length_n = torch.tensor([row["length"] for row in rows])
+    buffer = args.max_response_length // 5 if args.overlong_buffer is None else args.overlong_buffer
+    reward_n = score_n + overlong_penalty(length_n, args.max_response_length, buffer)
+    adv_n = group_advantages(reward_n, torch.tensor([row["group"] for row in rows]))
+    for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
+        row["adv_t"] = np.full(row["length"], adv, np.float32)
+        if args.overlong_filtering and row["finish_reason"] == "length":
+            row["mask_t"] = np.zeros(row["length"], bool)
+    metrics = {"dapo/overlong": (reward_n < score_n).sum()}
+    return metrics | stats("critic/rewards", reward_n) | stats("critic/advantages", adv_n)
 
 
 def update_actor(policy, optimizer, mini_batches, args):
@@ -284,13 +317,13 @@ def update_actor(policy, optimizer, mini_batches, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    resume_from = open_run(args)
+    args = Args(**with_defaults(vars(args), clip=partial(policy_loss, clip_high=CLIP_HIGH)))
+    run = Run(args)
     tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(args)
     check_layout(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
     max_prompts = math.inf if args.total_steps else args.total_epochs * len(train_rows)
-    buffer = args.max_response_length // 5 if args.overlong_buffer is None else args.overlong_buffer
 
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas)
@@ -298,156 +331,86 @@ def main(args):
     policy = load_policy(args, mesh, device)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
     # prompts drawn so far, groups sampled and kept lately, and rows left over for the next step
     state = dict(drawn=0, sampled=0, kept=0, surplus=[], unfinished=[])
-    state |= load_checkpoint(resume_from, trained, optimizer)
-    done, origin = state.pop("step"), state.pop("origin")
+    # a checkpoint has each model in a directory of this name
+    state |= run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
     state |= {name: [from_json(row) for row in state[name]] for name in LEFT_OVER}
     if state["drawn"] >= max_prompts:  # resumed at the end of the data
-        total_steps = done
-    log = Logger(args, done, total_steps)
-    log.say(f"{summary}\nat most {total_steps} steps, {ranks_on(device, policy.lm, args)}{origin}")
+        total_steps = run.step
+    run.start(total_steps, summary, policy.lm)
     if args.max_staleness and not args.rollout_is:
-        log.say("warning: with --rollout_is None tokens of older weights are not corrected")
+        run.say("warning: with --rollout_is None tokens of older weights are not corrected")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
-    stop = stop_on_signals()  # one of them makes the step in progress the last
 
     def validate():
         with awake(engine, [policy], optimizer, args, timing={}):
             options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
             rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
         metrics = validation_metrics(score_rows(rows, val_manager, tokenizer))
-        log.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
+        run.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
         return metrics
 
-    if val_rows and not done:
-        log.log(validate() | {"training/global_step": 0}, 0)
+    def sample(number):
+        with timed(timing, "gen"):
+            rows = next_rollout(engine, args, train_rows, number, state, step, places, **sampling)
+        with timed(timing, "reward"):
+            return score_rows(rows, manager, tokenizer)
 
-    saving = {}  # seconds of the last checkpoint, reported by the step after it
-    for step in range(done + 1, total_steps + 1):
-        timing = saving
-        begin = time.perf_counter()
-        faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
-        # ---- rollout and reward, until there are enough groups; all ranks know all rows
-        rows, unfinished = state["surplus"], state["unfinished"]
-        sampled, gen_batches = [], 0
+    if val_rows and not run.step:
+        run.log(validate())
+
+    for step, timing in run.steps():
         places = np.zeros(2)  # of the sampler: in use, and in all
-        wanted = args.train_batch_size * args.group_size
+        # ---- rollout and reward, until there are enough groups; all ranks know all rows
         with awake(engine, [policy], optimizer, args, timing):
-            while len(rows) < wanted and gen_batches < args.max_gen_batches:
-                keep_rate = (state["kept"] + 1) / (state["sampled"] + 1)  # 1 in the first batch; never 0
-                missing = math.ceil((wanted - len(rows)) / args.group_size / keep_rate)
-                number = min(missing, 3 * args.train_batch_size)  # the paper always takes this many
-                prompts = draw(train_rows, args.seed, state["drawn"], to_begin(args, number, unfinished))
-                with timed(timing, "gen"):
-                    if args.partial_rollout:
-                        found = partial_rollout(engine, args, prompts, unfinished, step, number, **sampling)
-                        new, unfinished, used = found
-                        places += used
-                    else:
-                        new = rollout(engine, args, prompts, step, args.group_size, **sampling)
-                with timed(timing, "reward"):
-                    new = score_rows(new, manager, tokenizer)
-                for row in new:
-                    # CAREFUL: the overlong penalty must not make correct responses differ
-                    row["acc"] = float(row["reward"].get("acc", row["reward"]["score"]))
-                acc_n = torch.tensor([row["acc"] for row in new])
-                keep_n = keep_groups(acc_n, torch.tensor([row["group"] for row in new]))
-                for row, keep in zip(new, keep_n.tolist()):
-                    row["keep"] = keep
-                    row.setdefault("step_t", np.full(row["length"], step, np.int32))
-                kept = [row for row in new if row["keep"]]
-                rows = rows + kept
-                sampled = sampled + new
-                gen_batches += 1
-                state["drawn"] += len(prompts)
-                state["sampled"] += len(new) // args.group_size
-                state["kept"] += len(kept) // args.group_size
-        dropped = [row for row in sampled if not row["keep"]]
-        all_correct = sum(row["acc"] > 0 for row in dropped) / max(len(sampled), 1)
-        all_wrong = len(dropped) / max(len(sampled), 1) - all_correct
-        if len(rows) < wanted:  # then these, the same number on each rank
-            each = args.group_size * dist.get_world_size() // args.sp_size
-            wanted = len(rows) // each * each
+            rows, batches = sample_groups(sample, state, step, args)
+        wanted = number_of_rows(rows, args)
         if not wanted:
-            few = f"step {step}: --max_gen_batches {gen_batches}: less than a group a rank has both kinds"
-            kinds = f"{all_correct:.0%} of the sampled groups are all correct, {all_wrong:.0%} all wrong"
-            if all_correct <= all_wrong:
-                fail(f"{few}; {kinds}")
-            log.say(f"{few}; {kinds}: solved")
+            run.say(solved(batches, step))
+            run.step = run.total = step - 1
             break
-        generated = sum((row["step_t"] == step).sum() for row in sampled + unfinished)
         surplus, stale = split_by_age(rows[wanted:], step, args.max_staleness)
-        unfinished, given_up = split_by_age(unfinished, step, args.max_staleness)
+        unfinished, given_up = split_by_age(state["unfinished"], step, args.max_staleness)
         rows = rows[:wanted]
-        stale = stale + given_up
-        state |= dict(surplus=surplus, unfinished=unfinished)
-        # the keep rate changes as the policy learns: a step counts half as much as the next
-        state |= dict(sampled=state["sampled"] / 2, kept=state["kept"] / 2)
-        age_t = step - np.concatenate([row["step_t"] for row in rows])
         for row in rows:  # these tokens have log-probs of older weights
             row["older_t"] = row["step_t"] < step
+        sampled = sampling_metrics(rows, batches, state["unfinished"], stale + given_up, step, args)
+        state |= dict(surplus=surplus, unfinished=unfinished)
         # ---- advantage, then balance over the ranks
         with timed(timing, "adv"):
-            score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
-            length_n = torch.tensor([row["length"] for row in rows])
-            reward_n = score_n + overlong_penalty(length_n, args.max_response_length, buffer)
-            adv_n = group_advantages(reward_n, torch.tensor([row["group"] for row in rows]))
-            for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
-                row["adv_t"] = np.full(row["length"], adv, np.float32)
-                if args.overlong_filtering and row["finish_reason"] == "length":
-                    row["mask_t"] = np.zeros(row["length"], bool)
+            scored = assign_advantages(rows, args)
             mini_batches, own_rows, load = deal(rows, policy.packed, args)
         # ---- log-probs: those of the first mini-batch are made by its own update
         if len(mini_batches) > 1:
             with timed(timing, "old_log_prob"):
                 store_logps(policy, mini_batches[1:], "old_logp_t", args)
         # ---- update
-        optimizer.param_groups[0]["lr"] = learning_rate(args, step, total_steps)
+        schedule = args.warmup_steps, args.lr_schedule
+        lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, step, total_steps, *schedule)
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
+        if state["drawn"] >= max_prompts:
+            run.total = step
+        run.updated(**state | {name: [as_json(row) for row in state[name]] for name in LEFT_OVER})
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
-        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
-        last = stop != [0] or step == total_steps or state["drawn"] >= max_prompts
-        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+        if val_rows and run.due(args.test_freq):
             with timed(timing, "testing"):
                 metrics |= validate()
         # ---- metrics
-        timing["step"] = time.perf_counter() - begin
-        metrics |= step_metrics(rows, load, policy, timing, args, sampled=sampled)
-        metrics |= stats("critic/rewards", reward_n) | stats("critic/advantages", adv_n)
-        metrics |= {
-            "actor/lr": optimizer.param_groups[0]["lr"],
-            "dapo/gen_batches": gen_batches,
-            "dapo/groups": len(rows) / args.group_size,
-            "dapo/dropped_all_right": all_correct,
-            "dapo/dropped_all_wrong": all_wrong,
-            "dapo/carried_over": np.mean([row["older_t"].any() for row in rows]),
-            "dapo/dropped_stale": len(stale),
-            "dapo/token_age_0": np.mean(age_t == 0),
-            "dapo/token_age_1": np.mean(age_t == 1),
-            "dapo/token_age_2_or_more": np.mean(age_t > 1),
-            "dapo/overlong": (reward_n < score_n).sum(),
-            "dapo/tokens_generated": generated,
-            "dapo/tokens_thrown_away": sum(row["length"] for row in dropped + stale),
-            "training/global_step": step,
-            "training/epoch": (state["drawn"] - 1) // len(train_rows),
-        }
+        timing["step"] = run.elapsed()
+        metrics |= step_metrics(rows, load, policy, timing, args, sampled=[*chain(*batches)])
+        metrics |= sampled | scored
+        metrics |= {"actor/lr": lr, "training/epoch": (state["drawn"] - 1) // len(train_rows)}
         if args.partial_rollout:
-            metrics["dapo/idle"] = 1 - places[0] / places[1] if places[1] else 0.0
-        log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
-        if args.rollout_dump and dist.get_rank() == 0:
-            dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
+            metrics["dapo/idle"] = 1 - places[0] / max(places[1], 1)
+        run.log(metrics, score="critic/score/mean", length="response_length/mean")
+        run.dump(rows)
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        due = last or (args.save_freq and step % args.save_freq == 0)
-        content = state | {name: [as_json(row) for row in state[name]] for name in LEFT_OVER}
-        saving = save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights, **content)
-        if last:
-            break
-    log.close()
-    leave(stop)
+        if run.due(args.save_freq):
+            run.save()
+    run.close()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -507,9 +470,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-TIMEOUT_S = 3600  # seconds that a rank waits for the others
-
-
 def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one
@@ -1034,6 +994,76 @@ def as_json(row):
 def from_json(row):
     """A row of trainer_state.json."""
     return row | {k: np.frombuffer(base64.b64decode(row[k]), dtype).copy() for k, dtype in ARRAYS.items()}
+
+
+def next_rollout(engine, args, train_rows, number, state, step, places, **sampling):
+    """Let the sampler answer `number` of the next prompts -> the rows of this rank.
+
+    state: prompts drawn so far, and unfinished rows. places: of `partial_rollout`, to which they are added.
+    """
+    prompts = draw(train_rows, args.seed, state["drawn"], to_begin(args, number, state["unfinished"]))
+    state["drawn"] += len(prompts)
+    if not args.partial_rollout:
+        return rollout(engine, args, prompts, step, args.group_size, **sampling)
+    left = state["unfinished"]
+    rows, left, used = partial_rollout(engine, args, prompts, left, step, number, **sampling)
+    state["unfinished"] = left
+    places += used
+    return rows
+
+
+def draw(train_rows, seed, start, count):
+    """`count` prompts from number `start` on, over all epochs; (seed, epoch) sets their order."""
+    epochs = range(start // len(train_rows), (start + count) // len(train_rows) + 1)
+    orders = [np.random.default_rng((seed, epoch)).permutation(len(train_rows)) for epoch in epochs]
+    chosen = np.concatenate(orders)[start % len(train_rows) :][:count]
+    # CAREFUL: the seed of a response depends on `index`, because a prompt may come twice in a step
+    return [dict(train_rows[i], index=k, group=k) for k, i in enumerate(chosen, start)]
+
+
+def number_of_rows(rows, args):
+    """How many rows are trained; if they are too few for a step, the same number on each rank."""
+    wanted = args.train_batch_size * args.group_size
+    each = args.group_size * dist.get_world_size() // args.sp_size
+    return wanted if len(rows) >= wanted else len(rows) // each * each
+
+
+def dropped_shares(sampled):
+    """The shares of the sampled rows whose groups were dropped as all correct, and as all wrong."""
+    dropped = [row for row in sampled if not row["keep"]]
+    right = sum(row["acc"] > 0 for row in dropped)
+    return right / max(len(sampled), 1), (len(dropped) - right) / max(len(sampled), 1)
+
+
+def solved(batches, step):
+    """A line about a step without a group to train on; the run stops if the tasks are too hard."""
+    right, wrong = dropped_shares([*chain(*batches)])
+    few = f"step {step}: --max_gen_batches {len(batches)}: less than a group a rank has both kinds"
+    kinds = f"{right:.0%} of the sampled groups are all correct, {wrong:.0%} all wrong"
+    if right <= wrong:
+        fail(f"{few}; {kinds}")
+    return f"{few}; {kinds}: solved"
+
+
+def sampling_metrics(rows, batches, unfinished, stale, step, args):
+    """What a step sampled, what it trains on and what it throws away."""
+    sampled = [*chain(*batches)]
+    right, wrong = dropped_shares(sampled)
+    age_t = step - np.concatenate([row["step_t"] for row in rows])
+    thrown_away = [row for row in sampled if not row["keep"]] + stale
+    return {
+        "dapo/gen_batches": len(batches),
+        "dapo/groups": len(rows) / args.group_size,
+        "dapo/dropped_all_right": right,
+        "dapo/dropped_all_wrong": wrong,
+        "dapo/carried_over": np.mean([row["older_t"].any() for row in rows]),
+        "dapo/dropped_stale": len(stale),
+        "dapo/token_age_0": np.mean(age_t == 0),
+        "dapo/token_age_1": np.mean(age_t == 1),
+        "dapo/token_age_2_or_more": np.mean(age_t > 1),
+        "dapo/tokens_generated": sum((row["step_t"] == step).sum() for row in sampled + unfinished),
+        "dapo/tokens_thrown_away": sum(row["length"] for row in thrown_away),
+    }
 
 
 def split_by_age(rows, step, max_staleness):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from common.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -63,8 +63,7 @@ from transformers import AutoConfig
 
 from common import cpu
 from common.families import hf_overrides, takes_images, vllm_names
-from common.files import replacing, weights_digest
-from common.run import HELD, fail, hold, refuse
+from common.files import HELD, hold, replacing, weights_digest
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.replies import asked
 from data_prep.lib.schema import load_rows

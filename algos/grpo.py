@@ -13,11 +13,9 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/algorithms/grpo.md
 """
 
-import faulthandler
 import math
 import os
 import sys
-import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,10 +27,10 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from common.arguments import fail, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
-from algos.variants import load_variant, unknown, with_defaults
+from algos.variants import load_variant, token_loss, unknown, with_defaults
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -134,17 +132,16 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
-from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, stop_on_signals
+from common.run import TIMEOUT_S, Run, learning_rate
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
 from rewards import check_sources
-from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
+from rewards.manager import RewardManager, settle, validation_metrics
 from rewards.manager.combined import load_rewards, score_parts
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -228,12 +225,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     """
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    token_loss = policy_loss
-    if args.policy_loss != "clip":
-        token_loss = load_variant("policy_loss", args.policy_loss)
-    clip = dict(clip_low=args.clip_ratio_low, clip_high=args.clip_ratio_high)
-    clip = {name: x for name, x in clip.items() if x is not None}  # sapo has none
-    loss_nt, clipped_nt, lower_nt = token_loss(logp_nt, old_nt, adv_nt, mask_nt, **clip)
+    loss_nt, clipped_nt, lower_nt = token_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
     # difference 3 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -288,7 +280,7 @@ def update_actor(policy, optimizer, mini_batches, args):
 def main(args):
     # ---- arguments and data: checked before anything slow
     args = Args(**with_defaults(vars(args), clip=policy_loss))
-    resume_from = open_run(args)
+    run = Run(args)
     tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
@@ -303,29 +295,23 @@ def main(args):
         models.append(reference)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
-    state = load_checkpoint(resume_from, trained, optimizer)
-    log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
+    # a checkpoint has each model in a directory of this name
+    run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+    run.start(total_steps, summary, policy.lm)
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
-    stop = stop_on_signals()  # one of them makes the step in progress the last
 
     def validate():
         with awake(engine, models, optimizer, args, timing={}):
             options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
             rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
         metrics = validation_metrics(score_rows(rows, val_manager, tokenizer))
-        log.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
+        run.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
         return metrics
 
-    if val_rows and not state["step"]:
-        log.log(validate() | {"training/global_step": 0}, 0)
+    if val_rows and not run.step:
+        run.log(validate())
 
-    saving = {}  # seconds of the last checkpoint, reported by the step after it
-    for step in range(state["step"] + 1, total_steps + 1):
-        timing = saving
-        begin = time.perf_counter()
-        faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
+    for step, timing in run.steps():
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         chosen = order[number * args.train_batch_size :][: args.train_batch_size]
@@ -355,37 +341,32 @@ def main(args):
             with timed(timing, "ref"), without_adapters(reference.lm):
                 store_logps(reference, mini_batches, "ref_logp_t", args)
         # ---- update
-        optimizer.param_groups[0]["lr"] = learning_rate(args, step, total_steps)
+        schedule = args.warmup_steps, args.lr_schedule
+        lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, step, total_steps, *schedule)
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
+        run.updated()
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
-        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
-        last = stop != [0] or step == total_steps
-        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+        if val_rows and run.due(args.test_freq):
             with timed(timing, "testing"):
                 metrics |= validate()
         # ---- metrics
-        timing["step"] = time.perf_counter() - begin
+        timing["step"] = run.elapsed()
         metrics |= step_metrics(rows, load, policy, timing, args)
         metrics |= stats("critic/rewards", score_n) | stats("critic/advantages", adv_n)
         metrics |= {
             "critic/advantages/zero": (adv_n == 0).double().mean().item(),
-            "actor/lr": optimizer.param_groups[0]["lr"],
+            "actor/lr": lr,
             "actor/kl_coef": args.kl_loss_coef * args.use_kl_loss,
-            "training/global_step": step,
             "training/epoch": epoch,
         }
-        log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
-        if args.rollout_dump and dist.get_rank() == 0:
-            dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
+        run.log(metrics, score="critic/score/mean", length="response_length/mean")
+        run.dump(rows)
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        due = last or (args.save_freq and step % args.save_freq == 0)
-        saving = save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights)
-        if last:
-            break
-    log.close()
-    leave(stop)
+        if run.due(args.save_freq):
+            run.save()
+    run.close()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -452,9 +433,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-TIMEOUT_S = 3600  # seconds that a rank waits for the others
-
-
 def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one

@@ -13,7 +13,6 @@ Docs: docs/algorithms/grpo.md
 import math
 import os
 import sys
-import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from common.arguments import fail, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -87,11 +86,10 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
-from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, leave, open_run, ranks_on, stop_on_signals
+from common.run import Run
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
@@ -168,7 +166,7 @@ def update_actor(policy, optimizer, mini_batches, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    resume_from = open_run(args)
+    run = Run(args)
     tokenizer, manager, train_rows, val_rows, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
 
@@ -177,24 +175,20 @@ def main(args):
     engine = build_engine(args, device)
     policy = load_model(args, mesh, device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
-    state = load_checkpoint(resume_from, trained, optimizer)
-    log = Logger(args, state["step"], args.total_steps)
-    log.say(f"{summary}\n{args.total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
+    # a checkpoint has each model in a directory of this name
+    run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+    run.start(args.total_steps, summary, policy.lm)
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
-    stop = stop_on_signals()  # one of them makes the step in progress the last
 
     def validate():
         with awake(engine, policy, args, timing={}):
             rows = rollout(engine, args, val_rows, step=0, group_size=1, **sampling | dict(temperature=0.0))
         return validation_metrics(score_rows(rows, manager, tokenizer))
 
-    if val_rows and not state["step"]:
-        log.log(validate() | {"training/global_step": 0}, 0)
+    if val_rows and not run.step:
+        run.log(validate())
 
-    for step in range(state["step"] + 1, args.total_steps + 1):
-        timing = {}
-        begin = time.perf_counter()
+    for step, timing in run.steps():
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         chosen = order[number * args.train_batch_size :][: args.train_batch_size]
@@ -217,24 +211,20 @@ def main(args):
         # ---- update
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
+        run.updated()
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
-        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
-        last = stop != [0] or step == args.total_steps
-        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+        if val_rows and run.due(args.test_freq):
             metrics |= validate()
         # ---- metrics, and a checkpoint after them: each has its metrics
-        timing["step"] = time.perf_counter() - begin
+        timing["step"] = run.elapsed()
         metrics |= step_metrics(rows, load, policy, timing, args)
         metrics |= stats("critic/rewards", score_n) | stats("critic/advantages", adv_n)
-        metrics |= {"training/global_step": step, "training/epoch": epoch}
-        log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
-        due = last or (args.save_freq and step % args.save_freq == 0)
-        save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights)
-        if last:
-            break
-    log.close()
-    leave(stop)
+        metrics |= {"training/epoch": epoch}
+        run.log(metrics, score="critic/score/mean", length="response_length/mean")
+        if run.due(args.save_freq):
+            run.save()
+    run.close()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,11 +15,9 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/algorithms/ppo.md
 """
 
-import faulthandler
 import math
 import os
 import sys
-import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,9 +29,10 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from common.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
+from algos.variants import token_loss, unknown, with_defaults
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -105,8 +104,9 @@ class Args:
     cliprange_value: float = 0.5  # how far a step may move a value before its gradient ends
     value_quantiles: int = 1  # quantiles of the return that the critic learns; 1: its mean
     uncertainty_bonus: float = 0.0  # weight of the quantiles' standard deviation in advantages
-    clip_ratio_low: float = 0.2  # clip ratios below 1 - this
-    clip_ratio_high: float = 0.2  # clip ratios above 1 + this
+    policy_loss: str = "clip"  # clip; a name in algos/variants/, such as cispo; or FILE.py:NAME
+    clip_ratio_low: float | None = None  # clip ratios below 1 - this; None: default of the loss, of clip 0.2
+    clip_ratio_high: float | None = None  # clip ratios above 1 + this; None: default of the loss, of clip 0.2
     kl_coef: float = 0.0  # weight of the KL from the initial model in token rewards; 0: no KL
     kl_target: float | None = None  # KL per token that kl_coef is adapted to; None: it is fixed
     entropy_coeff: float = 0.0  # weight of the entropy bonus
@@ -128,7 +128,7 @@ class Args:
 
 
 if __name__ == "__main__":
-    flags = parse(Args)  # before torch is loaded: a wrong flag is answered at once
+    flags = parse(Args, unknown=unknown)  # before torch is loaded: a wrong flag is answered at once
 
 import numpy as np
 import torch
@@ -141,18 +141,17 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
-from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
+from common.run import TIMEOUT_S, Run, learning_rate
 from data_prep.lib.cache import load_prompt_files, load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import render, use_template
 from envs.messages import without_special
 from rewards import check_sources
-from rewards.manager import RewardManager, dump_rollouts, settle, validation_metrics
+from rewards.manager import RewardManager, settle, validation_metrics
 from rewards.manager.combined import load_rewards
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -200,7 +199,7 @@ def masked_whiten(x_nt, mask_nt):
     return centred_nt * (squares / max(tokens - 1, 1) + 1e-8) ** -0.5  # eq: ppo.whiten
 
 
-def adapt(kl_coef, kl, target, n, horizon=10_000):
+def adapted(kl_coef, kl, target, n, horizon=10_000):
     """Weight of the KL after n responses with a KL of `kl`: at most 20 % in `horizon` (1909.08593, 2.2)."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     # CAREFUL: without the bound a step of over five times the horizon could make the weight negative
@@ -243,8 +242,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     """
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    low, high = args.clip_ratio_low, args.clip_ratio_high
-    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, mask_nt, low, high)
+    loss_nt, clipped_nt, lower_nt = token_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
     # difference 4 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -286,7 +284,10 @@ def critic_loss(args, value_ntq, batch):
 
 # ---- The step --------------------------------------------------------------------------
 def advantages(rows, kl_coef, args):
-    """Token rewards, advantages (whitened over all ranks) and returns of this rank's rows, [N, T]."""
+    """Token rewards, advantages (whitened over all ranks) and returns of this rank's rows, [N, T].
+
+    The rows get adv_t and return_t.
+    """
     batch = collate(rows, "cpu")
     mask_nt = batch["mask_nt"].bool()
     value_ntq = batch["value_nt"].reshape(*mask_nt.shape, args.value_quantiles)
@@ -304,6 +305,8 @@ def advantages(rows, kl_coef, args):
     after_nt = nn.functional.pad(spread_nt, (0, 1))[:, 1:]  # of the state after a token
     raw_adv_nt = raw_adv_nt + args.uncertainty_bonus * after_nt  # eq: ppo.uncertainty
     adv_nt = masked_whiten(raw_adv_nt, mask_nt)
+    for row, adv_t, return_t in zip(rows, adv_nt, return_nt):
+        row |= dict(adv_t=adv_t[: row["length"]], return_t=return_t[: row["length"]])
     batch |= dict(mask_nt=mask_nt, kl_nt=kl_nt, reward_nt=reward_nt, adv_nt=adv_nt, return_nt=return_nt)
     return batch | dict(value_nt=value_nt, spread_nt=spread_nt)
 
@@ -345,8 +348,9 @@ def update(model, optimizer, mini_batches, token_loss, name, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
+    args = Args(**with_defaults(vars(args), clip=policy_loss))
     reward_tokenizers = check_models(args)
-    resume_from = open_run(args)
+    run = Run(args)
     tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(rules_alone(args))
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
@@ -356,46 +360,32 @@ def main(args):
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas)
     engine = build_engine(args, device)
-    policy = load_model(args, mesh, device, add_adapters, TokenLogps)
-    models, reference = [policy], policy
-    if args.kl_coef and not args.lora_rank:  # with LoRA: the policy without its adapters
-        reference = load_model(args, mesh, device, freeze, TokenLogps)
-        models.append(reference)
-    critic = load_critic(args, mesh, device)
-    reward_models = load_reward_models(args, mesh, device)
+    policy, reference, critic, reward_models = load_models(args, mesh, device)
+    models = [policy] if reference is policy else [policy, reference]
     if reward_models:
         manager = ModelRewards(manager, [*zip(reward_models, reward_tokenizers)], args, device)
-    optimizers = []
-    for model, lr in ((policy, args.lr), (critic, args.critic_lr)):
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizers.append(torch.optim.AdamW(parameters, lr=lr, weight_decay=args.weight_decay, fused=True))
+    optimizers = [make_optimizer(*x, args) for x in ((policy, args.lr), (critic, args.critic_lr))]
     optimizer, critic_optimizer = optimizers
-    trained = dict(hf=policy.lm, critic=critic.lm)  # by the directory that each has in a checkpoint
-    state = load_checkpoint(resume_from, trained, optimizers)
+    # a checkpoint has each model in a directory of this name
+    state = run.load(dict(hf=policy.lm, critic=critic.lm), optimizers, tokenizer, whole_weights)
     kl_coef = args.kl_target and state.get("kl_coef") or args.kl_coef
     if args.offload == "sampling":  # critic and reward models are on the GPU only while they are used
         move("cpu", [critic, *reward_models], critic_optimizer)
-    log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
+    run.start(total_steps, summary, policy.lm)
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
-    stop = stop_on_signals()  # one of them makes the step in progress the last
 
     def validate():
         with awake(engine, models, optimizer, args, timing={}):
             options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
             rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
         metrics = validation_metrics(score_rows(rows, val_manager, tokenizer))
-        log.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
+        run.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
         return metrics
 
-    if val_rows and not state["step"]:
-        log.log(validate() | {"training/global_step": 0}, 0)
+    if val_rows and not run.step:
+        run.log(validate())
 
-    saving = {}  # seconds of the last checkpoint, reported by the step after it
-    for step in range(state["step"] + 1, total_steps + 1):
-        timing = saving
-        begin = time.perf_counter()
-        faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
+    for step, timing in run.steps():
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         chosen = order[number * args.train_batch_size :][: args.train_batch_size]
@@ -409,74 +399,57 @@ def main(args):
         # ---- balance over the ranks
         mini_batches, own_rows, load = deal(rows, policy.packed and critic.packed, args)
         # ---- log-probs: if no KL needs them, those of the first mini-batch are made by its own update
-        learns = step > args.critic_warmup
-        needed = mini_batches if args.kl_coef or not learns else mini_batches[1:]
+        warming_up = step <= args.critic_warmup
+        needed = mini_batches if args.kl_coef or warming_up else mini_batches[1:]
         if needed:
             with timed(timing, "old_log_prob"):
                 store_logps(policy, needed, "old_logp_t", args)
         if args.kl_coef:
             with timed(timing, "ref"), without_adapters(reference.lm):
                 store_logps(reference, mini_batches, "ref_logp_t", args)
-        # ---- values
-        if args.offload == "sampling":
-            move(device, [critic], critic_optimizer)
-        with timed(timing, "values"):
-            store_logps(critic, mini_batches, "value_t", args)
-        # ---- advantage
-        with timed(timing, "adv"):
-            # with a lower lambda a critic that warms up would learn its own first values
-            step_nt = advantages(own_rows, kl_coef, args if learns else replace(args, critic_lam=1.0))
-            for row, adv_t, return_t in zip(own_rows, step_nt["adv_nt"], step_nt["return_nt"]):
-                row["adv_t"] = adv_t[: row["length"]]
-                row["return_t"] = return_t[: row["length"]]
-            for row, weight in zip(rows, nll_weights(rows, args)):
-                row["nll_weight_t"] = weight.expand(row["length"])
-        # ---- update: the critic, then the actor
-        critic_lr = learning_rate(replace(args, lr=args.critic_lr), step, total_steps)
-        critic_optimizer.param_groups[0]["lr"] = critic_lr
-        with timed(timing, "update_critic"):
-            metrics = update(critic, critic_optimizer, mini_batches, critic_loss, "critic", args)
-        if args.offload == "sampling":
-            move("cpu", [critic], critic_optimizer)
-        if learns:
+        # ---- the critic: values, advantages, and its update
+        with at_work(critic, critic_optimizer, args):
+            with timed(timing, "values"):
+                store_logps(critic, mini_batches, "value_t", args)
+            with timed(timing, "adv"):
+                # with a lower lambda a critic that warms up would learn its own first values
+                step_nt = advantages(own_rows, kl_coef, replace(args, critic_lam=1.0) if warming_up else args)
+                for row, weight in zip(rows, nll_weights(rows, args)):
+                    row["nll_weight_t"] = weight.expand(row["length"])
+            schedule = args.warmup_steps, args.lr_schedule
+            critic_lr = learning_rate(args.critic_lr, step, total_steps, *schedule)
+            critic_optimizer.param_groups[0]["lr"] = critic_lr
+            with timed(timing, "update_critic"):
+                metrics = update(critic, critic_optimizer, mini_batches, critic_loss, "critic", args)
+        # ---- the actor
+        if not warming_up:
             if step == args.critic_warmup + 1:
                 optimizer.state.clear()  # a checkpoint of the warm-up left zeros that count as a step
             # warm-up and decay count only steps in which the actor learns
-            lr = learning_rate(args, step - args.critic_warmup, total_steps - args.critic_warmup)
-            optimizer.param_groups[0]["lr"] = lr
+            own = step - args.critic_warmup, total_steps - args.critic_warmup
+            lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, *own, *schedule)
             with timed(timing, "update_actor"):
                 metrics |= update(policy, optimizer, mini_batches, actor_loss, "actor", args)
             metrics["actor/lr"] = lr
+        metrics |= {"critic/lr": critic_lr, "actor/reward_kl_penalty_coeff": kl_coef}
+        metrics |= critic_metrics(rows, step_nt, args)
+        if args.kl_target and not warming_up:
+            kl_coef = adapted(kl_coef, metrics["actor/reward_kl_penalty"], args.kl_target, len(rows))
+        run.updated(kl_coef=kl_coef)
         metrics |= check_sampler(policy, own_rows, args, step)
         # ---- validation
-        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
-        last = stop != [0] or step == total_steps
-        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+        if val_rows and run.due(args.test_freq):
             with timed(timing, "testing"):
                 metrics |= validate()
         # ---- metrics
-        timing["step"] = time.perf_counter() - begin
-        metrics |= step_metrics(rows, load, policy, timing, args) | critic_metrics(rows, step_nt, args)
-        metrics |= {
-            "critic/lr": critic_lr,
-            "actor/reward_kl_penalty_coeff": kl_coef,
-            "training/global_step": step,
-            "training/epoch": epoch,
-        }
-        log.log(metrics, step, score="critic/score/mean", length="response_length/mean")
-        if learns and args.kl_target:
-            kl_coef = adapt(kl_coef, metrics["actor/reward_kl_penalty"], args.kl_target, len(rows))
-        if args.rollout_dump and dist.get_rank() == 0:
-            dump_rollouts(rows, log.out / f"rollouts/step_{step:06d}.jsonl")
+        timing["step"] = run.elapsed()
+        metrics |= step_metrics(rows, load, policy, timing, args) | {"training/epoch": epoch}
+        run.log(metrics, score="critic/score/mean", length="response_length/mean")
+        run.dump(rows)
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        due = last or (args.save_freq and step % args.save_freq == 0)
-        saving = save_checkpoint(
-            due, args, step, trained, optimizers, tokenizer, whole_weights, kl_coef=kl_coef
-        )
-        if last:
-            break
-    log.close()
-    leave(stop)
+        if run.due(args.save_freq):
+            run.save()
+    run.close()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -536,9 +509,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-TIMEOUT_S = 3600  # seconds that a rank waits for the others
-
-
 def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one
@@ -1019,6 +989,31 @@ def check_models(args):
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
     return tokenizers
+
+
+def load_models(args, mesh, device):
+    """The policy, the reference of the KL (the policy if there is none), the critic and the reward models."""
+    reference = policy = load_model(args, mesh, device, add_adapters, TokenLogps)
+    if args.kl_coef and not args.lora_rank:  # with LoRA: the policy without its adapters
+        reference = load_model(args, mesh, device, freeze, TokenLogps)
+    critic, reward_models = load_critic(args, mesh, device), load_reward_models(args, mesh, device)
+    return policy, reference, critic, reward_models
+
+
+def make_optimizer(model, lr, args):
+    """AdamW of what is trained of a model."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=args.weight_decay, fused=True)
+
+
+@contextmanager
+def at_work(critic, optimizer, args):
+    """With --offload sampling the critic is on the GPU only while the block lasts."""
+    if args.offload == "sampling":
+        move("cuda", [critic], optimizer)
+    yield
+    if args.offload == "sampling":
+        move("cpu", [critic], optimizer)
 
 
 def load_critic(args, mesh, device):

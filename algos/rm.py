@@ -13,11 +13,9 @@ Two nodes:  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_en
 Docs: docs/algorithms/rm.md
 """
 
-import faulthandler
 import math
 import os
 import sys
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,7 +24,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from common.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -100,10 +98,9 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from common import cpu, families
-from common.checkpoints import load_checkpoint, save_checkpoint
 from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
-from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
+from common.run import TIMEOUT_S, Run, learning_rate
 from data_prep.lib.cache import IDS, prepare, too_long
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
@@ -131,16 +128,6 @@ def pair_metrics(chosen_n, rejected_n):
     margin_n = chosen_n - rejected_n
     accuracy_n = (1 + torch.sign(margin_n)) / 2
     return dict(accuracy=accuracy_n, chosen=chosen_n, rejected=rejected_n, margins=margin_n)
-
-
-def scheduled_rate(args, step, total_steps):
-    """learning_rate, held at its peak until the last decay_steps.
-
-    Ten steps, two of warm-up, three of linear decay -> 1/2 1 | 1 1 1 1 1 | 1 2/3 1/3 of the peak.
-    """
-    held = max(0, total_steps - args.warmup_steps - args.decay_steps) if args.decay_steps else 0
-    step = max(min(step, args.warmup_steps + 1), step - held)
-    return learning_rate(args, step, total_steps - held)
 
 
 # ---- The step --------------------------------------------------------------------------
@@ -240,7 +227,7 @@ def evaluate(policy, rows, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    resume_from = open_run(args)
+    run = Run(args)
     tokenizer, pad_id, train_rows, val_rows, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
@@ -251,53 +238,43 @@ def main(args):
     parameters = [p for p in policy.parameters() if p.requires_grad]
     options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
-    trained = dict(hf=policy.lm)  # by the directory that it has in a checkpoint
-    state = load_checkpoint(resume_from, trained, optimizer)
+    # a checkpoint has each model in a directory of this name
+    run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
     check_scores(policy, train_rows, args)
-    log = Logger(args, state["step"], total_steps)
-    log.say(f"{summary}\n{total_steps} steps, {ranks_on(device, policy.lm, args)}{state['origin']}")
-    stop = stop_on_signals()  # one of them makes the step in progress the last
+    run.start(total_steps, summary, policy.lm)
 
-    if val_rows and not state["step"]:
-        log.log(evaluate(policy, val_rows, args) | {"training/global_step": 0}, 0)
+    if val_rows and not run.step:
+        run.log(evaluate(policy, val_rows, args))
 
-    saving = {}  # seconds of the last checkpoint, reported by the step after it
-    for step in range(state["step"] + 1, total_steps + 1):
-        timing = saving
-        begin = time.perf_counter()
-        faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)  # stacks, in turn
+    for step, timing in run.steps():
         epoch, number = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
         chosen = order[number * args.train_batch_size :][: args.train_batch_size]
         rows = [train_rows[i] for i in chosen]
         # ---- update
-        optimizer.param_groups[0]["lr"] = scheduled_rate(args, step, total_steps)
+        schedule = args.warmup_steps, args.lr_schedule, args.decay_steps
+        lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, step, total_steps, *schedule)
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args)
+        run.updated()
         # ---- validation
-        stop[:] = all_reduce(stop, dist.ReduceOp.MAX)
-        last = stop != [0] or step == total_steps
-        if val_rows and (last or (args.test_freq and step % args.test_freq == 0)):
+        if val_rows and run.due(args.test_freq):
             with timed(timing, "testing"):
                 metrics |= evaluate(policy, val_rows, args)
-            log.say(f"step {step}: accuracy {metrics['val/accuracy']:.3f}, loss {metrics['val/loss']:.4f}")
+            run.say(f"step {step}: accuracy {metrics['val/accuracy']:.3f}, loss {metrics['val/loss']:.4f}")
         # ---- metrics
-        timing["step"] = time.perf_counter() - begin
+        timing["step"] = run.elapsed()
         lengths = [len(row[name]) for row in rows for name in PAIR]
         metrics |= speed_metrics(lengths, policy, timing, args)
         metrics |= {
-            "train/lr": optimizer.param_groups[0]["lr"],
-            "training/global_step": step,
+            "train/lr": lr,
             "training/epoch": epoch,
         }
-        log.log(metrics, step, loss="train/loss", accuracy="train/accuracy", tok_s="perf/throughput")
+        run.log(metrics, loss="train/loss", accuracy="train/accuracy", tok_s="perf/throughput")
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        due = last or (args.save_freq and step % args.save_freq == 0)
-        saving = save_checkpoint(due, args, step, trained, optimizer, tokenizer, whole_weights)
-        if last:
-            break
-    log.close()
-    leave(stop)
+        if run.due(args.save_freq):
+            run.save()
+    run.close()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,9 +285,6 @@ def main(args):
 
 
 # region ranks
-TIMEOUT_S = 3600  # seconds that a rank waits for the others
-
-
 def setup_distributed(hsdp_replicas):
     """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
     if "RANK" not in os.environ:  # plain `python`: a world of one

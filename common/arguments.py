@@ -137,6 +137,21 @@ def in_groups(args_class):
     return parts
 
 
+def fail(message):
+    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
+    from tqdm import tqdm
+
+    for bar in [*getattr(tqdm, "_instances", ())]:
+        bar.close()  # the line is below it
+    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+def refuse(problems):
+    """Stop with the first message of {message: condition} whose condition is true."""
+    for message in [text for text, is_so in problems.items() if is_so][:1]:
+        fail(message)
+
+
 def unusable(values, defaults):
     """What is wrong with a value of {flag: value}."""
     for name, value in values.items():

@@ -3,9 +3,6 @@
 import json
 import shutil
 import sys
-import time
-from functools import partial
-from pathlib import Path
 
 import safetensors
 import torch
@@ -15,8 +12,8 @@ from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
+from common.arguments import fail
 from common.families import add_older_names, save_tokenizer
-from common.run import UNSAVED, digests, fail, in_one_line
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -34,11 +31,7 @@ def checkpointed(models, optimizers):
 
 
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state; path None: the state of step 0."""
-    for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
-        optimizer.register_step_pre_hook(lambda *_: UNSAVED.clear())  # the weights are of no whole step
-    if path is None:
-        return dict(step=0, origin="")
+    """Load a checkpoint at any world size -> the trainer's state."""
     content = checkpointed(models, optimizers)
     try:
         state = json.loads((path / "trainer_state.json").read_text())
@@ -48,28 +41,16 @@ def load_checkpoint(path, models, optimizers):
         fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
     states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
     dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
-    return state | dict(origin=f"\nresumed from {path}")
+    return state
 
 
-def save_checkpoint(due, args, step, models, optimizers, tokenizer, whole_weights, **state):
-    """A step is whole: write it if a checkpoint is due, else only before whatever ends the run.
+def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, whole_weights):
+    """Write out/checkpoints/step_N -> its path; `latest` is moved last, so a kill leaves the last good one.
 
-    Returns the seconds that it took, {} if nothing was written.
-    whole_weights(lm, dtype): yields the names and whole weights of a sharded model, on all ranks alike.
+    model: the name whose other files come along. keep: the number of newest checkpoints, 0: all.
     """
-    write = partial(write_checkpoint, args, step, models, optimizers, tokenizer, whole_weights, **state)
-    UNSAVED[:] = [] if due else [write]
-    if not due:
-        return {}
-    begin = time.perf_counter()
-    write()
-    return dict(save_checkpoint=time.perf_counter() - begin)
-
-
-def write_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, **state):
-    """Write checkpoints/step_N -> its path; `latest` is moved last, so a kill leaves the last good one."""
-    root = Path(args.output_dir) / "checkpoints"
-    path = root / f"step_{step:06d}"
+    root = out / "checkpoints"
+    path = root / f"step_{state['step']:06d}"
     rank0 = dist.get_rank() == 0
     content = checkpointed(models, optimizers)
     weights = {name: {} for name in models}
@@ -86,11 +67,10 @@ def write_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, *
         if rank0:
             for name, lm in models.items():
                 write_hf(path / name, lm, weights[name])
-            save_tokenizer(tokenizer, args.model, path / "hf")
-            state |= dict(step=step, digests=digests(args))
+            save_tokenizer(tokenizer, model, path / "hf")
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state))
-            point_latest_at(path, args.keep_checkpoints)
+            point_latest_at(path, keep)
     except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
         problem = [in_one_line(error)]
     dist.broadcast_object_list(problem)
@@ -98,6 +78,12 @@ def write_checkpoint(args, step, models, optimizers, tokenizer, whole_weights, *
         free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
         fail(f"{path} cannot be written: {problem[0]}; {free}")
     return path
+
+
+def in_one_line(error):
+    """An error of torch.distributed.checkpoint, which has a cause for each rank, or of this rank's files."""
+    by_rank = getattr(error, "failures", {dist.get_rank(): (error, None)})
+    return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
 
 
 def write_hf(directory, lm, weights):

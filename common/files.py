@@ -1,12 +1,18 @@
 """Files and directories that appear whole or not at all, and the identity of a model's weights."""
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
 import os
+import platform
 import shutil
 from pathlib import Path
+
+from common.arguments import fail
+
+HELD = {}  # locks of directories, until the process ends
 
 
 @contextlib.contextmanager
@@ -34,6 +40,23 @@ def json_line(value):
     """A line of JSON, with null for NaN and infinity, which JSON does not have, and text for other things."""
     value = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     return json.dumps(value) + "\n"
+
+
+def hold(out, flag):
+    """Stop if another process writes to this directory. A kill frees the lock; workers do not inherit it."""
+    if int(os.environ.get("RANK", 0)) or out in HELD:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    HELD[out] = file = (out / ".lock").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        fail(f"{flag} is in use by {file.read()}: wait for it, or choose another")
+    except OSError:  # a file system without locks
+        return
+    file.truncate(0)
+    print(f"process {os.getpid()} of {platform.node()}", end="", file=file, flush=True)
 
 
 @functools.cache

@@ -1,14 +1,15 @@
-"""A run of a trainer: its opening, its log (terminal, log.txt, metrics.jsonl, trackers) and its end."""
+"""A run of a trainer: its opening, steps and end, and its log (terminal, log.txt, metrics.jsonl, trackers)."""
 
 import atexit
-import fcntl
+import faulthandler
 import json
+import logging
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -21,54 +22,17 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.arguments import KNOWN, MODELS
-from common.files import file_digest, json_line, replacing, weights_digest
+from common.arguments import KNOWN, MODELS, fail
+from common.checkpoints import load_checkpoint, write_checkpoint
+from common.files import file_digest, hold, json_line, replacing, weights_digest
+from common.gpu import compute_device
 
 MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
 DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  # and another run begins
 FILES = [flag for flag, known in KNOWN.items() if known.content == "file"]
 TOKENIZER = "tokenizer*", "chat_template*", "vocab.*", "merges.txt"  # its files
-UNSAVED = []  # what writes the last whole step, until a checkpoint has it or the next update begins
-HELD = {}  # locks of directories, until the process ends
-
-
-def fail(message):
-    """Stop with one line. Every rank calls this at the same place; rank 0 speaks."""
-    save_first()
-    for bar in [*getattr(tqdm, "_instances", ())]:
-        bar.close()  # the line is below it
-    raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
-
-
-def save_first():
-    """Before the run ends: write the last whole step, if no checkpoint has it and all ranks end together."""
-    while UNSAVED:
-        write, store = UNSAVED.pop(), dist.distributed_c10d._get_default_store()
-        store.set(f"end of rank {dist.get_rank()}", "")
-        try:
-            store.wait([f"end of rank {rank}" for rank in range(dist.get_world_size())], timedelta(minutes=1))
-            Logger.here.say(f"saved first: {write()}")
-        except (Exception, SystemExit) as error:  # whatever it is, the run ends for another reason
-            print(f"what was trained since the last checkpoint is lost: {error}", file=sys.stderr)
-
-
-def stop_on_signals():
-    """-> [the number of a SIGTERM or SIGINT, 0 until one comes]. A second one ends the process at once."""
-    stop = [0]
-
-    def end(number, _):
-        stop[0] = number
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    return stop
-
-
-def refuse(problems):
-    """Stop with the first message of {message: condition} whose condition is true."""
-    for message in [text for text, is_so in problems.items() if is_so][:1]:
-        fail(message)
+REPEAT_S = 10  # a signal within this time is the first one again: torchrun passes on what all ranks got
+TIMEOUT_S = 3600  # seconds that a rank waits for the others
 
 
 def open_run(args):
@@ -117,23 +81,6 @@ def differences(path, args, may):
     return "; ".join(f"--{k} {saved[k]} there, {now[k]} now" for k in other)
 
 
-def hold(out, flag):
-    """Stop if another process writes to this directory. A kill frees the lock; workers do not inherit it."""
-    if int(os.environ.get("RANK", 0)) or out in HELD:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    HELD[out] = file = (out / ".lock").open("a+")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        fail(f"{flag} is in use by {file.read()}: wait for it, or choose another")
-    except OSError:  # a file system without locks
-        return
-    file.truncate(0)
-    print(f"process {os.getpid()} of {platform.node()}", end="", file=file, flush=True)
-
-
 def digests(args):
     """{flag: digests} of the models and files that decide what a run learns; a checkpoint keeps them."""
     names = {flag: getattr(args, flag, None) or () for flag in (*MODELS, *FILES)}
@@ -142,12 +89,6 @@ def digests(args):
     tokenizer = sorted(str(path) for name in TOKENIZER for path in Path(args.model).glob(name))
     found["tokenizer"] = [*map(file_digest, tokenizer)]
     return found | {flag: [*map(file_digest, names[flag])] for flag in FILES}
-
-
-def in_one_line(error):
-    """An error of torch.distributed.checkpoint, which has a cause for each rank, or of this rank's files."""
-    by_rank = getattr(error, "failures", {dist.get_rank(): (error, None)})
-    return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
 
 
 def open_tracker(args, step):
@@ -175,83 +116,202 @@ def open_tracker(args, step):
     return lambda metrics, step: None
 
 
-class Logger:
-    """Terminal, log.txt, metrics.jsonl and the tracker of rank 0; the other ranks are silent."""
+class Run:
+    """A run of a trainer. Rank 0 writes its directory; the other ranks are silent.
 
-    here = None  # the one of this process
+    step: the last one that the weights have, then the one in progress. total: the number of steps.
+    """
 
-    def __init__(self, args, step, total_steps):
-        sys.excepthook = lambda *error: (save_first(), sys.__excepthook__(*error))
-        Logger.here = self
-        self.out, self.rank0 = Path(args.output_dir), dist.get_rank() == 0
-        self.bar = tqdm(total=total_steps, initial=step, desc="step", disable=not self.rank0)
-        if not self.rank0:
+    def __init__(self, args):
+        """Open output_dir, before anything slow; see `open_run`."""
+        self.args, self.out, self.rank0 = args, Path(args.output_dir), int(os.environ.get("RANK", 0)) == 0
+        self.checkpoint = open_run(args)
+        self.unsaved, self.seconds = None, {}
+        self.signal = self.signalled = 0
+
+    def load(self, models, optimizers, tokenizer, whole_weights):
+        """Load the checkpoint to go on from -> what `updated` was told besides the step, at first {}.
+
+        models: {directory in a checkpoint: model}, with one optimizer or a list of them.
+        whole_weights(lm, dtype): yields names and whole weights of a sharded model, on all ranks alike.
+        """
+        self.parts = models, optimizers, tokenizer, whole_weights
+        for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.forget())
+        state = load_checkpoint(self.checkpoint, models, optimizers) if self.checkpoint else dict(step=0)
+        self.step = state.pop("step")
+        return state
+
+    def start(self, total_steps, summary, lm):
+        """Write what a run has from its start, and say what it is about to do."""
+        self.total = total_steps
+        self.bar = tqdm(total=total_steps, initial=self.step, desc="step", disable=not self.rank0)
+        atexit.register(self.save_first)
+        told = logging.Handler()  # what rewards and environments have to say; info is for log.txt alone
+        told.emit = lambda record: self.say(record.getMessage(), record.levelno > logging.INFO)
+        logging.getLogger("rewards").setLevel(logging.INFO)
+        logging.getLogger("rewards").addHandler(told)
+        if self.rank0:
+            clean(self.out, self.step, self.args)
+            self.track = open_tracker(self.args, self.step)
+        origin = f"\nresumed from {self.checkpoint}" if self.checkpoint else ""
+        self.say(f"{summary}\n{total_steps} steps, {ranks_on(lm, self.args)}{origin}")
+
+    def steps(self):
+        """Each step that is left, and a dict for the seconds of its parts; after a signal it is the last."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+        for step in range(self.step + 1, self.total + 1):
+            self.step = step
+            # stacks of all ranks, in turn, of a step that hangs
+            faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)
+            self.begin, timing, self.seconds = time.perf_counter(), self.seconds, {}
+            yield step, timing
+            if self.last:
+                return
+
+    def on_signal(self, number, _):
+        """The step in progress is the last; a signal long after the first one ends the process at once."""
+        self.signalled = self.signalled or time.monotonic()
+        if time.monotonic() - self.signalled > REPEAT_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number
+
+    def elapsed(self):
+        """Seconds since the step began."""
+        return time.perf_counter() - self.begin
+
+    def updated(self, **state):
+        """The weights are those of a whole step: from here on it is saved, whatever ends the run.
+
+        state: what `load` returns to a run that goes on from here.
+        """
+        self.unsaved = dict(state, step=self.step, digests=digests(self.args))
+        signalled = torch.tensor(self.signal)
+        dist.all_reduce(signalled, dist.ReduceOp.MAX)
+        self.signal = signalled.item()
+        self.last = self.signal > 0 or self.step == self.total
+
+    def forget(self):
+        """From an optimizer step to the end of the last one of a step the weights are of no whole step."""
+        self.unsaved = None
+
+    def due(self, freq):
+        """Whether something is done in this step that is done in every freq-th and in the last one."""
+        return self.last or (freq and self.step % freq == 0)
+
+    def dump(self, rows):
+        """With --rollout_dump: the scored rows of a step, one JSON line each."""
+        if not self.rank0 or not self.args.rollout_dump:
             return
-        for checkpoint in self.out.glob("checkpoints/step_*"):
-            if not (checkpoint / "trainer_state.json").exists():  # its last file: a kill left it unfinished
-                shutil.rmtree(checkpoint)
-        self.metrics = self.out / "metrics.jsonl"
-        lines = self.metrics.read_text().splitlines() if step and self.metrics.exists() else []
-        # steps after the checkpoint, without one all steps, are done again: their lines go, and one cut short
-        keep = lambda line: line.endswith("}") and json.loads(line)["training/global_step"] <= step
-        kept = "".join(f"{line}\n" for line in filter(keep, lines))
-        for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
-            with replacing(self.out / name) as new:
-                new.write_text(text)
-        self.track = open_tracker(args, step)
+        lines = []
+        for row in rows:
+            where = {name: row[name] for name in ("index", "sample", "finish_reason")}
+            ids = dict(response_ids=row["response_ids"].tolist())
+            lines.append(json_line(row["sampled"] | row["reward"] | where | ids))
+        (self.out / "rollouts").mkdir(exist_ok=True)
+        (self.out / f"rollouts/step_{self.step:06d}.jsonl").write_text("".join(lines))
 
-    def say(self, message):
+    def say(self, message, in_terminal=True):
         """A line for people, in the terminal and in log.txt."""
         if self.rank0:
-            self.bar.write(message)
+            if in_terminal:
+                self.bar.write(message)
             with (self.out / "log.txt").open("a") as file:
                 file.write(message + "\n")
 
-    def log(self, metrics, step, **shown):
+    def log(self, metrics, **shown):
         """One dict a step; shown: metrics at the progress bar, under shorter names."""
-        metrics = {name: float(value) for name, value in metrics.items()}
+        metrics = {name: float(value) for name, value in metrics.items()} | {
+            "training/global_step": self.step
+        }
         metrics["training/nonfinite"] = sum(not math.isfinite(value) for value in metrics.values())
         if self.rank0:
-            with self.metrics.open("a") as file:
+            with (self.out / "metrics.jsonl").open("a") as file:
                 file.write(json_line(metrics))
             self.bar.set_postfix({k: f"{metrics[name]:.4g}" for k, name in shown.items()}, refresh=False)
-            self.bar.update(step - self.bar.n)
-            self.track(metrics, step)
+            self.bar.update(self.step - self.bar.n)
+            self.track(metrics, self.step)
+
+    def save(self):
+        """Write a checkpoint. Its seconds are in the timing of the next step."""
+        begin, state, self.unsaved = time.perf_counter(), self.unsaved, None
+        path = write_checkpoint(self.out, self.args.model, self.args.keep_checkpoints, state, *self.parts)
+        self.seconds = dict(save_checkpoint=time.perf_counter() - begin)
+        return path
+
+    def save_first(self):
+        """At the end of the process, whatever ends it: save a whole step if all ranks end together."""
+        if self.unsaved is None:
+            return
+        store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+        try:
+            store.set(f"end of rank {dist.get_rank()}", "")
+            store.wait([f"end of rank {rank}" for rank in range(world)], timedelta(minutes=1))
+            self.say(f"saved all the same: {self.save()}")
+        except (Exception, SystemExit) as error:  # whatever it is, the run ends for another reason
+            print(f"what was trained since the last checkpoint is lost: {error}", file=sys.stderr)
 
     def close(self):
-        """Say where the results are, and what to do next."""
-        save_first()
+        """Say where the results are and what to do next, and end the process."""
+        self.save_first()
         self.bar.close()
-        done = "done" if self.bar.n >= self.bar.total else "stopped; the same command resumes it"
-        self.say(f"step {self.bar.n} of {self.bar.total}, {done}\nweights: {self.out}/checkpoints/latest/hf")
+        done = "done" if self.step >= self.total else "stopped; the same command resumes it"
+        weights = self.out / "checkpoints/latest/hf"
+        self.say(f"step {self.step} of {self.total}, {done}")
+        self.say(f"weights: {weights if weights.exists() else self.args.model}")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
+        leave(128 + self.signal if self.signal else 0)
 
 
-def learning_rate(args, step, total_steps):
-    """The learning rate of `step` (from 1): a function of it alone, so resuming needs no state."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+def clean(out, step, args):
+    """Make the directory of a run what it was after `step`: what was done after that is done again."""
+    for checkpoint in out.glob("checkpoints/step_*"):
+        if not (checkpoint / "trainer_state.json").exists():  # its last file: a kill left it unfinished
+            shutil.rmtree(checkpoint)
+    metrics = out / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if step and metrics.exists() else []
+    # one may be cut short
+    keep = lambda line: line.endswith("}") and json.loads(line)["training/global_step"] <= step
+    kept = "".join(f"{line}\n" for line in filter(keep, lines))
+    for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
+        with replacing(out / name) as new:
+            new.write_text(text)
+
+
+def learning_rate(peak, step, total_steps, warmup_steps, schedule, decay_steps=0):
+    """The learning rate of `step` (from 1): a function of it alone, so resuming needs no state.
+
+    With decay_steps it is held at its peak until the last ones of them (warm-up-stable-decay).
+    Ten steps, two of warm-up, three of linear decay -> 1/2 1 | 1 1 1 1 1 | 1 2/3 1/3 of the peak.
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    decaying = total_steps - warmup_steps
+    decaying = max(min(decay_steps or decaying, decaying), 1)
+    done = max(step - 1 - total_steps + decaying, 0) / decaying
     decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return args.lr * decay[args.lr_schedule]
+    return peak * decay[schedule]
 
 
-def leave(stop=(0,)):
+def leave(code=0):
     """End the process together with the other ranks: the last call of a script."""
     # Python's own end would abort if a thread of gloo still has a tensor (pytorch PR 179291)
     dist.barrier()
     atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
     sys.stdout.flush()
-    os._exit(128 + int(stop[0]) if any(stop) else 0)
+    os._exit(code)
 
 
-def ranks_on(device, lm, args):
+def ranks_on(lm, args):
     """A run's first lines: how many ranks on what, and what they train; what would be faster."""
     ranks, threads = dist.get_world_size(), torch.get_num_threads()
+    device = compute_device().type
     here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
     cores = psutil.cpu_count(logical=False) or here * threads  # unknown on some machines
-    text, idle = f"{ranks} rank{'s' * (ranks > 1)} on {device.type}", cores - here * threads
-    if device.type == "cpu" and idle > 0:
+    text, idle = f"{ranks} rank{'s' * (ranks > 1)} on {device}", cores - here * threads
+    if device == "cpu" and idle > 0:
         text += f", {idle} of {cores} cores idle: OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores}"
     trained = {name: p.numel() for name, p in lm.named_parameters() if p.requires_grad}
     layers = " ".join(sorted({n.split(".lora_")[0].rpartition(".")[2] for n in trained if ".lora_" in n}))

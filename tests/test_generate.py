@@ -12,7 +12,7 @@ from conftest import ROOT, holder, kill, run, start
 from transformers import AutoTokenizer
 
 from algos import generate
-from common.run import HELD
+from common.files import HELD
 
 COLUMNS = generate.COLUMNS[:-1]
 GENERATE = ROOT / "algos/generate.py"

@@ -14,14 +14,16 @@ def mine(score_n, group_n, length_n, parts):  # score, group number and trained 
 
 import ast
 import inspect
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+from common.arguments import fail
 from rewards import load_from
 
 HERE = Path(__file__).parent
 TAKES = dict(policy_loss="logp_nt old_logp_nt adv_nt mask_nt", adv_estimator="score_n group_n length_n parts")
 OF_SCRIPTS = dict(policy_loss=("clip",), adv_estimator=("grpo", "dr_grpo", "rloo"))
+AVERAGES = "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 CLIPS = dict(clip_ratio_low="clip_low", clip_ratio_high="clip_high")  # flags, parameters of a loss
 
 
@@ -57,13 +59,18 @@ def load_variant(flag, spec):
     return function
 
 
+def token_loss(args, clip):
+    """The function of --policy_loss, with the bounds that flags give it; clip: that of `clip`."""
+    loss = clip if args.policy_loss == "clip" else load_variant("policy_loss", args.policy_loss)
+    bounds = {name: getattr(args, flag) for flag, name in CLIPS.items()}
+    return partial(loss, **{name: x for name, x in bounds.items() if x is not None})  # sapo has none
+
+
 def with_defaults(flags, clip):
     """{flag: value} -> the same with the defaults of --policy_loss, for flags that are None.
 
     clip: the function of --policy_loss clip. A variant that cannot be used stops the script with one line.
     """
-    from common.run import fail  # loads torch, for which the answer to a wrong name does not wait
-
     spec = flags["policy_loss"]
     try:
         if flags.get("adv_estimator", "grpo") not in OF_SCRIPTS["adv_estimator"]:
@@ -76,5 +83,7 @@ def with_defaults(flags, clip):
         if name not in has and flags.get(flag) is not None:
             fail(f"--{flag} {flags[flag]} has no effect with --policy_loss {spec}")
     defaults = {flag: has.get(name) for flag, name in CLIPS.items()}
-    defaults["loss_agg"] = has.get("loss_agg", "token-mean")
+    defaults["loss_agg"] = average = has.get("loss_agg", "token-mean")
+    if average not in AVERAGES or (average != "token-mean" and "loss_agg" not in flags):
+        fail(f"--policy_loss {spec} averages by {average}, which this script does not know")
     return flags | {flag: value for flag, value in defaults.items() if flags.get(flag, 0) is None}

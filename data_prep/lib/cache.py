@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
-from common.run import fail
+from common.arguments import fail
 from data_prep.lib import chats, images, marks, replies, schema, templates, thoughts, turns
 
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size

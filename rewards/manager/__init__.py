@@ -12,11 +12,11 @@ from rewards.manager.calls import call_here, call_once, sees_group, sent
 from rewards.manager.combined import parts_of
 from rewards.manager.failures import check_environments, check_results, demote_failures, settle
 from rewards.manager.results import failed, received
-from rewards.manager.samples import dump_rollouts, print_samples, validation_metrics
+from rewards.manager.samples import print_samples, validation_metrics
 from rewards.manager.worker import Worker
 
 __all__ = ["RewardManager", "check_environments", "check_results", "demote_failures"]
-__all__ += ["dump_rollouts", "settle", "validation_metrics"]
+__all__ += ["settle", "validation_metrics"]
 PATIENCE_S = 1.0  # a call that takes longer gives its place in the pool to the next
 IN_FLIGHT = 4  # times `workers`: calls at work, those that gave up their place included
 AWAITED = 16  # times `workers`: calls of an `async def` that are awaited at the same time

@@ -1,8 +1,11 @@
 """Rewards that fail: what they count, when a run says so, and when it ends."""
 
+import logging
 import re
-import sys
 
+from common.arguments import fail
+
+LOG = logging.getLogger("rewards")  # of a run: its terminal and log.txt; else stderr
 PASSING = re.compile(r"\w*(timeout|connect)", re.IGNORECASE)  # exceptions of a server that may come back
 OUTAGE = 3  # steps in a row without a single score, all for such reasons, that a run waits for
 
@@ -27,26 +30,16 @@ class Failures:
             if kind not in self.said:
                 self.said.add(kind)
                 text = f"the {self.what} failed for {len(failures)} of {total} responses, one with {failure}"
-                say(f"warning: {text}; more such failures are only counted")
+                LOG.warning(f"warning: {text}; more such failures are only counted")
 
 
 REWARDS, ENVIRONMENTS = Failures("reward"), Failures("environment")  # of this process
 
 
-def say(message):
-    """A line for people, in log.txt too if this process trains."""
-    log = sys.modules["common.run"].Logger.here if "common.run" in sys.modules else None
-    log.say(message) if log else print(message, file=sys.stderr)
-
-
 def stop(message):
     """End the run; the line is also in its log.txt."""
-    from common.run import Logger, fail
-
     text = f"{message}: mend it, and start again"
-    if Logger.here and Logger.here.rank0:
-        with (Logger.here.out / "log.txt").open("a") as file:
-            file.write(f"error: {text}\n")
+    LOG.info(f"error: {text}")
     fail(text)
 
 

@@ -1,8 +1,6 @@
-"""What people read of scored responses: a few in the terminal, all in a file, means over a validation."""
+"""What people read of scored responses: a few in the terminal, means over a validation."""
 
 import sys
-
-from common.files import json_line
 
 SHOWN_CHARS = 240  # of a text in a printed sample
 
@@ -57,13 +55,3 @@ def validation_metrics(rows):
                 winners.append(value[vote.index(max(cast, key=cast.count))] if cast else 0.0)
             metrics[f"{prefix}/maj@{n}"] = sum(winners) / len(values)
     return metrics
-
-
-def dump_rollouts(rows, path):
-    """Write scored rows of a trainer to a file, one JSON line each."""
-    lines = []
-    for row in rows:
-        where = {name: row[name] for name in ("index", "sample", "finish_reason")}
-        lines.append(row["sampled"] | row["reward"] | where | dict(response_ids=row["response_ids"].tolist()))
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(map(json_line, lines)))
