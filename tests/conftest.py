@@ -127,17 +127,8 @@ def tiny(tmp_path_factory):
 def arithmetic(tmp_path_factory):
     """Directory with train.parquet, val.parquet and test.parquet."""
     out = tmp_path_factory.mktemp("arithmetic")
-    run(
-        ROOT / "data_prep/arithmetic.py",
-        "--local_save_dir",
-        out,
-        "--train_size",
-        64,
-        "--val_size",
-        8,
-        "--test_size",
-        8,
-    )
+    sizes = "--train_size 64 --val_size 8 --test_size 8".split()
+    run(ROOT / "data_prep/arithmetic.py", "--local_save_dir", out, *sizes)
     return out
 
 
@@ -151,3 +142,26 @@ def pictures(arithmetic, tmp_path_factory):
     table = pa.Table.from_pylist([row | dict(images=[dict(bytes=b"no picture", path=None)]) for row in rows])
     pq.write_table(table, out := tmp_path_factory.mktemp("pictures") / "rows.parquet")
     return str(out)
+
+
+@pytest.fixture
+def refused(tiny, arithmetic, tmp_path, monkeypatch):
+    """Run main of a script with more flags -> the line that it stops with; loading a model fails the test."""
+
+    def main(script, *words):
+        given = (
+            "--model",
+            tiny,
+            "--train_files",
+            arithmetic / "train.parquet",
+            "--output_dir",
+            tmp_path / "out",
+        )
+        for name in {"setup_distributed", "build_engine", "load_model"} & vars(script).keys():
+            monkeypatch.setattr(script, name, lambda *_: pytest.fail("went on to load a model"))
+        with pytest.raises(SystemExit) as stop:
+            script.main(script.Args(**script.parse(script.Args, [*map(str, (*given, *words))])))
+        assert stop.value.code.startswith("error: ") and "\n" not in stop.value.code
+        return stop.value.code
+
+    return main

@@ -163,21 +163,3 @@ def test_generate_and_eval(straight, flags, arithmetic, tmp_path):
     scores = sum(pq.read_table(tmp_path / "eval/scored_A.parquet")["scores"].to_pylist(), [])
     expected = metrics(straight)[4]["val-core/arithmetic/reward/mean@1"]
     assert sum(scores) / len(scores) == pytest.approx(expected) and "mean@1" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("more", "error"),
-    [
-        (("--env", "nowhere.py:Env"), "nowhere.py"),
-        (("--env", f"{TALK}:Nobody"), "Nobody"),
-        (("--max_turns", 0), "--max_turns"),
-        (("--max_observation_length", 0), "--max_observation_length"),
-        (("--env_timeout_s", 0), "--env_timeout_s 0.0 must be above 0"),
-        (("--env", f"{ROOT}/envs/calculator.py:TOOLS"), "the chat template: unknown role tool"),
-    ],
-)
-def test_bad_flags_are_one_line(flags, tmp_path, more, error):
-    done = run(AGENT, *flags(tmp_path, *more), check=False)
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 1 and len(lines) == 1 and error in lines[0], done.stderr
-    assert not (tmp_path / "checkpoints").exists()

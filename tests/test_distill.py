@@ -199,26 +199,6 @@ def test_a_teacher_follows():
 
 
 # ---- what it refuses
-@pytest.fixture
-def refused(tiny, arithmetic, tmp_path, monkeypatch):
-    """Run main with changed flags -> the line that it stops with; loading a model fails the test."""
-
-    def main(*more, **changed):
-        given = dict(model=tiny, teacher=(tiny,), train_files=arithmetic / "train.parquet")
-        given |= dict(output_dir=tmp_path / "out") | changed
-        lists = {name: x if isinstance(x, tuple) else (x,) for name, x in given.items()}
-        words = [word for name, values in lists.items() for word in (f"--{name}", *map(str, values))]
-        monkeypatch.setattr("sys.argv", ["distill.py", *words, *map(str, more)])
-        for name in ("setup_distributed", "build_engine", "load_model"):
-            monkeypatch.setattr(distill, name, lambda *_: pytest.fail("went on to load a model"))
-        with pytest.raises(SystemExit) as stop:
-            distill.main(distill.Args(**distill.parse(distill.Args)))
-        assert "\n" not in stop.value.code
-        return stop.value.code
-
-    return main
-
-
 def write_model(tiny, out, tokens=0, **changes):
     """A model like `tiny` but for its configuration and how many tokens its tokenizer has."""
     config = AutoConfig.from_pretrained(tiny)
@@ -234,51 +214,37 @@ def write_model(tiny, out, tokens=0, **changes):
 
 def test_a_teacher_with_another_vocabulary(refused, tiny, tmp_path):
     larger = write_model(tiny, tmp_path / "larger", vocab_size=128)
-    line = refused(teacher=larger)
+    line = refused(distill, "--teacher", larger)
     assert "--kl full" in line and "102" in line and "128" in line and "--kl sampled" in line
     other = write_model(tiny, tmp_path / "other", tokens=2)
     for kl in ("full", "sampled"):
-        line = refused("--kl", kl, teacher=other)
+        line = refused(distill, "--kl", kl, "--teacher", other)
         assert f"--teacher {other} has another vocabulary: 2 tokens differ, '<0>' is number 102 there" in line
 
 
-def test_a_teacher_is_checked_as_a_model(refused, tiny, tmp_path):
-    assert "no_such_model" in refused(teacher="./no_such_model")
-    (tmp_path / "bare").mkdir()
-    shutil.copy(tiny / "config.json", tmp_path / "bare")
-    line = refused(teacher=tmp_path / "bare")
-    assert f"--teacher {tmp_path / 'bare'}: " in line and "tokenizer" in line
-
-
-def test_the_share_of_the_student(refused, arithmetic, tmp_path):
-    assert "--lam 1.5" in refused("--lam", 1.5)
-    assert "--kl full --group_size 1" in refused("--lam", 0.5, "--kl", "sampled")
-    assert "--kl full --group_size 1" in refused("--lam", 0.5, "--group_size", 2)
+def test_rows_without_an_answer(refused, tiny, arithmetic, tmp_path):
+    """Which the data's share of the responses or the teacher's prompt would need."""
     rows = pq.read_table(arithmetic / "train.parquet").to_pylist()
     rows[3]["extra_info"]["answer"] = ""
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bare.parquet")
-    line = refused("--lam", 0.5, train_files=tmp_path / "bare.parquet")
-    assert "1 rows have no text in extra_info.answer, first 3" in line
-    assert line in refused("--teacher_prompt", "{answer} {prompt}", train_files=tmp_path / "bare.parquet")
-    for row in rows:
-        row["extra_info"]["answer"] = 7
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "numbers.parquet")
-    line = refused("--lam", 0.5, train_files=tmp_path / "numbers.parquet")
-    assert f"{len(rows)} rows have no text in extra_info.answer" in line
+    numbers = [row | dict(extra_info=row["extra_info"] | dict(answer=7)) for row in rows]
+    for made, line in (
+        (rows, "1 rows have no text in extra_info.answer, first 3"),
+        (numbers, "64 rows have no"),
+    ):
+        pq.write_table(pa.Table.from_pylist(made), tmp_path / "rows.parquet")
+        for words in (("--lam", 0.5), ("--teacher_prompt", "{answer} {prompt}")):
+            words = *words, "--teacher", tiny, "--train_files", tmp_path / "rows.parquet"
+            assert line in refused(distill, *words)
 
 
 def test_teachers_that_do_not_fit(refused, tiny, tmp_path):
-    other = write_model(tiny, tmp_path / "other")
-    assert "several --teacher need --kl sampled" in refused(teacher=(tiny, other))
-    line = refused("--group_size", 1, "--teacher_prompt", "{solution}")
-    assert "{solution} needs --group_size above 1" in line
-    line = refused("--kl", "sampled", teacher=(tiny, other))
+    both = "--teacher", tiny, write_model(tiny, tmp_path / "other")
+    assert "several --teacher need --kl sampled" in refused(distill, *both)
+    line = refused(distill, "--kl", "sampled", *both)
     assert "2 --teacher and 0 --teacher_sources: give one for each" in line
     for names, odd in ((("x", "y"), "arithmetic, x, y"), (("arithmetic", "y"), "y")):
-        line = refused("--kl", "sampled", "--teacher_sources", *names, teacher=(tiny, other))
+        line = refused(distill, "--kl", "sampled", "--teacher_sources", *names, *both)
         assert line.endswith(f"--teacher_sources: a data_source without a teacher or without rows: {odd}")
-    assert "--teacher_update_rate needs the --model" in refused("--teacher_update_rate", 0.5, teacher=other)
-    assert "--teacher_update_rate needs the --model" in refused("--teacher_update_rate", 1, "--lora_rank", 4)
 
 
 # ---- from end to end

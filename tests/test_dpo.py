@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import transformers
 from conftest import ROOT, documented, kill, metrics, run, start
 from test_sft import MESSAGES, conversation_tokenizer
 from torch.nn.functional import logsigmoid
@@ -339,34 +338,6 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
     assert np.array_equal(reference(), first) and len(calls) == 4  # read
     file.write_bytes(file.read_bytes()[:-10])
     assert np.array_equal(reference(), first) and len(calls) == 6
-
-
-# ---- bad arguments
-
-
-@pytest.mark.parametrize(
-    ("more", "line"),
-    (
-        (("--train_batch_size", 41), "--train_batch_size 41 is more than the 40 training pairs"),
-        (
-            ("--val_files", "bad.parquet"),
-            r".*/bad.parquet: row 1: .*; mend it, or drop .* by --bad_pairs drop",
-        ),
-    ),
-)
-def test_errors_are_one_line(more, line, tiny, data, tmp_path):
-    rows = [pair("1+1=", "2", "3"), pair("1+2=", "3", "3")]
-    write_parquet(rows, tmp_path / "bad.parquet")
-    more = [tmp_path / x if x == "bad.parquet" else x for x in more]
-    words = flags(tiny, data, tmp_path / "run", *more)
-    with pytest.raises(SystemExit, match=f"^error: {line}$"):
-        dpo.main(dpo.Args(**dpo.parse(dpo.Args, words)))
-
-
-def test_models_that_do_not_fit(pictures, tmp_path):
-    (config := transformers.Gemma3Config()).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match=r"takes images, which dpo\.py does not"):
-        dpo.check_model(config, make_args(model=str(tmp_path), train_files=(pictures,)))
 
 
 def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():

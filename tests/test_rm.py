@@ -299,25 +299,3 @@ def test_lora(tiny, data, tmp_path):
     before = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1).state_dict()
     changed = {name for name, value in weights(hf).items() if not torch.equal(value, before[name])}
     assert changed == {name for name in before if name.endswith(("proj.weight", "score.weight"))}
-
-
-@pytest.mark.parametrize(
-    ("problem", "line"),
-    (
-        ("few", "--train_batch_size 65 is more than the 64 training pairs"),
-        ("bad", r".*/val.parquet: row 1: the chosen and .* the same tokens; or drop .* by --bad_pairs drop"),
-        ("template", r"\S*: the tokenizer has no chat template"),
-    ),
-)
-def test_data_that_cannot_be_trained(problem, line, tiny, data, tmp_path):
-    """One line, before a process group or a model."""
-    changes = dict(train_batch_size=65 if problem == "few" else 8)
-    if problem == "bad":
-        rows = [make_row(0), make_row(1, "7", "7")]
-        changes["val_files"] = write([row | dict(margin=0.0) for row in rows], tmp_path / "val.parquet")
-    if problem == "template":
-        tiny = shutil.copytree(tiny, tmp_path / "model")
-        (tiny / "chat_template.jinja").unlink()
-    words = [*map(str, flags(tiny, data, tmp_path / "run", **changes))]
-    with pytest.raises(SystemExit, match=f"^error: {line}$"):
-        rm.main(rm.Args(**rm.parse(rm.Args, words)))

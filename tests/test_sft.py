@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, documented, metrics, run, start
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from algos import sft
 from data_prep.arithmetic import make_row
@@ -517,10 +517,3 @@ def test_models_that_do_not_fit(tiny, changes, model, message):
         setattr(config, name, value)
     with pytest.raises((SystemExit, ValueError), match=message):
         sft.check_model(config, make_args(**changes))
-
-
-def test_a_model_of_images_and_text(pictures, tmp_path):
-    (config := Gemma3Config()).save_pretrained(tmp_path)
-    args = make_args(truncation="left", model=str(tmp_path), train_files=(pictures,))
-    with pytest.raises((SystemExit, ValueError), match="takes images, which --text_key, --messages_key"):
-        sft.check_model(config, args)
