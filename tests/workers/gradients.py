@@ -116,9 +116,8 @@ def naive(policy, args):
         entropy = -(logp.exp() * logp).sum(-1)
         logp = logp[range(len(logp)), row["response_ids"]]
         own = torch.as_tensor(row["mask_t"])
-        loss = loss - getattr(args, "echo_coef", 0) * logp[~own].sum() / sum(
-            r["length"] - n for r, n in zip(rows, lengths)
-        )
+        others = sum(row["length"] for row in rows) - sum(lengths)
+        loss = loss - getattr(args, "echo_coef", 0) * logp[~own].sum() / max(others, 1)
         logp, entropy, rollout = logp[own], entropy[own], row["rollout_logp_t"][own]
         gap, ref = ahead(len(own), corrected)[own], rollout - 0.1
         old = rollout + gap
@@ -231,9 +230,8 @@ def main(model, out, hsdp_replicas):
                 if used == layout:
                     args = dataclasses.replace(base, **flags, max_tokens_per_microbatch=budget)
                     cut = budget, layout
-                    results[name, *cut], results["metrics", name, *cut] = update(
-                        policy, trained(policy), args
-                    )
+                    found = update(policy, trained(policy), args)
+                    results[name, *cut], results["metrics", name, *cut] = found
                     results["tokens", *cut] = sum(tokens)
                     results["reduced", *cut] = sum(reduced)  # gradients, over the replicas
                     tokens.clear(), reduced.clear()

@@ -1,9 +1,14 @@
 """What workers share: fixed rows, adapters that say something, an optimizer that keeps its gradients."""
 
+import sys
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from algos import grpo
 
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
@@ -49,6 +54,14 @@ def fill_adapters(lm):
         if ".lora_B" in name or (adaptive and ".lora_" in name):
             x = torch.empty(p.shape).normal_(0, 0.2 if adaptive else 0.02, generator=generator)
             p.data.copy_(distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x)
+
+
+def gap(policy, args, rows):
+    """Largest difference of the log-probs of sampled tokens, sampler against trainer."""
+    with torch.no_grad():
+        logp_nt, _ = grpo.token_logps(policy, rows, args)
+    ours = torch.cat([logp_t[: row["length"]] for row, logp_t in zip(rows, logp_nt)])
+    return (ours - torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])).abs().max().item()
 
 
 def norm(grads):
