@@ -2,8 +2,10 @@
 
 import functools
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
@@ -41,12 +44,17 @@ def python():
     return [sys.executable, "-I", "-S", str(ROOT / "tests/forked.py"), "run", str(socket)]
 
 
+def environment():
+    """Of a program that is started from outside of torchrun."""
+    inherited = {
+        name: x for name, x in os.environ.items() if not re.match("(LOCAL_)?RANK|WORLD_S|MASTER_P", name)
+    }
+    return inherited | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+
+
 def start(*command, ranks=0, restarts=0, **options):
     """Start a script of the repository under python, or under torchrun with `ranks` -> the process."""
-    env = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
-    env |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    env = environment() | dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     launcher = [*python(), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     launcher += [f"--max-restarts={restarts}", "--no-python"] if ranks else []
     command = [*(launcher if ranks else []), *python(), *map(str, command)]
@@ -100,6 +108,74 @@ def rollouts(out, step):
     ]
 
 
+CLOCKS = "timing", "perf", "global_seqlen"
+
+
+def same(a, b, steps=None, tolerance=0, but=CLOCKS):
+    """Two runs have the same metrics except those that a clock touches, and the same responses."""
+    ours, theirs = metrics(a), metrics(b)
+    assert steps or list(ours) == list(theirs)
+    for step in steps or ours:
+        for name, value in ours[step].items():
+            if not name.startswith(but):
+                expected = pytest.approx(value, rel=tolerance, abs=tolerance)
+                assert theirs[step][name] == expected, (step, name)
+        if (Path(a) / f"rollouts/step_{step:06d}.jsonl").exists():
+            ids = [[row["response_ids"] for row in rollouts(out, step)] for out in (a, b)]
+            assert ids[0] == ids[1], step
+
+
+def changed(before, after):
+    """Names of the weights that differ between two directories, which have the same names."""
+    before, after = load_weights(before), load_weights(after)
+    assert before.keys() == after.keys()
+    return {name for name, x in before.items() if not torch.equal(x, after[name])}
+
+
+def healthy(out):
+    """{step: metrics} of a run: they are finite and documented, and sampler and trainer have agreed."""
+    steps = metrics(out)
+    for name, value in [item for m in steps.values() for item in m.items()]:
+        assert math.isfinite(value) and documented(name), name
+    assert all(m.get("training/rollout_probs_diff_max", 0) < 1e-4 for m in steps.values())
+    return steps
+
+
+def check_advantages(out, steps, advantages):
+    """The logged advantages are those of the dumped rows of a step -> all of them."""
+    found = [advantages(rollouts(out, step)) for step in steps]
+    for step, adv_n in zip(steps, found, strict=True):
+        for name in ("max", "min", "mean"):
+            expected = pytest.approx(getattr(adv_n, name)().item(), abs=1e-6)
+            assert metrics(out)[step][f"critic/advantages/{name}"] == expected
+        assert adv_n.abs().max() > 0
+    return found
+
+
+def column(rows, name):
+    return torch.tensor([float(row[name]) for row in rows], dtype=torch.float64)
+
+
+def killed_at_a_checkpoint(command, out):
+    """Start a program and kill it as soon as its run has a checkpoint."""
+    process = start(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (out / "checkpoints/latest").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    kill(process, out)
+
+
+def cut_back(run, out, step):
+    """A copy of a run as a kill leaves it before its next checkpoint: with the metrics of later steps."""
+    shutil.copytree(run, out, symlinks=True)
+    for path in (out / "checkpoints").glob("step_*"):
+        if path.name > f"step_{step:06d}":
+            shutil.rmtree(path)
+    (out / "checkpoints/latest").unlink()
+    (out / "checkpoints/latest").symlink_to(f"step_{step:06d}")
+    return out
+
+
 def pytest_configure(config):
     """Tokenised rows are not those of earlier sessions; programs that are started inherit it."""
     config.rows = tempfile.TemporaryDirectory(prefix="rows_")
@@ -127,17 +203,8 @@ def tiny(tmp_path_factory):
 def arithmetic(tmp_path_factory):
     """Directory with train.parquet, val.parquet and test.parquet."""
     out = tmp_path_factory.mktemp("arithmetic")
-    run(
-        ROOT / "data_prep/arithmetic.py",
-        "--local_save_dir",
-        out,
-        "--train_size",
-        64,
-        "--val_size",
-        8,
-        "--test_size",
-        8,
-    )
+    sizes = "--train_size 64 --val_size 8 --test_size 8".split()
+    run(ROOT / "data_prep/arithmetic.py", "--local_save_dir", out, *sizes)
     return out
 
 
@@ -151,3 +218,26 @@ def pictures(arithmetic, tmp_path_factory):
     table = pa.Table.from_pylist([row | dict(images=[dict(bytes=b"no picture", path=None)]) for row in rows])
     pq.write_table(table, out := tmp_path_factory.mktemp("pictures") / "rows.parquet")
     return str(out)
+
+
+@pytest.fixture
+def refused(tiny, arithmetic, tmp_path, monkeypatch):
+    """Run main of a script with more flags -> the line that it stops with; loading a model fails the test."""
+
+    def main(script, *words):
+        given = (
+            "--model",
+            tiny,
+            "--train_files",
+            arithmetic / "train.parquet",
+            "--output_dir",
+            tmp_path / "out",
+        )
+        for name in {"setup_distributed", "build_engine", "load_model"} & vars(script).keys():
+            monkeypatch.setattr(script, name, lambda *_: pytest.fail("went on to load a model"))
+        with pytest.raises(SystemExit) as stop:
+            script.main(script.Args(**script.parse(script.Args, [*map(str, (*given, *words))])))
+        assert stop.value.code.startswith("error: ") and "\n" not in stop.value.code
+        return stop.value.code
+
+    return main

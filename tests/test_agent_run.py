@@ -1,6 +1,5 @@
 """agent.py and generate.py --env from end to end, as a user runs them: five turns of a model that learns."""
 
-import math
 import shutil
 import time
 from subprocess import DEVNULL
@@ -8,8 +7,21 @@ from subprocess import DEVNULL
 import psutil
 import pyarrow.parquet as pq
 import pytest
-import torch
-from conftest import ROOT, documented, holder, kill, load_weights, metrics, rollouts, run, start
+from conftest import (
+    ROOT,
+    changed,
+    check_advantages,
+    column,
+    healthy,
+    holder,
+    kill,
+    load_weights,
+    metrics,
+    rollouts,
+    run,
+    same,
+    start,
+)
 from transformers import GenerationConfig
 
 from algos.grpo import group_advantages
@@ -47,30 +59,21 @@ def straight(flags, tmp_path_factory):
     return out
 
 
-def weights(out):
-    return load_weights(out / "checkpoints/step_000004/hf")
+def hf(out):
+    return out / "checkpoints/latest/hf"
 
 
 def test_it_runs_and_reports(straight, model):
-    steps = metrics(straight)
+    steps = healthy(straight)
     assert list(steps) == [0, 1, 2, 3, 4]
     assert [steps[step]["actor/lr"] for step in range(1, 5)] == [1.5e-3, 3e-3, 3e-3, 3e-3]  # of the optimizer
-    assert all(math.isfinite(value) for m in steps.values() for value in m.values())
-    assert not {name for m in steps.values() for name in m if not documented(name)}
-    assert (
-        steps[1]["num_turns/max"] == 5 and steps[1]["num_turns/mean"] > 4 and steps[0]["val/num_turns"] >= 1
-    )
+    assert steps[1]["num_turns/max"] == 5 and steps[1]["num_turns/mean"] > 4
+    assert steps[0]["val/num_turns"] >= 1
     assert 0.3 < steps[1]["env/token_ratio"] < 0.8 and steps[1]["env/used_ratio"] > 0.9
-    before, after = load_weights(model), weights(straight)
-    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert changed(model, hf(straight)) == load_weights(model).keys()
+    assert max(m.get("training/rollout_logp_diff_mean", 0) for m in steps.values()) < 1e-5
     said = [row["extra_info"]["messages"] for row in rollouts(straight, 1)]
     assert [m["role"] for m in max(said, key=len)] == ["assistant", "user"] * 4 + ["assistant"]
-
-
-def test_sampler_and_trainer_agree_on_five_turns(straight):
-    for step in range(1, 5):
-        assert metrics(straight)[step]["training/rollout_logp_diff_mean"] < 1e-5
-        assert metrics(straight)[step]["training/rollout_probs_diff_max"] < 1e-4
 
 
 def test_the_reference_stays_where_training_began(straight):
@@ -80,26 +83,8 @@ def test_the_reference_stays_where_training_began(straight):
 
 
 def test_advantages_are_those_of_the_groups(straight):
-    """Recomputed from the dumped scores by prompt."""
-    for step in range(1, 5):
-        rows = rollouts(straight, step)
-        score_n, index_n = (torch.tensor([float(row[name]) for row in rows]) for name in ("score", "index"))
-        adv_n = group_advantages(score_n.double(), index_n)
-        assert adv_n.abs().max() > 0
-        for name in ("max", "min", "mean"):
-            expected = getattr(adv_n, name)().item()
-            assert metrics(straight)[step][f"critic/advantages/{name}"] == pytest.approx(expected, abs=1e-6)
-
-
-def same(a, b, steps, tolerance):
-    """The metrics of two runs that no clock touches, and what was said in the last of the steps."""
-    for step in steps:
-        for name, value in metrics(a)[step].items():
-            if not name.startswith(("timing", "perf", "global_seqlen")):
-                expected = pytest.approx(value, rel=tolerance, abs=tolerance)
-                assert metrics(b)[step][name] == expected, (step, name)
-    ids = [[row["response_ids"] for row in rollouts(out, steps[-1])] for out in (a, b)]
-    assert ids[0] == ids[1]
+    advantages = lambda rows: group_advantages(column(rows, "score"), column(rows, "index"))
+    check_advantages(straight, range(1, 5), advantages)
 
 
 def test_delays_and_ranks_change_nothing(straight, flags, tmp_path, monkeypatch):
@@ -121,9 +106,8 @@ def test_killed_while_environments_work_and_resumed(straight, flags, tmp_path, m
     kill(victim, tmp_path)
     assert workers and len(metrics(tmp_path)) == 3
     run(AGENT, *flags(tmp_path))
-    same(straight, tmp_path, [1, 2, 3, 4], 0)
-    resumed = weights(tmp_path)
-    assert all(torch.equal(value, resumed[name]) for name, value in weights(straight).items())
+    same(straight, tmp_path)
+    assert not changed(hf(straight), hf(tmp_path))
     psutil.wait_procs(workers)  # none outlives its run
 
 
@@ -134,9 +118,8 @@ def test_trouble_ends_single_trajectories(flags, model, tmp_path):
     """
     more = "--total_steps", 2, "--env_timeout_s", 2, "--lora_rank", 4
     run(AGENT, *flags(tmp_path, *more, env="Trouble"), ranks=2)
-    before, after = load_weights(model), load_weights(tmp_path / "checkpoints/latest/hf")
-    changed = {name for name, x in after.items() if not torch.equal(x, before[name])}
-    assert changed == {name for name in before if name.endswith("_proj.weight")}
+    linear = {name for name in load_weights(model) if name.endswith("_proj.weight")}
+    assert changed(model, hf(tmp_path)) == linear
     steps = metrics(tmp_path)
     for name in ("timeouts", "crashes", "errors"):
         assert steps[1][f"env/{name}"] + steps[2][f"env/{name}"] > 0
@@ -163,21 +146,3 @@ def test_generate_and_eval(straight, flags, arithmetic, tmp_path):
     scores = sum(pq.read_table(tmp_path / "eval/scored_A.parquet")["scores"].to_pylist(), [])
     expected = metrics(straight)[4]["val-core/arithmetic/reward/mean@1"]
     assert sum(scores) / len(scores) == pytest.approx(expected) and "mean@1" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("more", "error"),
-    [
-        (("--env", "nowhere.py:Env"), "nowhere.py"),
-        (("--env", f"{TALK}:Nobody"), "Nobody"),
-        (("--max_turns", 0), "--max_turns"),
-        (("--max_observation_length", 0), "--max_observation_length"),
-        (("--env_timeout_s", 0), "--env_timeout_s 0.0 must be above 0"),
-        (("--env", f"{ROOT}/envs/calculator.py:TOOLS"), "the chat template: unknown role tool"),
-    ],
-)
-def test_bad_flags_are_one_line(flags, tmp_path, more, error):
-    done = run(AGENT, *flags(tmp_path, *more), check=False)
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 1 and len(lines) == 1 and error in lines[0], done.stderr
-    assert not (tmp_path / "checkpoints").exists()

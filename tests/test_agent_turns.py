@@ -81,9 +81,8 @@ def alone(monkeypatch):
 def talk(tokenizer, said, told, tools=TOOLS, seed=0, script=agent, **limits):
     """Rows that say `said[i]` and are told `told[i]` -> the rows, engine and pool after the conversation."""
     limits = dict(max_response_length=10_000, max_turns=8, max_observation_length=99) | limits
-    prompt_ids = tokenizer.apply_chat_template(
-        PROMPT, tools=tools, add_generation_prompt=True, return_dict=False
-    )
+    how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
+    prompt_ids = tokenizer.apply_chat_template(PROMPT, **how)
     rows = [dict(prompt_ids=prompt_ids, extra_info={}, entropy=(1, 2, i, 0)) for i in range(len(said))]
     engine, pool = Engine(said, tokenizer, seed), Pool(told, tools, seed)
     script.converse(engine, rows, pool, tokenizer, SimpleNamespace(**limits))
@@ -165,13 +164,9 @@ def test_no_order_of_answers_changes_a_row(seed):
 
 
 def test_turns_are_limited():
+    said, told = [itertools.repeat("more")] * 2, [itertools.repeat(tool("1"))] * 2
     for limit in (1, 3):
-        rows, engine, pool = talk(
-            make_tokenizer("qwen2.5"),
-            [itertools.repeat("more")] * 2,
-            [itertools.repeat(tool("1"))] * 2,
-            max_turns=limit,
-        )
+        rows, engine, pool = talk(make_tokenizer("qwen2.5"), said, told, max_turns=limit)
         assert {row["finish_reason"] for row in rows} == {"turns"} and len(engine.prompts[0]) == limit
         # the environment has heard the last turn, but nothing stands behind it
         assert len(pool.heard[0]) == limit and sampled(rows[0])[-5:] == rows[0]["response_ids"][-5:]
@@ -195,9 +190,8 @@ def test_the_response_is_limited(script):
         [[row], engine, pool] = talk(tokenizer, said, told, max_response_length=room, script=script)
         assert (row["finish_reason"], len(row["response_ids"])) == (reason, length), room
         assert len(engine.prompts[0]) == 1 + (room > turn + follow)
-        assert pool.heard.get(0, []) == (
-            [] if room < turn else ["ask", "x"][: 1 + (room == turn + follow + 2)]
-        )
+        heard = [] if room < turn else ["ask", "x"][: 1 + (room == turn + follow + 2)]
+        assert pool.heard.get(0, []) == heard
 
 
 def test_observations_are_limited_in_tokens():
@@ -240,23 +234,19 @@ def test_a_text_is_all_that_was_written_but_its_end(text, end, script, monkeypat
     ids = tokenizer.encode(text + end, add_special_tokens=False)
     said, limit = ids if end else [*ids, 9], len(ids)
     about = dict(extra_info={}, prompt=PROMPT, data_source="", reward_model=dict(ground_truth=""), group=0)
-    score = RewardManager(
-        compute_score=lambda data_source, solution_str, *_, **__: dict(score=0, text=solution_str)
-    )
+    scored = lambda data_source, solution_str, *_, **__: dict(score=0, text=solution_str)
+    score = RewardManager(compute_score=scored)
     if script == "generate":
         monkeypatch.setattr(generate, "takes_images", lambda args: False)
-        engine = Engine([[said]], tokenizer)
-        engine.reset_prefix_cache = lambda: None
         args = generate.Args(model="", data="", output="", max_response_length=limit)
-        made = generate.generate(engine, range(1), {0: dict(prompt_ids=[5])}, args, tokenizer, None, [{}])
-        assert made["responses"].to_pylist() == [[text]]
-        assert made["finish_reasons"].to_pylist() == [["stop" if end else "length"]]
-        prompt = dict(prompt_ids=tokenizer.encode("<|im_start|>assistant\n<think>\n"))  # it opens a thought
-        engine = Engine([[said]], tokenizer)
-        engine.reset_prefix_cache = lambda: None
-        made = generate.generate(engine, range(1), {0: prompt}, args, tokenizer, None, [{}])
-        reason = "length" if not end else "stop" if "</think>" in text else "thought"
-        assert made["finish_reasons"].to_pylist() == [[reason]] and made["responses"].to_pylist() == [[text]]
+        opens = tokenizer.encode("<|im_start|>assistant\n<think>\n")  # a thought
+        closed = "</think>" in text
+        for prompt_ids, reason in (([5], "stop"), (opens, "stop" if closed else "thought")):
+            engine, prompts = Engine([[said]], tokenizer), {0: dict(prompt_ids=prompt_ids)}
+            engine.reset_prefix_cache = lambda: None
+            made = generate.generate(engine, range(1), prompts, args, tokenizer, None, [{}])
+            assert made["responses"].to_pylist() == [[text]]
+            assert made["finish_reasons"].to_pylist() == [[reason if end else "length"]]
     elif script == "agent":
         [[row], _, pool] = talk(tokenizer, [[said]], [[None]], max_response_length=limit)
         assert pool.heard == ({0: [text]} if end else {}) and row["messages"][0]["content"] == text
@@ -276,16 +266,6 @@ def test_no_tool_ends_its_message():
     assert [after.count(tokenizer.convert_tokens_to_ids(x)) for x in ("<|im_end|>", "<|im_start|>")] == [1, 2]
 
 
-@both_copies
-def test_a_failure_ends_its_own_row(script):
-    said = [["a", "b"], ["a", "b"], ["a", "b"], ["a", "b"]]
-    told = [["timeout"], ["crash"], ["error: KeyError: x"], [tool("1"), None]]
-    rows, *_ = talk(make_tokenizer("qwen2.5"), said, told, script=script)
-    assert [row["finish_reason"] for row in rows] == ["timeout", "crash", "error", "stop"]
-    assert [row["failure"] for row in rows] == ["timeout", "crash", "error: KeyError: x", None]
-    assert [row["turns"] for row in rows] == [1, 1, 1, 2]
-
-
 ALTERNATE = (  # as Mistral's and Gemma's: after a user comes the assistant
     "{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}"
     "{{- raise_exception('roles must\\nalternate') -}}{%- endif -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
@@ -295,6 +275,7 @@ FAILS = (
     "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
     "{%- if m.content == 'b' -%}{{- WHAT -}}{%- endif -%}{%- endfor -%}"
 )
+FORGETS = "{%- for m in messages[:2] -%}{{- m.content -}}{%- endfor -%}"
 USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
 
 
@@ -304,15 +285,9 @@ USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
         (ALTERNATE, USERS, "error: the chat template: roles must alternate"),
         (ALTERNATE, tool("1"), "error: the chat template: roles must alternate"),
         (FAILS.replace("WHAT", "m.role + 1"), USERS, "error: the chat template: can only concatenate"),
-        (FAILS.replace("WHAT", "1 // 0"), USERS, "error: the chat template: integer"),
         (FAILS.replace("WHAT", "m.name.first"), USERS, "error: the chat template: 'dict object' has no"),
-        (FAILS.replace("WHAT", "m.content.index('c')"), USERS, "error: the chat template: substring not"),
         (FAILS.replace("WHAT", "messages[99][0]"), USERS, "error: the chat template: list object has no"),
-        (
-            "{%- for m in messages[:2] -%}{{- m.content -}}{%- endfor -%}",
-            USERS,
-            "error: the chat template leaves",
-        ),
+        (FORGETS, USERS, "error: the chat template leaves"),
     ],
 )
 @both_copies
@@ -320,20 +295,26 @@ def test_what_a_template_cannot_write_ends_its_own_row(template, messages, failu
     """That trajectory is an error, as that of an environment that raises; the others go on."""
     tokenizer = make_tokenizer("qwen2.5")
     tokenizer.chat_template = template
-    said, told = [["ask", "x"]] * 3, [[messages, None], [None], ["crash"]]
-    rows, *_ = talk(tokenizer, said, told, script=script)
-    assert [row["finish_reason"] for row in rows] == ["error", "stop", "crash"]
+    told = [[messages, None], [None], ["crash"], ["timeout"], ["error: KeyError: x"]]
+    rows, *_ = talk(tokenizer, [["ask", "x"]] * 5, told, script=script)
+    assert [row["finish_reason"] for row in rows] == ["error", "stop", "crash", "timeout", "error"]
+    assert [row["failure"] for row in rows[1:]] == [None, "crash", "timeout", "error: KeyError: x"]
     assert rows[0]["failure"].startswith(failure) and "\n" not in rows[0]["failure"]
-    assert rows[0]["turns"] == 1 and rows[0]["response_ids"] == [
-        *rows[0]["answer_ids"],
-        tokenizer.eos_token_id,
-    ]
+    assert rows[0]["turns"] == 1
+    assert rows[0]["response_ids"] == [*rows[0]["answer_ids"], tokenizer.eos_token_id]
     if script is agent:
-        assert agent.turn_metrics([counted(row) for row in rows])["env/errors"] == 1
+        assert agent.turn_metrics([counted(row) for row in rows])["env/errors"] == 2
 
 
 def counted(row):
     return dict(row, mask_t=np.array(row["mask_t"]), length=len(row["response_ids"]))
+
+
+WITHOUT_TOOLS = (
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}WHAT{%- else -%}"
+    "{{- '<|' ~ m.role ~ '|>' ~ m.content -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
 
 
 @pytest.mark.parametrize("template", ["phi", "gemma"])
@@ -341,12 +322,7 @@ def test_a_template_without_tools_ends_its_own_row(template):
     """Phi-3.5's drops what a tool says, Gemma 3's raises."""
     tokenizer = make_tokenizer("qwen2.5")
     what = {"phi": "", "gemma": "{{ raise_exception('roles must alternate') }}"}[template]
-    tokenizer.chat_template = (
-        "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
-        + what
-        + "{%- else -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
-        "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-    )
+    tokenizer.chat_template = WITHOUT_TOOLS.replace("WHAT", what)
     error = {"phi": "leaves out what the role 'tool' says", "gemma": "must alternate"}[template]
     with pytest.raises(Unrenderable, match=error):  # as a script finds it when it starts
         observation(tokenizer, tool("42"), TOOLS, None)
@@ -380,10 +356,8 @@ def test_a_nan_of_the_sampler_stops_the_run(monkeypatch, logp):
     assert row["mask_t"][:3] == [True] * 3 and not np.isfinite(row["rollout_logp_t"][0])
     row["old_logp_t"] = torch.tensor(row["rollout_logp_t"]).nan_to_num(neginf=-1.0)
     monkeypatch.setattr(agent, "all_reduce", lambda values, *_: [float(x) for x in values])
-    args, dense = (
-        agent.Args(model="", env="", train_files=(), output_dir=""),
-        SimpleNamespace(lm=torch.nn.Linear(1, 1)),
-    )
+    args = agent.Args(model="", env="", train_files=(), output_dir="")
+    dense = SimpleNamespace(lm=torch.nn.Linear(1, 1))
     with pytest.raises(SystemExit, match="weight sync failed at step 3"):
         agent.check_sampler(dense, [row], args, 3)
     row["rollout_logp_t"] = row["old_logp_t"]
@@ -409,7 +383,6 @@ def test_observations_have_no_gradient():
     logp_nt, entropy_nt = logp_nt.requires_grad_(), torch.rand(2, 6, requires_grad=True)
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
         loss_nt, *_ = agent.actor_loss(args, logp_nt, entropy_nt, part)
-        grads = torch.autograd.grad(
-            (agent.loss_weights(mask_nt, mode, 6) * loss_nt).sum(), [logp_nt, entropy_nt]
-        )
+        loss = (agent.loss_weights(mask_nt, mode, 6) * loss_nt).sum()
+        grads = torch.autograd.grad(loss, [logp_nt, entropy_nt])
         assert all((grad[~mask_nt] == 0).all() and (grad[mask_nt] != 0).any() for grad in grads)

@@ -3,35 +3,28 @@
 import pytest
 import torch
 from conftest import ROOT, run
-from test_grpo_gradients import RANKS, distance
+from test_grpo_gradients import EVERY, RANKS, WAYS
+from workers.shared import distance
 
 
 @pytest.fixture(scope="module")
 def gradients(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("gradients")
     for name, (ranks, replicas) in RANKS.items():
-        worker = ROOT / "tests/workers/distill_gradients.py"
-        run(worker, "distill", tiny, out / f"{name}.pt", replicas, ranks=ranks)
+        run(ROOT / "tests/workers/distill_gradients.py", tiny, out / f"{name}.pt", replicas, ranks=ranks)
     return {name: torch.load(out / f"{name}.pt") for name in RANKS}
 
 
-EVERY = [(budget, layout) for budget in (70, 200, 100_000) for layout in ("padded", "one_row")]
-WAYS = [(70, "padded"), (200, "one_row")]
-CASES = [(ranks, mode, *way) for ranks in ("1", "2") for mode in ("full", "sampled") for way in EVERY]
-CASES += [("2 hsdp", "full", *way) for way in EVERY] + [("2 hsdp", "lora", *way) for way in WAYS]
-CASES += [
-    (ranks, mode, *way)
-    for ranks in ("1", "2")
-    for mode in ("lora", "window", "shown", "shown sampled", "sources")
-    for way in WAYS
-]
-
-
-@pytest.mark.parametrize(("ranks", "mode", "budget", "layout"), CASES)
-def test_update_equals_plain_loss(gradients, ranks, mode, budget, layout):
-    grads, kl = gradients[ranks][mode, budget, layout]
-    assert distance(grads, gradients["1"][mode, "naive"]) < 1e-5
-    assert kl == pytest.approx(gradients["1"][mode, 100_000, "padded"][1], rel=1e-5)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_update_equals_plain_loss(gradients, ranks):
+    found = {key: x for key, x in gradients[ranks].items() if "naive" not in key}
+    cuts = {("full", *way) for way in EVERY}
+    cuts |= {("sampled", *way) for way in EVERY} if ranks != "2 hsdp" else set()
+    modes = ("lora",) if ranks == "2 hsdp" else ("lora", "window", "shown", "shown sampled", "sources")
+    assert found.keys() == cuts | {(mode, *way) for mode in modes for way in WAYS | {(100_000, "padded")}}
+    for (mode, *cut), (grads, kl) in found.items():
+        assert distance(grads, gradients["1"][mode, "naive"]) < 1e-5, (mode, cut)
+        assert kl == pytest.approx(gradients["1"][mode, 100_000, "padded"][1], rel=1e-5)
 
 
 def test_the_comparison_can_fail(gradients):

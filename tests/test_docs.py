@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
-from itertools import chain
 
 import pytest
 import tyro
@@ -18,11 +17,7 @@ from conftest import ROOT, documented
 from benchmarks import gpu_memory
 from data_prep.lib.schema import KINDS, load_rows
 
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted(ROOT.glob("docs/**/*.md")),
-    ROOT / "benchmarks/README.md",
-]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 FOREIGN = set(  # of torchrun, Slurm, pip and other programs
@@ -48,9 +43,7 @@ def script_args(name):
 
 def flags_of(name):
     names = [f.name for f in fields(script_args(name))]
-    return (
-        {f"--{x}" for x in names} | {f"--no-{x}" for x in names} | {f"--no_{x}" for x in names} | {"--help"}
-    )
+    return {f"--{no}{x}" for x in names for no in ("", "no-", "no_")} | {"--help"}
 
 
 def commands(page):
@@ -60,11 +53,8 @@ def commands(page):
             if not re.match(r"(srun |\w+=\S+ )*(python|torchrun)", line.strip()):
                 continue
             words = shlex.split(line, comments=True)
-            scripts = [
-                i
-                for i, word in enumerate(words)
-                if re.fullmatch(r"(algos|data_prep|benchmarks|benchmarks/experiments)/\w+\.py", word)
-            ]
+            script = re.compile(r"(algos|data_prep|benchmarks|benchmarks/experiments)/\w+\.py")
+            scripts = [i for i, word in enumerate(words) if script.fullmatch(word)]
             if scripts:
                 yield words[scripts[0]], words[scripts[0] + 1 :]
     for line in re.findall(r"`((?:algos|data_prep)/\w+\.py [^`\n]*--\w+_dir [^`\n]*)`", page.read_text()):
@@ -168,10 +158,8 @@ def test_metrics(page):
 
 
 def test_documented_metrics_are_computed():
-    files = chain.from_iterable(
-        map(ROOT.glob, ("algos/*.py", "algos/*.html", "common/*.py", "rewards/manager/*.py"))
-    )
-    code = "".join(path.read_text() for path in files)
+    places = "algos/*.py", "algos/*.html", "common/*.py", "rewards/manager/*.py"
+    code = "".join(path.read_text() for place in places for path in ROOT.glob(place))
     names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
     for name in re.findall(r"`([^`]+)`", " ".join(names)):
         stem, _, last = re.sub(r"\{.*", "", name).rpartition("/")
@@ -187,9 +175,8 @@ def test_links(page):
         assert there.exists(), target
         if anchor:
             titles = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], (
-                target
-            )
+            anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in anchors, target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

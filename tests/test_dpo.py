@@ -2,16 +2,13 @@
 
 import math
 import resource
-import time
-from subprocess import DEVNULL
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import transformers
-from conftest import ROOT, documented, kill, metrics, run, start
+from conftest import ROOT, changed, healthy, killed_at_a_checkpoint, load_weights, metrics, run, same
 from test_sft import MESSAGES, conversation_tokenizer
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -211,26 +208,21 @@ def logps(lm, data, tokenizer):
 
 
 def test_the_first_step_is_at_the_reference(straight):
-    for m, prefix, loss in (
-        (metrics(straight)[0], "val/", "val/loss"),
-        (metrics(straight)[1], "", "train/loss"),
-    ):
+    for step, prefix, loss in ((0, "val/", "val/loss"), (1, "", "train/loss")):
+        m = metrics(straight)[step]
         assert m[loss] == pytest.approx(math.log(2), abs=1e-6)
         assert {m[f"{prefix}rewards/{x}"] for x in ("chosen", "rejected", "margins", "accuracies")} == {0.0}
 
 
 def test_it_learns(straight, tiny):
-    by_step = metrics(straight)
+    by_step = healthy(straight)
     assert list(by_step) == list(range(STEPS + 1))
     assert by_step[2]["train/lr"] == 3e-3 and by_step[1]["train/lr"] == 1.5e-3 > by_step[STEPS]["train/lr"]
     assert by_step[STEPS]["train/loss"] < by_step[1]["train/loss"] - 0.02
     assert by_step[STEPS]["val/loss"] < by_step[0]["val/loss"] - 0.01
     assert by_step[STEPS]["val/rewards/accuracies"] > 0.55
     assert [m["training/epoch"] for s, m in by_step.items() if s] == [0] * 4 + [1] * 4  # 40 pairs, 9 a step
-    for name, value in [item for m in by_step.values() for item in m.items()]:
-        assert math.isfinite(value) and documented(name), name
-    before, after = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (tiny, hf(straight)))
-    assert before.keys() == after.keys() and all((before[k] != after[k]).any() for k in before)
+    assert changed(tiny, hf(straight)) == load_weights(tiny).keys()
 
 
 def hf(out):
@@ -256,11 +248,7 @@ def test_metrics_are_those_of_the_saved_model(straight, tiny, data):
 
 def test_killed_and_resumed_equals_straight(straight, tiny, data, tmp_path):
     """Training's reference is read; validation's is lost, and computed before the checkpoint is loaded."""
-    victim = start(SCRIPT, *flags(tiny, data, tmp_path), stdout=DEVNULL, stderr=DEVNULL)
-    while not (tmp_path / "checkpoints/latest").exists():
-        assert victim.poll() is None
-        time.sleep(0.02)
-    kill(victim, tmp_path)
+    killed_at_a_checkpoint([SCRIPT, *flags(tiny, data, tmp_path)], tmp_path)
     kept, lost = sorted((tmp_path / "reference").iterdir(), key=lambda path: -path.stat().st_size)
     before = kept.stat().st_mtime_ns
     lost.unlink()
@@ -269,13 +257,8 @@ def test_killed_and_resumed_equals_straight(straight, tiny, data, tmp_path):
     a, b = references(straight), references(tmp_path)
     assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
     assert sorted(map(len, a.values())) == [10, 40]
-    assert list(metrics(tmp_path)) == list(range(STEPS + 1))
-    assert losses(tmp_path) == pytest.approx(losses(straight), abs=1e-6)
-    assert metrics(tmp_path)[STEPS]["val/loss"] == pytest.approx(
-        metrics(straight)[STEPS]["val/loss"], abs=1e-6
-    )
-    a, b = (AutoModelForCausalLM.from_pretrained(hf(out)).state_dict() for out in (straight, tmp_path))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    same(straight, tmp_path, tolerance=1e-6)
+    assert not changed(hf(straight), hf(tmp_path))
 
 
 def test_two_ranks_and_padded_rows_change_nothing(straight, tiny, data, tmp_path):
@@ -339,34 +322,6 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
     assert np.array_equal(reference(), first) and len(calls) == 4  # read
     file.write_bytes(file.read_bytes()[:-10])
     assert np.array_equal(reference(), first) and len(calls) == 6
-
-
-# ---- bad arguments
-
-
-@pytest.mark.parametrize(
-    ("more", "line"),
-    (
-        (("--train_batch_size", 41), "--train_batch_size 41 is more than the 40 training pairs"),
-        (
-            ("--val_files", "bad.parquet"),
-            r".*/bad.parquet: row 1: .*; mend it, or drop .* by --bad_pairs drop",
-        ),
-    ),
-)
-def test_errors_are_one_line(more, line, tiny, data, tmp_path):
-    rows = [pair("1+1=", "2", "3"), pair("1+2=", "3", "3")]
-    write_parquet(rows, tmp_path / "bad.parquet")
-    more = [tmp_path / x if x == "bad.parquet" else x for x in more]
-    words = flags(tiny, data, tmp_path / "run", *more)
-    with pytest.raises(SystemExit, match=f"^error: {line}$"):
-        dpo.main(dpo.Args(**dpo.parse(dpo.Args, words)))
-
-
-def test_models_that_do_not_fit(pictures, tmp_path):
-    (config := transformers.Gemma3Config()).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match=r"takes images, which dpo\.py does not"):
-        dpo.check_model(config, make_args(model=str(tmp_path), train_files=(pictures,)))
 
 
 def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from conftest import ROOT, run
-from test_grpo_gradients import distance
-
-RANKS = {"1": (1, 1), "2": (2, 1), "2 hsdp": (2, 2)}  # ranks and replicas of the sharded model
+from test_grpo_gradients import RANKS
+from workers.shared import distance
 
 
 @pytest.fixture(scope="module")

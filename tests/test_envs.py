@@ -66,16 +66,6 @@ class Env:
         return [{"role": "tool", "content": " ".join(map(str, self.pids))}]
     def half(self):
         return [{"role": "tool", "content": "\\ud83d!"}]
-    def no_list(self):
-        return "text"
-    def empty(self):
-        return []
-    def no_dict(self):
-        return ["text"]
-    def number(self):
-        return [{"role": "tool", "content": 3}]
-    def assistant(self):
-        return [{"role": "assistant", "content": "I"}]
     def reward(self):
         return {"score": len(self.texts), "last": self.texts[-1]}
 
@@ -163,17 +153,9 @@ def failed(why):
 
 
 PIECES = "<tool_call> </tool_call> <function= f> </function> <parameter= a> </parameter> </think>".split()
-PIECES += [
-    '{"name": "f", "arguments": ',
-    '{"a": 1}',
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "f(a=",
-    "lambda:",
-]
-PIECES += [*"{}[]()f1-'\"\\,:;*= \n\0\ud800", "null", "**", "not "]
-F = ("f", {"a": 1})
+PIECES += "<|python_tag|> [TOOL_CALLS] [ARGS] f(a= lambda: null **".split()
+PIECES += ['{"name": "f", "arguments": ', '{"a": 1}', "not ", *"{}[]()f1-'\"\\,:;*= \n\0\ud800"]
+F, INNER, TWO = ("f", {"a": 1}), ("f", {"a": "<function=g>"}), [("f", {}), ("g", {})]
 UNREADABLE = (None, "the call is no valid JSON with name and arguments")
 FORMATS = [
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [F]),
@@ -183,15 +165,10 @@ FORMATS = [
     ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', [UNREADABLE]),
     ('<tool_call>{"name": "f"}</tool_call>', [UNREADABLE]),
-    ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [UNREADABLE]),
     ("<tool_call>[]</tool_call><tool_call></tool_call><tool_call>7</tool_call>", [UNREADABLE] * 3),
     ("<tool_call>" + "[" * 100_000, [UNREADABLE]),
     ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 200_000 + "}}", [UNREADABLE]),
-    ("<tool_call>" * 1000, [UNREADABLE]),
-    (
-        '<think><tool_call>{"name": "g"}</tool_call></think><tool_call>{"name": "f", "arguments": {"a": 1}}',
-        [F],
-    ),
+    ('<think><tool_call>{"name": "g"}</think><tool_call>{"name": "f", "arguments": {"a": 1}}', [F]),
     ('<think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call></think> It is 4.', []),
     (
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n\ny\n</parameter>\n"
@@ -199,27 +176,16 @@ FORMATS = [
         [("f", {"a": "1", "b": "x\n\ny"})],
     ),
     ("<tool_call><function=f></function></tool_call>", [("f", {})]),
-    ("I call.\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", [("f", {"a": "1"})]),
-    (
-        "<function=f></function></tool_call><tool_call>\n<function=g>\n</function></tool_call>",
-        [("f", {}), ("g", {})],
-    ),
-    ("<tool_call><function=f></function>\n<function=g></function></tool_call>", [("f", {}), ("g", {})]),
-    ("<tool_call><function=f></function><tool_call><function=g></function>", [("f", {}), ("g", {})]),
-    (
-        '<tool_call>{"name": "f", "arguments": {"a": "<function=g>"}}</tool_call>',
-        [("f", {"a": "<function=g>"})],
-    ),
-    (
-        "<tool_call><function=f><parameter=a><function=g></parameter></function></tool_call>",
-        [("f", {"a": "<function=g>"})],
-    ),
+    ("<function=f></function></tool_call><tool_call>\n<function=g>\n</function></tool_call>", TWO),
+    ("<tool_call><function=f></function>\n<function=g></function></tool_call>", TWO),
+    ("<tool_call><function=f></function><tool_call><function=g></function>", TWO),
+    ('<tool_call>{"name": "f", "arguments": {"a": "<function=g>"}}</tool_call>', [INNER]),
+    ("<tool_call><function=f><parameter=a><function=g></parameter></function></tool_call>", [INNER]),
     ("<function=f><parameter=a>1<parameter=b>2</function>", [("f", {"a": "1", "b": "2"})]),
     ('<function=f>{"a": 1}</function>', [F]),
     ("<function=f>a</function>", [UNREADABLE]),
     ("<function=f", [("f", {})]),
     ("<tool_call></tool_call><function=f></function>", [UNREADABLE, ("f", {})]),
-    ("<tool_call><function=f><parameter=a>1", [("f", {"a": "1"})]),
     ("<tool_call><function=" + "<parameter=" * 50_000, [("<parameter=" * 50_000, {})]),
     ('{"name": "f", "parameters": {"a": 1}}', [F]),
     ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [F]),
@@ -230,8 +196,6 @@ FORMATS = [
     ('{"name": "f", "parameters": {"a": 1}}; and', []),
     ('{"name": "f", "parameters": {"a": 1}}; {"a": 1}', []),
     ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; and', [F, UNREADABLE]),
-    ("<|python_tag|>", []),
-    ("; ;", []),
     ('The call {"name": "f", "parameters": {"a": 1}} is a text.', []),
     ('{"name": "Bob", "age": 3}', []),
     ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 1}}]', [F, F]),
@@ -242,8 +206,6 @@ FORMATS = [
     ("[TOOL_CALLS]f[ARGS]{a}", [UNREADABLE]),
     ("[TOOL_CALLS][1", [UNREADABLE]),
     ("[TOOL_CALLS][1, []]", [UNREADABLE] * 2),
-    ("[]", []),
-    ("[1, 2]", []),
     ('["f", {"a": 1}]', []),
     ("[f(a=1)]", [F]),
     ("<|python_start|>[f(a=1)]<|python_end|>", [F]),
@@ -254,7 +216,6 @@ FORMATS = [
     ('[f(a=1), g(b="x)]", c=[-1, {"d": None}])]', [F, ("g", {"b": "x)]", "c": [-1, {"d": None}]})]),
     ("[f(a=__import__('os'))]", []),
     ("[f(**{'a': 1}), f(1)]", []),
-    ("[sin(x), cos(x)]", []),
     ("[f(a=1)] for you", []),
     ("[x for x in y]", []),
     ("[" * 10_000, []),
@@ -294,9 +255,8 @@ def test_tools(file):
     for kind in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):  # the model is told, the process stays
         assert answer("fail", kind=kind) == ("fail", f"error: {kind}:")
     assert answer("gone") == ("error: no tool 'gone'; there are: add, fail",)
-    assert env_class({}).step("<tool_call>gone</tool_call>") == [
-        {"role": "tool", "content": f"error: {UNREADABLE[1]}"}
-    ]
+    [message] = env_class({}).step("<tool_call>gone</tool_call>")
+    assert message == {"role": "tool", "content": f"error: {UNREADABLE[1]}"}
     assert env_class({}).step("done") is None
 
 
@@ -326,14 +286,8 @@ DEFAULTS = [None, "C", "1", 1, None, None, 0]
         (dict(names="a, b", sizes="null"), ["a, b", None]),
         (dict(names="[]", unit="null", mode="2", level="2"), [[], None, None, "2", 2]),
         (dict(names="[]", unit="[1]", mode="[1]"), [[], None, "[1]", "[1]"]),
-        (
-            dict(names="[]", maybe="[1, 2]", free="[1]", either="7"),
-            [[], None, "C", "1", 1, [1, 2], "[1]", "7"],
-        ),
-        (
-            dict(names="[]", flag="true", pair='["a", "b"]'),
-            [[], *[None, "C", "1", 1, None, None, 0], True, ["a", "b"]],
-        ),
+        (dict(names="[]", maybe="[1, 2]", free="[1]", either="7"), [[], *DEFAULTS[:4], [1, 2], "[1]", "7"]),
+        (dict(names="[]", flag="true", pair='["a", "b"]'), [[], *DEFAULTS, True, ["a", "b"]]),
         (dict(names="[]", flag="False"), [[], *DEFAULTS, False]),
     ],
 )
@@ -543,50 +497,26 @@ def answered(content, reward=None, **message):
     return {"messages": [message | {"content": content}], "reward": reward, "failure": None}
 
 
-@pytest.mark.parametrize(
-    ("name", "tool", "expected"),
-    [
-        ("LIST_plain", "twice", "6"),
-        ("LIST_twice", "twice", "6"),
-        ("LIST_wrapped", "twice", "6"),
-        ("LIST_late", "twice", '{"twice": 6}'),
-        ("LIST_client", "client", "6"),
-        ("LIST_fail", "twice", "error: ValueError: no"),
-        ("LIST_hang", "twice", failed("timeout")),
-        ("LIST_cancelled", "twice", "error: CancelledError:"),
-        ("method", "f", "6"),
-        ("Trl", "twice", "6"),
-    ],
-)
-def test_tools_may_be_async(async_file, pools, name, tool, expected):
-    """Awaited, with the time-out and the errors of ordinary ones; the second call is as the first."""
-    pool = pools(f"{async_file}:{name}", 1, 1 if expected == failed("timeout") else 60)
-    for _ in range(2):
-        call = json.dumps({"name": tool, "arguments": {"a": 3}})
-        [answer] = ask(pool, a=f"<tool_call>{call}</tool_call>").values()
-        if isinstance(expected, str):
-            reward = 2 if name == "Trl" else None
-            assert answer == answered(expected, reward, role="tool", name=tool)
-        else:
-            assert answer == expected
+ANSWERS = dict(fail="error: ValueError: no", cancelled="error: CancelledError:", late='{"twice": 6}')
 
 
 @pytest.mark.parametrize("tool", ("plain", "twice", "wrapped", "late", "client", "fail", "hang", "cancelled"))
-def test_an_async_step_may_ask_the_tools(async_file, pools, tool):
-    """ToolEnv's own step, as often as it likes, with tools of every kind."""
-    errors = dict(fail="error: ValueError: no", cancelled="error: CancelledError:")
-    expected = ({"late": '{"twice": 6}'} | errors).get(tool, "6")
-    failure = {"hang": failed("timeout")}.get(tool)
-    pool = pools(f"{async_file}:Mine", 1, 1 if tool == "hang" else 60)
-    call = json.dumps({"name": tool, "arguments": {"a": 3}})
+@pytest.mark.parametrize("alone", (True, False))
+def test_tools_may_be_async(async_file, pools, tool, alone):
+    """Awaited, with the time-out and the errors of ordinary ones, as often as they are called.
+
+    Alone, or by the step of ToolEnv that an async one asks.
+    """
+    pool = pools(f"{async_file}:{f'LIST_{tool}' if alone else 'Mine'}", 1, 1 if tool == "hang" else 60)
+    name = ("client" if tool == "client" else "twice") if alone else tool
+    message = dict(role="tool", name=name, content=ANSWERS.get(tool, "6"))
+    more = [] if alone else [dict(role="user", content="Go on.")]
+    call = json.dumps({"name": name, "arguments": {"a": 3}})
     for times in (1, 2):
         [answer] = ask(pool, a=f"<tool_call>{call}</tool_call>" * times).values()
-        if failure:
-            assert answer == failure
-        else:
-            said = [message["content"] for message in answer["messages"]]
-            assert said == [expected] * times + ["Go on."] and answer["failure"] is None
-    assert failure or ask(pool, a="done")["a"]["messages"] is None
+        said = dict(messages=[message] * times + more, reward=None, failure=None)
+        assert answer == (failed("timeout") if tool == "hang" else said)
+    assert tool == "hang" or ask(pool, a="done")["a"]["messages"] is None
 
 
 def test_methods_may_be_async(async_file, pools):
@@ -597,11 +527,13 @@ def test_methods_may_be_async(async_file, pools):
     assert answers["c"] == failed("error: ValueError: no")
     assert answers["d"] == {"messages": None, "reward": {"score": 1}, "failure": None}
     assert ask(pool, a="y")["a"] == answered("y", {"score": 2}, role="user")
-    for name, answer in (
-        ("Sync", answered("x", 7, role="user")),
-        ("AsyncInit", failed("error: TypeError: __init__() should return None, not 'coroutine'")),
+    for name, text, answer in (
+        ("Sync", "x", answered("x", 7, role="user")),
+        ("AsyncInit", "x", failed("error: TypeError: __init__() should return None, not 'coroutine'")),
+        ("method", "[f(a=3)]", answered("6", role="tool", name="f")),
+        ("Trl", "[twice(a=3)]", answered("6", 2, role="tool", name="twice")),
     ):
-        assert ask(pools(f"{async_file}:{name}", 1, 60), a="x") == {"a": answer}
+        assert ask(pools(f"{async_file}:{name}", 1, 60), a=text) == {"a": answer}
     [answer] = ask(pools(f"{async_file}:Yields", 1, 60), a="x").values()
     assert answer["failure"].startswith("error: TypeError: step returned <async_generator object")
 
@@ -651,10 +583,8 @@ def test_a_file_that_ends_python_is_refused(tmp_path, line):
 
 def test_no_torch_in_a_worker(file):
     """Schemas are made with transformers, in the process that shows them to the model and in no other."""
-    shipped = [
-        f"envs/{name}" for name in ("calculator.py:Calculator", "calculator.py:TOOLS", "guess.py:Guess")
-    ]
-    specs = f"{file}:Env", f"{file}:TOOLS", f"{file}:Counter", "benchmarks/lib/talk_env.py:Calls", *shipped
+    specs = f"{file}:Env", f"{file}:TOOLS", f"{file}:Counter", "benchmarks/lib/talk_env.py:Calls"
+    specs += "envs/calculator.py:Calculator", "envs/calculator.py:TOOLS", "envs/guess.py:Guess"
     code = f"import sys, envs; from envs.pool import *; from envs.tools import *; [*map(load_env, {specs})]"
     code += "; print([m for m in ('torch', 'transformers', 'vllm', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
@@ -671,17 +601,10 @@ def test_failures_end_their_trajectory_only(file, pools):
     assert failures["f"].startswith("error: KeyError: 'several\\nlines xxx") and len(failures["f"]) < 220
     assert failures["g"].startswith("error: RecursionError")
     assert answers["c"] == failed("crash")
-    assert answers["b"] == {
-        "messages": [{"role": "user", "content": "hello x one"}],
-        "reward": {"score": 3, "last": "one"},
-        "failure": None,
-    }
+    assert answers["b"] == answered("hello x one", {"score": 3, "last": "one"}, role="user")
     assert answers["h"]["messages"] == [{"role": "user", "content": "hello two"}]
-    assert ask(pool, b="finish")["b"] == {
-        "messages": None,
-        "reward": {"score": 4, "last": "finish"},
-        "failure": None,
-    }
+    end = ask(pool, b="finish")["b"]
+    assert end == dict(messages=None, reward={"score": 4, "last": "finish"}, failure=None)
     pool.step("broken", "", {"first": "broken"})
     assert pool.answers(wait=True) == [{"key": "broken", **failed("error: OSError: no such game")}]
     pool.step("key", "", {"first": threading.Lock()})
@@ -693,15 +616,13 @@ def test_failures_end_their_trajectory_only(file, pools):
 
 def test_answers_are_checked(file, pools):
     pool = pools(f"{file}:Env", 2, 60)
-    names = "no_list empty no_dict number assistant lock".split()
-    answers = ask(pool, **{name: name for name in names})
-    for name in names[:-1]:
-        assert answers[name]["failure"].startswith("error: TypeError: step returned "), answers[name]
-        assert "\n" not in answers[name]["failure"]
-    assert "pickle" in answers["lock"]["failure"]
-    answers = ask(pool, large="large", half="half")
+    answers = ask(pool, large="large", half="half", lock="lock")
     assert answers["large"]["messages"] == [{"role": "tool", "name": "n", "content": "x" * 2**20}]
-    assert answers["half"]["messages"][0]["content"] == "?!"
+    assert answers["half"]["messages"][0]["content"] == "?!" and "pickle" in answers["lock"]["failure"]
+    number, assistant = dict(role="tool", content=3), dict(role="assistant", content="I")
+    for wrong in ("text", [], ["text"], [number], [assistant], [dict(role="tool", content="", name=3)]):
+        with pytest.raises(TypeError, match="step returned "):
+            _checked(wrong)
 
 
 @pytest.mark.parametrize(
@@ -713,14 +634,6 @@ def test_answers_are_checked(file, pools):
         ("error", "error: string indices"),
         ({}, "error: 'messages'"),
         ({"messages": "text", "state": "", "reward": 0}, "error: step returned 'text'"),
-        (
-            {"messages": [{"role": "system", "content": "x"}], "state": "", "reward": 0},
-            "error: step returned",
-        ),
-        (
-            {"messages": [{"role": "tool", "content": ["x"]}], "state": "", "reward": 0},
-            "error: step returned",
-        ),
         ({"error": "stop"}, "error: stop"),
         ({"error": {"a": ["b\nc"]}}, "error: {'a': ['b\\nc']}"),
     ],
@@ -761,7 +674,7 @@ def test_many_trajectories_leave_nothing(file, pools):
     pool, chance = pools(f"{file}:Env", 4, 20), random.Random(0)
     ask(pool, **dict.fromkeys("abcdefgh", "x"))
     before = leaks()
-    texts = ["say"] * 80 + ["large"] + ["number", "fail", "finish"] * 6 + ["end"]
+    texts = ["say"] * 80 + ["large"] + ["deep", "fail", "finish"] * 6 + ["end"]
     turns, open_ = dict.fromkeys(range(300), 0), 0
     for key in turns:
         pool.step(key, chance.choice(texts), {"first": str(key)})
@@ -841,15 +754,9 @@ ROWS = [
     ("0**-1", "error: division by zero"),
     ("1.0%0", "error: division by zero"),
     ("1" * 201, "error: the expression is too long"),
-    ("-" * 200, "error: the expression is not arithmetic"),
-    ("(" * 200, "error: the expression is not arithmetic"),
-    ("__import__('os')", "error: the expression is not arithmetic"),
-    ("True+1", "error: the expression is not arithmetic"),
-    ("3j", "error: the expression is not arithmetic"),
-    ("x=3", "error: the expression is not arithmetic"),
-    ("[1][0]", "error: the expression is not arithmetic"),
-    ("", "error: the expression is not arithmetic"),
 ]
+NO_ARITHMETIC = "-" * 200, "(" * 200, "__import__('os')", "True+1", "3j", "x=3", "[1][0]", ""
+ROWS += [(text, "error: the expression is not arithmetic") for text in NO_ARITHMETIC]
 
 
 @pytest.mark.parametrize(("expression", "value"), ROWS)

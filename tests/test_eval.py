@@ -26,9 +26,7 @@ def first_word(data_source, solution_str, ground_truth, extra_info=None):
     [
         (1, 0, 1, 0),
         (1, 1, 1, 1),
-        (4, 1, 1, 1 / 4),
         (4, 2, 2, 5 / 6),  # 1 - C(2,2) / C(4,2)
-        (4, 1, 2, 1 / 2),  # 1 - C(3,2) / C(4,2)
         (5, 2, 3, 9 / 10),  # 1 - C(3,3) / C(5,3)
         (5, 3, 3, 1),  # only two are wrong
         (4, 0, 4, 0),
@@ -48,18 +46,11 @@ def test_pass_at_k_is_the_binomial_quotient(n, data):
 @pytest.mark.parametrize(
     ("answers", "right", "k", "expected"),
     [
-        ("aab", "a", 1, 2 / 3),
         ("aab", "a", 2, 2 / 3),  # aa 1, ab 1/2, ab 1/2
-        ("aab", "a", 3, 1),
         ("aab", "b", 2, 1 / 3),
-        ("abc", "a", 2, 1 / 3),  # ab 1/2, ac 1/2, bc 0
-        ("aabb", "a", 3, 1 / 2),  # aab aab abb abb
         ("aabb", "a", 4, 1 / 2),  # a tie
         ("aabc", "a", 3, 2 / 3),  # aab 1, aac 1, abc 1/3, abc 1/3
-        ("abcd", "x", 2, 0),
         ("a....", "a", 5, 1),  # . is no vote: four without an answer do not outvote the one
-        ("a....", "a", 2, 2 / 5),  # 4 of 10 pairs have it
-        ("a..b", "a", 4, 1 / 2),
         ("aa.b", "a", 2, 2 / 3),  # aa 1, a. 1, ab 1/2, .b 0
         ("...", "a", 2, 0),
         ("a" * 600 + "b" * 400, "a", 1000, 1),
@@ -86,9 +77,7 @@ def test_maj_at_k_is_the_mean_over_subsets(responses, data):
         votes = [answer for answer, _ in subset if answer is not None]
         most = max(map(votes.count, votes), default=0)
         best = [value for answer, value in subset if answer is not None and votes.count(answer) == most]
-        means.append(
-            sum(best) / max(len(best), 1)
-        )  # tied answers have as many responses: the mean splits evenly
+        means.append(sum(best) / max(len(best), 1))  # tied answers have as many: the mean splits evenly
     assert maj_at_k(*zip(*responses, strict=True), k) == pytest.approx(sum(means) / len(means), abs=1e-9)
 
 
@@ -146,16 +135,11 @@ def test_two_files_without_a_difference_may_differ():
 
 def write(path, *rows, **columns):
     """Rows of (data_source, ground truth, responses)."""
-    records = [
-        dict(
-            data_source=source,
-            prompt=[dict(role="user", content="?")],
-            reward_model=dict(style="rule", ground_truth=truth),
-            extra_info=dict(index=i),
-            responses=responses,
-        )
-        for i, (source, truth, responses) in enumerate(rows)
-    ]
+    records = []
+    for i, (source, truth, responses) in enumerate(rows):
+        row = dict(data_source=source, prompt=[dict(role="user", content="?")], extra_info=dict(index=i))
+        row |= dict(reward_model=dict(style="rule", ground_truth=truth), responses=responses)
+        records.append(row)
     table = pa.Table.from_pylist(records)
     for name, values in columns.items():
         table = table.append_column(name, pa.array(values))
@@ -174,22 +158,14 @@ def test_equal_answers_are_one_vote(tmp_path):
     """0.5, 1/2 and \\frac12 outvote 7 and 7, and responses without an answer outvote nobody."""
     said = ["\\boxed{0.5}", "\\boxed{1/2}", "\\boxed{\\frac12}", "\\boxed{7}", "\\boxed{7}"]
     one = write(tmp_path / "one.parquet", ("lighteval/MATH", "\\frac{1}{2}", said))
-    none = write(
-        tmp_path / "none.parquet", ("lighteval/MATH", "2", ["?", "", "I do not know", " ", "\\boxed{2}"])
-    )
-    never = write(tmp_path / "$\\frac$.parquet", ("lighteval/MATH", "2", ["?"] * 5))
-    command = "--data", one, none, never, "--output", tmp_path / "out"
-    run(ROOT / "algos/eval.py", *command)
+    said = ["?", "", "I do not know", " ", "\\boxed{2}"]
+    none = write(tmp_path / "none.parquet", ("lighteval/MATH", "2", said))
+    never = write(tmp_path / "$\\frac$.parquet", ("lighteval/MATH", "2", ["?"] * 5))  # names are no formulas
+    run(ROOT / "algos/eval.py", "--data", one, none, never, "--output", tmp_path / "out")
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert [results[str(path)]["all"]["maj@5"] for path in (one, none, never)] == [1, 1, 0]
     entry = results[str(never)]["all"]
     assert (entry["pass@5"], entry["pass@5_low"]) == (0, 0) and entry["pass@5_high"] > 0.7  # of one prompt
-
-
-def test_a_name_is_no_formula(tmp_path):
-    """The plot's titles are names of data sources, with any characters."""
-    data = write(tmp_path / "a.parquet", ("x$\\frac{$_{", "1", ["1", "2"]))
-    evaluate(tmp_path, data)
 
 
 def test_end_to_end(tmp_path):
@@ -275,10 +251,7 @@ def test_differences_are_paired(tmp_path, monkeypatch):
         (["--data", *["data.parquet"] * 27], "--data: 27 files, at most 26"),
         (["--data", "uneven.parquet"], "uneven.parquet: row 1: 1 responses, row 0 2"),
         (["--data", "empty.parquet"], "row 0: 'responses' is an empty list"),
-        (
-            ["--data", "data.parquet", "--response_key", "extra_info.index"],
-            "row 0: 'extra_info.index' must be a",
-        ),
+        (["--response_key", "extra_info.index"], "row 0: 'extra_info.index' must be a"),
         ([], "nobody/knows"),
     ],
 )
@@ -292,8 +265,7 @@ def test_bad_input_gives_one_line(tmp_path, arguments, message):
     arguments = [files.get(argument, argument) for argument in arguments]
     (tmp_path / "reward.py").write_text(REWARD)
     known = ["--reward_fn", f"{tmp_path}/reward.py:first_word"] if "--k" in arguments else []
-    done = run(
-        ROOT / "algos/eval.py", "--data", data, "--output", tmp_path / "out", *known, *arguments, check=False
-    )
+    command = ["--data", data, "--output", tmp_path / "out", *known, *arguments]
+    done = run(ROOT / "algos/eval.py", *command, check=False)
     assert done.returncode == 1 and not (tmp_path / "out/results.json").exists()
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr

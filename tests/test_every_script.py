@@ -121,7 +121,7 @@ def test_text_alone_does_not_train_encoders(script, mesh, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     (
-        (dict(train_batch_size=8), "mystery.*--reward_fn"),  # a row that no scorer is for
+        (dict(train_batch_size=8), "mystery.*openai/gsm8k.*--reward_fn"),  # a row that no scorer is for
         (dict(reward_fn=("none",), train_batch_size=9), "--train_batch_size 9 is more than the 8 prompts"),
         (dict(val_files=("nowhere.parquet",)), "nowhere.parquet"),
     ),

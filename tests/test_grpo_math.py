@@ -15,14 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedConfig
 
-import common.families
-import common.log_probs
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from algos.variants.cispo import cispo
 from algos.variants.dppo import dppo
 from algos.variants.gspo import gspo
 from algos.variants.sapo import sapo
-from tests import families
 from tests.conftest import ROOT
 
 DENSE = SimpleNamespace(lm=nn.Linear(1, 1))
@@ -80,106 +77,14 @@ def test_token_logps_of_a_lookup_table(packed, temperature, script):
                 assert entropy_nt[n, t].item() == pytest.approx(-(row.exp() * row).sum().item())
 
 
-class Head(nn.Module):
-    """A language model that is only an output layer: its ids are the rows of a matrix of hidden states."""
-
-    def __init__(self, hidden, weight, **config):
-        super().__init__()
-        self.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=hidden[None])
-        self.head = nn.Linear(*weight.shape, bias=False)
-        del self.head.weight
-        self.head.weight = weight  # no parameter: it may be one of autograd's leaves, or none
-        self.get_output_embeddings = lambda: self.head
-        self.config = PreTrainedConfig(**config)
-
-
-def of_head(script, hidden, weight, target, temperature=1.0, **config):
-    """Log-probs and, in scripts with a sampler, entropies of the targets at all positions."""
-    args = SimpleNamespace(**vars(ARGS) | dict(temperature=temperature))
-    policy = script.TokenLogps(Head(hidden, weight, **config))
-    return policy(torch.arange(len(hidden)), target, args, input_ids=None)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("temperature", (1.0, 0.7))
-@pytest.mark.parametrize("softcap", (None, 0.5))
-@pytest.mark.parametrize("scale", (1, 4))
-@every_copy(*WITH_LOGPS)
-def test_log_probs_are_those_of_the_models_logits(monkeypatch, temperature, dtype, softcap, scale, script):
-    """With temperature, soft cap and scale; entropies and all gradients too, by plain autograd."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(common.log_probs, "CHUNK", 2)
-    temperature = temperature if script in SAMPLED else 1.0
-    inputs = [torch.randn(n, 4, dtype=dtype, requires_grad=True) for n in (5, 7)]
-    target, a, b = torch.tensor([0, 6, 2, 2, 5]), torch.randn(5), torch.randn(5)
-    logits = inputs[0].float() @ inputs[1].float().t()
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    logp_lv = (logits / scale / temperature).log_softmax(-1)
-    plain = logp_lv[torch.arange(5), target], -(logp_lv.exp() * logp_lv).sum(-1)
-    plain = plain if script in SAMPLED else plain[:1]
-    config = dict(final_logit_softcapping=softcap, logits_scaling=scale)
-    chunked = of_head(script, *inputs, target, temperature, **config)
-    assert {x.dtype for x in chunked} == {torch.float32}
-    near = dict(rtol=1e-4, atol=2e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
-    torch.testing.assert_close(tuple(chunked), plain, **near)
-    has_bonus = hasattr(script.Args, "entropy_coeff")  # otherwise the entropy is a metric
-    weights = (a, b) if has_bonus else (a,)
-    losses = (sum((w * x).sum() for w, x in zip(weights, columns)) for columns in (chunked, plain))
-    ours, theirs = (torch.autograd.grad(loss, inputs) for loss in losses)
-    torch.testing.assert_close(ours, theirs, **near)
-
-
-@every_copy(*WITH_LOGPS)
-def test_a_frozen_output_layer_gets_no_gradient(script):
-    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)  # LoRA
-    logp, *_ = of_head(script, hidden, weight, torch.zeros(5, dtype=torch.long))
-    logp.sum().backward()
-    assert weight.grad is None and hidden.grad.abs().sum() > 0
-
-
-@every_copy(*WITH_LOGPS)
-def test_an_output_layer_with_a_bias_is_refused(script):
-    with pytest.raises(SystemExit, match="its output layer has a bias, which log-probs leave out"):
-        script.TokenLogps(families.build("phi"))
-
-
-def test_an_entropy_that_is_only_reported_has_no_backward_pass():
-    """The gradient of the log-probs is the same, whether that of the entropy is 0 or none."""
-    torch.manual_seed(0)
-    inputs = [torch.randn(n, 4, requires_grad=True) for n in (5, 7)]
-    found = []
-    for weight in (None, 0.0):
-        logp, entropy = of_head(grpo, *inputs, torch.tensor([0, 6, 2, 2, 5]), 0.7)
-        loss = logp.sum() if weight is None else logp.sum() + weight * entropy.sum()
-        found.append(torch.autograd.grad(loss, inputs))
-    assert (entropy > 0).all()
-    torch.testing.assert_close(*found)
-    args = grpo.Args(model="", train_files=(), output_dir="", clip_ratio_low=0.2, clip_ratio_high=0.2)
-    entropy_nt = torch.ones(1, 2, requires_grad=True)
-    batch = dict(mask_nt=torch.ones(1, 2).bool(), adv_nt=torch.ones(1, 2), rollout_logp_nt=torch.zeros(1, 2))
-    for coeff in (0.0, 0.1):
-        args = dataclasses.replace(args, entropy_coeff=coeff)
-        loss_nt, *_ = grpo.actor_loss(args, torch.zeros(1, 2), entropy_nt, batch)
-        assert loss_nt.requires_grad == (coeff > 0)
-
-
 def test_group_advantages():
-    score_n, group_n = (
-        f64(1, 5, 0, 0, 5, 1, 7),
-        torch.tensor([0, 1, 0, 0, 1, 0, 2]),
-    )  # interleaved; group 2 is alone
-    std = math.sqrt(1 / 3)  # unbiased, of 1 0 0 1
-    expected = [0.5 / (std + 1e-6), 0, -0.5 / (std + 1e-6), -0.5 / (std + 1e-6), 0, 0.5 / (std + 1e-6), 7]
+    """Groups are interleaved; group 2 is alone."""
+    score_n, group_n = f64(1, 5, 0, 0, 5, 1, 7), torch.tensor([0, 1, 0, 0, 1, 0, 2])
+    centred = np.array([0.5, 0, -0.5, -0.5, 0, 0.5, 7])
+    assert grpo.group_advantages(score_n, group_n, norm_by_std=False).tolist() == centred.tolist()
+    std = math.sqrt(1 / 3) + 1e-6  # unbiased, of 1 0 0 1
+    expected = [*(centred[:6] / std), 7]
     assert grpo.group_advantages(score_n, group_n).tolist() == pytest.approx(expected)
-    assert grpo.group_advantages(score_n, group_n, norm_by_std=False).tolist() == [
-        0.5,
-        0,
-        -0.5,
-        -0.5,
-        0,
-        0.5,
-        7,
-    ]
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.randoms())
@@ -194,20 +99,14 @@ def test_group_advantages_do_not_depend_on_order(scores, random):
 
 @every_copy(grpo, agent)
 def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
-    score_n, group_n, length_n = (
-        f64(1, 0, 0, 1, 3, 0),
-        torch.tensor([0, 0, 0, 1, 1, 1]),
-        torch.tensor([1, 2, 3, 4, 5, 6]),
-    )
-    args = SimpleNamespace(adv_estimator="rloo", group_size=3)
-    expected = [1 - 0, 0 - 0.5, 0 - 0.5, 1 - 1.5, 3 - 0.5, 0 - 2]  # score minus the mean of the two others
-    assert script.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
-    args.adv_estimator = "dr_grpo"
-    expected = [2 / 3, -1 / 3, -1 / 3, -1 / 3, 5 / 3, -4 / 3]
-    assert script.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
-    args.adv_estimator = "maxrl"  # means 1/3 and 4/3
-    expected = [2, -1, -1, -0.25, 1.25, -1]
-    assert script.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
+    score_n, group_n = f64(1, 0, 0, 1, 3, 0), torch.tensor([0, 0, 0, 1, 1, 1])
+    length_n, args = torch.tensor([1, 2, 3, 4, 5, 6]), SimpleNamespace(group_size=3)
+    for args.adv_estimator, expected in (
+        ("rloo", [1 - 0, 0 - 0.5, 0 - 0.5, 1 - 1.5, 3 - 0.5, 0 - 2]),  # minus the mean of the two others
+        ("dr_grpo", [2 / 3, -1 / 3, -1 / 3, -1 / 3, 5 / 3, -4 / 3]),
+        ("maxrl", [2, -1, -1, -0.25, 1.25, -1]),  # means 1/3 and 4/3
+    ):
+        assert script.advantages(args, score_n, group_n, length_n).tolist() == pytest.approx(expected)
     assert script.advantages(args, 0 * score_n, group_n, length_n).tolist() == [0] * 6
     with pytest.raises(SystemExit, match="maxrl is for scores from 0 to 1, and one is -1"):
         script.advantages(args, torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 0, 0]), torch.ones(3))
@@ -248,12 +147,8 @@ def test_policy_loss():
     assert clipped[0].tolist() == [False, False, True, True] and not lower.any()
     loss, clipped, lower = grpo.policy_loss(logp, old, -torch.ones(1, 4), None, low, high)
     assert loss[0].tolist() == pytest.approx([0.8, 1.0, 1.5, 3.0])
-    assert clipped[0].tolist() == [True, False, False, False] and lower[0].tolist() == [
-        False,
-        False,
-        False,
-        True,
-    ]
+    assert clipped[0].tolist() == [True, False, False, False]
+    assert lower[0].tolist() == [False, False, False, True]
 
 
 def test_gspo_loss():
@@ -316,11 +211,10 @@ def test_dppo_loss():
 
 
 @pytest.mark.parametrize("loss", ("clip", "gspo", "cispo", "sapo", "dppo"))
-@pytest.mark.parametrize("script", (grpo, agent))
+@every_copy(grpo, agent)
 def test_the_first_mini_batch_is_reinforce(script, loss):
     """Ratios are 1: -A grad log p, weighed as the loss aggregates."""
-    more = dict(env="") if script is agent else {}
-    args = script.Args(model="", train_files=(), output_dir="", policy_loss=loss, **more)
+    args = make_args(script, policy_loss=loss)
     args = script.Args(**script.with_defaults(vars(args), clip=script.policy_loss))
     logp_nt = torch.randn(3, 4).sub(3).requires_grad_()
     mask_nt = torch.arange(4) < torch.tensor([[4], [1], [3]])
@@ -343,29 +237,31 @@ def test_the_first_mini_batch_is_reinforce(script, loss):
 def test_the_whole_loss_of_a_token(script, flags, more):
     """Advantages 1 1 -1, ratios 0.5 2 0.5, clips 0.2 and 0.4, old over sampler 1.5, entropy 2 at 0.1."""
     flags |= dict(clip_ratio_low=0.2, clip_ratio_high=0.4)
-    flags |= dict(entropy_coeff=0.1) if hasattr(script.Args, "entropy_coeff") else {}
-    args = script.Args(model="", train_files=(), output_dir="", **flags)
+    has_bonus = script is not dapo
+    flags |= dict(entropy_coeff=0.1) if has_bonus else {}
+    args = make_args(script, **flags)
     logp_nt = torch.full((1, 3), -4.0)
     old_nt = logp_nt - torch.tensor([[0.5, 2, 0.5]]).log()
     batch = dict(mask_nt=torch.ones(1, 3).bool(), adv_nt=torch.tensor([[1.0, 1, -1]]), old_logp_nt=old_nt)
     batch |= dict(rollout_logp_nt=old_nt - math.log(1.5), ref_logp_nt=logp_nt - 1)
     batch |= dict(nll_weight_nt=torch.full((1, 3), 3.0))
-    loss_nt, *reported = script.actor_loss(args, logp_nt, torch.full((1, 3), 2.0), batch)
+    entropy_nt = torch.full((1, 3), 2.0, requires_grad=True)
+    loss_nt, *reported = script.actor_loss(args, logp_nt, entropy_nt, batch)
+    assert loss_nt.requires_grad == has_bonus  # without a bonus the entropy has no backward pass
     expected = [-0.5 * 1.5, -1.4 * 1.5, 0.8 * 1.5]
     torch.testing.assert_close(reported[-1]["ppo_kl"], old_nt - logp_nt)
     assert reported[0]["pg_loss"][0].tolist() == pytest.approx(expected)
     assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
 
 
-@pytest.mark.parametrize("script", (grpo, agent))
+@every_copy(grpo, agent)
 def test_what_is_not_said_is_as_in_the_paper(script, monkeypatch):
     seen = []
     monkeypatch.setattr(script, "open_run", lambda args, *_: seen.append(args) or script.fail("enough"))
 
     def settings(**said):
         with pytest.raises(SystemExit, match="enough"):
-            more = dict(env="") if script is agent else {}
-            script.main(script.Args(model="", train_files=(), output_dir="", **said | more))
+            script.main(make_args(script, **said))
         return seen[-1].clip_ratio_low, seen[-1].clip_ratio_high, seen[-1].loss_agg
 
     assert settings() == (0.2, 0.2, "token-mean")
@@ -410,7 +306,7 @@ def test_rollout_weights(level, cap, rejection, high, low, expected, script):
         assert weight_nt[1:].expand(2, 2)[OF_RESPONSES[1:]].tolist() == pytest.approx(expected[2:])
 
 
-@pytest.mark.parametrize("script", (grpo, dapo, ppo, agent, distill))
+@every_copy(*SAMPLED)
 def test_the_off_policy_mask(script):
     """Without what is good, near, or only looks far by what an environment wrote between the tokens."""
     args = SimpleNamespace(rollout_is=None, rollout_rs="off_policy", rollout_rs_threshold=(0.3,))
@@ -422,11 +318,7 @@ def test_the_off_policy_mask(script):
     weight_nt = script.rollout_weights(args, logp_nt, old_nt, sampler_nt, mask_nt, adv_nt)
     assert not weight_nt.requires_grad and weight_nt[:, 0].tolist() == [0, 1, 1, 1, 1]
     assert (weight_nt == weight_nt[:, :1]).all()
-    flags = (
-        vars(args) | dict(clip_ratio_low=0.2, clip_ratio_high=0.2) | (dict(env="") if script is agent else {})
-    )
-    flags |= dict(teacher=("",), kl="sampled") if script is distill else {}
-    args = script.Args(model="", train_files=(), output_dir="", **flags)
+    args = make_args(script, **vars(args), clip_ratio_low=0.2, clip_ratio_high=0.2)
     batch = dict(mask_nt=mask_nt, adv_nt=adv_nt, rollout_logp_nt=sampler_nt, nll_weight_nt=0 * adv_nt)
     batch["teacher_logp_nt"] = logp_nt.detach() + adv_nt
     loss_nt, *_, means = script.actor_loss(args, logp_nt, torch.zeros(5, 3), batch)
@@ -441,7 +333,7 @@ def test_weight_metrics(monkeypatch):
     The two are of an earlier step: DAPO weighs them, and leaves them out of the alarm.
     """
     monkeypatch.setattr(dapo, "all_reduce", lambda values, op=None: [*map(float, values)])
-    args = dapo.Args(model="", train_files=(), output_dir="", rollout_rs="token", rollout_rs_threshold=(3,))
+    args = make_args(dapo, rollout_rs="token", rollout_rs_threshold=(3,))
     theirs = np.array([math.log(2), 9, -math.log(4)], np.float32)
     row = dict(old_logp_t=torch.zeros(1), rollout_logp_t=np.zeros(1, np.float32), mask_t=np.ones(1, bool))
     odd = dict(old_logp_t=torch.zeros(3), rollout_logp_t=theirs, mask_t=np.array([True, False, True]))
@@ -498,10 +390,8 @@ def test_gradients_of_the_kl():
         errors = [((g - e).norm() / e.norm()).item() for g, e in zip(grads, exact, strict=True)]
         value = grpo.kl_estimate(p.log(), references[1].log(), kind)
         mean = (p * value).sum()
-        figures = [f"{x:.0%}" for x in errors] + [
-            f"{mean:.2f}",
-            f"{(p * (value - mean) ** 2).sum().sqrt():.2f}",
-        ]
+        deviation = (p * (value - mean) ** 2).sum().sqrt()
+        figures = [*(f"{x:.0%}" for x in errors), f"{mean:.2f}", f"{deviation:.2f}"]
         assert f"| `{kind}` | {' | '.join(figures)} |" in page
         if kind == "k3":  # that of KL(reference || policy)
             other = [gradient(lambda logp, logq: -(logq.exp() * logp).sum(), q) for q in references]
@@ -519,9 +409,8 @@ def test_gradients_of_the_kl():
 )
 def test_loss_weights(mode, expected):
     mask_nt = torch.arange(3) < torch.tensor([[1], [3], [0]])
-    assert grpo.loss_weights(mask_nt, mode, max_length=10).tolist() == [
-        pytest.approx(row) for row in expected
-    ]
+    found = grpo.loss_weights(mask_nt, mode, max_length=10)
+    torch.testing.assert_close(found, torch.tensor(expected))
 
 
 def test_learning_rate():
@@ -565,10 +454,8 @@ def test_every_rank_runs_as_many_micro_batches(script, monkeypatch):
 def test_the_sampler_must_hold_the_trainers_weights(script, monkeypatch):
     """Only what this step sampled and the policy wrote counts; with top_p only NaN and infinity do."""
     monkeypatch.setattr(script, "all_reduce", lambda values, op=None: [*map(float, values)])
-    args = make_args(script, compute_dtype="float32")
-    args = dataclasses.replace(
-        args, rollout_rs="token", rollout_rs_threshold=(2,)
-    )  # rejected or not: an alarm
+    rejects = dict(rollout_rs="token", rollout_rs_threshold=(2,))  # rejected or not: an alarm
+    args = make_args(script, compute_dtype="float32", **rejects)
     cut = dataclasses.replace(args, top_p=0.9)
 
     def rows(logp, older=False):
@@ -598,12 +485,9 @@ class TinyExperts(nn.Module):
 def test_a_mixture_of_experts_may_differ_more_in_bfloat16(monkeypatch, dtype, dense, limit):
     """A router rounds, too; the line says so. In float32 it has been seen to choose alike."""
     monkeypatch.setattr(grpo, "all_reduce", lambda values, op=None: [*map(float, values)])
-    args = grpo.Args(model="", train_files=(), output_dir="", compute_dtype=dtype)
+    args = make_args(grpo, compute_dtype=dtype)
     mixture = SimpleNamespace(lm=nn.Sequential(nn.Linear(1, 1), nn.Sequential(TinyExperts())))
-    for model, allowed, words in (
-        (DENSE, dense, "differently; log"),
-        (mixture, limit, "other experts; log"),
-    ):
+    for model, allowed, words in ((DENSE, dense, "differently; log"), (mixture, limit, "other experts; log")):
         row = dict(rollout_logp_t=np.zeros(1, np.float32), mask_t=np.ones(1, bool))
         grpo.check_sampler(model, [row | dict(old_logp_t=torch.tensor([0.99 * allowed]))], args, 1)
         with pytest.raises(SystemExit, match=f"{words}-probs differ by .* > {allowed:.3g}"):
@@ -613,8 +497,7 @@ def test_a_mixture_of_experts_may_differ_more_in_bfloat16(monkeypatch, dtype, de
 @every_copy(*SAMPLED)
 def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
     """Two ranks, two mini-batches of two prompts, three responses to each; 7 tokens share a sequence."""
-    args = make_args(script, ppo_mini_batch_size=2, group_size=3)
-    args = dataclasses.replace(args, max_tokens_per_microbatch=28)
+    args = make_args(script, ppo_mini_batch_size=2, group_size=3, max_tokens_per_microbatch=28)
     lengths = [1, 4, 2, 3, 1, 1, 2, 2, 4, 1, 3, 4]
     rows = [dict(number=i, group=i // 3, prompt_length=2 + i // 3) for i in range(12)]
     for row, length in zip(rows, lengths, strict=True):
@@ -698,7 +581,7 @@ def test_rows_of_the_sampler(monkeypatch):
         """-> (prompt, sample) and row of one rank of a sampler over `world` ranks, and all seeds."""
         monkeypatch.setattr(grpo.dist, "get_rank", lambda: rank)
         monkeypatch.setattr(grpo.dist, "get_world_size", lambda: world)
-        args, engine = grpo.Args(model="", train_files=(), output_dir="", tp_size=world), Sampler()
+        args, engine = make_args(grpo, tp_size=world), Sampler()
         rows = grpo.rollout(engine, args, prompts, step, 2)
         return {(row["index"], row["sample"]): row for row in rows}, engine.seeds
 
@@ -727,13 +610,16 @@ def test_rows_of_the_sampler(monkeypatch):
         sampled(1)
 
 
-def test_rows_are_sorted_by_prompt(monkeypatch):
-    """However they were spread over the ranks: a mini-batch is a slice of them."""
+def test_rows_are_sorted_by_prompt_and_a_failure_beats_no_wrong_answer(monkeypatch):
+    """However rows were spread over the ranks: a mini-batch is a slice of them."""
     monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
-    rows = [dict(group=g, sample=s, reward=dict(score=0.0)) for s in (1, 0) for g in (0, 2, 1)]
+    rows = [dict(group=g, sample=s, reward=dict(score=0.0)) for s in (2, 1, 0) for g in (0, 2, 1)]
+    rows[3]["reward"], rows[6]["reward"] = dict(score=-1.0), dict(score=0.0, failure="TimeoutError: no")
     manager = SimpleNamespace(score_responses=lambda rows, tokenizer: rows)
-    found = [(row["group"], row["sample"]) for row in grpo.score_rows(rows, manager, None)]
-    assert found == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    rows = grpo.score_rows(rows, manager, None)
+    found = [(row["group"], row["sample"], row["reward"]["score"]) for row in rows]
+    scores = {(0, 0): -1, (0, 1): -1}
+    assert found == [(g, s, scores.get((g, s), 0)) for g in range(3) for s in range(3)]
 
 
 @every_copy(*SAMPLED)
@@ -752,37 +638,6 @@ def test_a_rank_sees_the_rows_of_the_others(script, monkeypatch):
         script.check_sampler(DENSE, rows, args, 1)
 
 
-@every_copy(*SAMPLED)
-def test_columns_of_a_batch_without_rows(script):
-    assert script.collate([], "cpu")["adv_nt"].shape == (0, 1)
-
-
-def test_a_batch_without_rows_has_all_columns():
-    """A rank without a row runs a dummy, whose loss is a sum of nothing."""
-    args = grpo.Args(model="", train_files=(), output_dir="", use_kl_loss=True, rollout_rs="geometric")
-    args = dataclasses.replace(args, rollout_rs_threshold=(2,))
-    logp_nt = torch.zeros(1, 1, requires_grad=True)[:0]
-    for loss in ("clip", "gspo", "cispo", "sapo", "dppo"):
-        loss_nt, losses, means = grpo.actor_loss(
-            dataclasses.replace(args, policy_loss=loss), logp_nt, logp_nt, grpo.collate([], "cpu")
-        )
-        assert loss_nt.sum() == 0 and loss_nt.requires_grad and len(losses) + len(means) == 7
-
-
-def test_a_failed_reward_beats_no_wrong_answer_of_its_group(monkeypatch):
-    def scored(rows, tokenizer):
-        failed = dict(score=0.0, failure="TimeoutError: no result")
-        rewards = dict(score=1.0), dict(score=-1.0), failed
-        return [row | dict(reward=reward) for row, reward in zip(rows, rewards, strict=True)]
-
-    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(grpo.dist, "all_gather_object", lambda out, value: out.__setitem__(0, value))
-    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
-    rows = [dict(group=0, sample=i) for i in range(3)]
-    rows = grpo.score_rows(rows, SimpleNamespace(score_responses=scored), None)
-    assert [row["reward"]["score"] for row in rows] == [1, -1, -1]
-
-
 @pytest.mark.parametrize("estimator", ("grpo", "dr_grpo", "rloo", "maxrl", "gdpo"))
 @pytest.mark.parametrize("score", (0.0, 0.1, 0.7, 1 / 3, 1e6 + 0.1))
 def test_a_constant_group_has_exactly_no_advantage(estimator, score):
@@ -794,7 +649,7 @@ def test_a_constant_group_has_exactly_no_advantage(estimator, score):
     assert not adv_n[:3].any() and adv_n[3:].all()
 
 
-@pytest.mark.parametrize("script", (grpo, agent))
+@every_copy(grpo, agent)
 def test_a_row_is_constant_only_if_its_whole_loss_is(script):
     """With a KL loss or an entropy bonus a response without an advantage has a gradient all the same."""
     [expression] = re.findall(r'row\["constant"\] = (.+)', inspect.getsource(script.main))

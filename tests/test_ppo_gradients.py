@@ -3,11 +3,13 @@
 import pytest
 import torch
 from conftest import ROOT, run
-from test_grpo_gradients import distance
 from transformers import AutoModelForSequenceClassification
 from workers.ppo_reward_model import score, write_reward_model
+from workers.shared import distance, norm
 
 TEXTS = ["7", "1234", "", "a9", "no digit", "5 and a long end 3"]  # as in the worker
+MODELS = "actor", "critic"
+CUTS = [(budget, layout) for budget in (70, 200, 100_000) for layout in ("padded", "one_row", "mixed")]
 
 
 @pytest.fixture(scope="module")
@@ -26,34 +28,18 @@ def results(tiny, tmp_path_factory):
     return {ranks: torch.load(out / f"{ranks}.pt") for ranks in (1, 2)}
 
 
-@pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
+@pytest.mark.parametrize("model", (0, 1), ids=MODELS)
 @pytest.mark.parametrize("ranks", (1, 2))
-@pytest.mark.parametrize("budget", (70, 200, 100_000))
-@pytest.mark.parametrize("layout", ("padded", "one_row", "mixed"))
-def test_updates_equal_the_plain_losses(results, model, ranks, budget, layout):
-    assert distance(results[ranks][budget, layout][model], results[1]["naive"][model]) < 1e-5
-
-
-@pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
-def test_updates_with_replicas(results, model):
-    assert distance(results[2]["hsdp"][model], results[1]["naive"][model]) < 1e-5
-
-
-@pytest.mark.parametrize("model", (0, 1), ids=("adapters", "critic"))
-@pytest.mark.parametrize("ranks", (1, 2))
-def test_updates_with_adapters_of_the_actor_and_quantiles(results, model, ranks):
+def test_updates_equal_the_plain_losses(results, model, ranks):
+    """By budget and layout, with replicas, with adapters of the actor and quantiles, and clipped."""
+    found, whole = results[ranks], results[1]["naive"][model]
+    for cut in CUTS + ["hsdp"] * (ranks == 2):
+        assert distance(found[cut][model], whole) < 1e-5, cut
     expected = results[1]["naive_lora"][model]
-    assert len(expected) == (28, 21)[model]
-    assert distance(results[ranks]["lora"][model], expected) < 1e-5
-
-
-@pytest.mark.parametrize("model", (0, 1), ids=("actor", "critic"))
-@pytest.mark.parametrize("ranks", (1, 2))
-def test_the_optimizer_sees_a_clipped_gradient(results, model, ranks):
-    whole, clipped = results[1]["naive"][model], results[ranks]["clipped"][model]
-    norm = torch.stack([g.norm() for g in whole]).norm()
-    assert norm > 0.01 and results[ranks]["norms"][model] == pytest.approx(norm.item(), rel=1e-4)
-    assert distance(clipped, [g * (1e-3 / norm) for g in whole]) < 1e-3  # the bound is --grad_clip 1e-3
+    assert len(expected) == (28, 21)[model] and distance(found["lora"][model], expected) < 1e-5
+    assert norm(whole) > 0.01 and found["norms"][model] == pytest.approx(norm(whole), rel=1e-4)
+    bound = 1e-3 / norm(whole)  # --grad_clip 1e-3: what the optimizer sees
+    assert distance(found["clipped"][model], [g * bound for g in whole]) < 1e-3
 
 
 def test_scores_of_a_reward_model_with_its_own_tokens(results):

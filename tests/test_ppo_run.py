@@ -1,12 +1,8 @@
 """PPO from end to end, as a user runs it, with a critic that warms up, a KL in the reward, a reward model."""
 
-import math
-import shutil
-
 import pytest
 import torch
-from conftest import ROOT, documented, load_weights, metrics, rollouts, run
-from test_grpo_run import same
+from conftest import ROOT, changed, cut_back, healthy, load_weights, metrics, rollouts, run, same
 from workers.ppo_reward_model import score, write_reward_model
 
 PPO = ROOT / "algos/ppo.py"
@@ -31,8 +27,8 @@ def flags(tiny, arithmetic, tmp_path_factory):
     return lambda out, *more: [*words.split(), "--output_dir", out, *more]
 
 
-def weights(out, step, part="hf"):
-    return load_weights(out / f"checkpoints/step_{step:06d}/{part}")
+def at(out, step, part="hf"):
+    return out / f"checkpoints/step_{step:06d}/{part}"
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +40,19 @@ def straight(flags, tmp_path_factory):
 
 
 def test_it_learns_and_reports(straight):
-    steps = metrics(straight)
+    steps = healthy(straight)
     assert list(steps) == [0, *STEPS]
-    assert all(math.isfinite(value) for m in steps.values() for value in m.values())
     assert steps[9]["critic/score/mean"] > steps[3]["critic/score/mean"] + 0.035
     assert steps[9]["val-core/arithmetic/reward/mean@1"] > steps[0]["val-core/arithmetic/reward/mean@1"]
     assert steps[9]["critic/vf_loss"] < steps[1]["critic/vf_loss"]
-    before, after = weights(straight, 3, "critic"), weights(straight, 9, "critic")
-    assert "score.weight" in before and all(not torch.equal(before[name], after[name]) for name in before)
+    names = load_weights(at(straight, 3, "critic")).keys()
+    assert "score.weight" in names == changed(at(straight, 3, "critic"), at(straight, 9, "critic"))
 
 
 def test_warm_up_leaves_the_actor_bit_for_bit(straight, tiny):
-    initial, warm, after = load_weights(tiny), weights(straight, 3), weights(straight, 6)
-    assert all(torch.equal(value, warm[name]) for name, value in initial.items())
-    assert all(not torch.equal(value, after[name]) for name, value in initial.items())
-    for step in STEPS:  # the sampler works, and holds the trainer's weights
-        assert metrics(straight)[step]["training/rollout_probs_diff_max"] < 1e-4
+    assert not changed(tiny, at(straight, 3))
+    assert changed(tiny, at(straight, 6)) == load_weights(tiny).keys()
+    for step in STEPS:
         assert ("actor/pg_loss" in metrics(straight)[step]) == (step > 3)
 
 
@@ -108,30 +101,18 @@ def test_kl_in_the_reward(straight):
     assert steps[9]["actor/reward_kl_penalty"] > 0.01
 
 
-def test_every_metric_is_documented(straight):
-    assert not {name for m in metrics(straight).values() for name in m if not documented(name)}
-
-
 def test_resumed_equals_straight(straight, flags, tmp_path):
     """As after a kill behind step 6: the weight of the KL, both models and both optimizers go on."""
-    out = shutil.copytree(straight, tmp_path / "run", symlinks=True)
-    shutil.rmtree(out / "checkpoints/step_000009")
-    (out / "checkpoints/latest").unlink()
-    (out / "checkpoints/latest").symlink_to("step_000006")
+    out = cut_back(straight, tmp_path / "run", 6)
     run(PPO, *flags(out))
-    assert list(metrics(out)) == [0, *STEPS]
-    same(straight, out, STEPS, 0)
+    same(straight, out)
     for part in ("hf", "critic"):
-        resumed = weights(out, 9, part)
-        assert all(torch.equal(value, resumed[name]) for name, value in weights(straight, 9, part).items())
+        assert not changed(at(straight, 9, part), at(out, 9, part))
 
 
 def test_two_ranks_equal_one(straight, flags, tmp_path):
     """Nor does it matter whether a checkpoint is written in the warm-up."""
     run(PPO, *flags(tmp_path, "--total_steps", 4, "--save_freq", 0), ranks=2)
-    for step in (1, 2, 3, 4):
-        one, two = ([row["response_ids"] for row in rollouts(out, step)] for out in (straight, tmp_path))
-        assert one == two
     same(straight, tmp_path, [1, 2, 3, 4], 1e-4)
 
 
@@ -142,7 +123,6 @@ def test_adapters_of_the_actor(flags, tiny, tmp_path):
     first, second = (metrics(tmp_path)[step]["actor/reward_kl_penalty"] for step in (1, 2))
     assert first == 0 and second > 1e-6
     assert metrics(tmp_path)[2]["training/rollout_probs_diff_max"] < 1e-4
-    base, actor, critic = load_weights(tiny), weights(tmp_path, 2), weights(tmp_path, 2, "critic")
-    changed = {name for name in base if not torch.equal(base[name], actor[name])}
-    assert changed == {name for name in base if name.endswith("proj.weight")}
+    base, critic = load_weights(tiny), load_weights(at(tmp_path, 2, "critic"))
+    assert changed(tiny, at(tmp_path, 2)) == {name for name in base if name.endswith("proj.weight")}
     assert all(not torch.equal(base[name], x) for name, x in critic.items() if name in base)

@@ -5,7 +5,6 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,11 +151,8 @@ def test_pairs_by_hand():
 
 def test_conversations_with_an_environment(tmp_path):
     """The whole conversation is the row, and no answer stands alone."""
-    turns = [
-        dict(role="assistant", content="<<1+2>>"),
-        dict(role="tool", content="3", name="calculator"),
-        dict(role="assistant", content="3"),
-    ]
+    said = ("assistant", "<<1+2>>"), ("tool", "3"), ("assistant", "3")
+    turns = [dict(role=role, content=content) for role, content in said]
     episodes = [json.dumps(dict(messages=turns, turns=2))] * 2
     row = row_of(["3", "3"], [dict(score=1.0), dict(score=0.0)], episodes=episodes)
     rows, pairs = build(tmp_path, write([row], tmp_path / "agent.parquet"))
@@ -166,9 +162,8 @@ def test_conversations_with_an_environment(tmp_path):
 
 def test_thoughts_of_conversations(tmp_path):
     """Each turn has the mark that its prompt opened; one that leaves its thought open spoils the row."""
-    say = lambda *texts: dict(
-        messages=[dict(role=x, content=y) for x, y in zip(("assistant", "tool") * 2, texts)]
-    )
+    turns = lambda *texts: [dict(role=x, content=y) for x, y in zip(("assistant", "tool") * 2, texts)]
+    say = lambda *texts: dict(messages=turns(*texts))
     talks = say("a</think><<1+2>>", "3", "b</think>3"), say("<think>a<<1+2>>", "3", "b</think>3")
     row = row_of(["3", "3"], [dict(score=1.0)] * 2, episodes=[*map(json.dumps, talks)])
     rows, _ = build(tmp_path, write([row], tmp_path / "agent.parquet"))
@@ -197,11 +192,6 @@ def test_bad_input(scored, tmp_path):
             build(tmp_path, write(rows, tmp_path / "bad.parquet"))
     with pytest.raises(ValueError, match="--max_pairs is 0; it must be at least 1"):
         build(tmp_path, scored, max_pairs=0)
-
-
-def test_command(scored, tmp_path):
-    done = run(ROOT / "data_prep/rejection.py", scored, "--local_save_dir", tmp_path, "--keep", "first")
-    assert "sft.parquet: 3 rows from 3 of 4 prompts (75.0%)" in done.stdout
 
 
 def test_thoughts_of_responses(tmp_path, capsys):

@@ -30,6 +30,9 @@ VAL = "val-core/a/acc/mean@1"
 KL, REWARD_KL, VARIANCE = "actor/kl_loss", "actor/reward_kl_penalty", "critic/vf_explained_var"
 NORM, CRITIC, TEACHER = "actor/grad_norm", "critic/grad_norm", "actor/teacher_kl"
 RM, DPO = {"rewards/margins": 0.5}, {"rewards/accuracies": [0, *[0.7] * 29]}
+HIGH, LOW = "critic/advantages/max", "critic/advantages/min"
+TALKS = {"response_length/mean": 4}
+GROUPS = ONE | dict(group_size=16)
 NO, OK, WARNING, WRONG = "not applicable", "ok", "warning", "wrong"
 
 
@@ -48,6 +51,7 @@ def line(first, last, steps=60):
     return [first + (last - first) * i / (steps - 1) for i in range(steps)]
 
 
+FALLS = SCORES | {"critic/score/mean": line(0.4, 0.3)}
 CASES = [
     # ---- check, metrics, arguments, verdict, step to read
     ("not-finite", {"train/loss": [1, 2]}, {}, OK, None),
@@ -74,31 +78,19 @@ CASES = [
     ("on-policy", {"actor/pg_clipfrac": [0, 0, 0.01]}, ONE, WRONG, 3),
     ("on-policy", {"actor/pg_clipfrac": 0.1}, ONE | dict(ppo_epochs=2), NO, None),
     ("on-policy", {"actor/pg_clipfrac": 0.1}, {}, NO, None),
-    ("no-signal", SCORES | {"critic/advantages/max": 2, "critic/advantages/min": -2}, {}, OK, None),
-    (
-        "no-signal",
-        SCORES | {"critic/advantages/max": [0, 0, *[2] * 8], "critic/advantages/min": [0, 0, *[-2] * 8]},
-        {},
-        WARNING,
-        1,
-    ),
-    ("no-signal", SCORES | {"critic/advantages/max": 0, "critic/advantages/min": 0}, {}, WRONG, 1),
-    (
-        "no-signal",
-        SCORES | {"critic/score/max": 0, "critic/advantages/max": 1, "critic/advantages/min": -1},
-        {},
-        WRONG,
-        1,
-    ),
+    ("no-signal", SCORES | {HIGH: 2, LOW: -2}, {}, OK, None),
+    ("no-signal", SCORES | {HIGH: [0, 0, *[2] * 8], LOW: [0, 0, *[-2] * 8]}, {}, WARNING, 1),
+    ("no-signal", SCORES | {HIGH: 0, LOW: 0}, {}, WRONG, 1),
+    ("no-signal", SCORES | {"critic/score/max": 0, HIGH: 1, LOW: -1}, {}, WRONG, 1),
     ("clipped-responses", {"response_length/clip_ratio": line(0.9, 0)}, {}, OK, 60),
     ("clipped-responses", {"response_length/clip_ratio": 0.11}, {}, WARNING, 10),
     ("clipped-responses", {"response_length/clip_ratio": 0.51}, {}, WRONG, 10),
     ("failures", {"reward/errors": 0, "reward/timeouts": 0, "env/errors": 0}, {}, OK, 1),
     ("failures", {"reward/errors": [0, 1], "reward/timeouts": 0}, {}, WARNING, 2),
     ("failures", {"reward/errors": 0, "env/crashes": [0, 1]}, {}, WARNING, 2),
-    ("failures", {"reward/crashes": [0, 2, 3]}, ONE | dict(group_size=16), WARNING, 3),
-    ("failures", {"reward/crashes": [0, 6, 3]}, ONE | dict(group_size=16), WRONG, 2),
-    ("failures", {"reward/crashes": [0, 1], "env/timeouts": [0, 5]}, ONE | dict(group_size=16), WRONG, 2),
+    ("failures", {"reward/crashes": [0, 2, 3]}, GROUPS, WARNING, 3),
+    ("failures", {"reward/crashes": [0, 6, 3]}, GROUPS, WRONG, 2),
+    ("failures", {"reward/crashes": [0, 1], "env/timeouts": [0, 5]}, GROUPS, WRONG, 2),
     ("score-collapse", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, OK, 55),
     ("score-collapse", SCORES | {"critic/score/mean": line(0.8, 0.5)}, {}, WARNING, 1),
     ("score-collapse", SCORES | {"critic/score/mean": [0.23, 0.2, 0.2, 0.1, 0.06, 0.06]}, {}, WRONG, 1),
@@ -113,26 +105,14 @@ CASES = [
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.2)}, {}, WRONG, 60),
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.25), VAL: line(0.3, 0.2)}, {}, OK, 60),
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, NO, None),
-    ("entropy-collapse", {"actor/entropy": line(0.6, 0.2), "response_length/mean": 4}, {}, OK, 60),
-    ("entropy-collapse", {"actor/entropy": line(0.6, 0.05), "response_length/mean": 4}, {}, WARNING, 60),
+    ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.2)}, {}, OK, 60),
+    ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.05)}, {}, WARNING, 60),
     ("entropy-collapse", {"actor/entropy": line(0.6, 0), "response_length/mean": 3}, {}, WRONG, 60),
     ("entropy-collapse", {"actor/entropy": line(0.6, 0.005), "response_length/mean": 400}, {}, OK, 60),
-    (
-        "entropy-collapse",
-        SCORES | {"actor/entropy": line(0.6, 0), "response_length/mean": 4, "critic/score/mean": 0.95},
-        {},
-        NO,
-        None,
-    ),
+    ("entropy-collapse", TALKS | RIGHT | {"actor/entropy": line(0.6, 0)}, {}, NO, None),  # solved
     ("entropy-explosion", {"actor/entropy": line(0.5, 1.2)}, {}, OK, 60),
     ("entropy-explosion", {"actor/entropy": line(0.5, 1.8)}, {}, WARNING, 60),
-    (
-        "entropy-explosion",
-        SCORES | {"actor/entropy": line(0.5, 1.2), "critic/score/mean": line(0.4, 0.3)},
-        {},
-        WRONG,
-        60,
-    ),
+    ("entropy-explosion", FALLS | {"actor/entropy": line(0.5, 1.2)}, {}, WRONG, 60),
     ("entropy-explosion", EQUAL | {"actor/entropy": line(0.5, 1.2)}, {}, OK, 60),
     ("gradient-spikes", {"actor/grad_norm": [1, 2, 1, 9, 1, 2, 1]}, {}, OK, 4),
     ("gradient-spikes", {"actor/grad_norm": [1, 2, 1, 11, 1, 2, 1]}, {}, WARNING, 4),
@@ -154,13 +134,8 @@ CASES = [
     ("stays-zero", {NORM: [0, 0, 1e-9]}, {}, OK, None),
     ("stays-zero", {NORM: [0, 0, 0]}, {}, WRONG, 3),
     ("stays-zero", {"train/grad_norm": [0, 0, 0, 0]}, {}, WRONG, 4),
-    (
-        "stays-zero",
-        {NORM: 1, "actor/ppo_kl": [0, 0, 0]},
-        ONE | dict(ppo_epochs=2),
-        WRONG,
-        3,
-    ),  # no step is taken
+    # no step is taken
+    ("stays-zero", {NORM: 1, "actor/ppo_kl": [0, 0, 0]}, ONE | dict(ppo_epochs=2), WRONG, 3),
     ("stays-zero", {NORM: 1, "actor/ppo_kl": [0, 0, -1e-9]}, ONE | dict(ppo_epochs=2), OK, None),
     ("stays-zero", {NORM: 1, "actor/ppo_kl": [0, 0, 0]}, ONE, OK, None),
     # ---- PPO's actor: it rests in all steps; it is not its turn yet; it learns
@@ -261,22 +236,17 @@ def test_checks_do_without_data(tmp_path, table):
 
 RL = dict.fromkeys(("reward/errors", "actor/skipped_updates", "response_length/clip_ratio"), 0)
 RL |= SCORES | {"actor/lr": 1e-6, "response_length/mean": 50, "actor/entropy": 0.5, NORM: 1}
-RL |= {"critic/score/mean": line(0.2, 0.6), "critic/advantages/max": 1, "critic/advantages/min": -1}
+RL |= {"critic/score/mean": line(0.2, 0.6), HIGH: 1, LOW: -1}
 TRAIN = {"train/lr": 1e-5, "train/skipped_updates": 0, "train/grad_norm": 1}
 PAIRS = TRAIN | {"train/loss": line(0.69, 0.4), "rewards/margins": [0, *line(0.1, 2, 59)]}
+WARM = [None, None, *[1] * 58]
 RUNS = [  # script, its arguments, a sound run, what is sick in another, the check that says so
     ("sft", {}, TRAIN | {"train/loss": line(4, 2)}, {"train/loss": line(1, 9)}, "training-loss"),
     ("rm", {}, PAIRS | {"train/accuracy": line(0.5, 0.8)}, {"train/accuracy": 0.5}, "pairs"),
     ("dpo", {}, PAIRS | {"rewards/accuracies": 0.7}, {"rewards/accuracies": line(0.7, 0)}, "pairs"),
     ("dpo", {}, PAIRS | {"rewards/accuracies": 0.6}, {"rewards/margins": [0, *line(-1, -2, 59)]}, "pairs"),
     ("distill", {}, RL | {TEACHER: line(3, 0.1), KL: line(3, 0.1)}, {TEACHER: line(0.1, 3)}, "training-loss"),
-    (
-        "ppo",
-        dict(critic_warmup=2),
-        RL | {CRITIC: 1, NORM: [None, None, *[1] * 58]},
-        {NORM: None},
-        "stays-zero",
-    ),
+    ("ppo", dict(critic_warmup=2), RL | {CRITIC: 1, NORM: WARM}, {NORM: None}, "stays-zero"),
     ("grpo", dict(ppo_epochs=2), RL | {"actor/ppo_kl": 1e-4}, {"actor/ppo_kl": 0}, "stays-zero"),
     ("dapo", {}, RL | {"dapo/dropped_all_right": 0.1}, {"critic/score/mean": 0.99}, "score-rises"),
     ("agent", {}, RL | {"env/errors": 0, "env/crashes": 0}, {"env/errors": 9}, "failures"),
@@ -290,10 +260,6 @@ def test_a_sound_and_a_sick_run_of_each_script(tmp_path, script, args, sound, si
         run = Run(make_run(tmp_path / str(len(found)), rows(metrics, 60), args), script)
         found.append({name for name, verdict in run.verdicts.items() if verdict.word in (WRONG, WARNING)})
     assert found == [set(), {check}]
-
-
-def test_a_sound_run_raises_nothing():
-    assert {verdict.word for verdict in Run(SAMPLE, "sample").verdicts.values()} == {OK, NO}
 
 
 def test_checks_and_docs_agree():
@@ -355,9 +321,8 @@ def parse(path):
     assert [x for x in page.fetched if not x.startswith("#")] == []
     assert list(page.scripts) == ["data", "plotly", "code"]
     # nothing fetches by CSS or script either, and the page itself forbids it
-    assert not re.search(
-        r"url\(|@import|fetch\(|XMLHttp|import\(|https?://(?!www\.w3\.org)", page.scripts["code"]
-    )
+    fetches = r"url\(|@import|fetch\(|XMLHttp|import\(|https?://(?!www\.w3\.org)"
+    assert not re.search(fetches, page.scripts["code"])
     assert any("default-src 'none'" in a.get("content", "") for _, a in page.tags)
     page.data = json.loads(page.scripts["data"])
     page.charts = {a["data-metric"]: json.loads(a["data-lines"]) for _, a in page.tags if "data-lines" in a}
@@ -400,7 +365,7 @@ def test_a_kl_is_judged_by_the_token(tmp_path, mode, nats, word):
 
 
 def test_a_failed_reward_is_named(tmp_path):
-    path = make_run(tmp_path / "run", rows({"reward/errors": [0, 1]}), ONE | dict(group_size=16))
+    path = make_run(tmp_path / "run", rows({"reward/errors": [0, 1]}), GROUPS)
     warning = "the reward failed for 1 of 8 responses, one with KeyError: 'a'"
     (path / "log.txt").write_text(f"2 steps\nwarning: {warning}; more\n")
     verdict = Run(path, "run").verdicts["failures"]
@@ -453,13 +418,7 @@ def test_seeds_are_a_band_and_other_arguments_another_curve(tmp_path):
 
 
 def test_time_is_not_counted_twice(tmp_path):
-    times = {
-        "step": 10,
-        "gen": 4,
-        "update_actor": 5,
-        "save_checkpoint": [None, None, 3],
-        "testing": [None, 1, None],
-    }
+    times = dict(step=10, gen=4, update_actor=5, save_checkpoint=[None, None, 3], testing=[None, 1, None])
     table = rows({f"timing_s/{name}": value for name, value in times.items()})
     [time] = report(tmp_path, make_run(tmp_path / "run", table)).times
     assert dict(time["parts"]) == {
@@ -497,9 +456,8 @@ NASTY = "</script><script>document.body.remove()</script><!-- \0 \u202e \ud800 \
 
 
 def test_untrusted_text_stays_text(tmp_path):
-    path = make_run(
-        tmp_path / "run<b>", rows({f"val-core/{NASTY}/acc/mean@1": [1, 2]}), dict(model=NASTY, x=1)
-    )
+    table = rows({f"val-core/{NASTY}/acc/mean@1": [1, 2]})
+    path = make_run(tmp_path / "run<b>", table, dict(model=NASTY, x=1))
     (path / "rollouts").mkdir()
     row = dict(data_source=NASTY, prompt_str=NASTY, solution_str=NASTY + "x" * 50_000, score=1e999, index=3)
     rest = [
@@ -517,19 +475,16 @@ def test_untrusted_text_stays_text(tmp_path):
     text = first["rows"][0]["text"]
     assert text.startswith(clean) and "characters left out" in text and len(text) < 21_000
     assert first["rows"][0]["score"] is None and first["rows"][1]["advantages"] == [0.5, -1]
-    assert (
-        json.loads(first["rows"][1]["more"]["pred"]) == {clean: clean} and second["rows"][0]["score"] is None
-    )
+    assert json.loads(first["rows"][1]["more"]["pred"]) == {clean: clean}
+    assert second["rows"][0]["score"] is None
 
 
 def test_rollouts_are_bounded_and_whole_groups(tmp_path):
     path = make_run(tmp_path / "run", rows({"critic/score/mean": 0.5}))
     (path / "rollouts").mkdir()
     for step in range(1, 41):
-        dump = [
-            dict(index=i // 8, sample=i % 8, solution_str="word " * 200, score=i % 2, data_source="a")
-            for i in range(160)
-        ]
+        said = dict(solution_str="word " * 200, data_source="a")
+        dump = [said | dict(index=i // 8, sample=i % 8, score=i % 2) for i in range(160)]
         text = "".join(json.dumps(row) + "\n" for row in dump)
         (path / f"rollouts/step_{step:06d}.jsonl").write_text(text)
     page = report(tmp_path, path)
@@ -607,13 +562,8 @@ def test_browser_draws_every_chart_and_lists_rollouts(tmp_path):
     page, flags = report(tmp_path, path, SAMPLE), "--headless --disable-gpu --disable-quic --no-first-run"
     flags += " --disable-background-networking --disable-component-update --disable-sync --disable-extensions"
     flags += " --virtual-time-budget=60000 --dump-dom" + " --no-sandbox" * (os.geteuid() == 0)
-    command = [
-        CHROMIUM,
-        *flags.split(),
-        f"--user-data-dir={tmp_path}/profile",
-        f"file://{tmp_path}/report.html",
-    ]
-    done = subprocess.run(command, capture_output=True)
+    flags += f" --user-data-dir={tmp_path}/profile file://{tmp_path}/report.html"
+    done = subprocess.run([CHROMIUM, *flags.split()], capture_output=True)
     dom = Page(done.stdout.decode(errors="replace"))
     root = dict(dom.tags)["html"]
     assert "data-errors" not in root and int(root["data-charts"]) == len(page.charts) + len(page.times)

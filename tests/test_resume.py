@@ -31,11 +31,7 @@ def changed(args, name):
     if name in OTHER:
         return replace(args, **{name: OTHER[name]})
     kinds = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value / 2 + 0.1}
-    kinds |= {
-        tuple: lambda: (*value, *value[:1]) if value else (1.0,),
-        str: lambda: f"{value}x",
-        type(None): lambda: 1,
-    }
+    kinds |= {tuple: lambda: (*value, *value[:1]) or (1.0,), str: lambda: f"{value}x", type(None): lambda: 1}
     return replace(args, **{name: kinds[type(value)]()})
 
 
@@ -45,17 +41,13 @@ PAGE = ROOT / "docs/guides/resume.md"
 def table():
     """Rows of the page: the flags of grpo.py by what a resume says to a change."""
     names = [field.name for field in fields(grpo.Args)]
+    free = [name for name in names if name in run.MAY_CHANGE]
     kinds = {
-        "must agree; the line names the flag, its value there and now": lambda name: (
-            name not in run.MAY_CHANGE
-        ),
-        "may change": lambda name: name in run.MAY_CHANGE and name not in (*run.MODELS, *run.FILES),
-        "may move; the content must agree": lambda name: name in run.MODELS,
+        "must agree; the line names the flag, its value there and now": [x for x in names if x not in free],
+        "may change": [name for name in free if name not in (*run.MODELS, *run.FILES)],
+        "may move; the content must agree": [name for name in names if name in run.MODELS],
     }
-    return [
-        f"| {', '.join(f'`--{name}`' for name in filter(test, names))} | {what} |"
-        for what, test in kinds.items()
-    ]
+    return [f"| {', '.join(f'`--{name}`' for name in some)} | {what} |" for what, some in kinds.items()]
 
 
 def test_the_page_has_the_table():
@@ -73,13 +65,9 @@ def begun(tmp_path, monkeypatch):
     (model / "tokenizer.json").write_text("{}")
     for name in ("rows.parquet", "reward.py", "template.jinja"):
         (tmp_path / name).write_text(name)
-    args = grpo.Args(
-        model=str(model),
-        train_files=(str(tmp_path / "rows.parquet"),),
-        reward_fn=(f"{tmp_path}/reward.py:score",),
-        chat_template=str(tmp_path / "template.jinja"),
-        output_dir=str(tmp_path / "run"),
-    )
+    files = dict(train_files=(f"{tmp_path}/rows.parquet",), chat_template=f"{tmp_path}/template.jinja")
+    files |= dict(reward_fn=(f"{tmp_path}/reward.py:score",), output_dir=f"{tmp_path}/run")
+    args = grpo.Args(model=str(model), **files)
     step.mkdir(parents=True)
     forget()
     assert run.open_run(args) is None
@@ -103,9 +91,8 @@ def test_what_changes_and_what_a_resume_says(begun, name, monkeypatch):
     if name in MAY - {"output_dir", "resume", "tracker"}:
         assert run.open_run(args).name == "step_000001"
     elif name not in MAY | {"model"}:
-        with pytest.raises(
-            SystemExit, match=rf"holds a run with other arguments .*--{name} .* there, .* now"
-        ):
+        line = rf"holds a run with other arguments .*--{name} .* there, .* now"
+        with pytest.raises(SystemExit, match=line):
             run.open_run(args)
 
 
@@ -126,14 +113,11 @@ def test_the_content_of_files_counts(begun, tmp_path, file, says):
     old = path.read_bytes() if path.exists() else b""
     path.write_bytes(b"\1" + old[1:])
     forget()
-    line = (
-        f"^error: {says}has another content than when .*latest was written: put it back, or begin in another"
-    )
+    line = f"^error: {says}has another content than when .*latest was written: put it back, or begin in an"
     with pytest.raises(SystemExit, match=line):
         run.open_run(begun)
-    other = replace(
-        begun, output_dir=str(tmp_path / "other"), resume=f"{begun.output_dir}/checkpoints/latest"
-    )
+    latest = f"{begun.output_dir}/checkpoints/latest"
+    other = replace(begun, output_dir=str(tmp_path / "other"), resume=latest)
     if says in ("--train_files .*", "--reward_fn .*"):
         assert run.open_run(other).name == "step_000001"
     else:
@@ -142,9 +126,8 @@ def test_the_content_of_files_counts(begun, tmp_path, file, says):
 
 
 def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
-    other = replace(
-        begun, output_dir=str(tmp_path / "other"), resume=f"{begun.output_dir}/checkpoints/latest"
-    )
+    latest = f"{begun.output_dir}/checkpoints/latest"
+    other = replace(begun, output_dir=str(tmp_path / "other"), resume=latest)
     assert run.open_run(replace(other, total_steps=9, train_files=("x",), seed=7)).name == "step_000001"
     with pytest.raises(SystemExit, match=r"is of a run with other arguments .*--lora_alpha .* there, 33 now"):
         run.open_run(replace(other, lora_alpha=33))
@@ -186,20 +169,16 @@ def test_whatever_ends_a_run_saves_first(tiny, arithmetic, tmp_path):
     done = launch(*worker, "straight", "before", "stops", "during", "full", ranks=2)
     found = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("END")]
     again = "ended", "ended"
-    assert [(name, literal_eval(how)) for name, how in found] == [
-        ("straight", [*again]),
-        ("before", ["before the update"] * 2),
-        ("before", [*again]),
-        ("stops", ["error: all ranks stop", 1]),
-        ("stops", [*again]),
-        ("during", ["during the update"] * 2),
-        ("during", [*again]),
-        ("full", ["error: all ranks stop", 1]),
-        ("full", [*again]),
-    ]
+    firsts = dict(before=["before the update"] * 2, stops=["error: all ranks stop", 1])
+    firsts |= dict(during=["during the update"] * 2, full=["error: all ranks stop", 1])
+    expected = [("straight", [*again])]
+    for name, first in firsts.items():
+        expected += [(name, first), (name, [*again])]
+    assert [(name, literal_eval(how)) for name, how in found] == expected
     straight = load_weights(tmp_path / "straight/checkpoints/latest/hf")
     for name, first in dict(before=3, stops=3, during=1, full=1).items():  # the step that was done again
-        assert metrics(tmp_path / name).keys() == {1, 2, 3, 4}
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert metrics(tmp_path / name).keys() == {1, 2, 3, 4} and len(lines) == 4
         steps = sorted(path.name for path in (tmp_path / name / "checkpoints").glob("step_*"))
         assert steps == ["step_000002"] * (first == 3) + ["step_000004"]
         weights = load_weights(tmp_path / name / "checkpoints/latest/hf")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import ROOT, run
 from transformers import AutoModelForSequenceClassification
+from workers.shared import norm
 
 WORKER = ROOT / "tests/workers/rm_gradients.py"
 
@@ -26,7 +27,6 @@ def reference(classifier, tmp_path_factory):
 
 
 def check(results, reference):
-    norm = lambda grads: torch.cat([g.flatten() for g in grads]).norm().item()
     assert len(results) == 2 * (2 * 2 + 1)
     for (lora_rank, *layout), (found, grads) in results.items():
         loss, expected = reference[lora_rank, "naive"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import ROOT, run
+from workers.shared import norm
 
 WORKER = ROOT / "tests/workers/sft_gradients.py"
 
@@ -16,7 +17,6 @@ def reference(tiny, tmp_path_factory):
 
 
 def check(results, reference):
-    norm = lambda grads: torch.cat([g.flatten() for g in grads]).norm().item()
     # AdaLoRA: every rank keeps the same ranks of the adapters, and as many as it should
     kept, number = results.pop("kept")
     [[expected], _] = reference["kept"]

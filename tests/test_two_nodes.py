@@ -1,13 +1,12 @@
 """Two agents of torchrun on this machine, a rank each, find each other and compute what one with two does."""
 
-import os
 import socket
 import subprocess
 import sys
 
 import psutil
 import pytest
-from conftest import ROOT, metrics, python, run
+from conftest import ROOT, environment, metrics, python, run
 
 FILES = "--train_files {0}/train.parquet --total_steps 1 --save_freq 0 --test_freq 0 --train_batch_size 8"
 RL = " --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
@@ -20,20 +19,10 @@ def two_nodes(*command):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     agent = [*python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    agent += [
-        "--rdzv_backend=c10d",
-        f"--rdzv_endpoint=127.0.0.1:{port}",
-        "--rdzv_id=two",
-        "--local_addr=127.0.0.1",
-    ]
-    env = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
-    env |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    command = [*agent, *map(str, command)]
-    nodes = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in "ab"
-    ]
+    agent += f"--rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=two".split()
+    command = [*agent, "--local_addr=127.0.0.1", *map(str, command)]
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    nodes = [subprocess.Popen(command, env=environment(), **output) for _ in "ab"]
     texts = [node.communicate()[0].decode() for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(texts)[-8000:]
     return "".join(texts)

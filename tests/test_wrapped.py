@@ -2,11 +2,10 @@
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
-from conftest import ROOT, load_weights, metrics, run
+from conftest import ROOT, changed, cut_back, load_weights, metrics, run, same
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from algos import grpo, ppo, rm
@@ -58,10 +57,9 @@ def test_hf_is_the_same_model_with_another_language_model(trained, models):
     assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
     source, saved = (AutoConfig.from_pretrained(path).to_dict() for path in (before, after))
     assert source.pop("_name_or_path") != saved.pop("_name_or_path") and source == saved
-    before, after = load_weights(before), load_weights(after)
-    assert before.keys() == after.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "language_model.model.layers" in name and "_proj" in name}
+    names = load_weights(before)
+    linear = {name for name in names if "language_model.model.layers" in name and "_proj" in name}
+    assert changed(before, after) == linear
     _, found = AutoModelForImageTextToText.from_pretrained(
         trained / "checkpoints/latest/hf", output_loading_info=True
     )
@@ -76,35 +74,22 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(family, rank, models, ar
     flags += "--lr", 1e-2, "--lora_rank", rank, "--model", models / family
     flags += "--train_files", arithmetic / "train.parquet", "--output_dir"
     run(ROOT / "algos/sft.py", *flags, out)
-    shutil.copytree(out, half := tmp_path / "half", symlinks=True)
-    (half / "checkpoints/latest").unlink()
-    (half / "checkpoints/latest").symlink_to("step_000002")
-    shutil.rmtree(half / "checkpoints/step_000004")
+    half = cut_back(out, tmp_path / "half", 2)
     run(ROOT / "algos/sft.py", *flags, half)
     assert "resumed from" in (half / "log.txt").read_text()
-    losses = [[m["train/loss"] for m in metrics(x).values()] for x in (out, half)]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    wanted, found = (load_weights(x / "checkpoints/step_000004/hf") for x in (out, half))
-    assert wanted.keys() == found.keys() and all(torch.equal(found[name], x) for name, x in wanted.items())
-    before = load_weights(models / family)
-    changed = {name for name, x in before.items() if not torch.equal(x, found[name])}
-    assert changed and all(any(part in name for part in INSIDE) for name in changed)
+    same(out, half)
+    assert not changed(*(x / "checkpoints/step_000004/hf" for x in (out, half)))
+    moved = changed(models / family, half / "checkpoints/step_000004/hf")
+    assert moved and all(any(part in name for part in INSIDE) for name in moved)
 
 
 def test_generate_and_export_take_it(trained, models, arithmetic, tmp_path):
     """vLLM loads hf/ for text alone; peft puts the exported adapters on the model that transformers loads."""
     peft = pytest.importorskip("peft")
     limits = "--max_prompt_length 24 --max_response_length 8 --temperature 0".split()
-    files = (
-        "--model",
-        trained,
-        "--data",
-        arithmetic / "test.parquet",
-        "--output",
-        tmp_path / "answers.parquet",
-    )
-    run(ROOT / "algos/generate.py", *files, *limits)
-    rows = load_rows(tmp_path / "answers.parquet", ["responses", "prompt"])
+    files, out = ("--model", trained, "--data", arithmetic / "test.parquet"), tmp_path / "answers.parquet"
+    run(ROOT / "algos/generate.py", *files, "--output", out, *limits)
+    rows = load_rows(out, ["responses", "prompt"])
     run(ROOT / "algos/export.py", trained, tmp_path / "adapters", "--adapters")
     lm = AutoModelForImageTextToText.from_pretrained(models / "mistral3")
     lm = peft.PeftModel.from_pretrained(lm, tmp_path / "adapters").merge_and_unload().eval()

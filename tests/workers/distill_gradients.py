@@ -1,13 +1,14 @@
-"""Gradients of a distillation step on fixed rows, for many ways to split it: distill MODEL OUT REPLICAS."""
+"""Gradients of a distillation step on fixed rows, for many ways to split it: MODEL OUT REPLICAS."""
 
 import dataclasses
 import sys
 
 import torch
 import torch.distributed as dist
-from gradients import Capture, deal, make_rows, set_adapters, trained
+from shared import Capture, fill_adapters, make_rows, trained
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import distill
 
 distill.LOGIT_CHUNK = 16  # fewer than the positions of most micro-batches
@@ -52,7 +53,8 @@ def naive(student, teachers, args):
 
 
 def gradient(policy, teachers, args):
-    mini_batches, optimizer = deal(rows_of(args), policy, args), Capture(trained(policy), lr=1.0)
+    mini_batches, _, _ = distill.deal(rows_of(args), policy.packed, args)
+    optimizer = Capture(trained(policy), lr=1.0)
     if args.kl == "sampled":
         distill.ask_teachers(args, teachers, mini_batches)
     metrics = distill.update_actor(policy, optimizer, mini_batches, args)
@@ -71,7 +73,7 @@ def write_teachers(model, wide, window):
         AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
-def main(_, model, out, hsdp_replicas):
+def main(model, out, hsdp_replicas):
     device, mesh = distill.setup_distributed(int(hsdp_replicas))
     wide, window, results = f"{out}.wide", f"{out}.window", {}
     if dist.get_rank() == 0:
@@ -93,7 +95,7 @@ def main(_, model, out, hsdp_replicas):
             args = dataclasses.replace(base, **changes, attn_implementation=attention)
             policy, teachers = distill.load_models(args, mesh, device)
             assert policy.packed == teachers[0].packed == (layout == "one_row" and mode != "window")
-            set_adapters(policy.lm)
+            fill_adapters(policy.lm)
             for budget in (70, 200, 100_000) if mode in ("full", "sampled") else WAYS[layout]:
                 args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
                 results[mode, budget, layout] = gradient(policy, teachers, args)
@@ -102,7 +104,7 @@ def main(_, model, out, hsdp_replicas):
                 AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, *args.teacher)
             ]
             distill.add_adapters(plain[0], args)
-            set_adapters(plain[0])
+            fill_adapters(plain[0])
             results[mode, "naive"] = naive(plain[0], plain[1:], args)
 
     # taught by itself there is nothing to learn, to the bit

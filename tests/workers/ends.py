@@ -60,16 +60,8 @@ def main(model, data, out, *names):
             run.timedelta = lambda minutes: timedelta(seconds=1)
         for again in (False, True)[: 1 + (end is not None)]:
             sft.scheduled_rate = rate if again else schedule
-            sys.argv = [
-                "sft.py",
-                "--model",
-                model,
-                "--train_files",
-                data,
-                "--output_dir",
-                f"{out}/{name}",
-                *flags,
-            ]
+            files = f"--model {model} --train_files {data} --output_dir {out}/{name}".split()
+            sys.argv = ["sft.py", *files, *flags]
             code = "ended"
             try:
                 sft.main(sft.Args(**sft.parse(sft.Args)))

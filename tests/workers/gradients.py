@@ -9,19 +9,17 @@ import itertools
 import json
 import math
 import sys
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor, distribute_tensor
+from shared import Capture, fill_adapters, trained
+from shared import make_rows as sampled_rows
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from algos import grpo as grpo_script
 
 grpo = importlib.import_module(f"algos.{sys.argv[1]}")  # or dapo, agent
 
@@ -53,30 +51,17 @@ EVERY_WAY = ("token-mean", "lora") if sys.argv[1] == "grpo" else ()
 REPLICATED = "token-mean", "gspo"  # with replicas of the sharded model
 # what two ranks of dapo.py run slices of the same rows for
 SLICED = "seq-mean-token-mean", "gspo", "lora"
-# tokens of the prompts and of three responses to each: very unequal
-LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 
 
 def make_rows(corrected=False):
-    """The rows of a step, on every rank all of them, with their advantages and other log-probs."""
-    others = slice(2, 5) if sys.argv[1] == "agent" else slice(0)  # what an environment wrote
-    generator, rows = torch.Generator().manual_seed(0), []
-    for group, (prompt, responses) in enumerate(LENGTHS.items()):
-        prompt_ids = torch.randint(6, 100, (prompt,), generator=generator).tolist()
-        for n in responses:
-            ids = torch.randint(6, 100, (n,), generator=generator).tolist()
-            logp_t = -4.6 + 0.3 * torch.randn(n, generator=generator)
-            row = dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logp_t=logp_t, group=group)
-            row |= dict(
-                mask_t=np.ones(n, bool), ref_logp_t=logp_t - 0.1, old_logp_t=logp_t + ahead(n, corrected)
-            )
-            row["mask_t"][others] = False
-            row |= dict(prompt_length=prompt, length=n, rank=len(rows) % dist.get_world_size())
-            rows.append(row | dict(finish_reason="stop"))
+    """Those of shared.py; of agent.py an environment wrote some tokens, corrected: some are rejected."""
+    others = slice(2, 5) if sys.argv[1] == "agent" else slice(0)
+    rows = sampled_rows()
+    for row in rows:
+        row["mask_t"][others] = False
+        row["old_logp_t"] = row["rollout_logp_t"] + ahead(row["length"], corrected)
     if sys.argv[1] == "agent":
         grpo.echo_weights(rows, len(rows))
-    for row, adv in zip(rows, torch.randn(len(rows), generator=generator)):
-        row["adv_t"] = adv.expand(row["length"])
     return rows
 
 
@@ -97,18 +82,6 @@ def update(policy, parameters, args, rows=None):
     mini_batches = deal(rows or make_rows(is_corrected(args)), policy, args)
     metrics = grpo.update_actor(policy, optimizer, mini_batches, args)
     return optimizer.grads, {name: float(value) for name, value in metrics.items()}
-
-
-class Capture(torch.optim.SGD):
-    """Keeps the gradient of the step."""
-
-    def step(self):
-        self.grads = [
-            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            for g in self.param_groups
-            for p in g["params"]
-        ]
-        self.grads = [g.clone() for g in self.grads]
 
 
 def is_corrected(args):
@@ -143,9 +116,8 @@ def naive(policy, args):
         entropy = -(logp.exp() * logp).sum(-1)
         logp = logp[range(len(logp)), row["response_ids"]]
         own = torch.as_tensor(row["mask_t"])
-        loss = loss - getattr(args, "echo_coef", 0) * logp[~own].sum() / sum(
-            r["length"] - n for r, n in zip(rows, lengths)
-        )
+        others = sum(row["length"] for row in rows) - sum(lengths)
+        loss = loss - getattr(args, "echo_coef", 0) * logp[~own].sum() / max(others, 1)
         logp, entropy, rollout = logp[own], entropy[own], row["rollout_logp_t"][own]
         gap, ref = ahead(len(own), corrected)[own], rollout - 0.1
         old = rollout + gap
@@ -183,73 +155,10 @@ def naive(policy, args):
     return grads
 
 
-def trained(policy):
-    return [p for p in policy.parameters() if p.requires_grad]
-
-
-def set_adapters(lm):
-    """Second matrices that are not 0, as they are at first: the first ones would get no gradient."""
-    generator = torch.Generator().manual_seed(1)
-    for name, p in lm.named_parameters():
-        if "lora_B" in name:
-            values = torch.empty(p.shape).normal_(0, 0.02, generator=generator)
-            p.data.copy_(
-                distribute_tensor(values, p.device_mesh, p.placements) if isinstance(p, DTensor) else values
-            )
-
-
 def load(args, mesh, device, layout="one_row"):
     attention = "sdpa" if layout == "one_row" else "eager"
     args = dataclasses.replace(args, attn_implementation=attention)
     return grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
-
-
-def check_lora(args, mesh, device, results):
-    """Gradients of adapters, their checkpoint, and the model of the start, which is there without them."""
-
-    def logps(policy):
-        """Of this rank's rows."""
-        rows = make_rows()
-        grpo.store_logps(policy, deal(rows, policy, args), "logp_t", args)
-        return torch.cat([row["logp_t"] for row in rows if "logp_t" in row])
-
-    for layout in LAYOUTS:
-        base = load(dataclasses.replace(args, lora_rank=0), mesh, device, layout)
-        start, policy = logps(base), load(args, mesh, device, layout)
-        same = lambda policy: torch.equal(logps(policy), start)  # noqa: B023
-        assert same(policy)  # as long as they are not trained
-        set_adapters(policy.lm)
-        assert not same(policy)
-        with without_adapters(policy.lm):
-            assert same(policy)
-        assert not same(policy) and trained(policy)
-        for budget, used in EVERY if "lora" in EVERY_WAY else WAYS:
-            if used == layout:
-                how = dataclasses.replace(args, max_tokens_per_microbatch=budget)
-                results["lora", budget, layout], _ = update(policy, trained(policy), how)
-    tokenizer = grpo.load_processor(args.model)
-
-    def train(policy, optimizer, step):
-        grpo.update_actor(policy, optimizer, deal(make_rows(), policy, args), args)
-        if step == 1:
-            trained_models = dict(hf=policy.lm)
-            grpo.save_checkpoint(True, args, step, trained_models, optimizer, tokenizer, grpo.whole_weights)
-        return [p.full_tensor().clone() for p in trained(policy)]
-
-    optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
-    first, second = (train(policy, optimizer, step) for step in (1, 2))
-    policy = load(dataclasses.replace(args, seed=2), mesh, device)
-    optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
-    path = Path(args.output_dir) / "checkpoints/latest"
-    assert grpo.load_checkpoint(path, dict(hf=policy.lm), optimizer)["step"] == 1
-    third = train(policy, optimizer, 2)
-    assert not any(map(torch.equal, first, second)) and all(map(torch.equal, second, third))
-    # hf/ has the adapters in its weights: those of the first step
-    merged = AutoModelForCausalLM.from_pretrained(path / "hf").state_dict()
-    base = AutoModelForCausalLM.from_pretrained(args.model).state_dict()
-    assert {name for name, x in merged.items() if not torch.equal(x, base[name])} == {
-        name for name in base if name.endswith("proj.weight")
-    }
 
 
 def check_constant(base, policies):
@@ -280,13 +189,6 @@ def check_constant(base, policies):
         assert run[1] < run[0], (groups, budget, run)
 
 
-@contextmanager
-def without_adapters(lm):
-    """grpo.py's and agent.py's; dapo.py has no reference."""
-    with getattr(grpo, "without_adapters", grpo_script.without_adapters)(lm):
-        yield
-
-
 def check_slices(base, mesh, device, results):
     """Two ranks run slices of the same rows: gradients and metrics, of full weights and of LoRA."""
     base = dataclasses.replace(base, sp_size=2)
@@ -295,7 +197,7 @@ def check_slices(base, mesh, device, results):
     for name in SLICED:
         args = dataclasses.replace(base, **KINDS.get(name, dict(lora_rank=4)))
         policy = grpo.load_model(args, mesh, device, grpo.add_adapters, wrap)
-        set_adapters(policy.lm)
+        fill_adapters(policy.lm)
         for budget in (70, 100_000):
             args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
             found = update(policy, trained(policy), args)
@@ -328,9 +230,8 @@ def main(model, out, hsdp_replicas):
                 if used == layout:
                     args = dataclasses.replace(base, **flags, max_tokens_per_microbatch=budget)
                     cut = budget, layout
-                    results[name, *cut], results["metrics", name, *cut] = update(
-                        policy, trained(policy), args
-                    )
+                    found = update(policy, trained(policy), args)
+                    results[name, *cut], results["metrics", name, *cut] = found
                     results["tokens", *cut] = sum(tokens)
                     results["reduced", *cut] = sum(reduced)  # gradients, over the replicas
                     tokens.clear(), reduced.clear()
@@ -341,9 +242,7 @@ def main(model, out, hsdp_replicas):
     hosted = load(dataclasses.replace(base, offload="always"), mesh, device)
     args = dataclasses.replace(base, **KINDS["token-mean"], max_tokens_per_microbatch=200)
     results["hosted"], _ = update(hosted, trained(hosted), args)
-    # a small limit: the optimizer sees a gradient of that norm, the metric is the norm without it
-    grads, metrics = update(policy, trained(policy), dataclasses.replace(base, grad_clip=1e-3))
-    results["clipped"] = torch.stack([g.norm() for g in grads]).norm(), metrics["actor/grad_norm"]
+
     # a NaN in one row, on one rank: all ranks skip the first optimizer step of two, and take the second;
     # the rows of each step share their prompt, so that a second rank has none
     rows, args = make_rows(), dataclasses.replace(base, ppo_mini_batch_size=1)
@@ -374,8 +273,14 @@ def main(model, out, hsdp_replicas):
 
     if dist.get_world_size() == 2 and hasattr(grpo, "Slices"):
         check_slices(base, mesh, device, results)
-    lora = dataclasses.replace(base, lora_rank=4, output_dir=f"{out}.lora")
-    check_lora(lora, mesh, device, results)
+    lora = dataclasses.replace(base, lora_rank=4)
+    for layout in LAYOUTS:
+        adapted = load(lora, mesh, device, layout)
+        fill_adapters(adapted.lm)
+        for budget, used in EVERY if once and "lora" in EVERY_WAY else WAYS:
+            if used == layout:
+                how = dataclasses.replace(lora, max_tokens_per_microbatch=budget)
+                results["lora", budget, layout], _ = update(adapted, trained(adapted), how)
 
     # weights in half precision are read as they are, and trained in float32
     auto, half = AutoModelForCausalLM, f"{out}.half"
@@ -405,7 +310,7 @@ def main(model, out, hsdp_replicas):
         for name, flags in KINDS.items():
             results[name, "naive"] = naive(plain, dataclasses.replace(base, **flags))
         grpo.add_adapters(plain.lm, lora)
-        set_adapters(plain.lm)
+        fill_adapters(plain.lm)
         results["lora", "naive"] = naive(plain, lora)
     if dist.get_rank() == 0:
         torch.save(results, out)

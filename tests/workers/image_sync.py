@@ -8,6 +8,7 @@ import sys
 
 import torch
 from image_gradients import picture
+from shared import gap
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
@@ -28,24 +29,12 @@ def sampled(engine, policy, args, prompts, step=1, **sampling):
         return grpo.rollout(engine, args, prompts, step, 1, temperature=0.7, **sampling)
 
 
-def gap(policy, args, rows):
-    """Largest difference of the log-probs of sampled tokens."""
-    with torch.no_grad():
-        logp_nt, _ = grpo.token_logps(policy, rows, args)
-    ours = torch.cat([logp_t[: row["length"]] for row, logp_t in zip(rows, logp_nt)])
-    return (ours - torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])).abs().max().item()
-
-
 def main(model, file):
     device, mesh = grpo.setup_distributed(1)
-    args = grpo.Args(
-        model=model, train_files=(file,), output_dir="", temperature=0.7, gradient_checkpointing="none"
-    )
-    args = dataclasses.replace(args, max_prompt_length=112, max_response_length=12)
-    engine, policy = (
-        grpo.build_engine(args, device),
-        grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps),
-    )
+    args = grpo.Args(model=model, train_files=(file,), output_dir="", gradient_checkpointing="none")
+    args = dataclasses.replace(args, temperature=0.7, max_prompt_length=112, max_response_length=12)
+    engine = grpo.build_engine(args, device)
+    policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     kinds = {"one": [1, 1], "several": [2, 3], "none": [0, 0], "mixed": [0, 1, 3, 0]}
     kinds = {name: make_prompts(model, counts) for name, counts in kinds.items()}

@@ -9,18 +9,16 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from shared import Capture, fill_adapters, full, trained
+from shared import make_rows as sampled_rows
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
 
-# tokens of the prompts and of three responses to each: very unequal
-LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
 MOVED = 0.3  # change of the values since the step began: more than --cliprange_value
 CORRECT = 1  # a response with a negative score
 TEXTS = ["7", "1234", "", "a9", "no digit", "5 and a long end 3"]  # responses for the reward model
@@ -30,34 +28,12 @@ LAYOUTS = dict(padded=("eager", "eager"), one_row=("sdpa", "sdpa"), mixed=("sdpa
 
 def make_rows():
     """The rows of a step, on every rank all of them."""
-    generator, rows = torch.Generator().manual_seed(0), []
-    for group, (prompt, responses) in enumerate(LENGTHS.items()):
-        prompt_ids = torch.randint(6, 100, (prompt,), generator=generator).tolist()
-        for n in responses:
-            ids = torch.randint(6, 100, (n,), generator=generator).tolist()
-            logp_t = -4.6 + 0.3 * torch.randn(n, generator=generator)
-            row = dict(prompt_ids=prompt_ids, response_ids=ids, rollout_logp_t=logp_t, group=group)
-            row |= dict(mask_t=np.ones(n, bool), ref_logp_t=logp_t - 0.1, old_logp_t=logp_t + 0.05)
-            row |= dict(prompt_length=prompt, length=n, rank=len(rows) % dist.get_world_size())
-            row |= dict(prompt=[dict(role="user", content="?")], sampled=dict(solution_str=TEXTS[len(rows)]))
-            rows.append(row | dict(reward=dict(score=torch.randn((), generator=generator).item())))
+    rows = sampled_rows()
+    for row, text in zip(rows, TEXTS, strict=True):
+        row |= dict(prompt=[dict(role="user", content="?")], sampled=dict(solution_str=text))
+        row |= dict(reward=dict(score=row["adv_t"][0].item()))
     rows[CORRECT]["reward"] |= dict(score=-1.0, acc=1.0)
     return rows
-
-
-class Capture(torch.optim.SGD):
-    """Keeps the clipped gradient of the step, and does not move."""
-
-    def step(self):
-        self.grads = [full(p.grad) for group in self.param_groups for p in group["params"]]
-
-
-def full(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
-
-
-def trained(policy):
-    return [p for p in policy.parameters() if p.requires_grad]
 
 
 def prepare(policy, critic, args, kl_coef=0.2, moved=0.0):
@@ -145,15 +121,6 @@ def load(args, mesh, device, layout="one_row"):
     return models
 
 
-def set_adapters(lm):
-    """Second matrices that are not 0, as they are at first: the first ones would get no gradient."""
-    generator = torch.Generator().manual_seed(1)
-    for name, p in lm.named_parameters():
-        if "lora_B" in name:
-            x = torch.empty(p.shape).normal_(0, 0.02, generator=generator)
-            p.data.copy_(distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x)
-
-
 def gradients(args, lora, mesh, device):
     """(actor's, critic's) gradients by budget and layout, with replicas, and with adapters of the actor."""
     results = {}
@@ -171,7 +138,7 @@ def gradients(args, lora, mesh, device):
         models = load(args, replicas, device)
         results["hsdp"] = updates(*models, dataclasses.replace(args, **small))[:2]
     models = load(lora, mesh, device)
-    set_adapters(models[0].lm)
+    fill_adapters(models[0].lm)
     results["lora"] = updates(*models, dataclasses.replace(lora, **small))[:2]
     return results
 
@@ -265,7 +232,7 @@ def main(model, critic_model, quantile_critic, reward_model, out):
         for name, way in dict(naive=args, naive_lora=lora).items():
             lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
             ppo.add_adapters(lm, way)
-            set_adapters(lm)
+            fill_adapters(lm)
             of = way.critic_model
             head = AutoModelForSequenceClassification.from_pretrained(of, dtype=torch.float32)
             results[name] = naive(lm, head, way)

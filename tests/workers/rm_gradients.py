@@ -8,8 +8,9 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from shared import Capture, fill_adapters, trained
+
 from algos import rm
-from tests.workers.sft_gradients import Capture, fill_adapters, trained
 
 LENGTHS = [(5, 40), (30, 31), (3, 2), (60, 3), (8, 25), (2, 1), (12, 12)]  # of both conversations
 CENTER = 0.05

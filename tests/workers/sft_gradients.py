@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from shared import Capture, fill_adapters, trained
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
@@ -33,29 +33,6 @@ def make_rows():
         trained = [response < 10 or not response <= 3 * i < 2 * response for i in range(response)]
         rows.append(dict(prompt_ids=prompt_ids, response_ids=ids[prompt:], trained=trained))
     return rows
-
-
-class Capture(torch.optim.SGD):
-    """Keeps the gradient of the step."""
-
-    def step(self):
-        grads = [p.grad for g in self.param_groups for p in g["params"]]
-        self.grads = [(g.full_tensor() if isinstance(g, DTensor) else g).clone() for g in grads]
-
-
-def trained(policy):
-    return [p for p in policy.parameters() if p.requires_grad]
-
-
-def fill_adapters(lm):
-    """Matrices that are 0 at first become random: else the others would get no gradient."""
-    generator = torch.Generator().manual_seed(1)
-    adaptive = any(".lora_E" in name for name, _ in lm.named_parameters())
-    for name, p in lm.named_parameters():
-        if ".lora_B" in name or (adaptive and ".lora_" in name):
-            x = torch.empty(p.shape).normal_(0, 0.2 if adaptive else 0.02, generator=generator)
-            x = distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
-            p.data.copy_(x)
 
 
 def naive(lm):

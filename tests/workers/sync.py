@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from shared import gap
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
@@ -14,16 +15,13 @@ from algos import grpo
 EOS = [1, *range(20, 50)]  # of the model's generation config
 
 
-def gap(engine, policy, args, temperature):
+def sampled_gap(engine, policy, args, temperature):
     """Largest log-prob difference on sampled tokens."""
     prompts = [dict(prompt_ids=[8, 9, 10 + i], index=i) for i in range(3)]
     sampling = dict(temperature=temperature, max_tokens=12, stop_token_ids=[1])
     with grpo.awake(engine, [policy], None, args, {}):
         rows = grpo.rollout(engine, args, prompts * args.tp_size, 1, 1, **sampling)
-    with torch.no_grad():
-        logp_nt, _ = grpo.token_logps(policy, rows, dataclasses.replace(args, temperature=temperature))
-    ours = torch.cat([logp_t[: row["length"]] for row, logp_t in zip(rows, logp_nt)])
-    return (ours - torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])).abs().max().item()
+    return gap(policy, dataclasses.replace(args, temperature=temperature), rows)
 
 
 def learn(policy, args, optimizer, response):
@@ -55,13 +53,13 @@ def main(model, tp_size):
     policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
 
-    gaps = {"start": gap(engine, policy, args, 1.0)}
+    gaps = {"start": sampled_gap(engine, policy, args, 1.0)}
     learn(policy, args, optimizer, [20, 21, 22])
     sync_weights, grpo.sync_weights = grpo.sync_weights, lambda *_: None
-    gaps["stale"] = gap(engine, policy, args, 1.0)
+    gaps["stale"] = sampled_gap(engine, policy, args, 1.0)
     grpo.sync_weights = sync_weights
     for temperature in (1.0, 0.7):
-        gaps[f"synced {temperature}"] = gap(engine, policy, args, temperature)
+        gaps[f"synced {temperature}"] = sampled_gap(engine, policy, args, temperature)
     # more prompt tokens than vLLM takes in one step: no prompt may be cut, or its seed fails on a CPU
     many = [dict(prompt_ids=[8 + i // 20, 8 + i % 20] + [9] * 14, index=i) for i in range(300)]
     with grpo.awake(engine, [policy], None, args, {}):
@@ -70,21 +68,17 @@ def main(model, tp_size):
     assert len(rows) == 300 // dist.get_world_size()
     # every EOS token of the model's generation config ends a response
     ends = {row["response_ids"][-1] for row in ended if row["finish_reason"] == "stop"}
-    assert (
-        len(ends) > 5
-        and ends <= set(EOS)
-        and not any(set(EOS) & set(row["response_ids"][:-1]) for row in ended)
-    )
+    assert len(ends) > 5 and ends <= set(EOS)
+    assert not any(set(EOS) & set(row["response_ids"][:-1]) for row in ended)
     # adapters, after a step that gives them something to say
-    policy = grpo.load_model(
-        dataclasses.replace(args, lora_rank=4), mesh, device, grpo.add_adapters, grpo.TokenLogps
-    )
+    adapted = dataclasses.replace(args, lora_rank=4)
+    policy = grpo.load_model(adapted, mesh, device, grpo.add_adapters, grpo.TokenLogps)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):
         learn(policy, args, optimizer, [30, 31, 32])
-    gaps["LoRA"] = gap(engine, policy, args, 1.0)
+    gaps["LoRA"] = sampled_gap(engine, policy, args, 1.0)
     grpo.sync_weights = forgets_to_merge
-    gaps["not merged"] = gap(engine, policy, args, 1.0)
+    gaps["not merged"] = sampled_gap(engine, policy, args, 1.0)
     if dist.get_rank() == 0:
         print("GAPS", gaps)
     assert gaps.pop("stale") > 0.05, gaps
