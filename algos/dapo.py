@@ -19,7 +19,6 @@ import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -138,7 +137,7 @@ from common import cpu, families
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import TIMEOUT_S, Run, learning_rate
+from common.run import Run, learning_rate, setup_distributed
 from data_prep.lib import packing
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
@@ -470,29 +469,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-def setup_distributed(hsdp_replicas):
-    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
-    if "RANK" not in os.environ:  # plain `python`: a world of one
-        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
-    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
-        fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        cpu.keep_freed_memory()
-    timeout = timedelta(seconds=TIMEOUT_S)
-    c10d = dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
-
-
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """Reduce a list of numbers over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)

@@ -11,7 +11,6 @@ Docs: docs/algorithms/grpo.md
 """
 
 import math
-import os
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
@@ -89,7 +88,7 @@ from common import cpu, families
 from common.gpu import compute_device, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Run
+from common.run import Run, setup_distributed
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
@@ -279,20 +278,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-def setup_distributed():
-    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
-    if "RANK" not in os.environ:  # plain `python`: a world of one
-        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        cpu.keep_freed_memory()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    return device, dist.init_device_mesh(device.type, (dist.get_world_size(),))
-
-
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """Reduce a list of numbers over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)

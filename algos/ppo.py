@@ -21,7 +21,6 @@ import sys
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -99,14 +98,14 @@ class Args:
     gamma: float = 1.0  # discount of later rewards per token
     lam: float = 1.0  # lambda of GAE; 1: returns minus values, 0: one-step differences
     critic_lam: float | None = None  # lambda of the critic's returns; None: the value of --lam
-    # lambda of the advantages: 1 - 1 / (lam_alpha * tokens of the response), at least 0; None: --lam
+    # lambda of advantages: 1 - 1 / (lam_alpha * tokens of the response), at least 0; None: --lam
     lam_alpha: float | None = None
     cliprange_value: float = 0.5  # how far a step may move a value before its gradient ends
     value_quantiles: int = 1  # quantiles of the return that the critic learns; 1: its mean
     uncertainty_bonus: float = 0.0  # weight of the quantiles' standard deviation in advantages
     policy_loss: str = "clip"  # clip; a name in algos/variants/, such as cispo; or FILE.py:NAME
-    clip_ratio_low: float | None = None  # clip ratios below 1 - this; None: default of the loss, of clip 0.2
-    clip_ratio_high: float | None = None  # clip ratios above 1 + this; None: default of the loss, of clip 0.2
+    clip_ratio_low: float | None = None  # clip below 1 - this; None: default of the loss, of clip 0.2
+    clip_ratio_high: float | None = None  # clip above 1 + this; None: default of the loss, of clip 0.2
     kl_coef: float = 0.0  # weight of the KL from the initial model in token rewards; 0: no KL
     kl_target: float | None = None  # KL per token that kl_coef is adapted to; None: it is fixed
     entropy_coeff: float = 0.0  # weight of the entropy bonus
@@ -144,7 +143,7 @@ from common import cpu, families
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import TIMEOUT_S, Run, learning_rate
+from common.run import Run, learning_rate, setup_distributed
 from data_prep.lib.cache import load_prompt_files, load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
@@ -222,9 +221,9 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0
 
 
 def nll_weights(rows, args):
-    """Factors that turn a mean over all tokens of an optimizer step into one over correct responses, [N].
+    """Factors [N] that turn a mean over the tokens of an update into one over correct responses.
 
-    A response is correct if its acc, or without acc its score, is above 0. Wrong ones have the factor 0.
+    A response is correct if its acc, or without acc its score, is above 0.
     Responses of 1, 5 and 2 tokens, the second wrong -> 8/3 0 8/3.
     """
     correct_n = torch.tensor([float(row["reward"].get("acc", row["reward"]["score"]) > 0) for row in rows])
@@ -360,7 +359,7 @@ def main(args):
     # ---- models: the engine first, while the GPU is empty; then it sleeps
     device, mesh = setup_distributed(args.hsdp_replicas)
     engine = build_engine(args, device)
-    policy, reference, critic, reward_models = load_models(args, mesh, device)
+    policy, reference, critic, reward_models = load_all(args, mesh, device)
     models = [policy] if reference is policy else [policy, reference]
     if reward_models:
         manager = ModelRewards(manager, [*zip(reward_models, reward_tokenizers)], args, device)
@@ -413,7 +412,8 @@ def main(args):
                 store_logps(critic, mini_batches, "value_t", args)
             with timed(timing, "adv"):
                 # with a lower lambda a critic that warms up would learn its own first values
-                step_nt = advantages(own_rows, kl_coef, replace(args, critic_lam=1.0) if warming_up else args)
+                lambdas = replace(args, critic_lam=1.0) if warming_up else args
+                step_nt = advantages(own_rows, kl_coef, lambdas)
                 for row, weight in zip(rows, nll_weights(rows, args)):
                     row["nll_weight_t"] = weight.expand(row["length"])
             schedule = args.warmup_steps, args.lr_schedule
@@ -509,29 +509,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-def setup_distributed(hsdp_replicas):
-    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
-    if "RANK" not in os.environ:  # plain `python`: a world of one
-        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
-    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
-        fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        cpu.keep_freed_memory()
-    timeout = timedelta(seconds=TIMEOUT_S)
-    c10d = dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
-
-
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """Reduce a list of numbers over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)
@@ -991,8 +968,8 @@ def check_models(args):
     return tokenizers
 
 
-def load_models(args, mesh, device):
-    """The policy, the reference of the KL (the policy if there is none), the critic and the reward models."""
+def load_all(args, mesh, device):
+    """Policy, reference of the KL (if there is none, the policy), critic and reward models."""
     reference = policy = load_model(args, mesh, device, add_adapters, TokenLogps)
     if args.kl_coef and not args.lora_rank:  # with LoRA: the policy without its adapters
         reference = load_model(args, mesh, device, freeze, TokenLogps)
@@ -1100,8 +1077,8 @@ def model_scores(model, tokenizer, rows, args, device):
         model.to("cpu")
     results = []
     for text, score in zip(texts, score_n):
-        why = f"the reward model gives {score} for a conversation of {len(text)} tokens; it takes {limit}"
-        failed = dict(score=0.0, failure=f"ValueError: {why}")
+        given = f"the reward model gives {score} for a conversation of {len(text)} tokens"
+        failed = dict(score=0.0, failure=f"ValueError: {given}; it takes {limit}")
         results.append(dict(score=score) if math.isfinite(score) else failed)
     return results
 

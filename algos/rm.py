@@ -14,10 +14,8 @@ Docs: docs/algorithms/rm.md
 """
 
 import math
-import os
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -97,10 +95,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from common import cpu, families
+from common import families
 from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
-from common.run import TIMEOUT_S, Run, learning_rate
+from common.run import Run, learning_rate, setup_distributed
 from data_prep.lib.cache import IDS, prepare, too_long
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
@@ -285,29 +283,6 @@ def main(args):
 
 
 # region ranks
-def setup_distributed(hsdp_replicas):
-    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
-    if "RANK" not in os.environ:  # plain `python`: a world of one
-        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
-    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
-        fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        cpu.keep_freed_memory()
-    timeout = timedelta(seconds=TIMEOUT_S)
-    c10d = dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
-
-
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """Reduce a list of numbers over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A run of a trainer: its opening, steps and end, and its log (terminal, log.txt, metrics.jsonl, trackers)."""
+"""A run of a trainer: its opening, its steps, its end and its log."""
 
 import atexit
 import faulthandler
@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from common.arguments import KNOWN, MODELS, fail
 from common.checkpoints import load_checkpoint, write_checkpoint
+from common.cpu import keep_freed_memory
 from common.files import file_digest, hold, json_line, replacing, weights_digest
 from common.gpu import compute_device
 
@@ -31,6 +32,7 @@ MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may chan
 DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  # and another run begins
 FILES = [flag for flag, known in KNOWN.items() if known.content == "file"]
 TOKENIZER = "tokenizer*", "chat_template*", "vocab.*", "merges.txt"  # its files
+END = timedelta(minutes=1)  # that ranks wait for one another at the end of the process
 REPEAT_S = 10  # a signal within this time is the first one again: torchrun passes on what all ranks got
 TIMEOUT_S = 3600  # seconds that a rank waits for the others
 
@@ -248,8 +250,8 @@ class Run:
         store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
         try:
             store.set(f"end of rank {dist.get_rank()}", "")
-            store.wait([f"end of rank {rank}" for rank in range(world)], timedelta(minutes=1))
-            self.say(f"saved all the same: {self.save()}")
+            store.wait([f"end of rank {rank}" for rank in range(world)], END)
+            self.say(f"saved first: {self.save()}")
         except (Exception, SystemExit) as error:  # whatever it is, the run ends for another reason
             print(f"what was trained since the last checkpoint is lost: {error}", file=sys.stderr)
 
@@ -278,6 +280,29 @@ def clean(out, step, args):
     for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
         with replacing(out / name) as new:
             new.write_text(text)
+
+
+def setup_distributed(hsdp_replicas=1):
+    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
+    if "RANK" not in os.environ:  # plain `python`: a world of one
+        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
+    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
+        fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    c10d = dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
 
 
 def learning_rate(peak, step, total_steps, warmup_steps, schedule, decay_steps=0):

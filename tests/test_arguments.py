@@ -1,6 +1,7 @@
 """Command lines and trackers: what the user meets first."""
 
 import ast
+import logging
 import math
 import re
 import runpy
@@ -23,7 +24,7 @@ from huggingface_hub.utils._http import default_client_factory
 
 from common.arguments import FLAGS, KNOWN, MODELS, impossible, no_model, parse, unusable
 from common.metrics import data_sheet_speed
-from common.run import Logger, open_run, open_tracker, ranks_on
+from common.run import Run, open_run, open_tracker, ranks_on
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
 SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
@@ -469,8 +470,9 @@ def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
     full, none = (SimpleNamespace(gradient_checkpointing=x) for x in ("full", "none"))
     faster = "; faster, with more memory: --gradient_checkpointing none"
     some = f"{ranks} rank{'s' * (ranks > 1)}"
-    assert ranks_on(torch.device("cpu"), lm, full) == f"{some} on cpu{idle}{trains}{faster}"
-    assert ranks_on(torch.device("cuda"), lm, none) == f"{some} on cuda{trains}"
+    assert ranks_on(lm, full) == f"{some} on cpu{idle}{trains}{faster}"
+    monkeypatch.setattr("common.run.compute_device", lambda: torch.device("cuda"))
+    assert ranks_on(lm, none) == f"{some} on cuda{trains}"
 
 
 def test_tensorboard(tmp_path):
@@ -500,11 +502,14 @@ def test_a_resumed_run_continues_in_wandb(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("steps", "total", "said"), [(6, 6, "done"), (6, 3, "done"), (2, 6, "stopped; ")])
 def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
     """Also one that has more steps than --total_steps says now."""
-    monkeypatch.setattr("common.run.dist.get_rank", lambda: 0)
-    monkeypatch.setattr(sys, "excepthook", None)
-    monkeypatch.setattr(Logger, "here", None)
-    Logger(Tracked(str(tmp_path)), steps, total).close()
-    assert f"step {steps} of {total}, {said}" in (tmp_path / "log.txt").read_text()
+    monkeypatch.setattr("common.run.leave", lambda code: None)
+    monkeypatch.setattr("common.run.ranks_on", lambda *_: "")
+    monkeypatch.setattr(logging.getLogger("rewards"), "handlers", [])
+    run = Run(Tracked(str(tmp_path / "run")))
+    run.step = steps
+    run.start(total, "", None)
+    run.close()
+    assert f"step {steps} of {total}, {said}" in (tmp_path / "run/log.txt").read_text()
 
 
 @pytest.mark.parametrize("flag", MODELS)

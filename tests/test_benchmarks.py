@@ -135,15 +135,15 @@ def test_rounded():
 def test_off_policy_samples_with_older_or_rounded_weights(lag, noise, expected):
     """Validation, which comes first in steps 0, 2 and 4, has the current weights."""
     lm, synced = torch.nn.Linear(2, 1, bias=False), []
-    logger = type("Logger", (), dict(log=lambda self, *args, **shown: None))
+    run = type("Run", (), dict(log=lambda self, *args, **shown: None))
     sync = lambda engine, lm, args: synced.append(lm.weight[0, 1].item())
-    algo = SimpleNamespace(sync_weights=sync, Logger=logger, families=SimpleNamespace())
+    algo = SimpleNamespace(sync_weights=sync, Run=run, families=SimpleNamespace())
     off_policy_worker.change_sampler(algo, lag, noise, training=False)
     for step in range(5):
         lm.weight.data.copy_(torch.tensor([[127.0, step + 0.3]]))
         if step % 2 == 0:
             algo.sync_weights(None, lm, None)
-        algo.Logger().log({}, step)
+        algo.Run().log({})
         algo.sync_weights(None, lm, None)
         assert lm.weight[0, 1].item() == pytest.approx(step + 0.3)
     assert synced == pytest.approx(expected)

@@ -91,7 +91,7 @@ def test_adapters_begin_at_nothing_and_end_in_the_weights(mesh, model):
 @pytest.fixture
 def run(mesh, model, tmp_path):
     """A function that saves a checkpoint, another that reads it, and their directory."""
-    args, policy = load(mesh, model("llama"), lora_rank=4, keep_checkpoints=2, output_dir=str(tmp_path))
+    args, policy = load(mesh, model("llama"), lora_rank=4)
     trained = lambda policy: [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
     for _ in range(2):
@@ -101,14 +101,14 @@ def run(mesh, model, tmp_path):
 
     def save(step, **state):
         trained = dict(hf=policy.lm)
-        tokenizer = make_tokenizer()
-        checkpoints.write_checkpoint(args, step, trained, optimizer, tokenizer, grpo.whole_weights, **state)
+        parts = trained, optimizer, make_tokenizer(), grpo.whole_weights
+        checkpoints.write_checkpoint(tmp_path, args.model, 2, dict(state, step=step), *parts)
 
     def again():
         """A new run from `latest` -> the state, then weights and moments of both."""
         _, other = load(mesh, model("llama"), **dict(lora_rank=4, seed=2))
         resumed = torch.optim.AdamW(trained(other), lr=1e-2)
-        state = grpo.load_checkpoint(tmp_path / "checkpoints/latest", dict(hf=other.lm), resumed)
+        state = checkpoints.load_checkpoint(tmp_path / "checkpoints/latest", dict(hf=other.lm), resumed)
         return state, *((trained(x), [*y.state.values()]) for x, y in ((policy, optimizer), (other, resumed)))
 
     return save, again, tmp_path / "checkpoints"

@@ -257,7 +257,7 @@ def test_the_whole_loss_of_a_token(script, flags, more):
 @every_copy(grpo, agent)
 def test_what_is_not_said_is_as_in_the_paper(script, monkeypatch):
     seen = []
-    monkeypatch.setattr(script, "open_run", lambda args, *_: seen.append(args) or script.fail("enough"))
+    monkeypatch.setattr(script, "Run", lambda args: seen.append(args) or script.fail("enough"))
 
     def settings(**said):
         with pytest.raises(SystemExit, match="enough"):
@@ -414,12 +414,10 @@ def test_loss_weights(mode, expected):
 
 
 def test_learning_rate():
-    args = SimpleNamespace(lr=1.0, warmup_steps=2, lr_schedule="linear")
-    assert [grpo.learning_rate(args, s, 6) for s in range(1, 7)] == [0.5, 1, 1, 0.75, 0.5, 0.25]
-    args.lr_schedule = "cosine"
-    assert grpo.learning_rate(args, 5, 6) == pytest.approx(0.5)
-    args.lr_schedule, args.warmup_steps = "constant", 0
-    assert grpo.learning_rate(args, 1, 6) == 1
+    rates = [grpo.learning_rate(1.0, step, 6, 2, "linear") for step in range(1, 7)]
+    assert rates == [0.5, 1, 1, 0.75, 0.5, 0.25]
+    assert grpo.learning_rate(1.0, 5, 6, 2, "cosine") == pytest.approx(0.5)
+    assert grpo.learning_rate(1.0, 1, 6, 0, "constant") == 1
 
 
 @every_copy(grpo, agent)

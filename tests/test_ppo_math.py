@@ -63,7 +63,8 @@ def test_lambda_adapts_to_the_length():
 def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
     """gamma 1, alpha .5: lambda .5 and 0 for 4 and 2 tokens, and .25 for the critic."""
     values = f64(0.5, 0.5, 0, 0), f64(0.5, 0)
-    rows = [dict(mask_t=np.ones(len(x), bool), value_t=x, reward=dict(score=1.0)) for x in values]
+    rows = [dict(length=len(x), mask_t=np.ones(len(x), bool), value_t=x) for x in values]
+    rows = [row | dict(reward=dict(score=1.0)) for row in rows]
     flags = ONE_VALUE | dict(gamma=1.0, lam=0.9, critic_lam=0.25, lam_alpha=0.5, kl_coef=0.0)
     monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
     step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags))
@@ -80,7 +81,7 @@ def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
 def test_the_kl_in_the_reward_is_taken_off(monkeypatch):
     """Two tokens, 1 and 2 above the reference: they return 1 - 0.1 (1 + 2) and 1 - 0.1 2."""
     monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
-    row = dict(mask_t=np.ones(2, bool), value_t=torch.zeros(2), reward=dict(score=1.0))
+    row = dict(length=2, mask_t=np.ones(2, bool), value_t=torch.zeros(2), reward=dict(score=1.0))
     row |= dict(old_logp_t=torch.tensor([-1.0, -1]), ref_logp_t=torch.tensor([-2.0, -3]))
     flags = ONE_VALUE | dict(gamma=1.0, lam=1.0, critic_lam=None, lam_alpha=None, kl_coef=0.1)
     step_nt = ppo.advantages([row], 0.1, SimpleNamespace(**flags))
@@ -96,7 +97,7 @@ def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeyp
     monkeypatch.setattr(ppo, "all_reduce", lambda sums, _=None: sums)
     values = [[0.0, 1.0], [0.5, 0.5]], [[0.0, 2.0]]
     rows = [
-        dict(mask_t=np.ones(len(x), bool), value_t=f64(*x), reward=dict(score=score))
+        dict(length=len(x), mask_t=np.ones(len(x), bool), value_t=f64(*x), reward=dict(score=score))
         for x, score in zip(values, (1.0, 0.0), strict=True)
     ]
     flags = dict(gamma=1.0, lam=1.0, critic_lam=None, lam_alpha=None, kl_coef=0.0, value_quantiles=2)
@@ -204,14 +205,14 @@ def test_token_rewards():
 def test_adaptive_kl():
     weight = 0.1
     for kl, n, expected in ((2.2, 50, 0.105), (10, 50, 0.1155), (0, 100, 0.0924)):  # +10 %, at most +-20 %
-        weight = ppo.adapt(weight, kl, 2.0, n, horizon=100)
+        weight = ppo.adapted(weight, kl, 2.0, n, horizon=100)
         assert weight == pytest.approx(expected)
 
 
 @given(st.floats(0, 10), st.integers(1, 10**6), st.floats(0.1, 1e5))
 def test_adaptive_kl_stays_positive(kl, n, horizon):
     """However large a step is: it changes the weight by 20 % at most."""
-    weight = ppo.adapt(0.1, kl, 2.0, n, horizon)
+    weight = ppo.adapted(0.1, kl, 2.0, n, horizon)
     assert 0.08 - 1e-9 <= weight <= 0.12 + 1e-9
 
 

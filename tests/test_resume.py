@@ -13,7 +13,7 @@ from conftest import ROOT, load_weights, metrics
 from conftest import run as launch
 
 from algos import grpo
-from common import checkpoints, run
+from common import checkpoints, files, run
 
 # flags of grpo.py that may change: rate and schedule, steps, frequencies, validation, tracker, memory, ranks
 MAY = set(
@@ -58,7 +58,7 @@ def test_the_page_has_the_table():
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
     """A run with a checkpoint -> its arguments. Its files are in the directory."""
-    monkeypatch.setattr(run, "HELD", {})
+    monkeypatch.setattr("common.files.HELD", {})
     model, step = tmp_path / "model", tmp_path / "run/checkpoints/step_000001"
     model.mkdir()
     (model / "pytorch_model.bin").write_bytes(bytes(range(256)) * 9000)
@@ -135,18 +135,18 @@ def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
 
 def test_two_runs_in_one_directory(begun):
     """The second says which process has it; a kill frees it."""
-    program = "import sys, time; from common import run; from pathlib import Path;"
-    program += "run.hold(Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(600)"
-    for file in run.HELD.values():  # a new process has none
+    program = "import sys, time; from common import files; from pathlib import Path;"
+    program += "files.hold(Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(600)"
+    for file in files.HELD.values():  # a new process has none
         file.close()
-    run.HELD.clear()
+    files.HELD.clear()
     start = [sys.executable, "-c", program, begun.output_dir]
     with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
         with pytest.raises(SystemExit, match=f"is in use by process {process.pid} of .*: wait for it"):
             run.open_run(begun)
         process.kill()
-    run.HELD.clear()
+    files.HELD.clear()
     assert run.open_run(begun).name == "step_000001"
 
 

@@ -153,23 +153,20 @@ def test_when_a_run_ends(steps, ends, monkeypatch):
             settle(rows_of(*results))
 
 
-def test_said_once_for_each_kind_and_in_log_txt(tmp_path, monkeypatch, capsys):
-    from common.run import Logger
-
+def test_said_once_for_each_kind_and_told_to_the_run(monkeypatch, caplog):
     monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
     settle(rows_of(GOOD, BUG))
-    assert (
-        capsys.readouterr().err.count("warning: the reward failed for 1 of 2 responses, one with KeyError")
-        == 1
-    )
-    said = []
-    monkeypatch.setattr(Logger, "here", SimpleNamespace(say=said.append, out=tmp_path, rank0=True))
+    assert caplog.text.count("warning: the reward failed for 1 of 2 responses, one with KeyError") == 1
+    caplog.clear()
+    caplog.set_level("INFO", "rewards")  # as a run has it
     for results in ((GOOD, BUG), (BUG, GOOD, LOST), (GOOD, LOST, BUG)):
         settle(rows_of(*results))
-    assert len(said) == 1 and "1 of 3" not in said[0] and "one with TimeoutError: 9 s" in said[0]
+    [said] = caplog.records
+    assert said.levelname == "WARNING" and "one with TimeoutError: 9 s" in said.getMessage()
     with pytest.raises(SystemExit) as error:
         settle(rows_of(BUG, BUG))
-    assert (tmp_path / "log.txt").read_text() == f"{error.value}\n"
+    last = caplog.records[-1]
+    assert (last.levelname, last.getMessage()) == ("INFO", str(error.value))
     assert "the reward failed for all 2 responses, the first with KeyError: 'a'" in str(error.value)
 
 
@@ -179,7 +176,7 @@ def test_an_environment_that_always_fails_ends_the_run():
         settle(rows)
 
 
-def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys):
+def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys, caplog):
     """In one line, with code 1; where some responses are scored, a warning."""
     row = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
     row |= dict(reward_model=dict(style="rule", ground_truth="4"), responses=["4", "five"])
@@ -187,7 +184,7 @@ def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys):
     flags = dict(data=(str(tmp_path / "responses.parquet"),), output=str(tmp_path / "eval"))
     monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
     evaluation.main(evaluation.Args(**flags, reward_fn=(write(tmp_path, "return float(solution_str)"),)))
-    assert "warning: the reward failed for 1 of 2 responses, one with ValueError" in capsys.readouterr().err
+    assert "warning: the reward failed for 1 of 2 responses, one with ValueError" in caplog.text
     with pytest.raises(SystemExit, match=r"all 2 .*the first with KeyError: 'level' \(mine.py, line 3\)"):
         evaluation.main(evaluation.Args(**flags, reward_fn=(write(tmp_path, "return extra_info['level']"),)))
 

@@ -98,11 +98,9 @@ def test_loss_by_hand():
 
 
 def test_decay_in_the_last_steps():
-    args = make_args(lr=1.0, warmup_steps=2, lr_schedule="linear", decay_steps=3)
-    rates = [sft.scheduled_rate(args, step, 10) for step in range(1, 11)]
+    rates = [sft.learning_rate(1.0, step, 10, 2, "linear", 3) for step in range(1, 11)]
     assert rates == pytest.approx([1 / 2] + [1] * 7 + [2 / 3, 1 / 3])
-    args.decay_steps = 0
-    rates = [sft.scheduled_rate(args, step, 10) for step in range(3, 11)]
+    rates = [sft.learning_rate(1.0, step, 10, 2, "linear") for step in range(3, 11)]
     assert rates == pytest.approx([1 - i / 8 for i in range(8)])
 
 

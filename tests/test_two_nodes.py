@@ -46,6 +46,7 @@ LEAVES = """
 import atexit, sys
 sys.path.insert(0, sys.argv[1])
 from algos import sft
+from common import run
 class AtTheEndOfPython:
     def __del__(self):
         print("Python ends")
@@ -53,7 +54,7 @@ kept = AtTheEndOfPython()
 atexit.register(print, "libraries end")
 sft.setup_distributed(1)
 print("trained")
-sft.leave()
+run.leave()
 """
 
 

@@ -31,11 +31,9 @@ def change_sampler(algo, lag, noise, training):
 
     training: whether its first rollout is one of training. The first `lag` steps have the first weights.
     """
-    sync_weights, log, history = algo.sync_weights, algo.Logger.log, []
-    algo.families.rounding_limit = lambda lm, dtype: (
-        math.inf,
-        False,
-    )  # it differs on purpose; NaN still stops
+    sync_weights, log, history = algo.sync_weights, algo.Run.log, []
+    # it differs on purpose; NaN still stops
+    algo.families.rounding_limit = lambda lm, args: (math.inf, False)
 
     def sync(engine, lm, args):
         nonlocal training
@@ -56,7 +54,7 @@ def change_sampler(algo, lag, noise, training):
         training = True  # a line of metrics ends a step
         log(self, *args, **shown)
 
-    algo.sync_weights, algo.Logger.log = sync, count
+    algo.sync_weights, algo.Run.log = sync, count
 
 
 def main(name, lag, noise):

@@ -9,7 +9,7 @@ from algos import dapo
 
 def count_steps():
     """Count the steps of the sampler in training, and the places that its responses leave empty."""
-    log, counts = dapo.Logger.log, dict(steps=0, used=0, room=0)
+    log, counts = dapo.Run.log, dict(steps=0, used=0, room=0)
 
     def counted(rollout):
         def measured(engine, *rest, temperature, **sampling):
@@ -33,16 +33,16 @@ def count_steps():
 
         return measured
 
-    def report(self, metrics, step, **shown):
-        if step:
+    def report(self, metrics, **shown):
+        if self.step:
             metrics["dapo/sampler_steps"] = counts["steps"]
         if counts["room"]:
             metrics["dapo/idle"] = 1 - counts["used"] / counts["room"]
         counts.update(steps=0, used=0, room=0)
-        log(self, metrics, step, **shown)
+        log(self, metrics, **shown)
 
     dapo.rollout, dapo.partial_rollout = counted(dapo.rollout), counted(dapo.partial_rollout)
-    dapo.Logger.log = report
+    dapo.Run.log = report
 
 
 if __name__ == "__main__":

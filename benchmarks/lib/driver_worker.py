@@ -141,12 +141,6 @@ def watch_steps(algo, clock, parts):
             yield
         clock.mark(clock.part)
 
-    def save_checkpoint(due, *args, save=algo.save_checkpoint, **state):
-        if not due:
-            return save(due, *args, **state)
-        with timed({}, "save_checkpoint"):
-            return save(due, *args, **state)
-
     def on_host(function):
         @wraps(function)
         def wrapper(*args):
@@ -167,10 +161,14 @@ def watch_steps(algo, clock, parts):
         clock.mark(DEVICE.format("check_sampler"))
         return metrics
 
-    class Logger(algo.Logger):
-        def __init__(self, *args):
-            super().__init__(*args)
+    class Run(algo.Run):
+        def start(self, *args):
+            super().start(*args)
             clock.__init__()  # the loop begins
+
+        def save(self):
+            with timed({}, "save_checkpoint"):
+                return super().save()
 
         def log(self, *args, **shown):
             super().log(*args, **shown)
@@ -178,7 +176,7 @@ def watch_steps(algo, clock, parts):
             parts.append(clock.parts)
             clock.parts, clock.before = {}, "log"
 
-    for function in (build_engine, timed, save_checkpoint, check_sampler, Logger):
+    for function in (build_engine, timed, check_sampler, Run):
         setattr(algo, function.__name__, function)
     for name in {"padded", "one_row", "split_micro_batches", "response_mask"} & vars(algo).keys():
         setattr(algo, name, on_host(getattr(algo, name)))
@@ -212,7 +210,8 @@ def main():
     spec.loader.exec_module(algo)
     args, clock, parts = algo.Args(**algo.parse(algo.Args)), Clock(), []
     dict(step=watch_steps, start=watch_start)[kind](algo, clock, parts)
-    algo.leave, leave = lambda _: None, algo.leave  # the figures are still to be written
+    run = sys.modules["common.run"]
+    run.leave, leave = lambda _: None, run.leave  # the figures are still to be written
     with suppress(Ready):
         algo.main(args)
     parts.append(clock.parts)  # of a start, or what comes behind the last step: the checkpoint

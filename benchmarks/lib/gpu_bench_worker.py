@@ -23,6 +23,7 @@ from benchmarks.gpu_bench import CUDA, MODELS, ROWS, Budget
 from benchmarks.gpu_check import write_random
 from common.log_probs import CHUNK, log_probs
 from common.metrics import matmul_speed, speed_metrics
+from common.run import leave
 from data_prep.lib.packing import join, one_row, packed_attention, padded
 
 # FLOP/s of products in bfloat16 by the data sheet, without sparsity
@@ -247,7 +248,7 @@ def training(budget, directory):
     budget.run("output layer", 8, parts.head)
     empty()
     budget.run("plain transformers, forward and backward", 20, parts.plain)
-    grpo.leave()
+    leave()
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def sampling(budget, directory):
     cache_config = engine.vllm_config.cache_config
     tokens = cache_config.num_gpu_blocks * cache_config.block_size
     budget.say("sampler, KV cache", f"{tokens} tokens")
-    grpo.leave()  # here, because an engine takes the process group with it
+    leave()  # here, because an engine takes the process group with it
 
 
 def main(directory, table, end, name):

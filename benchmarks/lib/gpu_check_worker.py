@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import grpo
+from common.run import leave
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.packing import pad
 
@@ -132,7 +133,7 @@ def alone(args, train_files, work):
     step(policy, optimizer, rows, args)
     result["stale"] = gap(logps(policy, rows, args), logp_nt["sampler"])
     (work / "worker.json").write_text(json.dumps(result))
-    grpo.leave()
+    leave()
 
 
 def together(args, work):
@@ -147,7 +148,7 @@ def together(args, work):
         result[str(copies)] = norm(policy, rows, args)
     if dist.get_rank() == 0:
         (work / "ranks.json").write_text(json.dumps(result))
-    grpo.leave()
+    leave()
 
 
 def main(model, train_files, work, prompt_length, response_length):

@@ -24,8 +24,8 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 name, faults, notes = sys.argv[1:4]
 del sys.argv[1:4]
 algo = importlib.import_module(f"algos.{name}")
-checkpoints = importlib.import_module("common.checkpoints")
-timed, log, write, lasted = algo.timed, algo.Logger.log, checkpoints.write_checkpoint, {}
+checkpoints, run = (importlib.import_module(f"common.{x}") for x in ("checkpoints", "run"))
+timed, log, write, lasted = algo.timed, run.Run.log, run.write_checkpoint, {}
 
 
 def no_room(*_):
@@ -63,17 +63,17 @@ def faulty_timed(timing, phase):
     lasted[phase] = time.perf_counter() - start
 
 
-def counting_log(self, metrics, step, **shown):
-    algo.step = step + 1
-    log(self, metrics, step, **shown)
+def counting_log(self, metrics, **shown):
+    algo.step = self.step + 1
+    log(self, metrics, **shown)
 
 
-def faulty_write(*args, **state):
+def faulty_write(*args):
     with faulty_timed({}, "save_checkpoint"):
-        return write(*args, **state)
+        return write(*args)
 
 
-checkpoints.write_checkpoint = faulty_write
-algo.timed, algo.Logger.log, algo.step = faulty_timed, counting_log, 0
-algo.TIMEOUT_S = float(os.environ.get("FAULTY_TIMEOUT_S", algo.TIMEOUT_S))
+run.write_checkpoint = faulty_write
+algo.timed, run.Run.log, algo.step = faulty_timed, counting_log, 0
+algo.TIMEOUT_S = run.TIMEOUT_S = float(os.environ.get("FAULTY_TIMEOUT_S", run.TIMEOUT_S))
 algo.main(algo.Args(**algo.parse(algo.Args)))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dapo
-from common import metrics
+from common import metrics, run
 
 RIGHT, WRONG, LENGTH = 1, 0, 4  # LENGTH: --max_response_length
 ALL_RIGHT = [(RIGHT, 2)] * 4
@@ -83,7 +83,7 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
 
 def main(model, data, out):
     global gen_batches, syncs, groups, tokenizer
-    dapo.leave, leave = lambda _: dist.barrier(), dapo.leave  # one process for all scenarios
+    run.leave, leave = lambda _: dist.barrier(), run.leave  # one process for all scenarios
     tokenizer = dapo.load_processor(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
@@ -108,7 +108,7 @@ def main(model, data, out):
         dist.all_gather_object(found, (code, gen_batches, syncs, totals))
         if os.environ["RANK"] == "0":
             print("SCENARIO", name, found, sep="|")
-    leave([0])
+    leave()
 
 
 if __name__ == "__main__":

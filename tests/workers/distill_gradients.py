@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import distill
+from common.run import leave
 
 distill.LOGIT_CHUNK = 16  # fewer than the positions of most micro-batches
 LAYOUTS = dict(padded="eager", one_row="sdpa")
@@ -132,7 +133,7 @@ def main(model, out, hsdp_replicas):
         torch.testing.assert_close((q.full_tensor() - old).mean(), torch.tensor(1e-5), rtol=0.05, atol=0)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    distill.leave()
+    leave()
 
 
 if __name__ == "__main__":

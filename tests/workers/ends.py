@@ -3,9 +3,11 @@
 No step is saved by --save_freq. Prints how each run ended on each rank.
 """
 
+import os
 import sys
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -13,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
 from common import checkpoints, run
+from common.arguments import fail
 
 
 def before():
@@ -20,7 +23,7 @@ def before():
 
 
 def stops():
-    run.fail("all ranks stop")
+    fail("all ranks stop")
 
 
 def during(*_):
@@ -41,25 +44,26 @@ ENDS = dict(straight=None, before=before, stops=stops, during=during, full=stops
 
 
 def main(model, data, out, *names):
-    rate, write, hooks = sft.scheduled_rate, checkpoints.write_hf, []
-    sft.leave = lambda _: dist.barrier()  # one process for all runs
+    rate, write, hooks, at_exit = sft.learning_rate, checkpoints.write_hf, [], []
+    run.atexit = SimpleNamespace(register=at_exit.append)
+    run.leave = lambda _: dist.barrier()  # one process for all runs
     sft.setup_distributed = cache(sft.setup_distributed)
     flags = "--train_batch_size 8 --max_length 64 --save_freq 0 --total_steps 4".split()
     for name in names:
         end = ENDS[name]
 
-        def schedule(args, number, total, end=end, name=name):
+        def schedule(peak, number, *rest, end=end, name=name):
             if number == 3 and end:
                 checkpoints.write_hf = full if name == "full" else write
                 if end is not during:
                     end()
                 hooks.append(register_optimizer_step_post_hook(end))
-            return rate(args, number, total)
+            return rate(peak, number, *rest)
 
         if end is alone:
-            run.timedelta = lambda minutes: timedelta(seconds=1)
+            run.END = timedelta(seconds=1)
         for again in (False, True)[: 1 + (end is not None)]:
-            sft.scheduled_rate = rate if again else schedule
+            sft.learning_rate = rate if again else schedule
             files = f"--model {model} --train_files {data} --output_dir {out}/{name}".split()
             sys.argv = ["sft.py", *files, *flags]
             code = "ended"
@@ -68,10 +72,10 @@ def main(model, data, out, *names):
             except SystemExit as stop:
                 code = stop.code
             except RuntimeError as error:
-                sys.excepthook(type(error), error, None)
                 code = str(error)
-                if end is alone:
-                    raise
+            at_exit.pop()()
+            if end is alone and dist.get_rank():
+                os._exit(1)
             checkpoints.write_hf = write
             while hooks:
                 hooks.pop().remove()

@@ -13,6 +13,7 @@ sys.path.insert(0, __file__.rsplit("/workers/", 1)[0])
 from families import write
 
 from algos import grpo
+from common.run import leave
 
 
 def check(directory, family, mesh, device, engines, attention="sdpa", dtype="float32"):
@@ -51,7 +52,7 @@ def main(directory, *families):
     for family in families:
         name, *options = family.split(":")
         print("FAMILY", family, check(directory, name, mesh, device, engines, *options), sep="|", flush=True)
-    grpo.leave()
+    leave()
 
 
 if __name__ == "__main__":

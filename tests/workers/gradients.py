@@ -19,6 +19,9 @@ from shared import Capture, fill_adapters, trained
 from shared import make_rows as sampled_rows
 from transformers import AutoModelForCausalLM
 
+from common.checkpoints import write_checkpoint
+from common.run import leave
+
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 
 grpo = importlib.import_module(f"algos.{sys.argv[1]}")  # or dapo, agent
@@ -295,7 +298,8 @@ def main(model, out, hsdp_replicas):
     # hf/ is as the model came: in half precision, and what is tied is there once
     assert policy.lm.config.tie_word_embeddings
     tokenizer, optimizer = grpo.load_processor(model), torch.optim.AdamW(policy.parameters())
-    grpo.save_checkpoint(True, args, 1, dict(hf=policy.lm), optimizer, tokenizer, grpo.whole_weights)
+    parts = dict(hf=policy.lm), optimizer, tokenizer, grpo.whole_weights
+    write_checkpoint(Path(args.output_dir), args.model, 0, dict(step=1), *parts)
     hf = Path(args.output_dir) / "checkpoints/latest/hf"
     saved = load_file(hf / "model.safetensors")
     assert saved.keys() == expected.keys() - {"lm_head.weight"}
@@ -314,7 +318,7 @@ def main(model, out, hsdp_replicas):
         results["lora", "naive"] = naive(plain, lora)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    grpo.leave()
+    leave()
 
 
 if __name__ == "__main__":

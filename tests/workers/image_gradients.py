@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo, sft
+from common.run import leave
 from data_prep.lib.images import encode_prompt
 
 # (images, characters of the prompt, tokens of the response) of each row
@@ -120,7 +121,7 @@ def main(model, file, out):
             results["grpo", "naive"] = naive(args, "grpo")
             results["sft", "naive"] = naive(dataclasses.replace(args, temperature=1.0), "sft")
         torch.save(results, out)
-    grpo.leave()
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from shared import gap
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
+from common.run import leave
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor
 
 
@@ -88,7 +89,7 @@ def main(model, file):
                 break
     print("GAPS", gaps, right, far, renewed, missed)
     assert max(*gaps.values(), right, renewed) < 1e-4 and far > 1e-3 and "Encoder cache miss" in missed
-    grpo.leave()
+    leave()
 
 
 if __name__ == "__main__":

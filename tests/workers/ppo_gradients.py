@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
+from common.checkpoints import load_checkpoint, write_checkpoint
+from common.run import leave
 
 MOVED = 0.3  # change of the values since the step began: more than --cliprange_value
 CORRECT = 1  # a response with a negative score
@@ -192,12 +194,12 @@ def checkpoint(policy, critic, critic_optimizer, args):
     if dist.get_world_size() == 2:
         mini_batches, _ = prepare(policy, critic, args)
         ppo.update(policy, optimizer, mini_batches, ppo.actor_loss, "actor", args)
-        state = dict(step=7, kl_coef=ppo.adapt(0.1, 5.0, 1.0, 1, horizon=7))
+        state = dict(step=7, kl_coef=ppo.adapted(0.1, 5.0, 1.0, 1, horizon=7))
         tokenizer = ppo.load_processor(args.model)
-        kl_coef = state["kl_coef"]
-        ppo.save_checkpoint(True, args, 7, models, optimizers, tokenizer, ppo.whole_weights, kl_coef=kl_coef)
+        parts = models, optimizers, tokenizer, ppo.whole_weights
+        write_checkpoint(Path(args.output_dir), args.model, 0, state, *parts)
     else:
-        state = ppo.load_checkpoint(Path(args.output_dir) / "checkpoints/latest", models, optimizers)
+        state = load_checkpoint(Path(args.output_dir) / "checkpoints/latest", models, optimizers)
     moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
     weights = [full(p) for model in (policy, critic) for p in trained(model)]
     return dict(weights=weights, moments=moments, step=state["step"], kl_coef=state["kl_coef"])
@@ -238,7 +240,7 @@ def main(model, critic_model, quantile_critic, reward_model, out):
             results[name] = naive(lm, head, way)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    ppo.leave()
+    leave()
 
 
 if __name__ == "__main__":

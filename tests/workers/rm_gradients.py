@@ -11,6 +11,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from shared import Capture, fill_adapters, trained
 
 from algos import rm
+from common.run import leave
 
 LENGTHS = [(5, 40), (30, 31), (3, 2), (60, 3), (8, 25), (2, 1), (12, 12)]  # of both conversations
 CENTER = 0.05
@@ -65,7 +66,7 @@ def main(model, out, replicas):
             results[lora_rank, "naive"] = naive(lm)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    rm.leave()
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
+from common.run import leave
 from data_prep.lib.schema import load_rows
 
 
@@ -21,7 +22,7 @@ def main(model, pairs, out):
     ]
     results = ppo.model_scores(judge, tokenizer, rows, args, device)
     Path(out).write_text(json.dumps(results))
-    ppo.leave()
+    leave()
 
 
 if __name__ == "__main__":

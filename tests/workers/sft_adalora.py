@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
+from common.run import leave
 
 STEPS = 20
 
@@ -52,7 +53,7 @@ def main(model):
             kept = layer.lora_kept.tolist()
             assert kept == pattern.get(f"{name}.lora_E.default", [True] * 6), (step, name)
             assert torch.equal(layer.lora_E.full_tensor(), plain[name].lora_E["default"].view(-1))
-    sft.leave()
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
+from common.run import leave
 from tests import families
 
 LAYOUTS = {"sdpa padded": ("sdpa", False), "sdpa packed": ("sdpa", True), "eager packed": ("eager", True)}
@@ -43,7 +44,7 @@ def main(models, out, *names):
                 found[name][layout] = str(refused)
     if sft.dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
-    sft.leave()
+    leave()
 
 
 if __name__ == "__main__":

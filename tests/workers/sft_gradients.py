@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
+from common.run import leave
 
 # prompt and response tokens: very unequal; the two rows with prompts of 30 share theirs, as do those of 2
 LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7), (30, 2), (2, 6)]
@@ -187,7 +188,7 @@ def main(model, out, sp_size, *kinds):
             results[name, "naive"] = naive(lm)
     if dist.get_rank() == 0:
         torch.save(results, out)
-    sft.leave()
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from shared import gap
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
+from common.run import leave
 
 EOS = [1, *range(20, 50)]  # of the model's generation config
 
@@ -84,7 +85,7 @@ def main(model, tp_size):
     assert gaps.pop("stale") > 0.05, gaps
     assert gaps.pop("not merged") > 0.05, gaps
     assert max(gaps.values()) < 1e-4, gaps
-    grpo.leave()
+    leave()
 
 
 if __name__ == "__main__":
