@@ -11,9 +11,8 @@ from common import families
 from common.gpu import move, prepare_layers
 from data_prep.lib.packing import states_apart
 
-SIZES = dict(
-    hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
-)
+SIZES = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+SIZES["vocab_size"] = 64
 LENGTHS = 23, 40, 7, 31
 
 
@@ -77,9 +76,8 @@ def test_layers_with_a_state_are_not_compiled(compiler):
 
 def test_the_names_of_files_are_found_once(monkeypatch):
     calls, found = [], families.get_model_conversion_mapping
-    monkeypatch.setattr(
-        families, "get_model_conversion_mapping", lambda lm, **kw: calls.append(lm) or found(lm, **kw)
-    )
+    counted = lambda lm, **options: calls.append(lm) or found(lm, **options)
+    monkeypatch.setattr(families, "get_model_conversion_mapping", counted)
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1, num_experts=4, moe_intermediate_size=8)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
