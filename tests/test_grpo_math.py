@@ -240,7 +240,10 @@ def test_the_whole_loss_of_a_token(script, flags, more):
     batch |= dict(nll_weight_nt=torch.full((1, 3), 3.0))
     entropy_nt = torch.full((1, 3), 2.0, requires_grad=True)
     loss_nt, *reported = script.actor_loss(args, logp_nt, entropy_nt, batch)
-    assert loss_nt.requires_grad == has_bonus  # without a bonus the entropy has no backward pass
+    assert loss_nt.requires_grad == has_bonus
+    if has_bonus:  # that is 0: the entropy has no backward pass
+        args = dataclasses.replace(args, entropy_coeff=0.0)
+        assert not script.actor_loss(args, logp_nt, entropy_nt, batch)[0].requires_grad
     expected = [-0.5 * 1.5, -1.4 * 1.5, 0.8 * 1.5]
     torch.testing.assert_close(reported[-1]["ppo_kl"], old_nt - logp_nt)
     assert reported[0]["pg_loss"][0].tolist() == pytest.approx(expected)
@@ -478,6 +481,14 @@ def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
         assert own_rows == [row for sequence in sequences for row in sequence]
         assert sorted(load[rank]) == sorted(map(script.token_count, sequences))
     assert dealt[0][2] == dealt[1][2] and script.token_count(rows[3:5]) == 3 + 3 + 1
+    if script in (grpo, agent):  # groups without an advantage: one stays where all have none
+        monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
+        monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
+        for without, left in (((0,), {1, 2, 3}), ((0, 1), {0, 2, 3}), ((0, 1, 2, 3), {0, 2})):
+            rows = [row | dict(constant=row["group"] in without) for row in rows]
+            mini_batches, own_rows, _ = script.deal(rows, True, args)
+            assert {row["group"] for row in own_rows} == left
+            assert [totals for _, totals in mini_batches] == [(8, 5), (11, 6)]  # all count
 
 
 def test_columns_of_a_batch_stay_in_place():
