@@ -241,3 +241,16 @@ def refused(tiny, arithmetic, tmp_path, monkeypatch):
         return stop.value.code
 
     return main
+
+
+def make_args(script, **flags):
+    """Arguments of a trainer, with what it must be given."""
+    own = flags.get("model", "")
+    more = {"algos.agent": dict(env=""), "algos.distill": dict(teacher=(own,), kl="sampled")}
+    given = dict(model="", train_files=(), output_dir="") | more.get(script.__name__, {})
+    return script.Args(**given | flags)
+
+
+def each(*scripts):
+    """A test runs once for each script: a copy may leave lines out."""
+    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)

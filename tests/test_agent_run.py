@@ -10,8 +10,6 @@ import pytest
 from conftest import (
     ROOT,
     changed,
-    check_advantages,
-    column,
     healthy,
     holder,
     kill,
@@ -23,8 +21,6 @@ from conftest import (
     start,
 )
 from transformers import GenerationConfig
-
-from algos.grpo import group_advantages
 
 AGENT, TALK = ROOT / "algos/agent.py", ROOT / "tests/talk_env.py"
 
@@ -80,11 +76,6 @@ def test_the_reference_stays_where_training_began(straight):
     """The policy goes away from it step by step, also in a run that was resumed: see `same`."""
     kl = [metrics(straight)[step]["actor/kl_loss"] for step in range(1, 5)]
     assert 0 < kl[0] < kl[1] < kl[2] < kl[3]
-
-
-def test_advantages_are_those_of_the_groups(straight):
-    advantages = lambda rows: group_advantages(column(rows, "score"), column(rows, "index"))
-    check_advantages(straight, range(1, 5), advantages)
 
 
 def test_delays_and_ranks_change_nothing(straight, flags, tmp_path, monkeypatch):

@@ -87,7 +87,7 @@ two = dict(world=2, sp_size=2)
 alone = dict(train_batch_size=1, ppo_mini_batch_size=1)
 rejects = lambda level, *bounds: dict(rollout_rs=level, rollout_rs_threshold=bounds)
 TOGETHER = (  # scripts, their flags, what is said
-    (RL, alone | dict(train_batch_size=8, ppo_mini_batch_size=3), "--train_batch_size 8 is not a"),
+    (RL, alone | dict(train_batch_size=8, ppo_mini_batch_size=3), "--train_batch_size 8 is not"),
     (RL, dict(world=3, tp_size=2), "3 ranks are not a multiple of --tp_size 2"),
     ("generate", dict(tp_size=2), "1 ranks: use a multiple of --tp_size 2"),
     (ALL, dict(hsdp_replicas=2), "1 ranks are not a multiple of --hsdp_replicas 2"),
@@ -99,10 +99,10 @@ TOGETHER = (  # scripts, their flags, what is said
     ("dpo", few(63, max_length=32), f"{SHORT} a pair of responses of --max_length 32, 64 tokens"),
     ("rm", few(63, max_length=32), f"{SHORT} 64, twice --max_length"),
     ("dpo rm", few(64, max_length=32), None),
-    ("sft", few(15, **two, max_length=32), "--max_tokens_per_microbatch 15 times --sp_size 2 is l"),
+    ("sft", few(15, **two, max_length=32), "--max_tokens_per_microbatch 15 times --sp_size 2 is"),
     ("sft", few(16, **two, max_length=32), None),
     (OFFLINE, dict(max_length=1), "--max_length 1 is less than two tokens"),
-    (ALL, FLASH | dict(compute_dtype="float32"), "--attn_implementation flash_attention_2 needs -"),
+    (ALL, FLASH | dict(compute_dtype="float32"), "--attn_implementation flash_attention_2 needs"),
     (ALL, FLASH | dict(compute_dtype="bfloat16"), None),
     (RL, dict(temperature=0.001), "--temperature 0.001: vLLM samples at 0.01 or above"),
     (RL, dict(temperature=0.01), None),
@@ -116,15 +116,15 @@ TOGETHER = (  # scripts, their flags, what is said
     *((RL, rejects("geometric", *x), None) for x in ((1,), (0, 0.5), (2, 2))),
     (RL, rejects("off_policy", 0.0), None),
     ("dapo", dict(group_size=1), "--group_size 1: one response has no spread, so its group would be dropped"),
-    ("grpo agent", dict(group_size=1, adv_estimator="maxrl"), "--adv_estimator maxrl needs --grou"),
+    ("grpo agent", dict(group_size=1, adv_estimator="maxrl"), "--adv_estimator maxrl needs"),
     ("grpo agent", dict(group_size=2, adv_estimator="maxrl"), None),
     ("grpo agent", alone | dict(group_size=1, adv_estimator=PLUS), f"--adv_estimator {PLUS} needs"),
     ("grpo", alone | dict(group_size=2, adv_estimator=PLUS), None),
     ("grpo", alone | dict(group_size=1), None),
     ("dapo", dict(overlong_buffer=1025), "--overlong_buffer 1025 is not within --max_response_length"),
     ("dapo", dict(overlong_buffer=1024), None),
-    ("dapo", dict(partial_rollout=True, max_staleness=0), "--partial_rollout needs --max_stalenes"),
-    ("dapo", dict(lr_schedule="cosine"), "--lr_schedule cosine needs --total_steps: dropped group"),
+    ("dapo", dict(partial_rollout=True, max_staleness=0), "--partial_rollout needs"),
+    ("dapo", dict(lr_schedule="cosine"), "--lr_schedule cosine needs --total_steps: dropped"),
     ("dapo", dict(lr_schedule="cosine", total_steps=9), None),
     ("dapo", dict(max_staleness=0), None),
     ("sft", dict(messages_key="x", env="x"), None),
@@ -165,11 +165,21 @@ def test_a_script_that_lacks_a_flag_or_all_of_them(script):
         assert impossible({other: value for other, value in flags.items() if other != name}) is None
 
 
-def test_flags_together_are_answered_before_libraries_are_loaded(tmp_path):
+VARIANT = "--policy_loss gpso is none of clip, cispo, dppo, gspo, sapo, nor FILE.py:NAME"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "line"),
+    (
+        ("sft.py", "--max_length 1", "--max_length 1 is less than two tokens"),
+        ("grpo.py", "--policy_loss gpso", VARIANT),
+        ("agent.py", "--policy_loss gpso --env x", VARIANT),
+    ),
+)
+def test_flags_are_looked_at_before_libraries_are_loaded(script, flags, line, tmp_path):
     """Also where the model is missing, which would be looked for on the hub."""
-    words = "--model", "a/b", "--train_files", "a", "--output_dir", str(tmp_path / "run")
-    out, _ = answer("sft.py", *words, "--max_length", "1")
-    assert out == "error: --max_length 1 is less than two tokens []\n"
+    words = f"--model a/b --train_files a --output_dir {tmp_path}/run {flags}".split()
+    assert answer(script, *words)[0] == f"error: {line} []\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -206,8 +216,8 @@ def test_what_needs_a_gpu(flag, value, tmp_path, monkeypatch):
         (dict(mine=math.nan), "--mine nan must be finite"),
         (dict(rollout_is_threshold=3.0), None),  # of a script without --rollout_is
         (dict(kl_target=0.2, kl_coef=0.0), "--kl_target 0.2 has no effect with --kl_coef 0"),
-        (dict(kl_loss_coef=0.2, use_kl_loss=False), "--kl_loss_coef 0.2 has no effect with --use_kl_loss F"),
-        (dict(decay_steps=4, lr_schedule="constant"), "--decay_steps 4 has no effect with --lr_schedule c"),
+        (dict(kl_loss_coef=0.2, use_kl_loss=False), "--kl_loss_coef 0.2 has no effect with --use_kl_loss"),
+        (dict(decay_steps=4, lr_schedule="constant"), "--decay_steps 4 has no effect with --lr_schedule"),
         (dict(total_steps=None, grad_clip=1e9, kl_target=0.2, kl_coef=0.1), None),
     ),
 )
@@ -227,37 +237,6 @@ def test_help_and_wrong_flags_are_answered_before_libraries_are_loaded(script):
     words = words.get(script, ())
     out, err = answer(script, *words, "--no_such_flag", "1")
     assert out.splitlines()[-1] == "2 []" and "--no_such_flag" in err
-
-
-@pytest.mark.parametrize("script", ("grpo.py", "agent.py"))
-def test_an_unknown_variant_is_answered_at_once(script):
-    words = "--model x --output_dir x --train_files x --policy_loss gpso".split()
-    out, _ = answer(script, *words, *(["--env", "x"] if script == "agent.py" else []))
-    names = "clip, cispo, dppo, gspo, sapo, nor FILE.py:NAME"
-    assert out == f"error: --policy_loss gpso is none of {names} []\n"
-
-
-@pytest.mark.parametrize("script", [f"{x}.py" for x in "sft rm dpo grpo dapo ppo agent distill".split()])
-def test_help_says_something_of_each_flag(script):
-    """In the order of Args, each with its comment: a heading in the class is part of none."""
-    out, _ = answer(script, "--help")
-    source = (ROOT / "algos" / script).read_text()
-    source = source.partition("class Args")[2].partition("def __post_init__")[0]
-    names = re.findall(r"^    (\w+): ", source, re.MULTILINE)
-    found = [flag.split(maxsplit=1) for flag in re.split(r"^│ --", out, flags=re.MULTILINE)[1:]]
-    assert [name.strip(",") for name, _ in found] == names
-    assert all(re.search(r"[a-z]{3}.*\((default|required)", text, re.DOTALL) for _, text in found)
-    assert "----" not in out
-    groups = re.findall(r"^    # ---- (\w+)$", source, re.MULTILINE)
-    assert re.findall(r"^╭─ (\w+) options", out, re.MULTILINE) == groups
-
-
-@pytest.mark.parametrize("script", ("algos/eval.py", "data_prep/gsm8k.py", "benchmarks/gpu_memory.py"))
-def test_a_help_that_nobody_reads_to_its_end(script):
-    """`--help | head`: no traceback."""
-    command = f"{sys.executable} -u {ROOT}/{script} --help | head -n 1"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
-    assert done.stdout.startswith("usage: ") and not done.stderr and done.returncode == 0
 
 
 def test_no_program_minds_that_nobody_reads_its_help(monkeypatch):
@@ -323,18 +302,12 @@ REFUSED, AWAY = "the hub refuses (HfHubHTTPError: ", "the hub cannot be reached 
         ((404, {CODE: "RepoNotFound", MESSAGE: "Repository not found"}), NONE),
         ((401, {MESSAGE: "Invalid credentials in Authorization header"}), f"{REFUSED}Client error '401 Unau"),
         ((403, {MESSAGE: "Access to this resource is disabled."}), "the hub refuses (DisabledRepoError: "),
-        ((403, {MESSAGE: "This token has no access"}), f"{REFUSED}403 Forbidden: This token has no access"),
         ((404, {CODE: "EntryNotFound"}), "the hub refuses (RemoteEntryNotFoundError: 404 "),
-        ((404, {CODE: "RevisionNotFound"}), "the hub refuses (RevisionNotFoundError: 404"),
         ((404, {}), f"{REFUSED}Client error '404 Not Found'"),  # a mirror
-        ((400, {}), "the hub refuses (BadRequestError: Bad request"),
         ((429, {}), f"{REFUSED}429 Too Many Requests"),
         ((500, {}), f"{REFUSED}Server error '500"),
-        ((503, {}), f"{REFUSED}Server error '503"),
         (httpx2.ConnectError("[Errno -2] Name or service not known"), f"{AWAY}ConnectError: [Errno -2] Name"),
-        (httpx2.ConnectTimeout("timed out"), f"{AWAY}ConnectTimeout: timed out"),
         (httpx2.ReadTimeout("timed out"), f"{AWAY}ReadTimeout: timed out"),
-        (httpx2.ProxyError("407"), f"{AWAY}ProxyError: 407"),
         (httpx2.RemoteProtocolError("closed"), f"{AWAY}RemoteProtocolError: closed"),
         (httpx2.TooManyRedirects("many"), f"{AWAY}TooManyRedirects: many"),
         (ssl.SSLCertVerificationError("certificate"), f"{AWAY}SSLCertVerificationError"),
@@ -371,7 +344,7 @@ def test_a_missing_model_is_answered_before_libraries_are_loaded(script, tmp_pat
     words += {"agent.py": ("--env", "a"), "distill.py": ("--teacher", "a")}.get(script, ())
     words += () if script == "quantize.py" else ("--model", "models/none")
     out, _ = answer(script, *words)
-    line = "error: --model models/none: no directory here, and the hub cannot be reached (OfflineModeIsEna"
+    line = "error: --model models/none: no directory here, and the hub cannot be reached ("
     assert out.startswith(line) and out.endswith("unset the `HF_HUB_OFFLINE` environment variable.) []\n")
 
 
@@ -419,8 +392,6 @@ class Taught(Tracked):
     teacher: tuple = ()
     reward_model: tuple = ()
     critic_model: str | None = None
-    teacher_update_rate: float = 0.1
-    value_quantiles: int = 1
 
 
 def test_links_to_models_are_followed(tmp_path):
@@ -431,16 +402,6 @@ def test_links_to_models_are_followed(tmp_path):
     assert open_run(args) is None
     assert args.teacher == (str(tmp_path / "model"), "hub/name")
     assert args.critic_model == str(tmp_path / "model") and args.reward_model == ()
-
-
-def test_a_run_resumes_with_its_teacher_and_its_critic(tmp_path):
-    (tmp_path / "args.json").write_text('{"teacher_update_rate": 0.1, "value_quantiles": 1}')
-    (tmp_path / "checkpoints/latest").mkdir(parents=True)
-    assert open_run(Taught(str(tmp_path))) is not None
-    with pytest.raises(SystemExit, match=r"\(--teacher_update_rate 0.1 there, 0.0 now\)"):
-        open_run(Taught(str(tmp_path), teacher_update_rate=0.0))
-    with pytest.raises(SystemExit, match=r"\(--value_quantiles 1 there, 8 now\)"):
-        open_run(Taught(str(tmp_path), value_quantiles=8))
 
 
 def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
@@ -513,21 +474,19 @@ def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("flag", MODELS)
-def test_adapters_are_no_model(flag, tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    line = f"--{flag} {tmp_path}: adapters alone: merge them into their model, or name that model"
-    assert no_model({flag: str(tmp_path)}) == no_model({flag: (str(ROOT), str(tmp_path))}) == line
-    (tmp_path / "config.json").write_text("{}")
-    assert no_model({flag: str(tmp_path)}) is None
-
-
-@pytest.mark.parametrize("flag", MODELS)
-def test_a_run_is_no_model(flag, tmp_path):
+def test_adapters_and_runs_are_no_models(flag, tmp_path):
     """Only generate.py, which has --data, takes the directory of a run; the line names the model in it."""
-    (tmp_path / "checkpoints/latest/hf").mkdir(parents=True)
-    line = f"--{flag} {tmp_path}: a run; its model is {tmp_path}/checkpoints/latest/hf"
-    assert no_model({flag: str(tmp_path)}) == line
-    assert no_model({flag: str(tmp_path), "data": "a.parquet"}) is None
+    adapters, run = tmp_path / "adapters", tmp_path / "run"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    line = f"--{flag} {adapters}: adapters alone: merge them into their model, or name that model"
+    assert no_model({flag: str(adapters)}) == no_model({flag: (str(ROOT), str(adapters))}) == line
+    (adapters / "config.json").write_text("{}")
+    assert no_model({flag: str(adapters)}) is None
+    (run / "checkpoints/latest/hf").mkdir(parents=True)
+    line = f"--{flag} {run}: a run; its model is {run}/checkpoints/latest/hf"
+    assert no_model({flag: str(run)}) == line
+    assert no_model({flag: str(run), "data": "a.parquet"}) is None
 
 
 def test_wandb_offline(tmp_path, monkeypatch):

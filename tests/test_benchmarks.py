@@ -151,17 +151,13 @@ def test_off_policy_samples_with_older_or_rounded_weights(lag, noise, expected):
 
 def test_off_policy_reports_the_runs_that_are_there(tmp_path, capsys):
     line = {off_policy.ACCURACY: 0.5, "critic/score/mean": 0.25, "training/rollout_logp_diff_mean": 0.125}
-    for run_, accuracy in (
-        ("clip_token_IS_4_int8_1", 0.5),
-        ("clip_token_IS_4_int8_2", 0.75),
-        ("cispo_none_0_None_1", 0),
-    ):
-        (tmp_path / "out" / run_).mkdir(parents=True)
-        (tmp_path / "out" / run_ / "metrics.jsonl").write_text(
-            "{}\n" + json.dumps(line | {off_policy.ACCURACY: accuracy})
-        )
-    for done in ("clip_token_IS_4_int8_1", "clip_token_IS_4_int8_2"):  # the third was killed
-        (tmp_path / "out" / done / "done").touch()
+    runs = dict(clip_token_IS_4_int8_1=0.5, clip_token_IS_4_int8_2=0.75, cispo_none_0_None_1=0)
+    for name, accuracy in runs.items():
+        (folder := tmp_path / "out" / name).mkdir(parents=True)
+        text = json.dumps(line | {off_policy.ACCURACY: accuracy})
+        (folder / "metrics.jsonl").write_text("{}\n" + text)
+        if accuracy:  # the third was killed
+            (folder / "done").touch()
     (tmp_path / "summary.json").write_text(json.dumps(dict(accuracy_before=0.4)))
     args = off_policy.Args(demo=tmp_path, output_dir=tmp_path / "out", dry=True)
     off_policy.main(args)
@@ -263,6 +259,4 @@ def test_exact_compares_each_part(tiny):
         *("output layer", "log-probs", "attention"),
     }
     assert all((equal == "yes") == (float(gap) == 0) and float(gap) < 1e-4 for *_, equal, gap, _ in rows)
-    assert {
-        equal for part, compared, equal, *_ in rows if (part, compared) == ("SwiGLU", "sampler, trainer")
-    } == {"yes"}
+    assert {row[2] for row in rows if row[:2] == ["SwiGLU", "sampler, trainer"]} == {"yes"}

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import load_weights
-from transformers import AutoModelForCausalLM
+from conftest import changed, load_weights
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from common import checkpoints
@@ -55,37 +55,19 @@ def test_whole_weights_are_those_of_the_files(mesh, model, family):
         assert torch.equal(buffer, whole.get_buffer(name)), name
 
 
-def test_adapters_begin_at_nothing_and_end_in_the_weights(mesh, model):
-    """W + (alpha / r) B A: the merged model says what the model with adapters says."""
-    flags = dict(lora_rank=4, lora_alpha=12)
-    _, policy = load(mesh, model("llama"), **flags)
-    plain = AutoModelForCausalLM.from_pretrained(model("llama"))
-    start = logps(grpo.TokenLogps(plain))
-    torch.testing.assert_close(logps(policy), start)
-    trained = {name: p.full_tensor() for name, p in policy.lm.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * 2 * 7 and all(".lora_A." in name or ".lora_B." in name for name in trained)
-    for name, x in trained.items():
-        assert 4 in x.shape and x.any() == (".lora_A." in name), name
-    _, other = load(mesh, model("llama"), **flags, seed=2)
-    a = [p.full_tensor() for name, p in other.lm.named_parameters() if ".lora_A." in name]
-    assert not any(map(torch.equal, a, [x for name, x in trained.items() if ".lora_A." in name]))
-    for name, p in policy.lm.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(p.detach().to_local(), std=0.1)
-    weights = dict(grpo.whole_weights(policy.lm, torch.float32))
-    changed = {name for name, x in load_weights(model("llama")).items() if not torch.equal(x, weights[name])}
-    assert changed == {name for name in weights if name.endswith("proj.weight")}
-    plain.load_state_dict(weights, strict=False)
-    merged = logps(grpo.TokenLogps(plain))
-    torch.testing.assert_close(merged, logps(policy))
-    assert (merged - start).abs().max() > 0.1
-    with grpo.without_adapters(policy.lm):  # the reference of a KL
-        torch.testing.assert_close(logps(policy), start)
-    torch.testing.assert_close(merged, logps(policy))
-    layer = policy.lm.model.layers[0].mlp.up_proj
-    parts = layer.base_layer, layer.lora_A.default, layer.lora_B.default
-    w, a, b = (part.weight.full_tensor() for part in parts)
-    torch.testing.assert_close(weights["model.layers.0.mlp.up_proj.weight"], w + 12 / 4 * b @ a)
+def test_half_precision_is_trained_in_float32_and_saved_as_it_came(mesh, model, tmp_path):
+    lm = AutoModelForCausalLM.from_pretrained(model("llama"), dtype=torch.bfloat16)
+    lm.save_pretrained(half := tmp_path / "half")
+    args, policy = load(mesh, str(half), output_dir=str(tmp_path))
+    files, optimizer = load_weights(half), torch.optim.AdamW(policy.parameters())
+    for name, x in policy.lm.named_parameters():
+        assert x.dtype is torch.float32 and torch.equal(x.full_tensor(), files[name].float()), name
+    trained = dict(hf=policy.lm)
+    checkpoints.write_checkpoint(args, 1, trained, optimizer, make_tokenizer(), grpo.whole_weights)
+    hf = tmp_path / "checkpoints/latest/hf"
+    assert not changed(half, hf) and {x.dtype for x in load_weights(hf).values()} == {torch.bfloat16}
+    assert AutoConfig.from_pretrained(hf).dtype is torch.bfloat16
+    assert len({path.stat().st_mode for path in hf.iterdir()}) == 1
 
 
 @pytest.fixture

@@ -92,16 +92,19 @@ def test_surplus_groups_are_not_the_sampler_of_this_step(monkeypatch):
     """Other weights sampled them, or some of their tokens: no disagreement, but their weights count."""
     monkeypatch.setattr(dapo, "all_reduce", lambda values, *_: [float(x) for x in values])
     args = dapo.Args(model="", train_files=(), output_dir="")
-    rows = [make_row(1), make_row(3, gap=math.log(1.5), older_t=np.ones(3, bool))]
+    rows = [make_row(1), make_row(4, gap=math.log(1.5), older_t=np.ones(4, bool))]
+    rows[1]["mask_t"][3], rows[1]["rollout_logp_t"][3] = False, 9.0  # an environment's
     metrics = dapo.check_sampler(DENSE, rows, args, 1)
     assert metrics["training/rollout_logp_diff_mean"] == metrics["training/rollout_probs_diff_max"] == 0
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 3 * 1.5) / 4)
-    of_two_ages = np.array([True, True, False])  # one token of these weights
+    effective = 5.5**2 / (1 + 3 * 1.5**2) / 4
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(effective)
+    of_two_ages = np.array([True, True, False, False])  # one token of these weights
     with pytest.raises(SystemExit, match="weight sync failed at step 1"):
         dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(older_t=of_two_ages)], args, 1)
     rows[1]["rollout_logp_t"][2] = -1
     dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(older_t=of_two_ages)], args, 1)
-    rows[1]["older_t"] = np.zeros(3, bool)
+    rows[1]["older_t"] = np.zeros(4, bool)
     with pytest.raises(SystemExit, match="weight sync failed at step 1"):
         dapo.check_sampler(DENSE, rows, args, 1)
 

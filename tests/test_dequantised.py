@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, load_weights, metrics, run
+from conftest import ROOT, each, load_weights, make_args, metrics, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, quantize, rm, sft
@@ -61,14 +61,13 @@ def test_what_quantize_py_writes_is_trained_again(scheme, error, mesh, tmp_path)
 
 
 @pytest.mark.parametrize("rank", (0, 1))
-@pytest.mark.parametrize("script", TRAINERS, ids=lambda script: script.__name__)
+@each(*TRAINERS)
 def test_other_forms_are_refused_before_anything_is_loaded(script, rank, models, arithmetic, monkeypatch):
     """By every rank of every trainer, with the rows: before the sampler and before weights."""
     monkeypatch.setenv("RANK", str(rank))
     files = dict(train_files=(str(arithmetic / "train.parquet"),), output_dir="")
-    more = {agent: dict(env=f"{ROOT}/envs/calculator.py:Calculator"), distill: dict(teacher=("",))}
     for form in REFUSED:
-        args = script.Args(model=str(models[0] / f"qwen3_{form}"), **files, **more.get(script, {}))
+        args = make_args(script, model=str(models[0] / f"qwen3_{form}"), **files)
         line = f"error: .*qwen3_{form} has weights in {form}, which cannot be trained: take the checkpoint"
         with pytest.raises(SystemExit, match="^1$" if rank else line):
             script.load_data(args, *([None] if script is agent else []))  # agent.py: tools
@@ -87,13 +86,8 @@ def test_so_are_teachers_critics_and_reward_models(models, tiny, arithmetic):
 
 def test_qlora_wants_whole_weights(models, arithmetic, monkeypatch):
     for script in (sft, dpo):
-        args = script.Args(
-            model=str(models[0] / "qwen3_fp8"),
-            train_files=(str(arithmetic / "train.parquet"),),
-            output_dir="",
-            lora_rank=2,
-            qlora=True,
-        )
+        files = dict(train_files=(str(arithmetic / "train.parquet"),), output_dir="")
+        args = script.Args(model=str(models[0] / "qwen3_fp8"), **files, lora_rank=2, qlora=True)
         with pytest.raises(SystemExit, match=r"qwen3_fp8 \(qwen3\) has rounded ones"):
             script.load_data(args)
 

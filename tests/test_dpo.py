@@ -2,8 +2,10 @@
 
 import math
 import resource
+from functools import partial
 from types import SimpleNamespace
 
+import conftest
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -21,8 +23,7 @@ from data_prep.tiny_model import make_tokenizer
 SCRIPT, STEPS, NAMES = ROOT / "algos/dpo.py", 8, ("prompt", "chosen", "rejected")
 
 
-def make_args(**changes):
-    return dpo.Args(**dict(model="", train_files=(), output_dir="") | changes)
+make_args = partial(conftest.make_args, dpo)
 
 
 def pair(question, chosen, rejected):
@@ -31,27 +32,25 @@ def pair(question, chosen, rejected):
 
 
 # ---- the losses
+softplus = lambda x: math.log(1 + math.exp(x))  # -log sigma(-x)
+SIMPO = dict(loss="simpo", beta=2.0, simpo_gamma=1.5)
 
 
 @pytest.mark.parametrize(
     ("changes", "losses", "rewards"),
     [
         # log-probs -10 -12, reference -11 -11, of 2 and 4 tokens: ratios 1 -1; a pair at the reference: 0 0
-        (dict(), [-math.log(1 / (1 + math.exp(-0.2))), math.log(2)], [[0.1, -0.1], [0, 0]]),
-        (dict(beta=0.5), [math.log(1 + math.exp(-1.0)), math.log(2)], [[0.5, -0.5], [0, 0]]),
+        (dict(), [softplus(-0.2), softplus(0)], [[0.1, -0.1], [0, 0]]),
+        (dict(beta=0.5), [softplus(-1), softplus(0)], [[0.5, -0.5], [0, 0]]),
         (
             dict(label_smoothing=0.25),
-            [0.75 * math.log(1 + math.exp(-0.2)) + 0.25 * math.log(1 + math.exp(0.2)), math.log(2)],
+            [0.75 * softplus(-0.2) + 0.25 * softplus(0.2), softplus(0)],
             [[0.1, -0.1], [0, 0]],
         ),
         (dict(loss="ipo"), [(1 / 2 + 1 / 4 - 5) ** 2, 25.0], [[0.1, -0.1], [0, 0]]),
         (dict(loss="ipo", beta=0.5), [(1 / 2 + 1 / 4 - 1) ** 2, 1.0], [[0.5, -0.5], [0, 0]]),
         # means -5 -3 and -4 -1 (of 1 and 3 tokens), margin 1.5
-        (
-            dict(loss="simpo", beta=2.0, simpo_gamma=1.5),
-            [math.log(1 + math.exp(4 + 1.5)), math.log(1 + math.exp(6 + 1.5))],
-            [[-10, -6], [-8, -2]],
-        ),
+        (SIMPO, [softplus(4 + 1.5), softplus(6 + 1.5)], [[-10, -6], [-8, -2]]),
     ],
 )
 def test_losses_by_hand(changes, losses, rewards):
@@ -67,19 +66,11 @@ def test_a_micro_batch_has_its_share_of_all_metrics():
     rows = [dict(reference=[-11.0, -11.0], tokens=[2, 4]), dict(reference=[-4.0, -3.0], tokens=[1, 3])]
     logp_n2 = torch.tensor([[-10.0, -12.0], [-4.0, -3.0]])
     terms = dpo.objective(make_args(nll_coef=0.5), rows, logp_n2, 4, 20)
-    loss = (math.log(1 + math.exp(-0.2)) + math.log(2)) / 4
-    assert {name: value.item() for name, value in terms.items()} == pytest.approx(
-        {
-            "loss": loss + 0.5 * 14 / 20,
-            "nll_loss": 14 / 20,
-            "rewards/chosen": 0.1 / 4,
-            "rewards/rejected": -0.1 / 4,
-            "rewards/accuracies": 1 / 4,  # equal rewards are not right
-            "rewards/margins": 0.2 / 4,
-            "logps/chosen": -14 / 4,
-            "logps/rejected": -15 / 4,
-        }
-    )
+    expected = {"loss": (softplus(-0.2) + math.log(2)) / 4 + 0.5 * 14 / 20, "nll_loss": 14 / 20}
+    expected |= {"rewards/chosen": 0.1 / 4, "rewards/rejected": -0.1 / 4, "rewards/margins": 0.2 / 4}
+    expected |= {"rewards/accuracies": 1 / 4}  # equal rewards are not right
+    expected |= {"logps/chosen": -14 / 4, "logps/rejected": -15 / 4}
+    assert {name: value.item() for name, value in terms.items()} == pytest.approx(expected)
     empty = dpo.objective(make_args(nll_coef=0.5), [], torch.zeros(0, 2, requires_grad=True) * 1, 4, 20)
     assert {value.item() for value in empty.values()} == {0.0} and empty["loss"].requires_grad
 
@@ -99,16 +90,6 @@ def test_a_pair():
     found = dpo.encode_pair(*(row[name] for name in NAMES), tokenizer, 99)
     assert responses(found, tokenizer) == ["<|user|>1+2=<|assistant|>", "3<|eos|>", "12<|eos|>"]
     assert dpo.encode_pair("1+2=", "3", "12", tokenizer, 99) == found
-
-
-def test_turns_of_the_prompt_are_not_trained():
-    """Chosen: a call, the tool's answer and the end; the prompt has a turn of the assistant, too."""
-    tokenizer, said = conversation_tokenizer(), lambda text: [dict(role="assistant", content=text)]
-    prompt, again = MESSAGES[:2] + said("what?"), [dict(role="user", content="1+2=")]
-    found = dpo.encode_pair(prompt + again, MESSAGES[2:], said("5"), tokenizer, 99)
-    head = "<|system|>add<|user|>1+2=<|assistant|>what?<|eos|>\n<|user|>1+2=<|assistant|>"
-    assert responses(found, tokenizer) == [head, "call 1+2<|eos|>3<|eos|>", "5<|eos|>"]
-    assert tokenizer.decode(found["chosen_ids"]) == "call 1+2<|eos|>\n<|user|>3<|assistant|>3<|eos|>"
 
 
 BAD = {
@@ -293,9 +274,8 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
     ids = pa.array([[7, 8]] * 200)
     rows, calls = type("Rows", (list,), dict(column=lambda self, name: ids))([{}] * 200), []
     args = make_args(output_dir=str(tmp_path), train_batch_size=100)
-    one_rank = SimpleNamespace(
-        get_rank=lambda: 0, broadcast_object_list=lambda found: None, all_reduce=lambda x: None
-    )
+    nothing = lambda x: None
+    one_rank = SimpleNamespace(get_rank=lambda: 0, broadcast_object_list=nothing, all_reduce=nothing)
 
     def micro_batches(policy, step, args):
         calls.append(len(step))

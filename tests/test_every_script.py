@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import load_weights
-from peft.utils import transformers_weight_conversion
+from conftest import each, load_weights, make_args
 from transformers import AutoConfig, LlamaConfig
 
 from algos import agent, dapo, distill, dpo, generate, grpo, ppo, quantize, rm, sft
@@ -19,33 +18,17 @@ from data_prep.lib import packing
 from tests import families
 
 SAMPLED = grpo, dapo, ppo, agent, distill
-every_copy = lambda *scripts: pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
 
 
-def arguments(script, model, **flags):
-    more = {agent: dict(env=""), distill: dict(teacher=(model,), kl="sampled")}.get(script, {})
-    return script.Args(**dict(model=model, train_files=(), output_dir="") | more | flags)
-
-
-@every_copy(*SAMPLED, sft, dpo, rm)
+@each(*SAMPLED, sft, dpo, rm)
 def test_no_trainer_has_dropout(script, tmp_path):
     """Sampler and trainer would differ, and the first ratio would not be 1."""
     LlamaConfig(attention_dropout=0.5, resid_pdrop=0.5, num_hidden_layers=1).save_pretrained(tmp_path)
-    config, _ = script.read_config(arguments(script, str(tmp_path)))
+    config, _ = script.read_config(make_args(script, model=str(tmp_path)))
     assert config.attention_dropout == config.resid_pdrop == 0
 
 
-@every_copy(*SAMPLED)
-@pytest.mark.parametrize(
-    ("family", "line"), (("phi", "its output layer has a bias"), ("gemma2", "caps attention, sdpa cannot"))
-)
-def test_every_script_checks_its_model(script, family, line, tmp_path):
-    families.write(family, tmp_path)
-    with pytest.raises((SystemExit, ValueError), match=line):
-        script.check_model(AutoConfig.from_pretrained(tmp_path), arguments(script, str(tmp_path)))
-
-
-@every_copy(*SAMPLED, sft, dpo, generate, quantize)
+@each(*SAMPLED, sft, dpo, generate, quantize)
 def test_a_reward_model_writes_no_text(script, tmp_path):
     """Its output layer would be random, or that of the embeddings."""
     LlamaConfig(architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path)
@@ -56,10 +39,10 @@ def test_a_reward_model_writes_no_text(script, tmp_path):
         elif script is quantize:
             quantize.main(quantize.Args(str(tmp_path), str(tmp_path / "out")))
         else:
-            script.check_model(config, arguments(script, str(tmp_path)))
+            script.check_model(config, make_args(script, model=str(tmp_path)))
 
 
-@every_copy(*SAMPLED, sft, dpo, rm)
+@each(*SAMPLED, sft, dpo, rm)
 def test_adapters_of_every_script(script, mesh, tmp_path):
     """Frozen weights keep the dtype of their files, adapters are float32, follow the seed, and are merged."""
     families.write("qwen3_moe", tmp_path)
@@ -70,7 +53,7 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
     how = dict(mesh=mesh, device=torch.device("cpu"), adapt=script.add_adapters, wrap=wrap)
     load = partial(script.load_model, **how)
     flags = dict(lora_rank=2, attn_implementation="sdpa")
-    policies = [load(arguments(script, str(tmp_path), seed=seed, **flags)).lm for seed in (1, 1, 2)]
+    policies = [load(make_args(script, model=str(tmp_path), seed=seed, **flags)).lm for seed in (1, 1, 2)]
     assert policies[0].config.dtype == torch.bfloat16  # of hf/
     for p in policies[0].parameters():
         assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16)
@@ -92,23 +75,11 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
         torch.testing.assert_close(weights[name], expected)
 
 
-@every_copy(*SAMPLED, sft, dpo, rm)
-def test_shared_experts_have_adapters(script, monkeypatch):
-    """peft takes their names for those of all experts; a test before this one may have cleared its table."""
-    renamed = transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN
-    monkeypatch.setitem(renamed, "glm4_moe", "qwen2_moe")
-    lm = families.build("glm4_moe")
-    script.add_adapters(lm, arguments(script, "", lora_rank=2))
-    adapted = {name for name, _ in lm.named_parameters() if ".lora_" in name}
-    assert any(".shared_experts.up_proj." in name for name in adapted)
-    assert not any(".experts." in name or ".gate." in name for name in adapted)
-
-
-@every_copy(*SAMPLED, sft, dpo, rm)
+@each(*SAMPLED, sft, dpo, rm)
 def test_text_alone_does_not_train_encoders(script, mesh, tmp_path):
     families.write("mistral3", tmp_path)
     wrap = getattr(script, "TokenLogps", None) or script.Scorer
-    args = arguments(script, str(tmp_path), attn_implementation="sdpa")
+    args = make_args(script, model=str(tmp_path), attn_implementation="sdpa")
     lm = script.load_model(args, mesh, torch.device("cpu"), script.add_adapters, wrap).lm
     trained = {
         name: "language_model." in name or name.startswith(("lm_head", "score")) for name in lm.state_dict()
@@ -117,7 +88,7 @@ def test_text_alone_does_not_train_encoders(script, mesh, tmp_path):
     assert {name: p.requires_grad for name, p in lm.named_parameters()} == trained
 
 
-@every_copy(*SAMPLED)
+@each(*SAMPLED)
 @pytest.mark.parametrize(
     ("flags", "line"),
     (
@@ -131,12 +102,12 @@ def test_every_script_reads_its_rows(script, flags, line, tiny, arithmetic, tmp_
     rows = pq.read_table(arithmetic / "val.parquet").to_pylist()
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([row | dict(data_source="mystery") for row in rows]), path)
-    args = arguments(script, str(tiny), **dict(train_files=(str(path),)) | flags)
+    args = make_args(script, model=str(tiny), **dict(train_files=(str(path),)) | flags)
     with pytest.raises(SystemExit, match=line):
         script.load_data(args, *([[]] if script is agent else []))
 
 
-@every_copy(*SAMPLED)
+@each(*SAMPLED)
 def test_what_vllm_refuses_is_one_line(script, tiny, monkeypatch):
     def refuse(*_):
         raise ValueError("max_model_len is greater\nthan max_position_embeddings")
@@ -150,11 +121,13 @@ def test_what_vllm_refuses_is_one_line(script, tiny, monkeypatch):
     monkeypatch.setattr(script.cpu, "own_vllm", nullcontext)
     monkeypatch.setattr(script.families, "vllm_options", lambda *_: {})
     with pytest.raises(SystemExit, match=r"^error: max_model_len is greater than max_position_embeddings$"):
-        script.build_engine(arguments(script, str(tiny), rollout_quantization="fp8"), torch.device("cpu"))
+        script.build_engine(
+            make_args(script, model=str(tiny), rollout_quantization="fp8"), torch.device("cpu")
+        )
     assert shown["quantization"] == "fp8" and shown["dtype"] == "float32"
 
 
-@every_copy(*SAMPLED, sft, dpo, rm)
+@each(*SAMPLED, sft, dpo, rm)
 def test_a_restart_needs_a_new_store(script, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
@@ -173,7 +146,7 @@ def test_a_restart_needs_a_new_store(script, monkeypatch):
 )
 def test_a_model_that_a_layout_changes_is_not_trained(script, kernel, cause, mesh, tmp_path, monkeypatch):
     families.write("llama", tmp_path)
-    args = arguments(script, str(tmp_path), attn_implementation=kernel)
+    args = make_args(script, model=str(tmp_path), attn_implementation=kernel)
     policy = script.load_policy(args, mesh, torch.device("cpu"), *([0] if script is rm else []))
     check = script.check_scores if script is rm else script.check_layout
     pair = dict(prompt_ids=[9, 30], chosen_ids=[31, 32, 33], rejected_ids=[40, 41])

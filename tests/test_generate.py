@@ -24,15 +24,9 @@ def data(tmp_path_factory):
     """A file of prompts with the columns of the schema and one more."""
     questions = [f"{i}+{i * 7 % 90}" for i in range(ROWS)]
     questions[LONG] = "1+1" * 10
-    rows = [
-        dict(
-            data_source="arithmetic",
-            prompt=[dict(role="user", content=question)],
-            reward_model=dict(style="rule", ground_truth="0"),
-            extra_info=dict(index=i, question=question),
-        )
-        for i, question in enumerate(questions)
-    ]
+    about = dict(data_source="arithmetic", reward_model=dict(style="rule", ground_truth="0"))
+    talks = [[dict(role="user", content=question)] for question in questions]
+    rows = [about | dict(prompt=talk, extra_info=dict(index=i)) for i, talk in enumerate(talks)]
     path = tmp_path_factory.mktemp("prompts") / "prompts.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
@@ -144,14 +138,7 @@ def refused(monkeypatch):
         (dict(model="[1]"), "--model [1]: no directory here, and"),
         (dict(prompt_key="question"), "no column 'question'"),
         (dict(n_samples=0), "--n_samples 0 must be at least 1"),
-        (dict(batch_size=-1), "--batch_size -1"),
-        (dict(max_response_length=0), "--max_response_length 0"),
-        (dict(seed=-1), "--seed -1"),
-        (dict(temperature=-0.5), "--temperature -0.5"),
         (dict(temperature="nan"), "--temperature nan"),
-        (dict(top_p=0), "--top_p 0"),
-        (dict(top_p=1.5), "--top_p 1.5"),
-        (dict(top_k=-2), "--top_k -2"),
         (dict(tp_size=2), "use a multiple of --tp_size 2"),
         (dict(env=f"{ROOT}/envs/calculator.py:TOOLS"), "the chat template: unknown role tool"),
     ],

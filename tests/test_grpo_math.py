@@ -20,7 +20,7 @@ from algos.variants.cispo import cispo
 from algos.variants.dppo import dppo
 from algos.variants.gspo import gspo
 from algos.variants.sapo import sapo
-from tests.conftest import ROOT
+from tests.conftest import ROOT, each, make_args
 
 DENSE = SimpleNamespace(lm=nn.Linear(1, 1))
 # rows without images
@@ -30,13 +30,6 @@ ARGS = SimpleNamespace(model="", train_files=(), val_files=(), temperature=0.7)
 # a copy of a region may leave lines out: so each is tried, not grpo.py's alone
 SAMPLED = grpo, dapo, ppo, agent, distill  # scripts with a sampler
 WITH_LOGPS = *SAMPLED, sft, dpo
-every_copy = lambda *scripts: pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
-
-
-def make_args(script, **flags):
-    """Arguments of a script with a sampler."""
-    more = {agent: dict(env=""), distill: dict(teacher=("",), kl="sampled")}.get(script, {})
-    return script.Args(**dict(model="", train_files=(), output_dir="") | more | flags)
 
 
 def f64(*values):
@@ -57,7 +50,7 @@ class LookUp(nn.Module):
 
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
-@every_copy(*WITH_LOGPS)
+@each(*WITH_LOGPS)
 def test_token_logps_of_a_lookup_table(packed, temperature, script):
     temperature = temperature if script in SAMPLED else 1.0
     policy = script.TokenLogps(LookUp(6), packed)
@@ -97,7 +90,7 @@ def test_group_advantages_do_not_depend_on_order(scores, random):
     assert torch.allclose(straight[order], shuffled, atol=1e-9)
 
 
-@every_copy(grpo, agent)
+@each(grpo, agent)
 def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
     score_n, group_n = f64(1, 0, 0, 1, 3, 0), torch.tensor([0, 0, 0, 1, 1, 1])
     length_n, args = torch.tensor([1, 2, 3, 4, 5, 6]), SimpleNamespace(group_size=3)
@@ -123,7 +116,7 @@ def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
     assert alone.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
-@every_copy(grpo, agent)
+@each(grpo, agent)
 def test_gdpo(script):
     """Two rewards: in the first group both speak, in the second only the one whose weight is 1/2."""
     args, group_n = SimpleNamespace(adv_estimator="gdpo"), torch.tensor([0, 1, 0, 1, 0, 1])
@@ -211,7 +204,7 @@ def test_dppo_loss():
 
 
 @pytest.mark.parametrize("loss", ("clip", "gspo", "cispo", "sapo", "dppo"))
-@every_copy(grpo, agent)
+@each(grpo, agent)
 def test_the_first_mini_batch_is_reinforce(script, loss):
     """Ratios are 1: -A grad log p, weighed as the loss aggregates."""
     args = make_args(script, policy_loss=loss)
@@ -247,14 +240,17 @@ def test_the_whole_loss_of_a_token(script, flags, more):
     batch |= dict(nll_weight_nt=torch.full((1, 3), 3.0))
     entropy_nt = torch.full((1, 3), 2.0, requires_grad=True)
     loss_nt, *reported = script.actor_loss(args, logp_nt, entropy_nt, batch)
-    assert loss_nt.requires_grad == has_bonus  # without a bonus the entropy has no backward pass
+    assert loss_nt.requires_grad == has_bonus
+    if has_bonus:  # that is 0: the entropy has no backward pass
+        args = dataclasses.replace(args, entropy_coeff=0.0)
+        assert not script.actor_loss(args, logp_nt, entropy_nt, batch)[0].requires_grad
     expected = [-0.5 * 1.5, -1.4 * 1.5, 0.8 * 1.5]
     torch.testing.assert_close(reported[-1]["ppo_kl"], old_nt - logp_nt)
     assert reported[0]["pg_loss"][0].tolist() == pytest.approx(expected)
     assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
 
 
-@every_copy(grpo, agent)
+@each(grpo, agent)
 def test_what_is_not_said_is_as_in_the_paper(script, monkeypatch):
     seen = []
     monkeypatch.setattr(script, "Run", lambda args: seen.append(args) or script.fail("enough"))
@@ -292,7 +288,7 @@ RATIOS, OF_RESPONSES = [[1, 3], [0.6, 0.8], [4, 9e9]], torch.tensor([[1, 1], [1,
         ("sequence", 3.5, "sequence", 3.5, 0, [3, 3, 0.48, 0.48, 0]),  # masked importance sampling
     ),
 )
-@every_copy(*SAMPLED)
+@each(*SAMPLED)
 def test_rollout_weights(level, cap, rejection, high, low, expected, script):
     args = SimpleNamespace(rollout_is=level, rollout_is_threshold=cap, rollout_rs=rejection)
     args.rollout_rs_threshold = (high,) if low is None else (low, high)
@@ -306,7 +302,7 @@ def test_rollout_weights(level, cap, rejection, high, low, expected, script):
         assert weight_nt[1:].expand(2, 2)[OF_RESPONSES[1:]].tolist() == pytest.approx(expected[2:])
 
 
-@every_copy(*SAMPLED)
+@each(*SAMPLED)
 def test_the_off_policy_mask(script):
     """Without what is good, near, or only looks far by what an environment wrote between the tokens."""
     args = SimpleNamespace(rollout_is=None, rollout_rs="off_policy", rollout_rs_threshold=(0.3,))
@@ -327,25 +323,7 @@ def test_the_off_policy_mask(script):
     assert grad_nt[:, 0].tolist() == [0, -1, 1, 1, 0]
 
 
-def test_weight_metrics(monkeypatch):
-    """65 responses of one token, ratio 1; one of two tokens, 0.5 and 4, and one of an environment between.
-
-    The two are of an earlier step: DAPO weighs them, and leaves them out of the alarm.
-    """
-    monkeypatch.setattr(dapo, "all_reduce", lambda values, op=None: [*map(float, values)])
-    args = make_args(dapo, rollout_rs="token", rollout_rs_threshold=(3,))
-    theirs = np.array([math.log(2), 9, -math.log(4)], np.float32)
-    row = dict(old_logp_t=torch.zeros(1), rollout_logp_t=np.zeros(1, np.float32), mask_t=np.ones(1, bool))
-    odd = dict(old_logp_t=torch.zeros(3), rollout_logp_t=theirs, mask_t=np.array([True, False, True]))
-    row |= dict(older_t=np.zeros(1, bool))
-    odd |= dict(older_t=np.ones(3, bool))
-    found = dapo.check_sampler(DENSE, [row] * 65 + [odd], args, 1)
-    assert [found[f"training/rollout_{x}"] for x in ("logp_diff_mean", "probs_diff_max")] == [0, 0]
-    found = {name.removeprefix("rollout_corr/rollout_"): x for name, x in found.items() if "corr" in name}
-    assert found == pytest.approx(dict(is_mean=65.5 / 67, is_eff_sample_size=65.5**2 / 67 / 65.25))
-
-
-@every_copy(*SAMPLED)
+@each(*SAMPLED)
 def test_a_ratio_is_exact_up_to_e_to_the_20th(script):
     """And finite above."""
     logp_nt, adv_nt, zero_nt = torch.tensor([[15.0, -15.0]]), torch.tensor([[-1.0, 1.0]]), torch.zeros(1, 2)
@@ -358,7 +336,7 @@ def test_a_ratio_is_exact_up_to_e_to_the_20th(script):
     assert loss_nt.isfinite().all()
 
 
-@every_copy(grpo, agent)
+@each(grpo, agent)
 def test_kl_estimates(script):
     logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
     expected = {
@@ -420,23 +398,7 @@ def test_learning_rate():
     assert grpo.learning_rate(1.0, 1, 6, 0, "constant") == 1
 
 
-@every_copy(grpo, agent)
-@pytest.mark.parametrize("constant", ((), (0,), (0, 1)))
-def test_groups_without_an_advantage_are_left_out(script, constant, monkeypatch):
-    """The totals count them; where all have none, one stays, so that the sampler is checked."""
-    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
-    args = make_args(script, ppo_mini_batch_size=2, group_size=2, max_tokens_per_microbatch=400)
-    rows = [dict(group=g, constant=g in constant, prompt_length=3, length=2) for g in (0, 0, 1, 1)]
-    for row in rows:
-        row["mask_t"] = np.ones(2, bool)
-    [(sequences, totals)], own_rows, [load] = script.deal(rows, True, args)
-    groups = [g for g in (0, 1) if g not in constant] or [0]
-    assert [[row["group"] for row in sequence] for sequence in sequences] == [[g, g] for g in groups]
-    assert totals == (8, 4) and len(own_rows) == 2 * len(groups) and load == [7] * len(groups)
-
-
-@every_copy(*WITH_LOGPS, rm)
+@each(*WITH_LOGPS, rm)
 def test_every_rank_runs_as_many_micro_batches(script, monkeypatch):
     """Another rank has three: the third is empty here, and the last one reduces over HSDP's replicas."""
     monkeypatch.setattr(script, "all_reduce", lambda values, op: [max(3.0, *values)])
@@ -448,7 +410,7 @@ def test_every_rank_runs_as_many_micro_batches(script, monkeypatch):
     assert list(script.on_every_rank(model, [])) == [[]]  # no rank has any: the step still runs
 
 
-@every_copy(*SAMPLED)
+@each(*SAMPLED)
 def test_the_sampler_must_hold_the_trainers_weights(script, monkeypatch):
     """Only what this step sampled and the policy wrote counts; with top_p only NaN and infinity do."""
     monkeypatch.setattr(script, "all_reduce", lambda values, op=None: [*map(float, values)])
@@ -492,7 +454,7 @@ def test_a_mixture_of_experts_may_differ_more_in_bfloat16(monkeypatch, dtype, de
             grpo.check_sampler(model, [row | dict(old_logp_t=torch.tensor([1.01 * allowed]))], args, 1)
 
 
-@every_copy(*SAMPLED)
+@each(*SAMPLED)
 def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
     """Two ranks, two mini-batches of two prompts, three responses to each; 7 tokens share a sequence."""
     args = make_args(script, ppo_mini_batch_size=2, group_size=3, max_tokens_per_microbatch=28)
@@ -517,26 +479,14 @@ def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
         assert own_rows == [row for sequence in sequences for row in sequence]
         assert sorted(load[rank]) == sorted(map(script.token_count, sequences))
     assert dealt[0][2] == dealt[1][2] and script.token_count(rows[3:5]) == 3 + 3 + 1
-
-
-@every_copy(*SAMPLED)
-def test_each_row_keeps_its_own_log_probs(script, monkeypatch):
-    """Over micro-batches, which take rows by their length, and at the temperature of the run."""
-    monkeypatch.setattr(script, "all_reduce", lambda values, *_: values)
-    args = make_args(script, temperature=0.7, max_tokens_per_microbatch=9)
-    prompts, responses = [[1, 2], [1, 2], [3], [4, 4]], [[5, 1], [3, 2], [2, 4], [0, 5, 3]]
-    rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
-    for row in rows:
-        row |= dict(prompt_length=len(row["prompt_ids"]), length=len(row["response_ids"]))
-    for packed in (False, True):
-        policy = script.TokenLogps(LookUp(6), packed)
-        policy.set_requires_all_reduce = lambda last: None
-        script.store_logps(policy, [([rows[:2]], None), ([rows[2:3], rows[3:]], None)], "old_logp_t", args)
-        table = (policy.lm.embed.weight / 0.7).log_softmax(-1)
-        for row in rows:
-            before = [row["prompt_ids"][-1], *row["response_ids"][:-1]]
-            expected = [table[pair].item() for pair in zip(before, row["response_ids"], strict=True)]
-            assert row["old_logp_t"].tolist() == pytest.approx(expected)
+    if script in (grpo, agent):  # groups without an advantage: one stays where all have none
+        monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
+        monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
+        for without, left in (((0,), {1, 2, 3}), ((0, 1), {0, 2, 3}), ((0, 1, 2, 3), {0, 2})):
+            rows = [row | dict(constant=row["group"] in without) for row in rows]
+            mini_batches, own_rows, _ = script.deal(rows, True, args)
+            assert {row["group"] for row in own_rows} == left
+            assert [totals for _, totals in mini_batches] == [(8, 5), (11, 6)]  # all count
 
 
 def test_columns_of_a_batch_stay_in_place():
@@ -620,7 +570,7 @@ def test_rows_are_sorted_by_prompt_and_a_failure_beats_no_wrong_answer(monkeypat
     assert found == [(g, s, scores.get((g, s), 0)) for g in range(3) for s in range(3)]
 
 
-@every_copy(*SAMPLED)
+@each(*SAMPLED)
 def test_a_rank_sees_the_rows_of_the_others(script, monkeypatch):
     """Its own two tokens agree; one of another rank has a log-prob that differs by 0.3."""
     others = {6: [1, 0.3, 0.1, 1, 1, 1], 1: [0.1]}  # by the number of sums
@@ -647,7 +597,7 @@ def test_a_constant_group_has_exactly_no_advantage(estimator, score):
     assert not adv_n[:3].any() and adv_n[3:].all()
 
 
-@every_copy(grpo, agent)
+@each(grpo, agent)
 def test_a_row_is_constant_only_if_its_whole_loss_is(script):
     """With a KL loss or an entropy bonus a response without an advantage has a gradient all the same."""
     [expression] = re.findall(r'row\["constant"\] = (.+)', inspect.getsource(script.main))

@@ -2,18 +2,20 @@
 
 import pytest
 import torch
+import transformers
 from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
+from test_packing import Gpu, flash
+from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from algos import grpo
 from common import families
 from common.gpu import move, prepare_layers
-from data_prep.lib.packing import states_apart
+from data_prep.lib.packing import packed_attention, states_apart
 
-SIZES = dict(
-    hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
-)
+SIZES = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+SIZES["vocab_size"] = 64
 LENGTHS = 23, 40, 7, 31
 
 
@@ -77,9 +79,8 @@ def test_layers_with_a_state_are_not_compiled(compiler):
 
 def test_the_names_of_files_are_found_once(monkeypatch):
     calls, found = [], families.get_model_conversion_mapping
-    monkeypatch.setattr(
-        families, "get_model_conversion_mapping", lambda lm, **kw: calls.append(lm) or found(lm, **kw)
-    )
+    counted = lambda lm, **options: calls.append(lm) or found(lm, **options)
+    monkeypatch.setattr(families, "get_model_conversion_mapping", counted)
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1, num_experts=4, moe_intermediate_size=8)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
@@ -97,30 +98,52 @@ MORE["olmo_hybrid"] = "OlmoHybrid", ATTENTION | DELTA
 STATES = families.STATES - {"qwen3_5_moe_text"} | {"qwen3_5", "qwen3_5_moe"}
 
 
-@pytest.mark.parametrize("family", [*WINDOWS, *sorted(STATES)])
-def test_windows_and_states_in_one_row(family, monkeypatch):
-    """Texts that share prompts and texts that do not, padded and in one row: log-probs and gradients."""
+PACKED = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
+PACKED += ["mistral3", "qwen3_vl"]  # without images
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_layers_are_special(family):
+    name, fields = FAMILIES[family]
+    special = families.special_layers(getattr(transformers, f"{name}Config")(**fields))
+    assert bool(special) == (family not in [*PACKED, "phi"])
+
+
+def on_a_gpu(module, query, *others, **segments):
+    out, _ = packed_attention(module, query.as_subclass(Gpu), *others, **segments)
+    return out.as_subclass(torch.Tensor), None
+
+
+@pytest.mark.parametrize("family", [*PACKED, *WINDOWS, *sorted(STATES)])
+def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
+    """With the log-probs and gradients of rows of their own; full attention also as on a GPU."""
     if family in MORE:
         monkeypatch.setitem(FAMILIES, family, MORE[family])
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+    AttentionInterface.register("on_a_gpu", on_a_gpu)
     lm = build(family)
     config = lm.config
-    assert families.special_layers(config) and not families.special_layers(config, one_row=True)
+    assert bool(families.special_layers(config)) == (family not in PACKED)
+    assert not families.special_layers(config, one_row=True)
     assert (config.get_text_config().model_type in families.STATES) == (family in STATES)
     prompts = [[*range(3, 12)]] * 3 + [[5, 9], [*range(20, 31)], [4]]
     responses = [[*range(40, 47)], [60, 61], [7] * 9, [*range(8, 20)], [33], [*range(3, 60)]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
     args = grpo.Args(model="", train_files=(), output_dir="")
-    prepare_layers(lm, args.gradient_checkpointing, eager=states_apart(lm))
+    if family not in PACKED:
+        prepare_layers(lm, args.gradient_checkpointing, eager=states_apart(lm))
     found = []
-    for attention in ("sdpa", "packed"):
+    for attention in ("sdpa", "packed", "on_a_gpu")[: 2 + (family in PACKED)]:
         lm.set_attn_implementation(attention)
-        policy = grpo.TokenLogps(lm, packed=attention == "packed")
-        logp_nt, _ = grpo.token_logps(policy, rows, args)
-        logp_nt.sum().backward()
-        found.append([logp_nt.detach(), *(p.grad for p in lm.parameters() if p.grad is not None)])
+        policy = grpo.TokenLogps(lm, packed=attention != "sdpa")
+        logp_nt, entropy_nt = grpo.token_logps(policy, rows, args)
+        (logp_nt + entropy_nt).sum().backward()
+        grads = [p.grad for p in lm.parameters() if p.grad is not None]
+        found.append([logp_nt.detach(), entropy_nt.detach(), *grads])
         lm.zero_grad()
-    for padded, packed in zip(*found, strict=True):
-        assert (packed - padded).abs().max() <= 3e-5 * padded.abs().max()
+    for padded, *others in zip(*found, strict=True):
+        for packed in others:
+            assert (packed - padded).abs().max() <= 3e-5 * padded.abs().max()
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "none"])

@@ -12,9 +12,8 @@ MAP = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
 
 def layer(path):
     """The number of the folder that a path belongs to."""
-    return max(
-        (i for i, name in enumerate(LAYERS) if path.startswith(name + "/")), key=lambda i: len(LAYERS[i])
-    )
+    found = [i for i, name in enumerate(LAYERS) if path.startswith(name + "/")]
+    return max(found, key=lambda i: len(LAYERS[i]))
 
 
 def imported(path):

@@ -51,6 +51,5 @@ def test_logits_take_two_buffers_of_a_chunk(monkeypatch):
     hidden, weight = torch.randn(640, 8, requires_grad=True), torch.randn(999, 8)
     with torch.profiler.profile(profile_memory=True) as profile:
         log_probs(hidden, weight, torch.zeros(640, dtype=torch.long))[0].sum().backward()
-    assert weight.grad is None  # frozen, as with LoRA
     made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert sum(n for n in made if n >= 64 * 999 * 4) == 2 * 64 * 999 * 4

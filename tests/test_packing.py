@@ -9,12 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import varlen
-from transformers import AttentionInterface
 
-import common.families
-from algos import grpo
 from data_prep.lib.packing import balance, one_row, packed_attention, segment_attention, split_micro_batches
-from tests import families
 
 ARGS = SimpleNamespace(model="", train_files=(), val_files=(), temperature=0.7)  # rows without images
 
@@ -111,39 +107,6 @@ def test_a_token_sees_its_own_text(on_a_gpu, monkeypatch):
     for t, s in enumerate(seen):
         weights = (0.7 * query[0, :, t] @ key[0, 0, s].t()).softmax(-1)
         torch.testing.assert_close(out[0, t].as_subclass(torch.Tensor), weights @ value[0, 0, s])
-
-
-PACKED = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
-PACKED += ["mistral3", "qwen3_vl"]  # without images
-
-
-@pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - {"phi"}))  # which is refused
-def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
-    """With the log-probs and gradients of rows of their own, by SDPA and as on a GPU."""
-    monkeypatch.setattr(varlen, "varlen_attn", flash)
-
-    def on_a_gpu(module, query, *others, **segments):
-        out, _ = packed_attention(module, query.as_subclass(Gpu), *others, **segments)
-        return out.as_subclass(torch.Tensor), None
-
-    lm = families.build(family)
-    assert (not common.families.special_layers(lm.config)) == (family in PACKED)
-    if family not in PACKED:
-        return
-    prompts = [[7, 8, 30]] * 4 + [[9], [40, 41]] + [[9]] * 3
-    responses = [[1, 2], [3], [60, 4], [5, 6, 7, 8], [11, 12], [13], [14, 15], [16, 17], [18]]
-    rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses)]
-    found = []
-    for kernel in (None, packed_attention, on_a_gpu):
-        AttentionInterface.register("test_packed", kernel)
-        lm.set_attn_implementation("test_packed" if kernel else "sdpa")
-        lm.zero_grad()
-        logp_nt, entropy_nt = grpo.token_logps(grpo.TokenLogps(lm, bool(kernel)), rows, ARGS)
-        (logp_nt.cos() * torch.arange(9)[:, None] + entropy_nt).sum().backward()
-        found.append([logp_nt.detach(), entropy_nt.detach(), *(p.grad for p in lm.parameters())])
-    for plain, *others in zip(*found, strict=True):
-        for other in others:
-            torch.testing.assert_close(plain, other, rtol=1e-4, atol=1e-3)
 
 
 def test_attention_in_bfloat16_is_computed_in_float32():

@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from transformers import PreTrainedConfig
 
 from algos import ppo
 from common.metrics import failure_metrics
@@ -76,17 +74,6 @@ def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
     assert step_nt["return_nt"][mask_nt].tolist() == [0.390625, 0.0625, 0.25, 1, 0.25, 1]
     step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags | dict(critic_lam=None, lam=1.0)))
     assert step_nt["return_nt"][mask_nt].tolist() == pytest.approx([1] * 6)  # as --lam says
-
-
-def test_the_kl_in_the_reward_is_taken_off(monkeypatch):
-    """Two tokens, 1 and 2 above the reference: they return 1 - 0.1 (1 + 2) and 1 - 0.1 2."""
-    monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
-    row = dict(length=2, mask_t=np.ones(2, bool), value_t=torch.zeros(2), reward=dict(score=1.0))
-    row |= dict(old_logp_t=torch.tensor([-1.0, -1]), ref_logp_t=torch.tensor([-2.0, -3]))
-    flags = ONE_VALUE | dict(gamma=1.0, lam=1.0, critic_lam=None, lam_alpha=None, kl_coef=0.1)
-    step_nt = ppo.advantages([row], 0.1, SimpleNamespace(**flags))
-    assert step_nt["kl_nt"].tolist() == [[1, 2]]
-    assert step_nt["return_nt"][0].tolist() == pytest.approx([0.7, 0.8])
 
 
 def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeypatch):
@@ -174,28 +161,6 @@ def test_a_correct_value_does_not_move():
     assert (4 * value_ntq.grad).flatten().tolist() == [0.375, 0.125, -0.125, -0.375]
 
 
-def test_quantiles_of_samples():
-    """Of returns 0 0 0 1 the quantiles 1/16 to 15/16 are six times 0 and twice 1: mean 1/4, as theirs."""
-    value_q, far = torch.full((8,), 0.4, requires_grad=True), 10.0  # no value is clipped
-    optimizer = torch.optim.SGD([value_q], lr=0.1)
-    returns_nt = torch.tensor([[0.0, 0, 0, 1]])
-    for step in range(4000):
-        optimizer.param_groups[0]["lr"] = 0.3 / (1 + step / 40)
-        optimizer.zero_grad()
-        value_ntq = value_q.expand(1, 4, 8)
-        ppo.value_loss(value_ntq, value_ntq.detach(), returns_nt, far)[0].sum().backward()
-        optimizer.step()
-    assert value_q.tolist() == pytest.approx([0] * 6 + [1] * 2, abs=0.02)
-
-
-def test_the_critic_is_held_by_its_values_before_the_step():
-    """V = 2, V_old = 1, R = 2, clip .5, as in the first line above."""
-    batch = dict(value_nt=torch.ones(1, 1, 1), return_nt=torch.full((1, 1), 2.0))
-    args = SimpleNamespace(cliprange_value=0.5)
-    loss_nt, terms = ppo.critic_loss(args, torch.full((1, 1, 1), 2.0), batch)
-    assert loss_nt.item() == 0.125 and terms["vf_clipfrac"].item()
-
-
 def test_token_rewards():
     kl_nt, mask_nt = f64([0.1, 0.2, 0.3], [-0.4, 5, 0.5]), torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
     reward_nt = ppo.token_rewards(f64(1, 2), kl_nt, mask_nt, 0.5)
@@ -256,22 +221,3 @@ def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group():
     failures = [None, None, "ValueError: nan", "TypeError: x", None]
     assert [result.get("failure") for result in rewards] == failures
     assert failure_metrics(rewards)["reward/errors"] == 2
-
-
-@pytest.mark.parametrize("quantiles", (1, 2))
-@pytest.mark.parametrize("packed", (False, True))
-def test_values_of_a_lookup_table(packed, quantiles):
-    """V of a response token is that of the state before it: of the token that predicts it."""
-    lm = nn.Module()
-    lm.embed, lm.score = nn.Embedding(6, 3), nn.Linear(3, quantiles, bias=False)
-    lm.base_model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=lm.embed(input_ids))
-    lm.get_output_embeddings = lambda: None  # as transformers has it for a model without an output layer
-    lm.config = PreTrainedConfig()
-    texts = ([1, 2], [5, 1, 3]), ([1, 2], [4]), ([3], [2])
-    rows = [dict(prompt_ids=prompt, response_ids=response) for prompt, response in texts]
-    args = SimpleNamespace(model="", train_files=(), val_files=())
-    [value_ntq] = ppo.token_logps(ppo.TokenValues(lm, packed), rows, args)
-    table = lm.score(lm.embed.weight)
-    end = torch.zeros(quantiles)
-    expected = [table[2], table[5], table[1], table[2], end, end, table[3], end, end]
-    assert torch.allclose(value_ntq, torch.stack(expected).view(3, 3, quantiles))

@@ -143,15 +143,11 @@ def test_awq_scales_what_may_be_scaled_and_changes_no_output(family, dtype, igno
 def test_awq_keeps_what_large_inputs_need(model, arithmetic, tmp_path):
     """Every eighth channel after a norm is 100 times as large, and its weights 1/100: nearest loses them."""
     lm = AutoModelForCausalLM.from_pretrained(model)
-    for layer in lm.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for norm, readers in (
-            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-        ):
-            norm.weight.data[::8] *= 100
-            for reader in readers:
-                reader.weight.data[:, ::8] /= 100
+    for name, layer in lm.model.layers.named_modules():
+        if name.endswith("layernorm"):
+            layer.weight.data[::8] *= 100
+        elif name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            layer.weight.data[:, ::8] /= 100
     lm.generation_config = GenerationConfig()
     lm.save_pretrained(tmp_path / "large")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "large")
@@ -172,9 +168,8 @@ def test_layers_of_other_families(family):
     linears = dict(quantize.match_named_modules(lm, ["Linear"], ("lm_head",)))
     texts = [(torch.randint(2, 100, (1, 12)), None) for _ in range(3)]
     if family == "mamba":
-        with pytest.raises(
-            ValueError, match="dt_proj: no calibration row reaches it as a layer, so --ignore it"
-        ):
+        line = "dt_proj: no calibration row reaches it as a layer, so --ignore it"
+        with pytest.raises(ValueError, match=line):
             quantize.round_layers(lm, linears, texts, args)
         return
     with torch.no_grad():
@@ -231,9 +226,8 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, caps
         assert '"temperature": 0.9' in (tmp_path / name / "generation_config.json").read_text()
         assert '\n  "rope_theta": ' in (tmp_path / name / "config.json").read_text()  # for transformers 4
         assert len({file.stat().st_mode for file in (tmp_path / name).iterdir()}) == 1
-    assert (logps(AutoModelForCausalLM.from_pretrained(tmp_path / "awq")) - true).abs().mean() < bounds[
-        "w4a16"
-    ]
+    awq = logps(AutoModelForCausalLM.from_pretrained(tmp_path / "awq"))
+    assert (awq - true).abs().mean() < bounds["w4a16"]
     paths = tmp_path / "w8a8", tmp_path / "w4a16"
     done = run("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{LOADED}", *paths)
     theirs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("logps")]
@@ -295,8 +289,7 @@ def test_errors_are_one_line(model, arithmetic, tmp_path):
 def test_prompts_alone_are_texts_without_a_generation_prompt(tmp_path):
     tokenizer, row = make_tokenizer(), make_row("train", 0, 1, 2)
     write_parquet([row], tmp_path / "rows.parquet")
-    [(ids, spoken)] = quantize.read_texts(
-        str(tmp_path / "rows.parquet"), tokenizer, quantize.Args("", "", response_key=None)
-    )
+    args = quantize.Args("", "", response_key=None)
+    [(ids, spoken)] = quantize.read_texts(str(tmp_path / "rows.parquet"), tokenizer, args)
     assert ids[0].tolist() == tokenizer.apply_chat_template(row["prompt"], return_dict=False)
     assert not spoken.any()

@@ -2,7 +2,9 @@
 
 import json
 import math
+from functools import partial
 
+import conftest
 import pytest
 import torch
 from conftest import ROOT, changed, cut_back, healthy, load_weights, metrics, run, same
@@ -19,8 +21,7 @@ SCRIPT, STEPS = ROOT / "algos/rm.py", 8
 COLUMNS = ["prompt", "chosen", "rejected"]
 
 
-def make_args(**changes):
-    return rm.Args(**dict(model="", train_files=(), output_dir="") | changes)
+make_args = partial(conftest.make_args, rm)
 
 
 def say(role, content):
@@ -236,16 +237,6 @@ def test_transformers_and_ppo_load_it(straight, data, tmp_path):
     run(ROOT / "tests/workers/rm_scores.py", hf(straight), data / "val.parquet", tmp_path / "ppo.json")
     of_ppo = json.loads((tmp_path / "ppo.json").read_text())
     assert of_ppo == [dict(score=pytest.approx(score, abs=1e-5)) for score in scores]
-
-
-def test_two_ranks_and_padded_rows_change_nothing(straight, tiny, data, tmp_path):
-    """Eager attention knows no conversations that share a row."""
-    changes = dict(max_tokens_per_microbatch=4096, attn_implementation="eager")
-    run(SCRIPT, *flags(tiny, data, tmp_path / "two", **changes), ranks=2)
-    assert losses(tmp_path / "two") == pytest.approx(losses(straight), abs=1e-5)
-    one, two = metrics(straight)[STEPS], metrics(tmp_path / "two")[STEPS]
-    for name in ("val/loss", "val/accuracy", "val/margin", "perf/total_num_tokens", "rewards/chosen"):
-        assert two[name] == pytest.approx(one[name], abs=1e-5)
 
 
 def test_export(straight, tmp_path):

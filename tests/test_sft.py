@@ -6,9 +6,9 @@ import signal
 import subprocess
 import time
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 
+import conftest
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,8 +26,7 @@ SCRIPT, STEPS = ROOT / "algos/sft.py", 8
 PROMPT, RESPONSE = "<|user|>37+85=<|assistant|>", "122<|eos|>"
 
 
-def make_args(**changes):
-    return sft.Args(**dict(model="", train_files=(), output_dir="") | changes)
+make_args = partial(conftest.make_args, sft)
 
 
 @pytest.fixture
@@ -69,26 +68,14 @@ class Spy(torch.nn.Module):
 def test_response_and_eos_are_trained_and_nothing_else(pad, packed):
     tokenizer, spy = make_tokenizer(), Spy(packed)
     tokenizer.pad_token = pad
-    questions = (("1+2=", "3"), ("37+85=", "122"))
+    questions = (("1+2=", "3"), ("37+85=", "122"), ("0+0=", ""))
     rows = [sft.split(*sft.encode([{"role": "user", "content": q}], a, tokenizer)) for q, a in questions]
     assert tokenizer.decode(rows[1]["prompt_ids"]) == PROMPT
     assert tokenizer.decode(rows[1]["response_ids"]) == RESPONSE and all(rows[1]["trained"])
     sft.token_logps(spy, rows, make_args())
     at_next_position, target = spy.asked
-    assert tokenizer.decode(target) == "3<|eos|>" + RESPONSE
+    assert tokenizer.decode(target) == "3<|eos|>" + RESPONSE + "<|eos|>"  # an empty response is its EOS
     assert at_next_position == target
-
-
-def test_loss_is_that_of_transformers(tiny):
-    lm, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
-    questions = (("1+2=", "3"), ("37+85=", "122"), ("0+0=", ""))
-    rows = [sft.split(*sft.encode(q, a, tokenizer)) for q, a in questions]
-    assert (tokens := trained_tokens(rows)) == 2 + 4 + 1  # an empty response is its EOS
-    expected = sum(
-        lm(input_ids=torch.tensor([p + r]), labels=torch.tensor([[-100] * len(p) + r])).loss * len(r)
-        for p, r in ((row["prompt_ids"], row["response_ids"]) for row in rows)
-    )
-    assert loss_of(lm, rows) == pytest.approx(expected.item() / tokens, abs=1e-5)
 
 
 def test_loss_by_hand():
@@ -102,13 +89,6 @@ def test_decay_in_the_last_steps():
     assert rates == pytest.approx([1 / 2] + [1] * 7 + [2 / 3, 1 / 3])
     rates = [sft.learning_rate(1.0, step, 10, 2, "linear") for step in range(3, 11)]
     assert rates == pytest.approx([1 - i / 8 for i in range(8)])
-
-
-def test_a_string_is_one_user_message(rows_file):
-    as_messages = sft.load_examples([rows_file], make_args(), make_tokenizer())
-    as_strings = sft.load_examples([rows_file], make_args(prompt_key="extra_info.question"), make_tokenizer())
-    assert [*as_messages[0]] == [*as_strings[0]]
-    assert as_messages[1:] == as_strings[1:] == ({make_tokenizer().eos_token_id}, 0, 0)
 
 
 CONVERSATION = """\
@@ -127,23 +107,6 @@ def conversation_tokenizer():
     return tokenizer
 
 
-def test_assistant_turns_of_a_conversation_are_trained_and_nothing_else():
-    """The newline that the template writes after EOS is not: a sampler stops before it."""
-    tokenizer = conversation_tokenizer()
-    messages = [message | {"tool_calls": None} for message in MESSAGES]
-    [(ids, trained)] = sft.encode_messages(messages, tokenizer)
-    assert tokenizer.decode(ids) + "\n" == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
-    cuts = 0, 10, 19, 23, 25
-    pieces = [tokenizer.decode(ids[i:j]) for i, j in pairwise(cuts)]
-    assert pieces[:2] == ["<|system|>add<|user|>1+2=<|assistant|>", "call 1+2<|eos|>"]
-    assert pieces[2:] == ["\n<|user|>3<|assistant|>", "3<|eos|>"]
-    assert trained == [False] * 10 + [True] * 9 + [False] * 4 + [True] * 2
-    row = sft.split(ids, trained)
-    assert tokenizer.decode(row["prompt_ids"]) == pieces[0]
-    assert tokenizer.decode(row["response_ids"]) == "".join(pieces[1:4])
-    assert row["trained"] == trained[len(row["prompt_ids"]) :]
-
-
 def test_conversations_from_a_file(tmp_path):
     file = str(tmp_path / "rows.parquet")
     short = [dict(role="user", content="hi")]  # nothing to train
@@ -156,20 +119,6 @@ def test_conversations_from_a_file(tmp_path):
     assert (truncated, dropped) == (0, 1)
     with pytest.raises(ValueError, match=r"rows.parquet: row 0: the chat template: unknown role tool$"):
         sft.load_examples([file], args, make_tokenizer())
-
-
-def test_no_token_lies_across_the_beginning_of_a_turn():
-    """A sampler that is given the first newline writes the second: one token of both is never seen."""
-    tokenizer = conversation_tokenizer()
-    tokenizer.chat_template = CONVERSATION.replace("'|>'", "'|>\\n'").replace(
-        "'<|assistant|>'", "'<|assistant|>\\n'"
-    )
-    tokenizer.add_tokens(["\n\n"])
-    messages = [dict(role="user", content="hi"), dict(role="assistant", content="\nho")]
-    [(ids, trained)] = sft.encode_messages(messages, tokenizer)
-    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
-    assert ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
-    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "\nho<|eos|>"
 
 
 def test_a_turn_may_end_with_another_special_token_than_eos():
@@ -297,20 +246,6 @@ def test_it_learns(straight, tiny, arithmetic):
     assert changed(tiny, hf(straight)) == load_weights(tiny).keys()
 
 
-def test_the_checkpoint_gives_the_logged_loss(straight, arithmetic):
-    lm, tokenizer = (x.from_pretrained(hf(straight)) for x in (AutoModelForCausalLM, AutoTokenizer))
-    rows, *_ = sft.load_examples([str(arithmetic / "val.parquet")], make_args(), tokenizer)
-    assert loss_of(lm, rows) == pytest.approx(metrics(straight)[STEPS]["val/loss"], abs=1e-5)
-
-
-def test_two_ranks_and_large_microbatches_change_nothing(straight, tiny, arithmetic, tmp_path):
-    run(SCRIPT, *flags(tiny, arithmetic, tmp_path / "two", max_tokens_per_microbatch=4096), ranks=2)
-    assert losses(tmp_path / "two") == pytest.approx(losses(straight), abs=1e-5)
-    one, two = metrics(straight)[STEPS], metrics(tmp_path / "two")[STEPS]
-    assert two["val/loss"] == pytest.approx(one["val/loss"], abs=1e-5)
-    assert two["perf/total_num_tokens"] == one["perf/total_num_tokens"]
-
-
 def test_texts_are_learned(tiny, tmp_path):
     """On two ranks as on one; the loss of the saved model, written out, is that of the log, and its bits."""
     sums = [f"{i}+{i}={2 * i}" for i in range(1, 80)]
@@ -404,34 +339,10 @@ def test_sigint_saves(tiny, arithmetic, tmp_path):
     assert load_weights(hf(tmp_path / "run"))
 
 
-def test_a_step_without_a_finite_gradient_is_skipped(tiny, arithmetic, tmp_path):
-    """Only one row overflows, of which the check before the first step sees nothing."""
-    lm, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
-    lm.config.tie_word_embeddings = False
-    lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.clone())
-    lm.model.embed_tokens.weight.data[tokenizer.encode("~")] = math.inf
-    lm.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows = [make_row("train", i, i, i) for i in range(15)]
-    rows[-1]["prompt"] = [dict(role="user", content="~")]
-    write_parquet(rows, tmp_path / "train.parquet")
-    files = dict(train_files=tmp_path / "train.parquet", total_steps=1, test_freq=0)
-    run(SCRIPT, *flags(tmp_path / "model", arithmetic, tmp_path / "run", **files))
-    assert metrics(tmp_path / "run")[1]["train/skipped_updates"] == 1
-    assert not changed(tmp_path / "model", hf(tmp_path / "run"))
-
-
 def test_errors_are_one_line(tiny, arithmetic, tmp_path):
     done = run(SCRIPT, *flags(tiny, arithmetic, tmp_path / "run", train_batch_size=65), check=False)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "--train_batch_size 65 is more than the 64 training rows" in done.stderr
-
-
-def test_adalora_needs_steps_to_choose_ranks_in(tiny, arithmetic, tmp_path):
-    files = dict(train_files=(f"{arithmetic}/train.parquet",), output_dir=str(tmp_path / "run"))
-    args = sft.Args(model=str(tiny), lora_rank=4, lora_kind="adalora", total_steps=9, **files)
-    with pytest.raises(SystemExit, match="--lora_kind adalora: 9 steps are too few to choose ranks in"):
-        sft.main(args)
 
 
 def test_heads_that_ranks_do_not_divide(tiny):

@@ -5,9 +5,8 @@ import re
 from contextlib import nullcontext
 
 import pytest
-import torch
-from conftest import ROOT, metrics, run
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from conftest import ROOT, run
+from transformers import AutoConfig
 
 from algos import dpo, rm, sft
 from common import families as common_families
@@ -66,29 +65,6 @@ def test_a_run_ends_before_its_first_step(arithmetic, tmp_path):
     assert done.returncode == 1 and not (tmp_path / "run/args.json").exists()
     [line] = [line for line in done.stderr.splitlines() if "error" in line]
     assert line.startswith(f"error: {tmp_path}/model (gemma2): ") and re.search(SOFT_CAP, line)
-
-
-def test_the_saved_model_has_the_reported_loss(arithmetic, tmp_path):
-    """granite divides its logits and scales embeddings, residuals and attention."""
-    families.write("granite", tmp_path / "model")
-    data = arithmetic / "val.parquet"
-    files = "--model", tmp_path / "model", "--train_files", arithmetic / "train.parquet", "--val_files", data
-    sizes = "--max_length 32 --train_batch_size 32 --total_steps 2 --lr 1e-3 --warmup_steps 0".split()
-    run(ROOT / "algos/sft.py", *files, "--output_dir", tmp_path / "run", *sizes)
-    by_step = metrics(tmp_path / "run")
-    for step, path in ((0, tmp_path / "model"), (2, tmp_path / "run/checkpoints/latest/hf")):
-        lm, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        args = sft.Args(model="", train_files=(), output_dir="")
-        rows, *_ = sft.load_examples([str(data)], args, tokenizer)
-        total = 0.0
-        for row in rows:
-            ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-            labels = ids.clone()
-            labels[:, : len(row["prompt_ids"])] = -100
-            total += lm(input_ids=ids, labels=labels).loss.item() * len(row["response_ids"])
-        tokens = sum(len(row["response_ids"]) for row in rows)
-        assert by_step[step]["val/loss"] == pytest.approx(total / tokens, abs=1e-5)
-    assert by_step[2]["val/loss"] < by_step[0]["val/loss"] - 0.1
 
 
 @pytest.mark.parametrize("script", [sft, dpo, rm], ids=lambda script: script.__name__)

@@ -103,15 +103,6 @@ def test_a_full_disk(sft, tmp_path, rank_and_kind):
     nothing_is_left(out)
 
 
-def test_it_ends_while_the_weights_of_hf_are_written(sft, tmp_path):
-    (tmp_path / "notes").mkdir()
-    out = tmp_path / "ends"
-    done = run(FAULTY, "sft", "save_checkpoint:0:4:hf", tmp_path / "notes", *sft[0](out), check=False)
-    assert done.returncode == 1 and len(os.listdir(tmp_path / "notes")) == 1
-    assert os.readlink(out / "checkpoints/latest") == "step_000002"
-    assert (out / "checkpoints/latest/hf/model.safetensors").exists()
-
-
 def damage(checkpoint, kind):
     shard = checkpoint / "dcp/__1_0.distcp"
     if kind == "truncated":
