@@ -237,12 +237,12 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     # difference 3 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
-    kl_nt = kl_estimate(logp_nt, batch.get("ref_logp_nt", logp_nt.detach()), args.kl_kind)
-    losses = dict(pg_loss=loss_nt, kl_loss=kl_nt)
+    losses = dict(pg_loss=loss_nt)
     if args.entropy_coeff:  # else the entropy has no backward pass
         loss_nt = loss_nt - args.entropy_coeff * entropy_nt
     if args.use_kl_loss:
-        loss_nt = loss_nt + args.kl_loss_coef * kl_nt
+        losses["kl_loss"] = kl_estimate(logp_nt, batch["ref_logp_nt"], args.kl_kind)
+        loss_nt = loss_nt + args.kl_loss_coef * losses["kl_loss"]
     means = dict(entropy=entropy_nt, ppo_kl=old_nt - logp_nt, rollout_rs_masked=weight_nt == 0)
     means |= dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
     return loss_nt, losses, means

@@ -60,7 +60,7 @@ class Args:
     model: str  # Hugging Face directory or hub name of the model to train
     chat_template: str | None = None  # Jinja file in place of the model's chat template; hf/ carries it
     chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
-    critic_model: str | None = None  # causal LM or sequence classifier to start from; None: model
+    critic_model: str | None = None  # causal LM or classifier to start from; None: model
     reward_model: tuple[str, ...] = ()  # sequence classifiers: the score of each is one more reward
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
     # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
@@ -168,7 +168,7 @@ def token_rewards(score_n, kl_nt, mask_nt, kl_coef):
 
 
 def gae(reward_nt, value_nt, mask_nt, gamma, lam):
-    """Generalised advantage estimation (1506.02438, eq. 16) -> adv_nt, not whitened, and return_nt = A + V.
+    """GAE (1506.02438, eq. 16) -> adv_nt, not whitened, and return_nt = A + V.
 
     A masked token (tool output, padding) passes the V and A of its successor through; V after the end is 0.
     lam: a number, or one for each response.
@@ -185,7 +185,7 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
 
 
 def adaptive_lam(mask_nt, alpha):
-    """VAPO's lambda of a response of l tokens, 1 - 1/(alpha l), at least 0: alpha = 0.05, l = 40 -> 0.5."""
+    """VAPO's lambda for l tokens, 1 - 1 / (alpha l), at least 0: alpha 0.05, l 40 -> 0.5."""
     return (1 - 1 / (alpha * mask_nt.sum(-1).clamp(min=1))).clamp(min=0)  # eq: ppo.lam_alpha
 
 
@@ -199,7 +199,7 @@ def masked_whiten(x_nt, mask_nt):
 
 
 def adapted(kl_coef, kl, target, n, horizon=10_000):
-    """Weight of the KL after n responses with a KL of `kl`: at most 20 % in `horizon` (1909.08593, 2.2)."""
+    """Weight of the KL after n responses with this KL: at most 20 % in `horizon` (1909.08593, 2.2)."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     # CAREFUL: without the bound a step of over five times the horizon could make the weight negative
     return kl_coef * (1 + error * min(n, horizon) / horizon)  # eq: ppo.adaptive_kl

@@ -187,7 +187,7 @@ class Run:
     def updated(self, **state):
         """The weights are those of a whole step: from here on it is saved, whatever ends the run.
 
-        state: what `load` returns to a run that goes on from here.
+        state: what `load` returns to a run that resumes here.
         """
         self.unsaved = dict(state, step=self.step, digests=digests(self.args))
         signalled = torch.tensor(self.signal)

@@ -153,7 +153,6 @@ VARIANTS = {  # lines of a copy that the longest has not
     ("whole_weights", "distill.py"): SKIPS,
     ("actor_loss", "dapo.py"): [
         "# difference 2 of the header: the sampler rounds differently, and may have had older weights",
-        "losses = dict(pg_loss=loss_nt)",
     ],
     ("update_actor", "dapo.py"): [
         ALL_RUN[0],

@@ -250,22 +250,42 @@ def test_the_whole_loss_of_a_token(script, flags, more):
     assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
 
 
-@each(grpo, agent)
+@each(agent, dapo, ppo)
+@pytest.mark.parametrize("name", ("cispo", "dppo"))
+def test_a_variant_is_the_same_loss_in_every_script(script, name):
+    logp_nt, old_nt = -torch.rand(2, 3), -torch.rand(2, 3)
+    batch = dict(mask_nt=torch.ones(2, 3).bool(), adv_nt=torch.tensor([[1.0], [-1]]).expand(2, 3))
+    batch |= dict(old_logp_nt=old_nt, rollout_logp_nt=old_nt, nll_weight_nt=torch.ones(2, 3))
+    loss_nt, theirs_nt = (
+        algo.actor_loss(make_args(algo, policy_loss=name, clip_ratio_low=0.05), logp_nt, logp_nt, batch)[0]
+        for algo in (grpo, script)
+    )
+    assert torch.equal(loss_nt, theirs_nt) and loss_nt.any()
+
+
+@each(grpo, agent, dapo, ppo)
 def test_what_is_not_said_is_as_in_the_paper(script, monkeypatch):
-    seen = []
+    seen, high = [], 0.28 if script is dapo else 0.2
+    if script is ppo:
+        monkeypatch.setattr(ppo, "check_models", lambda args: None)
     monkeypatch.setattr(script, "Run", lambda args: seen.append(args) or script.fail("enough"))
 
     def settings(**said):
         with pytest.raises(SystemExit, match="enough"):
             script.main(make_args(script, **said))
-        return seen[-1].clip_ratio_low, seen[-1].clip_ratio_high, seen[-1].loss_agg
+        args = vars(seen[-1])
+        return args["clip_ratio_low"], args["clip_ratio_high"], args.get("loss_agg", "token-mean")
 
-    assert settings() == (0.2, 0.2, "token-mean")
-    assert settings(clip_ratio_low=0.1) == (0.1, 0.2, "token-mean")
-    assert settings(policy_loss="gspo") == (3e-4, 4e-4, "seq-mean-token-mean")
-    assert settings(policy_loss="gspo", loss_agg="token-mean") == (3e-4, 4e-4, "token-mean")
+    assert settings() == (0.2, high, "token-mean")
+    assert settings(clip_ratio_low=0.1) == (0.1, high, "token-mean")
     assert settings(policy_loss="cispo") == (1, 4, "token-mean")
     assert settings(policy_loss="dppo") == (0.15, 0.15, "token-mean")
+    if script is ppo:  # which has no --loss_agg
+        with pytest.raises(SystemExit, match="gspo averages by seq-mean-token-mean"):
+            script.main(make_args(script, policy_loss="gspo"))
+        return
+    assert settings(policy_loss="gspo") == (3e-4, 4e-4, "seq-mean-token-mean")
+    assert settings(policy_loss="gspo", loss_agg="token-mean") == (3e-4, 4e-4, "token-mean")
     assert settings(policy_loss="sapo") == (None, None, "seq-mean-token-mean")
 
 
