@@ -30,7 +30,7 @@ class Args:
     local_save_dir: str
     """Directory for the parquet files."""
     local_dataset_path: str | None = None
-    """Directory with a copy of the data set, a file or a folder for each split; None: the hub."""
+    """Directory with a copy of the data set, a file or a folder for each split; or one file; None: the hub."""
     splits: tuple[str, ...] = ()
     """Splits to read, each into SPLIT.parquet; OUT=SPLIT writes OUT.parquet; none: all published splits."""
     max_samples: int | None = None
@@ -60,10 +60,12 @@ def prepare(args, splits, hub, make_row):
     """
     if args.max_samples is not None and args.max_samples < 1:
         raise ValueError(f"--max_samples is {args.max_samples}; it must be at least 1")
-    sources = {}
-    for name in args.splits or splits:
+    sources, local, names = {}, args.local_dataset_path, args.splits or splits
+    if local and Path(local).is_file():  # it is one split, which it may be named after
+        named = [name for name in names if Path(local).name.startswith(name.rpartition("=")[2])]
+        names = (*named, *names)[:1]
+    for name in names:
         out, _, split = name.rpartition("=")
-        local = args.local_dataset_path
         sources[out or split] = read_hub(hub(split)) if local is None else read_local(local, split)
     write_splits(args.local_save_dir, sources, make_row, args.max_samples, args.seed)
 
@@ -87,13 +89,32 @@ def write_splits(directory, sources, make_row, max_samples=None, seed=0):
         print(line)
 
 
+class Noted(dict):
+    """A record that notes which of its columns are read."""
+
+    def __init__(self, record, read):
+        super().__init__(record)
+        self.read = read
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
 def usable_rows(records, make_row, out, left_out):
-    """Yield the rows; count the others in `left_out`, and name the first broken ones."""
-    used, broken = 0, "broken (named above)"
+    """Yield the rows; count the others in `left_out`, and name the first broken ones, and what is not read."""
+    used, broken, names, read = 0, "broken (named above)", {}, set()
     for index, (place, record) in enumerate(records):
         try:
             if isinstance(record, ValueError):
                 raise record
+            if isinstance(record, dict):  # else a script of this directory has made it
+                names |= dict.fromkeys(record)
+                record = Noted(record, read)
             row = make_row(record, out, index)
             check_row(row, out)
         except LeftOut as reason:
@@ -106,6 +127,8 @@ def usable_rows(records, make_row, out, left_out):
         else:
             used += 1
             yield row
+    if used and (rest := [name for name in names if name not in read]):
+        print(f"{out}.parquet: not read: {', '.join(rest)}")
     if left_out[broken] > SHOWN:
         print(f"{left_out[broken] - SHOWN} more rows are broken", file=sys.stderr)
     if not used:
