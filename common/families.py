@@ -57,18 +57,21 @@ def decoder(lm):
 
 
 def takes_images(args):
-    """Whether the model is shown images: it takes some, and a file of rows has a column `images`."""
+    """Whether the model is shown images: it takes some, and a file of rows has a column `images` or `image`."""
     files = (args.data,) if hasattr(args, "data") else (*args.train_files, *args.val_files)
     return have_images(args.model, files)
 
 
 @cache
 def have_images(model, files):
-    """Whether a model takes images, and one of these parquet files has some."""
+    """Whether a model takes images, and one of these files, of parquet or JSON, has some."""
 
     def has_images(file):
-        with suppress(OSError, ValueError):  # whoever reads its rows says what is wrong
-            return "images" in pq.read_schema(file).names
+        # whoever reads its rows says what is wrong
+        with suppress(OSError, ValueError), open(file, "rb") as rows:
+            if rows.read(4) != b"PAR1":  # JSON
+                return re.search(rb'"images?"\s*:', rows.read(2**16))
+            return not {"images", "image"}.isdisjoint(pq.read_schema(file).names)
 
     return any(map(has_images, filter(None, files))) and wrapped(AutoConfig.from_pretrained(model))
 
