@@ -65,14 +65,11 @@ def takes_images(args):
 @cache
 def have_images(model, files):
     """Whether a model takes images, and one of these files, of parquet or JSON, has some."""
-
     def has_images(file):
-        # whoever reads its rows says what is wrong
-        with suppress(OSError, ValueError), open(file, "rb") as rows:
-            if rows.read(4) != b"PAR1":  # JSON
-                return re.search(rb'"images?"\s*:', rows.read(2**16))
-            return not {"images", "image"}.isdisjoint(pq.read_schema(file).names)
-
+        with suppress(OSError, ValueError), open(file, "rb") as rows:  # whoever reads them says what is wrong
+            parquet = rows.read(4) == b"PAR1"
+            json_names = () if parquet else re.findall(r'"(\w+)"\s*:', str(rows.read(2**16)))
+            return not {"images", "image"}.isdisjoint(pq.read_schema(file).names if parquet else json_names)
     return any(map(has_images, filter(None, files))) and wrapped(AutoConfig.from_pretrained(model))
 
 
