@@ -36,7 +36,7 @@ def say_unknown(what="only a chat template that names it reads it"):
 
 
 def _message(value, where):
-    message = _parsed(value, where, dict, "{role, content}")
+    message = parsed(value, where, dict, "{role, content}")
     message = {key: x for key, x in message.items() if x is not None}
     if "from" in message and "value" in message:
         message["role"], said = message.pop("from"), message.pop("value")
@@ -48,7 +48,7 @@ def _message(value, where):
         raise ValueError(f"'{where}.role' is {message.get('role')!r:.40}; use {', '.join(ROLES)}")
     if "function_call" in message:  # the older name
         message["tool_calls"] = [message.pop("function_call")]
-    calls = _parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
+    calls = parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
     if calls:  # CAREFUL: with an empty list some templates write a turn of calls
         message["tool_calls"] = [_call(x, f"{where}.tool_calls[{i}]") for i, x in enumerate(calls)]
         message.setdefault("content", "")  # as vLLM does: a template may write a null as "None"
@@ -76,9 +76,8 @@ def _trained(message, where):
     said = {key: message.pop(key) for key in (*TRAIN, *MASKED, *IN_PARTS) if key in message}
     for key, value in said.items():
         if key in IN_PARTS or value not in (0, 1):
-            raise ValueError(
-                f"'{where}.{key}' is {value!r:.40}; write 'train', 1 or 0: a turn is trained or not"
-            )
+            remedy = "write 'train', 1 or 0: a turn is trained or not"
+            raise ValueError(f"'{where}.{key}' is {value!r:.40}; {remedy}")
         if value == (key in TRAIN) and message.get("role") != "assistant":
             raise ValueError(f"'{where}.{key}': only turns of the assistant are trained; leave it out")
     return message.get("role") != "assistant" or all(v == (key in TRAIN) for key, v in said.items())
@@ -86,19 +85,14 @@ def _trained(message, where):
 
 def tools_of(value, where="tools"):
     """JSON schemas of tools, from a column or its JSON text; without what Arrow fills in."""
-    if not value:
-        return []
-    tools = [
-        _parsed(x, f"{where}[{i}]", dict, "a JSON schema")
-        for i, x in enumerate(_parsed(value, where, list, "a list of JSON schemas"))
-    ]
-    tools = [_known(tool) for tool in tools]
-    tools = [tool if "function" in tool else dict(type="function", function=tool) for tool in tools]
-    for i, tool in enumerate(tools):
-        if not isinstance(tool["function"], dict) or not isinstance(tool["function"].get("name"), str):
-            raise ValueError(
-                f"'{where}[{i}]' must be a JSON schema with the name of a tool, not {tool!r:.60}"
-            )
+    tools = []
+    for i, tool in enumerate(parsed(value or [], where, list, "a list of JSON schemas")):
+        tool = _known(parsed(tool, f"{where}[{i}]", dict, "a JSON schema"))
+        tools.append(tool if "function" in tool else dict(type="function", function=tool))
+        function = tools[-1]["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            problem = f"must be a JSON schema with the name of a tool, not {tool!r:.60}"
+            raise ValueError(f"'{where}[{i}]' {problem}")
     return tools
 
 
@@ -111,13 +105,13 @@ def _known(value):
 
 def _call(value, where):
     form = "{function: {name, arguments}}"
-    call = _parsed(value, where, dict, form)
-    function = _parsed(call.get("function", call), where, dict, form)
+    call = parsed(value, where, dict, form)
+    function = parsed(call.get("function", call), where, dict, form)
     if not isinstance(function.get("name"), str):
         raise ValueError(f"'{where}' must be {form} with the name of a tool, not {value!r:.60}")
     if odd := function.keys() - {"name", "arguments", "id", "type", "index"} - {"strict", "description"}:
         raise ValueError(f"'{where}' has {min(odd)!r}, which is not read: write 'name' and 'arguments'")
-    arguments = _parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
+    arguments = parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
     try:
         json.dumps(arguments)
     except TypeError as error:
@@ -126,7 +120,7 @@ def _call(value, where):
     return call | dict(function=function) if "function" in call else function
 
 
-def _parsed(value, where, kind, form):
+def parsed(value, where, kind, form):
     """A value, or that of which it is the JSON text."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
@@ -141,12 +135,9 @@ def storable(messages):
     """Messages as they are written, arguments as JSON text: a file has one struct for those of all tools."""
     messages = [dict(message) for message in messages]
     for message in messages:
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_storable_call(call) for call in message["tool_calls"]]
+        for i, call in enumerate(message.get("tool_calls", ())):
+            function = call.get("function", call)
+            function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
+            call = call | dict(function=function) if "function" in call else function
+            message["tool_calls"] = [*message["tool_calls"][:i], call, *message["tool_calls"][i + 1 :]]
     return messages
-
-
-def _storable_call(call):
-    function = call.get("function", call)
-    function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-    return call | dict(function=function) if "function" in call else function

@@ -4,11 +4,10 @@ A column is read, or says nothing to a model (NOTES), or is named in the first l
 One that would change what the model is shown is refused where a row fills it in.
 """
 
-import json
 import os
 import sys
 
-from data_prep.lib.chats import conversation, tools_of
+from data_prep.lib.chats import conversation, parsed, tools_of
 from data_prep.lib.replies import spoken
 from data_prep.lib.source import Source
 from envs.messages import MARK
@@ -29,14 +28,12 @@ FORMS = {  # where a file lacks the columns of a script's defaults: what it may 
 }
 SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read beside them
 ALPACA = "instruction", "input"  # the second is part of the first
-NOTES = "data_source", "ability", "reward_model", "extra_info"  # for rewards and people
-ANSWERS = "responses", "response_tokens", "finish_reasons", "episodes", "scores", "results"  # of ours
-NOTES += ANSWERS
+NOTES = "data_source ability reward_model extra_info responses response_tokens finish_reasons".split()
+NOTES += "episodes", "scores", "results"  # what rewards, people and our own scripts read
 KTO = "label", "kto_tag"  # whether a completion is a good one
 SAID = set()  # the first lines of this process
 REFUSED = {  # what libraries show a model, and nothing here does
-    "history": "write the turns in a column 'messages'",
-    "segments": "write the turns in a column 'messages'",
+    **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages'"),
     "functions": "write them in a column 'tools'",
     "enable_thinking": "write it in a column 'chat_template_kwargs'",
     "documents": "write them in the prompt",
@@ -122,8 +119,8 @@ def talk_of(value, what, column):
 def has_mark(message):
     """Whether a message begins with the mark of a picture, or has it alone on a line."""
     text = message["content"]
-    lines = {line.strip() for line in text.splitlines()}
-    return message["role"] != "assistant" and "</image>" not in text and (text.startswith(MARK) or MARK in lines)
+    marked = text.startswith(MARK) or MARK in map(str.strip, text.splitlines())
+    return marked and message["role"] != "assistant" and "</image>" not in text
 
 
 def value_of(record, column):
@@ -139,29 +136,33 @@ def value_of(record, column):
 
 
 def after(system, messages):
-    """Messages after the text of a system message, which they may begin with."""
+    """Messages after the words of a system, with which they may begin."""
     first = messages[0]
     if first["role"] != "system":
         return [dict(role="system", content=system), *messages]
     if first["content"].strip() != system.strip():
-        raise ValueError("it has a column of the system's words, and its messages begin with others: keep one")
+        raise ValueError("its column of the system's words and its first message differ: keep one")
     return messages
 
 
 def shown(record):
-    """Of a record: dict(images, tools, chat_template_kwargs), and the text of its system message.
+    """Of a record: dict(images, tools, chat_template_kwargs), and the words of its system.
 
     ValueError if it fills in a column that nothing here reads and that others show a model.
     """
     for name, value in record.items():
-        refused = name in REFUSED or (is_medium(value) and name not in SHOWN)
-        if name in KTO and not isinstance(value, bool):  # elsewhere the name of a class, or of an answer
-            refused = False
-        if refused and value not in (None, "", [], {}):
+        filled = value not in (None, "", [], {}) and (name not in KTO or isinstance(value, bool))
+        if filled and (name in REFUSED or (is_medium(value) and name not in SHOWN)):
             remedy = REFUSED.get(name, "name it 'images' if these are pictures, or drop the column")
             raise ValueError(f"the column {name!r} is not read: {remedy}")
-    found = dict(images=images_of(record), tools=tools_of(record.get("tools")))
-    return found | dict(chat_template_kwargs=options_of(record)), system_of(record)
+    system = record.get("system") or record.get("system_prompt") or ""
+    if not isinstance(system, str):
+        raise ValueError(f"'system' must be a string, not {system!r:.60}")
+    options = record.get("chat_template_kwargs") or {}
+    options = parsed(options, "chat_template_kwargs", dict, "an object").items()
+    options = {name: x for name, x in options if x not in (None, "", [], {})}
+    tools = tools_of(record.get("tools"))
+    return dict(images=images_of(record), tools=tools, chat_template_kwargs=options), system
 
 
 def is_medium(value):
@@ -175,34 +176,11 @@ def images_of(record):
     given = [record[name] for name in ("images", "image") if record.get(name) not in (None, [])]
     if len(given) > 1:
         raise ValueError("it has pictures in 'images' and in 'image': keep one column")
-    [value] = given or [[]]
-    images = []
-    for i, image in enumerate(value if isinstance(value, list) else [value]):
-        image = dict(bytes=None, path=image) if isinstance(image, str) else image
-        image = dict(bytes=image, path=None) if isinstance(image, bytes) else image
+    images = [x for some in given for x in (some if isinstance(some, list) else [some])]
+    for i, image in enumerate(images):
+        if isinstance(image, str | bytes):
+            name = "path" if isinstance(image, str) else "bytes"
+            images[i] = image = dict(bytes=None, path=None) | {name: image}
         if not isinstance(image, dict) or not (image.get("bytes") or image.get("path")):
             raise ValueError(f"'images[{i}]' must be {{bytes, path}}, with one of them, or a path")
-        images.append(image)
     return images
-
-
-def options_of(record):
-    """Values of the chat template's variables, from a column or its JSON text; what is null or empty is none."""
-    value = record.get("chat_template_kwargs") or {}
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-        found = {name: x for name, x in value.items() if x not in (None, "", [], {})}
-        json.dumps(found)
-    except (ValueError, TypeError, AttributeError):
-        raise ValueError(f"'chat_template_kwargs' must be an object or its JSON text, not {value!r:.60}") from None
-    return found
-
-
-def system_of(record):
-    """The text of a column of the system's words; None: there is none."""
-    for name in ("system", "system_prompt"):
-        if value := record.get(name):
-            if not isinstance(value, str):
-                raise ValueError(f"{name!r} must be a string, not {value!r:.60}")
-            return value
-    return None

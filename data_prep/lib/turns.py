@@ -23,39 +23,42 @@ ELSE = "take a model whose template shows it, or another by --chat_template"
 
 
 def places(prompt, upto, history, last=1):
-    """{where a turn may begin: its text}, of the rendering `upto` that ends with it, the best first.
+    """{where a turn may begin: its text}, of the rendering `upto` that ends with it.
 
     history(): the messages before it without the generation prompt; last: which of these, from the end.
     """
-    found, end = {}, prompt.rstrip()
+    end = prompt.rstrip()
     opened = next((x for x in THOUGHTS if end.endswith(x)), None)
     if upto.startswith(prompt):
-        found["prompt"] = upto[len(prompt) :]
-    elif opened and upto.startswith(end.removesuffix(opened)):
-        found["thought"] = answer_after(prompt, upto[len(end.removesuffix(opened)) :])
-    elif given := prompt.removeprefix(history()):
-        found["history"] = given.join(upto.split(given)[-last:]) if upto.count(given) >= last else ""
-    return found
+        return dict(prompt=upto[len(prompt) :])
+    if opened and upto.startswith(end.removesuffix(opened)):
+        return dict(thought=answer_after(prompt, upto[len(end.removesuffix(opened)) :]))
+    given = prompt.removeprefix(history())
+    parts = upto.split(given) if given else ()
+    return dict(history=given.join(parts[-last:])) if len(parts) > last else {}
 
 
 def place(messages, i, tokenizer, tools):
-    """Where turn i of messages begins if marks stand in their place, and which generation prompt is its own.
+    """Of turn i, if marks stand in the place of what is said: where it begins, and after which prompt from the end.
 
-    None: it is not shown in full there, or a thought twice.
+    None: it is not shown in full there, or a thought twice. And what the template writes before and after it.
     """
     about = kinds(messages[: i + 1])
     turn, own = in_marks(i, about[i])
     prompt, history = (tried(about[:i], tokenizer, tools, x)[1] or "" for x in (True, False))
     upto = tried(about, tokenizer, tools, False)[1]
     if upto is None:  # the template takes no marks
-        return "prompt", 1
-    given, first = prompt.removeprefix(history), min(upto.find(x) % (len(upto) + 1) for x in (*own, ""))
-    last = upto.count(given, upto.rfind(given, 0, first)) if given in upto[:first] else 1
-    for where, text in places(prompt, upto, lambda: history, last).items():
+        return "prompt", 1, "", ""
+    shown = sorted((upto.find(mark), mark) for mark in own if mark in upto) or [(len(upto), "")]
+    (first, _), (last, mark) = shown[0], shown[-1]
+    given = prompt.removeprefix(history)
+    number = upto.count(given, upto.rfind(given, 0, first)) if given in upto[:first] else 1
+    begun, end = upto[:first].removeprefix(prompt), upto[last + len(mark) :]
+    for where, text in places(prompt, upto, lambda: history, number).items():
         twice = any(text.count(x) > max(1, turn["content"].count(x)) for x in THOUGHTS.values())
         if not twice and all(mark in text for mark in own):
-            return where, last
-    return None, 1
+            return where, number, begun, end
+    return None, number, begun, end
 
 
 def own_text(message, i, prompt, template):
@@ -69,44 +72,29 @@ def own_text(message, i, prompt, template):
     return answer_after(prompt, said)
 
 
-def as_written(messages, i, prompt, tokenizer, tools):
-    """The text of turn i if a model wrote it, with special tokens that the template would write once more.
-
-    gpt-oss: <|channel|>analysis<|message|>It is.<|end|><|start|>assistant<|channel|>final<|message|>Yes.
-    """
-    said, special = messages[i]["content"], special_tokens(tokenizer)
-    if not special.search(said) or messages[i].keys() & {"tool_calls", "reasoning_content"}:
-        return None
-    upto = render([*messages[:i], dict(role="assistant", content="zq")], tokenizer, tools, prompted=False)
-    begun, _, end = upto.removeprefix(prompt).rpartition("zq")
-    again = upto.startswith(prompt) and special.search(MARK_OF_THOUGHT.sub("", begun))
-    return said + end if again else None
-
-
 def turn(messages, i, tokenizer, tools):
     """Prompt and text of turn i, which ends behind EOS, or the last special token; without any EOS follows."""
-    message, special, found = messages[i], special_tokens(tokenizer), []
+    message, special, ends = messages[i], special_tokens(tokenizer), []
+    alone = not message.keys() & {"tool_calls", "reasoning_content"} and special.search(message["content"])
     for said in (messages, [*map(thought_apart, messages)]):
         prompt = render(said[:i], tokenizer, tools)
-        text = as_written(said, i, prompt, tokenizer, tools)
-        if text is None:
-            check_thought(message["content"], prompt)
-            if said[i].get("reasoning_content") and MARK_OF_THOUGHT.search(said[i]["content"]):
-                raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
-            upto = render(said[: i + 1], tokenizer, tools, prompted=False)
-            where, last = place(plain(said, tokenizer), i, tokenizer, tools)
-            history = partial(render, said[:i], tokenizer, tools, prompted=False)
-            text = places(prompt, upto, history, last).get(where)
-            found.append((prompt, upto))
+        where, last, begun, end = place(plain(said, tokenizer), i, tokenizer, tools)
+        ends.append((prompt, end))
+        if alone and special.search(MARK_OF_THOUGHT.sub("", begun)):  # as a model wrote it: gpt-oss
+            text = message["content"] + end
+            break
+        check_thought(message["content"], prompt)
+        if said[i].get("reasoning_content") and MARK_OF_THOUGHT.search(said[i]["content"]):
+            raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
+        upto = render(said[: i + 1], tokenizer, tools, prompted=False)
+        history = partial(render, said[:i], tokenizer, tools, prompted=False)
+        text = places(prompt, upto, history, last).get(where)
         if text is not None:
             break
+    else:
+        prompt, end = ends[0]
+        text = own_text(message, i, prompt, str(tokenizer.chat_template)) + end
     last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
-    if text is None:
-        prompt, upto = found[0]
-        begun = last.search(MARK_OF_THOUGHT.sub("", prompt[-80:]).rstrip())[0]  # the tokens of its role
-        end = last.search(upto)[0].removeprefix(last.search(message["content"])[0])
-        text = own_text(message, i, prompt, str(tokenizer.chat_template))
-        text += end.removeprefix(begun).strip() or end
     ends = [match.end() for match in special.finditer(text, last.search(text).start())]
     if not ends:
         return prompt, (text.rpartition(tokenizer.eos_token)[0] or text) + tokenizer.eos_token
