@@ -702,7 +702,7 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model)
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         train_rows, dropped = load_pairs(args.train_files, args, tokenizer)
         val_rows, val_dropped = load_pairs(args.val_files, args, tokenizer)
     except (ValueError, OSError, ImportError) as error:

@@ -304,7 +304,7 @@ def main(args):
     try:
         args.model = check_paths(args)
         tokenizer = load_processor(args.model, sees=takes_images(args))
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s) if args.env else None
         if pool and pool.tools:
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)

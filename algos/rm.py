@@ -542,7 +542,7 @@ def load_data(args):
         config = AutoConfig.from_pretrained(args.model)
         check_model(config, args)
         tokenizer = load_processor(args.model)
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         if tokenizer.chat_template is None:
             raise ValueError(f"{args.model}: the tokenizer has no chat template")
         text = config.get_text_config()

@@ -907,7 +907,7 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, sees=families.takes_images(args))
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         tools = load_env(args.env).tools if args.env else None
         train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer, tools)
         val_rows, _, *val_counts = load_examples(args.val_files, args, tokenizer, tools)

@@ -114,7 +114,7 @@ def main(args):
         from data_prep.lib.images import load_tokenizer  # slow to import
 
         tokenizer = load_tokenizer(args.tokenizer)
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
     for path in args.files:
         kind, first, rows, lines = read(path)
         sources = Counter(str(row.get("data_source")) for row in rows)

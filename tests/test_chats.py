@@ -750,7 +750,7 @@ def test_tools_of_a_row_are_shown(form, tmp_path):
     shown = json.dumps(SCHEMA)
     assert all(tokenizer.decode(ids).startswith(shown) for ids in found)
     assert load_prompts([path], tokenizer, 999)[0][0]["tools"] == [dict(type="function", function=SCHEMA)]
-    with pytest.raises(ValueError, match="it has tools in its column 'tools', and --env has others"):
+    with pytest.raises(ValueError, match="it has a column 'tools', and --env has tools of its own"):
         load_prompts([path], tokenizer, 999, [dict(type="function", function=SCHEMA)])
     made = sft_chat.make_row(dict(messages=talk, tools=tools), "train", 0, "x")
     write_parquet([made], tmp_path / "made.parquet")

@@ -1,8 +1,6 @@
 """What the scripts of this directory share: their flags, and the way of the rows from a source to parquet."""
 
-import hashlib
 import itertools
-import json
 import os
 import random
 import sys
@@ -17,8 +15,6 @@ from data_prep.lib.source import read_hub, read_local
 
 BROKEN = (ValueError, TypeError, LookupError, AttributeError)  # what a mapping raises on an unexpected record
 SHOWN = 10  # broken rows that are named
-ANSWERS = "responses", "response_tokens", "finish_reasons", "episodes", "scores", "results"  # columns
-PLACE = "split", "index", "pass_rate"  # of extra_info: where a row was, and what was measured of it
 
 
 class LeftOut(Exception):
@@ -162,17 +158,6 @@ def prompt_key(row):
     messages = row.get("prompt") or itertools.takewhile(lambda m: m["role"] != "assistant", row["messages"])
     text = " ".join(" ".join(message["content"] for message in messages).split())
     return hash((text, *(image.get("bytes") or image.get("path") for image in row.get("images") or ())))
-
-
-def unanswered(row):
-    """-> the row as it was before generate.py and eval.py, and a key that rows of one question share.
-
-    Two rows with one text may ask different things: of another picture, with other tools, of another game.
-    """
-    row = {name: x for name, x in row.items() if name not in ANSWERS}
-    info = {name: x for name, x in (row.get("extra_info") or {}).items() if name not in PLACE}
-    text = json.dumps(row | dict(extra_info=info), default=str)
-    return row, hashlib.sha256(text.encode()).digest()
 
 
 def repeated_prompts(prompts):

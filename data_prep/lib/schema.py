@@ -53,17 +53,6 @@ def load_rows(paths, columns):
     return rows
 
 
-def whole_rows(path, columns):
-    """Yield the rows of a file with all their columns, of which `columns` may not be null. Raises as `load_rows`."""
-    source, _ = opened(path, dict(zip(columns, columns)), say=False)
-    for where, record in source.rows():
-        row = check_row(record, where)
-        if empty := [name for name in columns if row[name] is None]:
-            raise ValueError(f"{where}: {empty[0]!r} is null; fill it in or drop the row")
-        yield row
-    say_unknown()
-
-
 def read_rows(path, wanted, say=True):
     """Yield lists of rows of a file as `columns.read` has them. wanted: {what: column}, see `columns_of`.
 

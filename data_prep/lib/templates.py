@@ -43,50 +43,45 @@ def plain(messages, tokenizer):
     return found
 
 
-def use_template(tokenizer, args):
+def use_template(tokenizer, file, options):
     """Take --chat_template and --chat_template_kwargs: both are saved with the tokenizer.
 
     The values stand at the beginning of the template, so whoever serves the model renders as it was trained,
     and may still give others.
     """
-    if args.chat_template:
+    if file:
         try:
-            tokenizer.chat_template = text = Path(args.chat_template).read_text("utf-8")
+            tokenizer.chat_template = text = Path(file).read_text("utf-8")
             _compile_jinja_template(text)
-        except (OSError, UnicodeDecodeError, TemplateError) as error:
-            raise ValueError(f"--chat_template {args.chat_template}: {one_line(error)}") from None
-        if text.lstrip().startswith('{"'):
-            raise ValueError(f"--chat_template {args.chat_template}: this is JSON; give the template in it")
-    templates = tokenizer.chat_template
-    if not isinstance(templates, dict):
-        templates = {"": templates}
-    read, problem, values = set().union(*map(variables, filter(None, templates.values()))), None, {}
+            if text.lstrip().startswith('{"'):
+                raise ValueError("this is JSON; give the template in it")
+        except (OSError, ValueError, TemplateError) as error:
+            raise ValueError(f"--chat_template {file}: {one_line(error)}") from None
     try:
-        values = json.loads(args.chat_template_kwargs)
-        json.dumps(values, allow_nan=False)
-        if not isinstance(values, dict):
-            problem = "it is no JSON object"
-        elif unread := values.keys() - read | given_anyway(values, tokenizer):
-            problem = f"the chat template has no variable {min(unread)!r}"
+        values = json.loads(options, parse_constant=dict)
+        if not isinstance(values, dict) or "Infinity" in json.dumps(values):
+            raise ValueError("it is no object of JSON")
+        check_variables(values, tokenizer)
     except ValueError as error:
-        problem = f"it is no JSON ({error})"
-    if problem:
-        example = """write it as '{"enable_thinking": false}'"""
-        raise ValueError(f"--chat_template_kwargs {args.chat_template_kwargs}: {problem}; {example}")
-    given = [
-        f"{{%- if {x} is not defined %}}{{%- set {x} = {y!r} %}}{{%- endif %}}\n" for x, y in values.items()
-    ]
-    if given:
-        templates = {name: "".join(given) + text for name, text in templates.items()}
-        tokenizer.chat_template = templates.get("", templates)
+        example = """write it as JSON, '{"enable_thinking": false}'"""
+        raise ValueError(f"--chat_template_kwargs {options}: {error}; {example}") from None
+    line = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}\n"
+    given = "".join(line.format(*pair) for pair in values.items())
+    if given and isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = {name: given + text for name, text in tokenizer.chat_template.items()}
+    elif given:
+        tokenizer.chat_template = given + tokenizer.chat_template
     if hasattr(tokenizer, "image_processor"):
         tokenizer.tokenizer.chat_template = tokenizer.chat_template
 
 
-def given_anyway(options, tokenizer):
-    """Those of a template's variables for which it gets other values: the tokens of its tokenizer, and ours."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    return options.keys() & (OURS | tokenizer.special_tokens_map.keys())
+def check_variables(options, tokenizer):
+    """ValueError if the chat template does not read a variable, or it is given another value anyway."""
+    text_only, templates = getattr(tokenizer, "tokenizer", tokenizer), tokenizer.chat_template
+    texts = [*templates.values()] if isinstance(templates, dict) else [templates or ""]
+    for name in options:
+        if name in OURS or name in text_only.special_tokens_map or not any(name in variables(x) for x in texts):
+            raise ValueError(f"the chat template has no variable {name!r}")
 
 
 @lru_cache(100)
@@ -98,21 +93,14 @@ def variables(template):
 def given_by(row, tools, tokenizer):
     """What a template is given besides messages: a row's tools or those of --env, and the row's variables."""
     own, options = row["tools"], row["chat_template_kwargs"]
-    if own and tools:
-        raise ValueError("it has tools in its column 'tools', and --env has others: drop the column")
-    if options and tools:
-        raise ValueError("it has a column 'chat_template_kwargs', which --env does not take: drop the column")
+    if tools and (own or options):
+        name = "tools" if own else "chat_template_kwargs"
+        raise ValueError(f"it has a column {name!r}, and --env has tools of its own: drop the column")
     probe = [dict(role="user", content="zq")], tokenizer, [dict(type="function", function=TOOL)]
     if own and TOOL["name"] not in render(*probe):
         raise ValueError("it has tools in its column 'tools', and the chat template shows none")
-    if options:
-        templates = tokenizer.chat_template
-        texts = templates.values() if isinstance(templates, dict) else [templates]
-        if unread := options.keys() - set().union(*map(variables, texts)) | given_anyway(options, tokenizer):
-            problem = f"the chat template has no variable {min(unread)!r}"
-            raise ValueError(f"'chat_template_kwargs': {problem}: take a model whose template has it")
-        return dict(options, tools=own or tools)
-    return own or tools or None
+    check_variables(options, tokenizer)
+    return dict(options, tools=own) if options else own or tools or None
 
 
 def render(messages, tokenizer, tools=None, prompted=True):
@@ -128,14 +116,14 @@ def render(messages, tokenizer, tools=None, prompted=True):
 def written(messages, tokenizer, tools, prompted, spans=None):
     """What the template writes; Unwritten where it cannot. spans: a list for what it marks as trained."""
     given = dict(tools) if isinstance(tools, dict) else dict(tools=tools)
-    given |= dict(tools=given.get("tools") or None, add_generation_prompt=prompted)
+    given |= dict(tools=given["tools"] or None, add_generation_prompt=prompted)
     try:
         if spans is None:
             return tokenizer.apply_chat_template(messages, tokenize=False, **given)
         text_only = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
         template = text_only.get_chat_template(None, given["tools"])
-        how = text_only.special_tokens_map | given | dict(return_assistant_tokens_mask=True)
-        [text], [found] = render_jinja_template([messages], chat_template=template, **how)
+        given |= text_only.special_tokens_map | dict(return_assistant_tokens_mask=True)
+        [text], [found] = render_jinja_template([messages], chat_template=template, **given)
     except RENDER_ERRORS as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise Unwritten(one_line(f"the chat template: {name}{error}")) from None
@@ -207,7 +195,7 @@ def in_marks(i, kind):
 def tried(about, tokenizer, tools, prompted):
     """`tried_once`, for messages of these kinds and what a template is given."""
     given = dict(tools) if isinstance(tools, dict) else dict(tools=tools)
-    given["tools"] = bool(given.get("tools"))
+    given["tools"] = bool(given["tools"])
     if tokenizer.chat_template is None:
         raise ValueError("the model has no chat template; give one by --chat_template FILE")
     return tried_once(about, tokenizer, str(tokenizer.chat_template), json.dumps(given), prompted)
