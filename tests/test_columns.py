@@ -195,7 +195,7 @@ def test_two_that_say_different_things(tmp_path):
     talk = [dict(role="system", content="add"), user("1+2="), says("3")]
     assert first("sft", written(tmp_path, dict(messages=talk, system="add ")), tokenizer_with(TEMPLATE))[0][:13] == "<|system|>add"
     for row, problem in (
-        (dict(messages=talk, system="subtract"), "its messages begin with others: keep one"),
+        (dict(messages=talk, system="subtract"), "its first message differ: keep one"),
         (dict(messages=talk, images=[PICTURE], image=PICTURE), "pictures in 'images' and in 'image'"),
         (dict(messages=[user("<image>What?"), says("3")]), "has the mark <image>, and no picture"),
         (dict(messages=[user("What?\n<image>"), says("3")]), "has the mark <image>, and no picture"),

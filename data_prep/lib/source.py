@@ -6,7 +6,7 @@ A file is parquet, JSON, lines of JSON or a stream of Arrow; a row is a dict, as
 import gzip
 import itertools
 import json
-from functools import cache
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,9 +16,8 @@ JSON = ".jsonl", ".jsonl.gz", ".json", ".json.gz"
 ENDINGS = ".parquet", *JSON, ".arrow"
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # a batch has at most so many rows, of about this size
 FOR_REWARDS = "extra_info", "reward_model"
-JSON_TYPES = [getattr(pa.types, f"is_{name}") for name in "null boolean integer floating string".split()]
-JSON_TYPES += pa.types.is_large_string, pa.types.is_string_view
-UNREADABLE = OSError, EOFError, ValueError, RecursionError, pa.ArrowException
+NO_JSON = re.compile("date|time|duration|decimal|binary")  # in the name of a type of Arrow
+UNREADABLE = OSError, EOFError, ValueError, KeyError, RecursionError, pa.ArrowException
 
 
 class Source:
@@ -40,7 +39,7 @@ class Source:
                 reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
                 raise ValueError(f"{path}: {reason}") from None
             self.names, self.empty = file.schema_arrow.names, not file.metadata.num_rows
-            self.media = [field.name for field in file.schema_arrow if _is_medium(field.type)]
+            self.media = [field.name for field in file.schema_arrow if is_medium(field.type)]
         else:
             first = next(self.batches(), [])
             known = [row for row in first if isinstance(row, dict)]
@@ -152,11 +151,11 @@ def named_rows(batch, path, first):
     """`plain_rows` of a batch that begins at row `first`; ValueError with row and column if one has none."""
     try:
         return plain_rows(batch)
-    except (ValueError, KeyError, pa.ArrowException):
+    except UNREADABLE:
         for i, name in itertools.product(range(len(batch)), batch.schema.names):
             try:
                 plain_rows(batch.slice(i, 1).select([name]))
-            except (ValueError, KeyError, pa.ArrowException) as error:
+            except UNREADABLE as error:
                 raise ValueError(f"{path}: row {first + i}: {name!r}: {one_line(error)}") from None
         raise
 
@@ -170,53 +169,24 @@ def plain_rows(table):
     """
     rows = table.to_pylist(maps_as_pydicts="strict")
     for field in table.schema:
-        reward = field.name in FOR_REWARDS
-        if _holds(field.type, reward):
-            for row in rows:
-                row[field.name] = _plain(row[field.name], field.type, reward)
+        convert = _tidy if pa.types.is_nested(field.type) else None
+        if field.name in FOR_REWARDS and NO_JSON.search(str(field.type)):
+            convert = lambda value: json.loads(json.dumps(_tidy(value), default=as_text))
+        if isinstance(field.type, pa.JsonType):
+            convert = json.loads
+        for row in rows if convert else ():
+            row[field.name] = None if row[field.name] is None else convert(row[field.name])
     return rows
 
 
-def _fields(kind):
-    """Types inside a type of Arrow, by name; of a list: of its values."""
-    if isinstance(kind, pa.StructType):
-        return {field.name: field.type for field in kind}
-    return {None: kind.value_type} if isinstance(getattr(kind, "value_type", None), pa.DataType) else {}
-
-
-def _is_medium(kind):
-    """Whether a type of Arrow is {bytes, path}, or a list of such."""
-    return any({*fields} == {"bytes", "path"} for fields in (_fields(kind), _fields(_fields(kind).get(None))))
-
-
-def _are_messages(kind):
-    """Whether a type of Arrow is a list of structs with a role."""
-    return not {"role", "from"}.isdisjoint(_fields(_fields(kind).get(None)))
-
-
-@cache
-def _holds(kind, reward):
-    """Whether a type of Arrow has messages, JSON or, for a reward, what JSON has not, at any depth."""
-    if isinstance(kind, pa.JsonType) or _are_messages(kind):
-        return True
-    fields = _fields(kind)
-    odd = reward and not fields and not any(test(kind) for test in JSON_TYPES)
-    return odd or any(_holds(x, reward) for x in fields.values())
-
-
-def _plain(value, kind, reward, in_message=False):
-    if value is None:
-        return None
-    if isinstance(kind, pa.JsonType):
-        return json.loads(value)
-    fields = _fields(kind)
-    in_message = in_message or _are_messages(kind)
-    if isinstance(kind, pa.StructType):
-        found = {name: _plain(value[name], inner, reward, in_message) for name, inner in fields.items()}
-        return {name: x for name, x in found.items() if x is not None or not in_message}
-    if fields and isinstance(value, list):
-        return [_plain(x, fields[None], reward, in_message) for x in value]
-    return json.loads(json.dumps(value, default=as_text)) if reward else value
+def _tidy(value, inside=False):
+    """A value without nulls in messages, which are a list of dicts with a role."""
+    if isinstance(value, list):
+        inside = inside or any(isinstance(x, dict) and {"role", "from"} & x.keys() for x in value)
+        return [_tidy(x, inside) for x in value]
+    if isinstance(value, dict):
+        return {name: _tidy(x, inside) for name, x in value.items() if x is not None or not inside}
+    return value
 
 
 def as_text(value):
@@ -224,6 +194,12 @@ def as_text(value):
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def is_medium(kind):
+    """Whether a type of Arrow is {bytes, path}, or a list of such: pictures, sounds or films."""
+    kind = getattr(kind, "value_type", kind)
+    return isinstance(kind, pa.StructType) and {field.name for field in kind} == {"bytes", "path"}
 
 
 # ---- published rows
