@@ -110,11 +110,11 @@ from common.gpu import compute_device, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import speed_metrics, timed
 from common.run import Run, learning_rate, setup_distributed
-from data_prep.lib.cache import BOOLS, IDS, prepare, too_long
+from data_prep.lib.cache import BOOLS, IDS, encoded_rows, too_long
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
-from data_prep.lib.replies import asked, replied
-from data_prep.lib.templates import shown_tools, use_template
+from data_prep.lib.replies import pair_of
+from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.turns import encode_messages, says_nothing
 
 RESPONSES = "chosen", "rejected"  # of a pair
@@ -145,9 +145,9 @@ def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
 
     ValueError where there is nothing to prefer. The assistant's turns of a response are trained.
     """
-    prompt, row = asked(prompt), dict(tokens=[])
-    for name, reply in zip(RESPONSES, (chosen, rejected)):
-        reply = replied(prompt, reply, name)
+    prompt, *replies = pair_of(prompt, chosen, rejected)
+    row = dict(tokens=[])
+    for name, reply in zip(RESPONSES, replies):
         if says_nothing(reply):
             raise ValueError(f"{name!r} is empty, or has an empty turn")
         found = encode_messages(prompt + reply, tokenizer, tools, first=len(prompt))
@@ -651,7 +651,7 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model)
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         train_rows, dropped = load_pairs(args.train_files, args, tokenizer)
         val_rows, val_dropped = load_pairs(args.val_files, args, tokenizer)
     except (ValueError, OSError, ImportError) as error:
@@ -671,12 +671,12 @@ def split(ids, trained):
 
 def load_pairs(paths, args, tokenizer):
     """-> rows as `encode_pair` makes them, and how many --bad_pairs dropped."""
-    columns = [args.prompt_key, args.chosen_key, args.rejected_key]
+    columns = dict(prompt=args.prompt_key, chosen=args.chosen_key, rejected=args.rejected_key)
 
     def example(record, _):
         try:
             texts = [record[name] for name in columns]
-            tools = shown_tools(record["tools"], None, tokenizer)
+            tools = given_by(record, None, tokenizer)
             return [encode_pair(*texts, tokenizer, args.max_length, tools)]
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             if args.bad_pairs == "drop":
@@ -688,7 +688,7 @@ def load_pairs(paths, args, tokenizer):
     fields |= dict.fromkeys(("chosen_trained", "rejected_trained"), BOOLS)
     about = args.max_length, args.bad_pairs
     code = load_pairs, encode_pair, split
-    rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
+    rows, dropped = encoded_rows(paths, tokenizer, columns, fields, partial(map, example), about, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")
     return rows, dropped

@@ -48,6 +48,7 @@ from rich.text import Text
 
 from common.files import replacing
 from data_prep.lib.schema import load_rows
+from data_prep.lib.source import Source
 from rewards import check_sources
 from rewards.manager import RewardManager, check_results
 from rewards.manager.combined import load_rewards
@@ -102,7 +103,7 @@ def maj_at_k(answers, correct, k):
 def load_responses(path, key):
     """Rows of a file with `texts`, the responses: a list of strings, of one length in the whole file."""
     load_rows(path, [key])  # stops at a file that cannot be read, and names it
-    there = set(pq.read_schema(path).names)
+    there = set(Source(path).names)
     if clash := there & {"scores", "results"}:
         raise ValueError(f"{path}: it has a column {min(clash)!r} already; use the file without")
     extra = there & {"response_tokens", "finish_reasons", "episodes", "prompt"}
@@ -230,7 +231,8 @@ def main(args):
             part = {name: column[here] for name, column in columns.items()}
             entries[path][source] = {"prompts": int(here.sum())} | summarize(part, n)
         texts = [[json.dumps(result, default=str) for result in row] for row in results]
-        table = pq.read_table(path).append_column("scores", [[[x["score"] for x in row] for row in results]])
+        table = Source(path).table()
+        table = table.append_column("scores", [[[x["score"] for x in row] for row in results]])
         with replacing(out / f"scored_{label}.parquet") as new:
             pq.write_table(table.append_column("results", [texts]), new)
 

@@ -66,8 +66,9 @@ from common.families import hf_overrides, takes_images, vllm_names
 from common.files import HELD, hold, replacing, weights_digest
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.replies import asked
-from data_prep.lib.schema import load_rows
-from data_prep.lib.templates import shown_tools, use_template
+from data_prep.lib.schema import read_rows
+from data_prep.lib.source import Source
+from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.thoughts import opens_only
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
@@ -95,7 +96,8 @@ def check_paths(args):
 
 def load_prompts(args, tokenizer, tools):
     """Ids and images of the prompts within --max_prompt_length, by row number, and the whole table."""
-    rows, table = load_rows(args.data, [args.prompt_key, "images", "tools"]), pq.read_table(args.data)
+    rows = [row for some in read_rows(args.data, dict(prompt=args.prompt_key)) for row in some]
+    table = Source(args.data).table()
     sees = takes_images(args)
     blind = next((i for i, row in enumerate(rows) if row["images"] and not sees), None)
     taken = [name for name in COLUMNS if name in table.column_names]
@@ -108,11 +110,10 @@ def load_prompts(args, tokenizer, tools):
     )
     prompts = {}
     for i, row in enumerate(rows):
-        chat = row[args.prompt_key]
         try:
-            chat = asked(chat if isinstance(chat, list) else str(chat))
-            own = shown_tools(row["tools"], tools, tokenizer)
-            prompt = encode_prompt(dict(row, prompt=chat), tokenizer, own)
+            asked(row["prompt"])
+            own = given_by(row, tools, tokenizer)
+            prompt = encode_prompt(row, tokenizer, own)
         except ValueError as error:
             fail(f"{args.data}: row {i}: {args.prompt_key}: {' '.join(str(error).split())}")
         if 0 < len(prompt["prompt_ids"]) <= args.max_prompt_length:
@@ -302,7 +303,7 @@ def main(args):
     try:
         args.model = check_paths(args)
         tokenizer = load_processor(args.model, sees=takes_images(args))
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s) if args.env else None
         if pool and pool.tools:
             observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)

@@ -73,8 +73,9 @@ from common.families import add_older_names, auto_class, save_tokenizer
 from common.files import replacing
 from data_prep.lib.images import load_tokenizer
 from data_prep.lib.replies import answer
-from data_prep.lib.schema import load_rows, open_parquet
-from data_prep.lib.templates import render, shown_tools
+from data_prep.lib.schema import read_rows
+from data_prep.lib.source import Source
+from data_prep.lib.templates import given_by, render
 from data_prep.lib.turns import encode_messages, says_nothing
 
 BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
@@ -82,14 +83,19 @@ BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
 
 def read_texts(path, tokenizer, args, limit=None):
     """Rows of a parquet that have an answer -> ids [1, L] of each, and where its assistant speaks."""
-    names, texts, empty = open_parquet(path, [])[0].schema_arrow.names, [], 0
-    keys = ["messages"] if "messages" in names else ["prompt", *filter(None, [args.response_key])]
-    for number, row in enumerate(load_rows(path, [*keys, "tools"])):
+    texts, empty, keys = [], 0, dict(prompt="prompt", completion=args.response_key)
+    if "messages" in Source(path).names:
+        keys = dict(messages="messages")
+    elif not args.response_key:
+        keys.pop("completion")
+    rows = (row for some in read_rows(path, keys) for row in some)
+    for number, row in enumerate(rows):
         if len(texts) == limit:
             break
-        messages, *replies = (row[key] for key in keys)
+        messages = row["messages"] if "messages" in row else row["prompt"]
+        replies = [row["completion"]] if "completion" in row else []
         try:
-            tools = shown_tools(row["tools"], None, tokenizer)
+            tools = given_by(row, None, tokenizer)
             silent = says_nothing(replies[0] if replies else messages)
             first = len(messages) if replies else 0
             messages = messages + [dict(role="assistant", content=answer(reply)) for reply in replies]
@@ -110,7 +116,7 @@ def read_texts(path, tokenizer, args, limit=None):
             texts.append((torch.tensor([ids]), torch.tensor(spoken)))
     if not texts:
         remedy = "--response_key None takes prompts alone"
-        raise ValueError(f"{path}: no row has an answer in {keys[-1]!r}; {remedy}")
+        raise ValueError(f"{path}: no row has an answer in {[*keys.values()][-1]!r}; {remedy}")
     if empty:
         print(f"{path}: {empty} rows without an answer are left out", file=sys.stderr)
     return texts

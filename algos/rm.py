@@ -99,12 +99,12 @@ from common import families
 from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Run, learning_rate, setup_distributed
-from data_prep.lib.cache import IDS, prepare, too_long
+from data_prep.lib.cache import IDS, encoded_rows, too_long
+from data_prep.lib.columns import opened
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
-from data_prep.lib.replies import asked, replied
-from data_prep.lib.schema import open_parquet
-from data_prep.lib.templates import render, shown_tools, use_template
+from data_prep.lib.replies import pair_of
+from data_prep.lib.templates import given_by, render, use_template
 from data_prep.lib.turns import check_scored
 from envs.messages import without_special
 
@@ -131,10 +131,9 @@ def pair_metrics(chosen_n, rejected_n):
 # ---- The step --------------------------------------------------------------------------
 def conversation_ids(prompt, reply, tokenizer, pad_id, tools=None):
     """Ids of a conversation as ppo.py gives it to a reward model; whether its prompt is as if alone."""
-    prompt = asked(prompt)
-    prompt, reply = without_special([prompt, replied(prompt, reply, "reply")], tokenizer)
+    prompt, reply, _ = without_special(pair_of(prompt, reply, reply), tokenizer)
     text = render([*prompt, *reply], tokenizer, tools, prompted=False)
-    check_scored(reply, text)
+    check_scored([*prompt, *reply], len(prompt), tokenizer, tools)
     alone = render(prompt, tokenizer, tools, prompted=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # CAREFUL: a classifier reads its score at the last token that is not its pad, which may be EOS
@@ -145,6 +144,7 @@ def conversation_ids(prompt, reply, tokenizer, pad_id, tools=None):
 
 def pair(prompt, chosen, rejected, margin, tokenizer, pad_id, max_length, tools=None):
     """-> a row of two conversations; ValueError where they are no pair."""
+    prompt, chosen, rejected = pair_of(prompt, chosen, rejected)
     chosen, same_chosen = conversation_ids(prompt, chosen, tokenizer, pad_id, tools)
     rejected, same_rejected = conversation_ids(prompt, rejected, tokenizer, pad_id, tools)
     longest = max(len(chosen), len(rejected))
@@ -491,7 +491,7 @@ def load_data(args):
         config = AutoConfig.from_pretrained(args.model)
         check_model(config, args)
         tokenizer = load_processor(args.model)
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         if tokenizer.chat_template is None:
             raise ValueError(f"{args.model}: the tokenizer has no chat template")
         text = config.get_text_config()
@@ -513,16 +513,16 @@ class NoPair(ValueError):
 
 def read_pairs(paths, args, tokenizer, pad_id):
     """-> rows as `pair` makes them, and how many were dropped. All files have a margin, or none."""
-    columns = [args.prompt_key, args.chosen_key, args.rejected_key]
-    if any("margin" in open_parquet(path, columns)[0].schema_arrow.names for path in paths):
-        columns.append("margin")
+    columns = dict(prompt=args.prompt_key, chosen=args.chosen_key, rejected=args.rejected_key)
+    if any("margin" in opened(path, columns)[0].names for path in paths):
+        columns["margin"] = "margin"
 
     def example(record, _):
         margin = record.get("margin", 0.0)
-        tools = shown_tools(record["tools"], None, tokenizer)
+        tools = given_by(record, None, tokenizer)
         about = margin, tokenizer, pad_id, args.max_length, tools
         try:
-            return [pair(*(record[x] for x in columns[:3]), *about)]
+            return [pair(*(record[x] for x in ("prompt", "chosen", "rejected")), *about)]
         except NoPair as problem:
             if args.bad_pairs == "drop":
                 return []
@@ -531,7 +531,7 @@ def read_pairs(paths, args, tokenizer, pad_id):
     fields = dict(chosen_ids=IDS, rejected_ids=IDS, margin=pa.float64())
     about = args.max_length, args.bad_pairs, pad_id
     code = read_pairs, pair, conversation_ids
-    rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
+    rows, dropped = encoded_rows(paths, tokenizer, columns, fields, partial(map, example), about, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")
     return rows, dropped

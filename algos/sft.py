@@ -109,14 +109,12 @@ from common.log_probs import log_probs
 from common.metrics import speed_metrics, timed
 from common.run import Run, learning_rate, setup_distributed
 from data_prep.lib import packing
-from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, prepare, too_long
+from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, encoded_rows, too_long
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
-from data_prep.lib.marks import stops
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import answer, asked
-from data_prep.lib.templates import shown_tools, use_template
-from data_prep.lib.thoughts import answer_after
-from data_prep.lib.turns import encode_messages, says_nothing
+from data_prep.lib.templates import given_by, use_template
+from data_prep.lib.turns import answer_ids, encode_messages, says_nothing, stops
 from envs import load_env
 
 
@@ -138,9 +136,7 @@ def encode(prompt, response, tokenizer, tools=None, images=()):
         [row] = encode_messages([*messages, reply], tokenizer, tools, first=len(messages))
         return row
     prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
-    text = answer_after(tokenizer.decode(prompt_ids[-20:]), answer(response))
-    response_ids = tokenizer.tokenizer.encode(text, add_special_tokens=False)
-    response_ids.append(tokenizer.eos_token_id)
+    response_ids = answer_ids(prompt_ids, answer(response), tokenizer)
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
@@ -860,7 +856,7 @@ def load_data(args):
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
         tokenizer = load_processor(args.model, sees=families.takes_images(args))
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         tools = load_env(args.env).tools if args.env else None
         train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer, tools)
         val_rows, _, *val_counts = load_examples(args.val_files, args, tokenizer, tools)
@@ -877,17 +873,20 @@ def load_examples(paths, args, tokenizer, tools=None):
     """-> rows as `split` makes them, tokens that end responses, numbers of cut and of dropped rows."""
     if args.text_key:
         return load_texts(paths, args, tokenizer)
-    columns = [args.messages_key] if args.messages_key else [args.prompt_key, args.response_key]
+    columns = dict(prompt=args.prompt_key, completion=args.response_key)
+    if args.messages_key:
+        columns = dict(messages=args.messages_key)
     keep = slice(args.max_length) if args.truncation == "right" else slice(-args.max_length, None)
 
     def example(record, _):
-        if says_nothing(record[columns[-1]]):
+        talk = record.get("messages")  # a file may have them without --messages_key
+        if says_nothing(talk or record["completion"]):
             return []
-        own = shown_tools(record["tools"], tools, tokenizer)
-        if args.messages_key:
-            found = encode_messages(record[args.messages_key], tokenizer, own)
+        own = given_by(record, tools, tokenizer)
+        if talk:
+            found = encode_messages(talk, tokenizer, own)
         else:
-            found = [encode(*(record[x] for x in columns), tokenizer, own, record["images"])]
+            found = [encode(record["prompt"], record["completion"], tokenizer, own, record["images"])]
         rows = []
         for ids, trained in found:
             truncated = len(ids) > args.max_length
@@ -904,10 +903,10 @@ def load_examples(paths, args, tokenizer, tools=None):
         fields["images"] = IMAGES
     about = args.max_length, args.truncation, tools
     code = load_examples, encode, split
-    rows, dropped = prepare(paths, tokenizer, columns, (), fields, partial(map, example), about, code)
+    rows, dropped = encoded_rows(paths, tokenizer, columns, fields, partial(map, example), about, code)
     if paths and not rows:
         problem = f"no row has an answer with a token within --max_length {args.max_length}"
-        raise ValueError(f"{', '.join(paths)}: {problem} (columns {', '.join(columns)})")
+        raise ValueError(f"{', '.join(paths)}: {problem} (columns {', '.join(columns.values())})")
     ends = {*pc.list_flatten(rows.column("ends")).unique().to_pylist()}
     return rows, ends, pc.sum(rows.column("truncated"), min_count=0).as_py(), dropped
 
@@ -937,7 +936,7 @@ def load_texts(paths, args, tokenizer):
     """As `load_examples`: Texts, with EOS after each."""
 
     def example(record, _):
-        text = record[args.text_key]
+        text = record["text"]
         if not isinstance(text, str):
             raise ValueError(f"{args.text_key} is no text: {text!r:.60}")
         ids = tokenizer(text, verbose=False)["input_ids"]  # with BOS, if it has one
@@ -945,8 +944,8 @@ def load_texts(paths, args, tokenizer):
         return [dict(ids=ids, bytes=len(text.encode()))] if text else []
 
     fields = dict(ids=IDS, bytes=INT)
-    encode = partial(map, example)
-    rows, dropped = prepare(paths, tokenizer, [args.text_key], (), fields, encode, (), (load_texts,))
+    columns, encode = dict(text=args.text_key), partial(map, example)
+    rows, dropped = encoded_rows(paths, tokenizer, columns, fields, encode, (), (load_texts,))
     return Texts(rows, args.max_length), {tokenizer.eos_token_id}, 0, dropped
 
 

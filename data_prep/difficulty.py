@@ -13,6 +13,7 @@ import sys
 HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
 sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
 
+import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -20,8 +21,13 @@ from pathlib import Path
 
 import tyro
 
-from data_prep.lib.prepare import run, unanswered
-from data_prep.lib.schema import whole_rows, write_parquet
+from data_prep.lib.chats import say_unknown
+from data_prep.lib.columns import opened
+from data_prep.lib.prepare import run
+from data_prep.lib.schema import check_row, write_parquet
+
+ANSWERS = "responses", "response_tokens", "finish_reasons", "episodes", "scores", "results"  # columns
+PLACE = "split", "index", "pass_rate"  # of extra_info: where a row was, and what was measured of it
 
 
 @dataclass
@@ -36,6 +42,28 @@ class Args:
     """Highest share of correct responses of a prompt that is kept."""
     right: float = 1.0
     """A response is correct if its accuracy, or else its score, is at least this."""
+
+
+def whole_rows(path, columns):
+    """Yield the rows of a file with all their columns, of which `columns` may not be null. Raises as `load_rows`."""
+    source, _ = opened(path, dict(zip(columns, columns)), say=False)
+    for where, record in source.rows():
+        row = check_row(record, where)
+        if empty := [name for name in columns if row[name] is None]:
+            raise ValueError(f"{where}: {empty[0]!r} is null; fill it in or drop the row")
+        yield row
+    say_unknown()
+
+
+def unanswered(row):
+    """-> the row as it was before generate.py and eval.py, and a key that rows of one question share.
+
+    Two rows with one text may ask different things: of another picture, with other tools, of another game.
+    """
+    row = {name: x for name, x in row.items() if name not in ANSWERS}
+    info = {name: x for name, x in (row.get("extra_info") or {}).items() if name not in PLACE}
+    text = json.dumps(row | dict(extra_info=info), default=str)
+    return row, hashlib.sha256(text.encode()).digest()
 
 
 def judged(path, right):

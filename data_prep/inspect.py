@@ -21,12 +21,19 @@ from rich.console import Console
 from rich.pretty import Pretty
 
 from common.arguments import no_model
-from data_prep.lib.chats import plain_rows
+from data_prep.lib.columns import ANSWER, PAIR, columns_of, opened
 from data_prep.lib.prepare import prompt_key, repeated_prompts, run
-from data_prep.lib.schema import KINDS, check_row, open_parquet
-from data_prep.lib.templates import render, use_template
+from data_prep.lib.schema import KINDS, read_row
+from data_prep.lib.source import Source
+from data_prep.lib.templates import given_by, render, use_template
 from rewards import check_sources
 
+FORMS = {  # columns that a trainer wants of a file
+    "RL": {name: name for name in KINDS["RL"]},
+    "preferences": PAIR,
+    "SFT": ANSWER,
+    "prompts": dict(prompt="prompt"),
+}
 BINS, WIDTH = 10, 50  # of the histogram, in rows and characters
 SHOWN = 5  # faults that are printed of a file
 
@@ -44,24 +51,23 @@ class Args:
 
 
 def read(path):
-    """Kind and rows of a file; ValueError if there are none."""
-    rows = plain_rows(open_parquet(path, ())[0].read())
-    kind = next((kind for kind, names in KINDS.items() if rows[0].keys() >= set(names)), None)
-    if kind is None:
+    """Kind of a file, its first record, its rows as trainers read them, and what is wrong with others, a line each."""
+    names, good, lines, first = Source(path).names, [], [], None
+    for kind, wanted in FORMS.items():
+        columns = columns_of(names, wanted)
+        if {column.partition(".")[0] for column in columns.values()} <= {*names}:
+            break
+    else:
         kinds = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
-        raise ValueError(f"{path}: columns {', '.join(rows[0])} are of no kind of the schema ({kinds})")
-    return kind, rows
-
-
-def check(path, rows):
-    """The rows as trainers read them, and what the validator says of the others, one line each."""
-    good, lines = [], []
-    for i, row in enumerate(rows):
+        raise ValueError(f"{path}: columns {', '.join(names)} are of no kind of the schema ({kinds})")
+    source, columns = opened(path, wanted)
+    for where, record in source.rows():
+        first = first or record
         try:
-            good.append(check_row(row, f"{path}: row {i}"))
+            good.append(read_row(record, columns))
         except ValueError as error:
-            lines.append(str(error))
-    return good, lines
+            lines.append(f"{where}: {error}")
+    return kind, first, good, lines
 
 
 def unrewarded(path, sources):
@@ -81,7 +87,7 @@ def prompt_lengths(path, rows, tokenizer):
     prompted, lengths = "prompt" in rows[0], []
     for i, chat in enumerate(chats):
         try:
-            text = render(chat, tokenizer, rows[i].get("tools"), prompted)
+            text = render(chat, tokenizer, given_by(rows[i], None, tokenizer), prompted)
         except ValueError as error:
             raise ValueError(f"{path}: row {i}: {error}") from None
         lengths.append(len(tokenizer.encode(text, add_special_tokens=False)))
@@ -108,16 +114,15 @@ def main(args):
         from data_prep.lib.images import load_tokenizer  # slow to import
 
         tokenizer = load_tokenizer(args.tokenizer)
-        use_template(tokenizer, args)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
     for path in args.files:
-        kind, rows = read(path)
-        sources = Counter(str(row.get("data_source")) for row in rows).most_common()
-        print(f"{path}: {kind}, {len(rows)} rows ({', '.join(f'{name} {n}' for name, n in sources)})")
-        Console().print(Pretty(rows[0], max_string=600))
+        kind, first, rows, lines = read(path)
+        sources = Counter(str(row.get("data_source")) for row in rows)
+        about = ", ".join(f"{name} {n}" for name, n in sources.most_common())
+        print(f"{path}: {kind}, {len(rows) + len(lines)} rows ({about})")
+        Console().print(Pretty(first, max_string=600))
         if kind == "RL":
-            for line in unrewarded(path, dict.fromkeys(str(row["data_source"]) for row in rows)):
-                print(line)
-        rows, lines = check(path, rows)
+            print(*unrewarded(path, sources), sep="\n", end="\n" * bool(sources))
         if lines:
             valid = False
             print(*lines[:SHOWN], f"{path}: {len(lines)} rows with a fault", sep="\n")

@@ -3,8 +3,8 @@
 python data_prep/preference.py --local_save_dir data/ultrafeedback
 python data_prep/preference.py --dataset Anthropic/hh-rlhf --splits train test --local_save_dir data/hh_rlhf
 
-Reads the columns `chosen` and `rejected` of any such data set: whole dialogues, as messages or as text with
-`Human:` and `Assistant:`.  What both begin with is the prompt.
+Reads the columns of any such data set that dpo.py reads by itself, and whole dialogues as a text with `Human:`
+and `Assistant:`.  What both begin with is the prompt.
 """
 
 import os
@@ -13,13 +13,15 @@ import sys
 HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code and inspect would hide Python's
 sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
 
-import itertools
 import re
 from dataclasses import dataclass
 from functools import partial
 
 from data_prep.lib import prepare
-from data_prep.lib.chats import read_messages
+from data_prep.lib.chats import FIELDS
+from data_prep.lib.columns import PAIR, columns_of, read
+from data_prep.lib.replies import pair_of
+from data_prep.lib.schema import OPTIONAL
 
 ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -32,35 +34,25 @@ class Args(prepare.Args):
     """Name on the hub, and the rows' data source."""
 
 
-def read_dialogue(value, name):
-    """Messages of a dialogue in column `name`."""
-    if isinstance(value, str) and "\n\nHuman:" in value:  # a dialogue, as Anthropic writes it
-        _, *parts = re.split(r"\n\n(Human|Assistant):", value)
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-        return [{"role": ROLES[name], "content": content.strip()} for name, content in pairs]
-    return read_messages(value, name)
+def read_dialogue(value):
+    """A dialogue as Anthropic writes it, as messages."""
+    if not isinstance(value, str) or "\n\nHuman:" not in value:
+        return value
+    _, *parts = re.split(r"\n\n(Human|Assistant):", value)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": ROLES[name], "content": content.strip()} for name, content in pairs]
 
 
 def make_row(record, split, index, dataset):
     """One row of the schema."""
-    chosen, rejected = (read_dialogue(record[name], name) for name in ("chosen", "rejected"))
-    if "prompt" in record and "assistant" == chosen[0]["role"] == rejected[0]["role"]:  # replies alone
-        prompt = read_messages(record["prompt"], "prompt")
-        chosen, rejected = prompt + chosen, prompt + rejected
-    if chosen == rejected:
+    record.update({name: read_dialogue(record[name]) for name in ("chosen", "rejected")})
+    if record["chosen"] == record["rejected"]:
         raise prepare.LeftOut("both replies are the same")
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
-    prompt = [message for message, _ in same]
-    chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    if not prompt or any(not reply or reply[0]["role"] != "assistant" for reply in (chosen, rejected)):
-        raise ValueError("'chosen' and 'rejected' are not two replies to one prompt")
-    replies = {"chosen": chosen, "rejected": rejected}
-    return {
-        "data_source": dataset,
-        "prompt": prompt,
-        **replies,
-        "extra_info": {"split": split, "index": index},
-    }
+    found = read(record, columns_of(record, PAIR))
+    row = {"data_source": dataset, "extra_info": {"split": split, "index": index}}
+    for name, said in zip(PAIR, pair_of(*(found[name] for name in PAIR))):
+        row[name] = [{key: x[key] for key in FIELDS if key in x} for x in said]
+    return row | {name: found[name] for name in OPTIONAL if found[name]}
 
 
 def main(args):

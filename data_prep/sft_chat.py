@@ -1,6 +1,6 @@
-"""Dialogues for supervised fine-tuning, from `messages`, `conversations`, or `prompt` and `completion`.
+"""Dialogues for supervised fine-tuning, from `messages`, or any other columns that sft.py reads by itself.
 
-Calls of tools are kept, and a column `tools`. A dialogue with an empty turn of the assistant is left out.
+Calls of tools are kept, and the columns beside them. A dialogue with an empty turn of the assistant is left out.
 
 python data_prep/sft_chat.py --local_save_dir data/ultrachat
 python data_prep/sft_chat.py --dataset allenai/tulu-3-sft-mixture --splits train --local_save_dir data/tulu3
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from data_prep.lib import prepare
-from data_prep.lib.chats import read_messages
+from data_prep.lib.chats import FIELDS
+from data_prep.lib.columns import ANSWER, columns_of, read, talk_of
+from data_prep.lib.schema import OPTIONAL
 from data_prep.lib.turns import says_nothing
-
-FORMS = ("messages",), ("conversations",), ("prompt", "completion")  # columns of a dialogue
 
 
 @dataclass
@@ -33,16 +33,19 @@ class Args(prepare.Args):
 
 def make_row(record, split, index, dataset):
     """One row of the schema."""
-    forms = [names for names in FORMS if names[0] in record]
-    if not forms:
+    columns = columns_of(record, ANSWER)
+    if columns == ANSWER and "extra_info" not in record:
         raise KeyError("messages, conversations, or prompt and completion")
-    messages = [message for name in forms[0] for message in read_messages(record[name], name)]
+    found = read(record, columns)
+    if "completion" in found:
+        found["messages"] = found["prompt"] + talk_of(found["completion"], "completion", "completion")
+    messages = [{key: x[key] for key in FIELDS if key in x} for x in found["messages"]]
     if messages[-1]["role"] != "assistant":
         raise ValueError("the last message is not the assistant's")
     if says_nothing(messages):
         raise prepare.LeftOut("an empty turn of the assistant")
     row = {"data_source": dataset, "messages": messages, "extra_info": {"split": split, "index": index}}
-    return row | ({"tools": record["tools"] or None} if "tools" in record else {})
+    return row | {name: found[name] for name in OPTIONAL if found[name]}
 
 
 def main(args):

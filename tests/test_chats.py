@@ -19,9 +19,11 @@ from test_sft import CONVERSATION, conversation_tokenizer
 from algos import dpo, generate, quantize, rm, sft
 from data_prep import preference, sft_chat
 from data_prep.lib import replies, source
-from data_prep.lib.cache import load_prompts, prepare
-from data_prep.lib.chats import conversation, plain_rows
-from data_prep.lib.schema import ROW_GROUP, load_rows, write_parquet
+from data_prep.lib.cache import encoded_rows, load_prompts
+from data_prep.lib.chats import conversation
+from data_prep.lib.columns import talk_of
+from data_prep.lib.replies import pair_of
+from data_prep.lib.schema import load_rows, read_rows, write_parquet
 
 CALLS = CONVERSATION.replace(
     "~ m.content -}}",
@@ -124,11 +126,12 @@ SPELT = {  # a conversation that somebody wrote as a text
     "one message": json.dumps(TALK[:1]),
 }
 TEXTS = '[{"a": 1}]', "[1, 2]", "[{", '[{"role": "admin"}]', '[{"from": "Rome", "to": "Kyoto"}]', "{}", "[]"
+dpo_columns = "prompt", "chosen", "rejected"
 READERS = {  # of a prompt and two replies
     "sft": lambda prompt, good, _: sft.encode(prompt, good, tokenizer_with()),
     "dpo": lambda *texts: dpo.encode_pair(*texts, tokenizer_with(), 999),
-    "rm": lambda prompt, good, _: rm.conversation_ids(prompt, good, tokenizer_with(), None),
-    "column": lambda *texts: [*map(conversation, texts, ("prompt", "chosen", "rejected"))],
+    "rm": lambda *texts: rm.pair(*texts, 0.0, tokenizer_with(), None, 999),
+    "column": lambda *texts: [talk_of(x, name, name) for x, name in zip(texts, dpo_columns)],
 }
 
 
@@ -138,7 +141,7 @@ def test_the_text_of_messages_is_no_prompt(reader):
     for text in SPELT.values():
         with pytest.raises(ValueError, match="'prompt' is the text of messages: write it as a list of"):
             read(text, "2", "3")
-        if reader in ("dpo", "column"):
+        if reader != "sft":
             with pytest.raises(ValueError, match="'rejected' is the text of messages"):
                 read("1", "2", text)
     for text in TEXTS:
@@ -159,19 +162,34 @@ def test_a_prompt_that_ends_with_a_turn_of_the_assistant(reader, tmp_path):
         read(TALK, "2", "3")
 
 
-@pytest.mark.parametrize("before", [[], [dict(role="system", content="add")], TALK])
-@pytest.mark.parametrize("reader", ["dpo", "rm"])
-def test_a_reply_that_has_its_prompt(reader, before):
-    """As in the columns of UltraFeedback: with the whole prompt, or its last message alone."""
-    read, prompt = READERS[reader], [*before, TALK[0]]
-    two, three = ([dict(role="assistant", content=text)] for text in "23")
-    read(prompt, two, three)
-    read(prompt, [*two, TALK[0], *three], three)  # a user may say it again
-    for start in (prompt, TALK[:1]):
-        with pytest.raises(ValueError, match="the prompt is in 'prompt' and once more in"):
-            read(prompt, [*start, *two], [*start, *three])
-    with pytest.raises(ValueError, match="the prompt is in 'prompt' and once more in"):
-        read(TALK[0]["content"], [TALK[0], *two], [TALK[0], *three])
+HEAD, LAST = [dict(role="system", content="add"), *TALK], dict(role="user", content="and 2?")
+WHOLE = {  # prompt, and what both replies begin with: how people write HEAD, LAST and two replies
+    "replies alone": ([*HEAD, LAST], []),
+    "whole conversations": ([*HEAD, LAST], [*HEAD, LAST]),
+    "and the last question": ([LAST], [*HEAD, LAST]),
+    "and its text": (LAST["content"], [*HEAD, LAST]),
+    "the last question alone": ([*HEAD, LAST], [LAST]),
+    "without the system's words": ([*HEAD, LAST], [*TALK, LAST]),
+    "no prompt": (None, [*HEAD, LAST]),
+}
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_pairs_of_every_form_are_the_same(form):
+    """A prompt is written once, and no turn of it is trained."""
+    prompt, start = WHOLE[form]
+    chosen, rejected = ([*start, says(text)] for text in "34")
+    assert pair_of(prompt, chosen, rejected) == [[*HEAD, LAST], [says("3")], [says("4")]]
+    row = dpo.encode_pair(prompt, chosen, rejected, tokenizer_with(), 999)
+    assert row == dpo.encode_pair([*HEAD, LAST], "3", "4", tokenizer_with(), 999)
+    longer = [[*reply, TALK[0], says("5")] for reply in (chosen, rejected)]  # the user may say it again
+    assert pair_of(prompt, *longer)[1:] == [reply[-3:] for reply in longer]
+
+
+def test_replies_to_another_prompt():
+    for prompt, start in (([LAST], [TALK[0]]), (None, []), ([LAST], [*TALK, TALK[0]])):
+        with pytest.raises(ValueError, match="are not two replies to one prompt"):
+            pair_of(prompt, [*start, says("3")], [*start, says("4")])
 
 
 # ---- calls of tools
@@ -196,8 +214,7 @@ def test_every_script_reads_the_calls_that_were_written(writer, tmp_path, monkey
     # dpo and rm: a call or a word; quantize
     pairs = tmp_path / "pairs.parquet"
     chosen, no = table["messages"], [[user(), says("no")]] * 2
-    prompt = [[user("?")]] * 2
-    pq.write_table(pa.table(dict(prompt=prompt, chosen=chosen, rejected=no)), pairs)
+    pq.write_table(pa.table(dict(chosen=chosen, rejected=no)), pairs)
     args = dpo.Args(model="", train_files=(), output_dir="")
     rows, _ = dpo.load_pairs([str(pairs)], args, tokenizer)
     assert [tokenizer.decode(row["chosen_ids"]) for row in rows] == expected
@@ -293,7 +310,7 @@ def test_calls_go_through_the_scripts_that_write_chats(tmp_path, capsys):
     talk = [user(), calls("f", dict(x=None, y=[1, "a"])), dict(role="tool", content="3", tool_call_id="1")]
     kept = [*talk, says("3") | dict(reasoning_content="Hm.", name="bot")]
     silent = [[user(), says(" ")], [user(), says(""), user(), says("x")]]
-    plain = [[user(), says("x")]] * (ROW_GROUP + 7)  # a field may come first in a later group of rows
+    plain = [[user(), says("x")]] * (source.BATCH_ROWS + 7)  # a field may come first in a later group of rows
     rows = [dict(messages=x, weight=1) for x in [*plain, kept, *silent]]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = dict(local_save_dir=str(tmp_path / "out"), local_dataset_path=str(tmp_path), splits=("train",))
@@ -363,20 +380,16 @@ def test_an_answer_may_be_one_message(tmp_path):
     assert texts[0] == texts[1]
     for bad in ([says("3"), user(), says("4")], [calls("f", dict(x=1))], [user()], ["3"], 3, []):
         path = written(tmp_path / "bad.parquet", [dict(prompt=[user()], completion=bad)])
-        with pytest.raises(ValueError, match=r"row 0: (an answer must|'completion' is an empty list)"):
+        with pytest.raises(ValueError, match=r"row 0: (an answer must|'completion' is empty|'completion.0.' must be)"):
             sft.load_examples([path], make(response_key="completion"), tokenizer)
 
 
-def test_a_type_that_is_not_read_is_named(tmp_path):
+def test_a_map_is_read_as_a_struct(tmp_path):
     path, text = tmp_path / "x.parquet", pa.string()
-    kind = pa.list_(pa.struct([("role", text), ("x", pa.map_(text, text))]))
-    messages = pa.array([[dict(role="user", x=[("a", "b")])]], kind)
-    pq.write_table(pa.table(dict(messages=messages)), path)
-    args = sft.Args(model="", train_files=(), output_dir="", messages_key="messages")
-    with pytest.raises(
-        ValueError, match=r"x.parquet: column 'messages' has a map; write structs, lists, or JSON text"
-    ):
-        sft.load_examples([str(path)], args, tokenizer_with())
+    kind = pa.list_(pa.map_(text, text))
+    said = pa.array([[[*x.items()] for x in TALK]], kind)
+    pq.write_table(pa.table(dict(messages=said)), path)
+    assert load_rows(path, ["messages"]) == [dict(messages=TALK)]
 
 
 @pytest.mark.parametrize("script", ("sft", "messages", "text", "dpo", "rm", "prompts"))
@@ -546,11 +559,10 @@ def test_trainers_read_what_all_others_read(writer, talks, tmp_path_factory):
         pq.write_table(STRUCTS[writer](talks).rename_columns(["said"]), path)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return
-    encode = lambda rows, numbers: [[dict(text=json.dumps(row["said"]))] for row in rows]
-    found, dropped = prepare([path], TOKENIZER, ["said"], ["said"], text, encode, path.name)
-    assert [json.loads(row["text"]) for row in found] == [row["said"] for row in load_rows(path, ["said"])]
-    assert [row["said"] for row in found] == [row["said"] for row in plain_rows(pq.read_table(path))]
-    assert dropped == 0
+    encode = lambda rows, numbers: [[dict(text=json.dumps(row["messages"]))] for row in rows]
+    found, dropped = encoded_rows([path], TOKENIZER, dict(messages="said"), text, encode, path.name)
+    [rows] = read_rows(path, dict(messages="said"))
+    assert [json.loads(row["text"]) for row in found] == [row["messages"] for row in rows] and dropped == 0
 
 
 @QUIET
@@ -587,17 +599,17 @@ def test_json_of_any_writer(records, ascii, bom, end, tmp_path_factory):
         ("d.jsonl", lines),
     ):
         (folder / name).write_bytes(text.encode(encoding))
-        assert [record for _, record in source.read_file(folder / name)] == records, name
+        assert [record for _, record in source.Source(folder / name).rows()] == records, name
 
 
 def test_json_that_is_cut_off(tmp_path):
     path = tmp_path / "x.json"
     for text, problem in (('[{"a": 1},\n{"b"', "line 2 column 5"), ("a,b\n1,2", "line 1 column 1")):
         path.write_text(text)
-        with pytest.raises(ValueError, match=rf"x.json: cannot be read: .*{problem}"):
-            [*source.read_file(path)]
+        with pytest.raises(ValueError, match=rf"x.json: cannot be read .*{problem}"):
+            source.Source(path)
     path.write_text('{"a": 1}\n{"b"')
-    (_, first), (place, second) = source.read_file(path)
+    (_, first), (place, second) = source.Source(path).rows()
     assert first == dict(a=1) and isinstance(second, ValueError) and place.endswith("x.json: row 1")
 
 
@@ -606,7 +618,7 @@ def test_half_a_character_and_large_integers(tmp_path):
     rows = [dict(messages=[user(), says(text)]) for text in ("a", "\ud83d", "\U0001f600", "b")]
     for name, text in (("train.jsonl", "\n".join(map(json.dumps, rows))), ("test.json", json.dumps(rows))):
         (tmp_path / name).write_text(text)
-        found = [record for _, record in source.read_file(tmp_path / name)]
+        found = [record for _, record in source.Source(tmp_path / name).rows()]
         assert found[::2] == rows[::2] and found[3] == rows[3] and isinstance(found[1], UnicodeEncodeError)
     sft_chat.main(sft_chat.Args(str(tmp_path / "out"), str(tmp_path), splits=("train", "test")))
     for name in ("train", "test"):
@@ -621,13 +633,13 @@ def test_half_a_character_and_large_integers(tmp_path):
 
 def test_numbers_beside_nulls(tmp_path):
     """Rows whose later groups have a field, or a fraction, that the first group has not."""
-    rows = [dict(x=None, y=1, z=dict(a=1))] * ROW_GROUP + [dict(x="a", y=0.5, z=dict(a=1, b=dict(c=2)))]
+    rows = [dict(x=None, y=1, z=dict(a=1))] * source.BATCH_ROWS + [dict(x="a", y=0.5, z=dict(a=1, b=dict(c=2)))]
     path = tmp_path / "x.parquet"
     rows[-1]["z"].pop("b")
     write_parquet(rows, path)
     found = load_rows(path, ["y", "z"])
     assert found[0]["y"] == 1.0 and math.isclose(found[-1]["y"], 0.5)
-    deep = [dict(z=[dict(a=1)])] * ROW_GROUP + [dict(z=[dict(a=1, b=2)])]
+    deep = [dict(z=[dict(a=1)])] * source.BATCH_ROWS + [dict(z=[dict(a=1, b=2)])]
     write_parquet(deep, path)
     assert load_rows(path, ["z"])[-1]["z"] == [dict(a=1, b=2)]
 
@@ -662,9 +674,7 @@ def test_what_is_said_of_training_and_cannot_be_done():
         assert str(error.value).startswith(problem)
     assert conversation([user("3") | dict(weight=0)], "messages") == [user("3")]
     with pytest.raises(ValueError, match="a reward model scores whole conversations"):
-        rm.conversation_ids(
-            [user()], conversation([says("3") | dict(train=0)], "chosen"), tokenizer_with(), 0
-        )
+        rm.conversation_ids([user()], conversation([says("3") | dict(train=0)], "x"), tokenizer_with(), 0)
 
 
 @pytest.mark.parametrize("field", ("reasoning_content", "reasoning", "thinking", "thought"))
@@ -740,7 +750,7 @@ def test_tools_of_a_row_are_shown(form, tmp_path):
     shown = json.dumps(SCHEMA)
     assert all(tokenizer.decode(ids).startswith(shown) for ids in found)
     assert load_prompts([path], tokenizer, 999)[0][0]["tools"] == [dict(type="function", function=SCHEMA)]
-    with pytest.raises(ValueError, match="it has tools in its column 'tools', and --env has others"):
+    with pytest.raises(ValueError, match="it has a column 'tools', and --env has tools of its own"):
         load_prompts([path], tokenizer, 999, [dict(type="function", function=SCHEMA)])
     made = sft_chat.make_row(dict(messages=talk, tools=tools), "train", 0, "x")
     write_parquet([made], tmp_path / "made.parquet")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from common.files import replacing
 from data_prep import arithmetic, gsm8k, inspect, smollm2, tiny_model
-from data_prep.lib import prepare
-from data_prep.lib.schema import ROW_GROUP, load_rows, write_parquet
+from data_prep.lib import prepare, source
+from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,12 +103,12 @@ def test_bad_files_are_named(tmp_path, monkeypatch):
 
 
 def test_many_rows_are_written_in_groups(tmp_path):
-    path, n = tmp_path / "x.parquet", 3 * ROW_GROUP + 1
+    path, n = tmp_path / "x.parquet", 3 * source.BATCH_ROWS + 1
     assert write_parquet((arithmetic.make_row("train", i, 10, 10) for i in range(n)), path) == n
     assert pq.ParquetFile(path).num_row_groups == 4
     assert [row["extra_info"]["index"] for row in load_rows(path, COLUMNS)] == list(range(n))
-    rows = [good_row(extra_info={"index": i}) for i in range(ROW_GROUP)]
-    with pytest.raises(ValueError, match=rf"rows {ROW_GROUP} to {ROW_GROUP}: a column of two types"):
+    rows = [good_row(extra_info={"index": i}) for i in range(source.BATCH_ROWS)]
+    with pytest.raises(ValueError, match=rf"rows {source.BATCH_ROWS} to {source.BATCH_ROWS}: a column of two types"):
         write_parquet([*rows, good_row(extra_info={"index": "seven"})], path)
     assert len(load_rows(path, COLUMNS)) == n  # the file that was there
 
@@ -117,7 +117,7 @@ def test_some_rows_have_tools_or_pictures(tmp_path):
     """A row may leave out such a column, first or last in a file, and in a group of rows without any."""
     tools, images = [dict(name="add", parameters={})], [dict(bytes=None, path="a.png")]
     plain, rich = good_row(), good_row(tools=tools, images=images)
-    for rows in ([plain, rich], [rich, plain], [plain] * ROW_GROUP + [rich], [rich] + [plain] * ROW_GROUP):
+    for rows in ([plain, rich], [rich, plain], [plain] * source.BATCH_ROWS + [rich], [rich] + [plain] * source.BATCH_ROWS):
         write_parquet(rows, tmp_path / "x.parquet")
         found = [
             bool(row["tools"] and row["images"])
@@ -307,7 +307,7 @@ def test_inspect_names_faults(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), path)
     result = run_script("inspect.py", path, cwd=tmp_path)
     assert result.returncode == 1 and result.stderr == ""
-    assert f"{path}: row 1: 'prompt' is empty; it needs" in result.stdout
+    assert f"{path}: row 1: 'prompt' is empty; " in result.stdout
     assert result.stdout.endswith(f"{path}: 1 rows with a fault\n")
     pq.write_table(pa.table({"question": ["1+1="]}), path)
     with pytest.raises(
@@ -331,7 +331,7 @@ def test_inspect_takes_what_trainers_take(tmp_path):
     tokenizer = tmp_path / "tokenizer"
     tiny_model.make_tokenizer().save_pretrained(tokenizer)
     rows = [dict(prompt="37+85=", completion="122"), dict(prompt="37+85=", chosen="122", rejected="0")]
-    for row, kind in zip(rows, ("prompts", "preferences")):
+    for row, kind in zip(rows, ("SFT", "preferences")):
         pq.write_table(pa.Table.from_pylist([row]), path)
         result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
         assert result.returncode == 0 and f"{path}: {kind}, 1 rows" in result.stdout
@@ -339,7 +339,7 @@ def test_inspect_takes_what_trainers_take(tmp_path):
     talk = [dict(role="user", content="x"), dict(role="tool", content="x")]
     pq.write_table(pa.Table.from_pylist([dict(messages=talk)]), path)
     result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert result.returncode == 1 and result.stderr.splitlines()[0] == f"note: {path}: rows of messages"
     assert f"{path}: row 0: the chat template: unknown role tool" in result.stderr
 
 

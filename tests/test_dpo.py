@@ -98,11 +98,11 @@ BAD = {
     "long": (pair("1+2=", "3" * 40, "4"), "'chosen' has 47 tokens with its prompt, over --max_length 32"),
     "user": (
         pair("1+2=", "3", "4") | dict(rejected=pair("no", "", "")["prompt"]),
-        "'rejected' has no turn of the assistant that is trained",
+        "'chosen' and 'rejected' are not two replies to one prompt: .*",
     ),
     "prompt": (
         pair("1+2=", "3", "4") | dict(chosen=pair("no", "", "")["prompt"] + MESSAGES[2:3]),
-        "the prompts of 'chosen' and 'rejected' differ after the chat template",
+        "'chosen' and 'rejected' are not two replies to one prompt: .*",
     ),
     "template": (
         pair("1+2=", "3", "4") | dict(rejected=MESSAGES[2:]),

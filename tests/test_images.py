@@ -127,7 +127,7 @@ def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
     gone = dict(bytes=None, path=str(tmp_path / "gone.png"))
     refused(processor, "bad.parquet: row 4: an image cannot be read: .*gone.png", images=[gone, whole[1]])
     refused(processor, "bad.parquet: row 4: it has 3 images, and 2 <image> marks", images=[*whole, whole[0]])
-    refused(processor, "bad.parquet: row 4: it has 0 images, and 2 <image> marks", images=[])
+    refused(processor, "bad.parquet: row 4: it has the mark <image>, and no picture", images=[])
     refused(
         images.load_processor(tiny), "row 1 has images, which are not read here: take a model with a vision"
     )

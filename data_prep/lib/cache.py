@@ -1,7 +1,7 @@
-"""Rows that one rank of a machine reads, checks and tokenises, once: Arrow files that all ranks map.
+"""Rows that one rank of a machine reads, checks and tokenises, once: an Arrow file that all ranks map.
 
-An entry of the cache is a directory CACHE/KEY, in which N.arrow has the rows of the parquet file N. The key
-is a hash of all that the entry depends on.
+An entry of the cache is a directory CACHE/KEY with the file and the number of rows that were read. The key is
+a hash of all that the entry depends on.
 """
 
 import hashlib
@@ -30,17 +30,16 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
 from common.arguments import fail
-from data_prep.lib import chats, images, marks, replies, schema, templates, thoughts, turns
+from data_prep.lib import chats, columns, images, replies, schema, source, templates, thoughts, turns
 
-BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # tokenised at a time: at most so many rows, of about this size
 QUIET_ROWS = 5000  # fewer are tokenised before a progress bar is of use
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
-STREAM_END = bytes.fromhex("ffffffff00000000")  # of Arrow
+RL = "data_source", "prompt", "reward_model", "extra_info"
 
 
 class Rows:
-    """Rows of record batches; those of two files may have other structs."""
+    """Rows of an Arrow file; what `row` has as JSON stands beside the other fields."""
 
     def __init__(self, batches):
         self.batches, self.ends = batches, [*accumulate(map(len, batches))]
@@ -53,11 +52,8 @@ class Rows:
             return [self[j] for j in range(len(self))[i]]
         i = range(len(self))[i]
         n = bisect(self.ends, i)
-        [row] = chats.plain_rows(self.batches[n].slice(i - self.ends[n] + len(self.batches[n]), 1))
-        if "prompt" in row:
-            row["prompt"] = chats.conversation(row["prompt"], "prompt")
-            row["tools"] = json.loads(row["tools"] or "null")
-        return row
+        [row] = self.batches[n].slice(i - self.ends[n] + len(self.batches[n]), 1).to_pylist()
+        return json.loads(row.pop("row", "{}")) | row
 
     def column(self, name):
         """A column, in Arrow: without a Python object for each row."""
@@ -81,7 +77,7 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
         try:
             for row in rows:
                 replies.asked(row["prompt"])
-            shown = [templates.shown_tools(row["tools"], tools, tokenizer) for row in rows]
+            shown = [templates.given_by(row, tools, tokenizer) for row in rows]
             if sees:
                 values = [images.encode_prompt(row, tokenizer, x) for row, x in zip(rows, shown)]
             else:
@@ -92,13 +88,13 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
                 return (values for row, i in zip(rows, numbers) for values in encode([row], [i]))
             raise
         for i, row, found, x in zip(numbers, rows, values, shown):
-            found |= dict(group=i, images=row["images"], tools=json.dumps(x) if x else None)
+            text = json.dumps({name: row[name] for name in RL} | dict(tools=x), default=source.as_text)
+            found |= dict(group=i, images=row["images"], row=text, data_source=row["data_source"])
         return [[row] * (0 < len(row["prompt_ids"]) <= max_length) for row in values]
 
-    columns = "data_source", "prompt", "reward_model", "extra_info"
-    fields = dict(prompt_ids=IDS, group=INT, tools=pa.string())
+    fields = dict(prompt_ids=IDS, group=INT, row=pa.string(), data_source=pa.string())
     fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
-    rows, dropped = prepare(paths, tokenizer, columns, columns, fields, encode, (max_length, tools))
+    rows, dropped = encoded_rows(paths, tokenizer, dict(zip(RL, RL)), fields, encode, (max_length, tools))
     if paths and not rows:
         names = ", ".join(map(str, paths))
         raise ValueError(f"{names}: no prompt of 1 to {max_length} tokens (--max_prompt_length)")
@@ -112,58 +108,53 @@ def load_prompt_files(args, tokenizer, tools=None):
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
     dropped = f"{dropped + val_dropped} dropped: empty or over {args.max_prompt_length} tokens"
-    return (
-        train_rows,
-        val_rows,
-        f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})",
-    )
+    summary = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
+    return train_rows, val_rows, summary
 
 
-def prepare(paths, tokenizer, columns, kept, fields, encode, about, code=()):
-    """The columns `kept` of parquet files and the fields of `encode` -> Rows, number dropped.
+def encoded_rows(paths, tokenizer, wanted, fields, encode, about, code=()):
+    """Rows of files, of the columns that `columns.columns_of` finds for `wanted` -> Rows, number dropped.
 
-    encode([{column: value}], their numbers over all files) -> of each row the rows that it becomes, with
-    values of the fields; none: it is dropped. about, code: what else the result depends on, values and
-    functions. Raises ValueError, in one line with file and row, in LOCAL_RANK 0; the others wait. Rows with
-    images are an error unless they are a field. `index` of a row is its number over all files.
+    encode(rows as `columns.read` has them, their numbers over all files) -> of each row the rows that it
+    becomes, with values of the fields; none: it is dropped. about, code: what else the result depends on,
+    values and functions. Raises ValueError, in one line with file and row, in LOCAL_RANK 0; the others wait.
+    Rows with images are an error unless they are a field. `index` of a row is its number over all files.
     """
-    columns = *columns, "images", "tools"
     fields = pa.schema(dict(fields, index=INT))
-    files = [(path, *schema.open_parquet(path, columns)) for path in paths]
+    for path in paths:
+        columns.opened(path, wanted)
     entry = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "post_training")
-    entry /= key_of(paths, tokenizer, (columns, kept, str(fields), about), code)
+    entry /= key_of(paths, tokenizer, (wanted, str(fields), about), code)
     while int(os.environ.get("LOCAL_RANK", 0)) and not entry.is_dir():
         time.sleep(0.05)  # if LOCAL_RANK 0 fails, the launcher ends this one
     if not entry.is_dir():
         try:
-            build(entry, files, columns, kept, fields, encode)
+            build(entry, paths, wanted, fields, encode)
         except OSError as error:  # of this machine: rank 0, if on another, would not say it
             remedy = "set HF_DATASETS_CACHE or HF_HOME to a directory with space that you may write to"
             sys.exit(f"error: {entry.parent}: tokenised rows cannot be written ({error}); {remedy}")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else every later fork gives a warning
-    none = pa.schema([*((name, pa.null()) for name in kept), *fields])
     # CAREFUL: to make an array from Python's values, pyarrow loads pandas
-    batches = [pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in none], schema=none)]
+    batches = [pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in fields], schema=fields)]
     try:
-        for n in range(len(paths)):
-            file = pa.memory_map(str(entry / f"{n}.arrow"))
-            batches += pa.ipc.open_stream(file)
-            if file.read_at(8, max(file.size() - 8, 0)) != STREAM_END:
-                raise OSError("its end is missing")
-    except (pa.ArrowException, OSError) as error:
+        file = pa.ipc.open_file(pa.memory_map(str(entry / "rows.arrow")))
+        batches += map(file.get_batch, range(file.num_record_batches))
+        count = int((entry / "count").read_text())
+    except (pa.ArrowException, OSError, ValueError) as error:
         sys.exit(f"error: {entry} is damaged ({str(error).splitlines()[0]}): delete it")
     rows = Rows(batches)
     for field in fields:
         if field.type == IDS and len(rows):
             images.check_known(pc.max(pc.list_flatten(rows.column(field.name))).as_py() or 0, tokenizer)
-    return rows, sum(file.metadata.num_rows for _, file, _ in files) - len(rows.unique("index"))
+    return rows, count - len(rows.unique("index"))
 
 
 def key_of(paths, tokenizer, about, code):
-    """Hash of the files, the tokenizer and its chat template, other arguments, and code."""
+    """Hash of the files and their kinds, the tokenizer and its chat template, other arguments, and code."""
     about = *about, transformers.__version__, tokenizers.__version__, pa.__version__
-    code = sys.modules[__name__], chats, replies, schema, templates, thoughts, turns, marks, images, *code
-    about += tuple(map(inspect.getsource, code))
+    about += tuple(source.kind_of(path) for path in paths)
+    ours = chats, columns, images, replies, schema, source, templates, thoughts, turns
+    about += tuple(map(inspect.getsource, (sys.modules[__name__], *ours, *code)))
     if "strftime_now" in str(tokenizer.chat_template):
         about += (date.today(),)  # which the template writes into the prompt
     digest = xxhash.xxh3_128(repr(about).encode())
@@ -185,7 +176,7 @@ def too_long(lm, args):
     return {f"{name}, fewer than --max_length {args.max_length}": has_table and args.max_length > limit}
 
 
-def build(entry, files, *how):
+def build(entry, *how):
     """Make an entry of the cache under another name, and rename it when it is whole."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     for other in entry.parent.glob("*.new"):  # if its builder was killed, the lock is free
@@ -198,55 +189,41 @@ def build(entry, files, *how):
         shutil.rmtree(new, ignore_errors=True)
         try:
             new.mkdir()
-            before = 0
-            for n, source in enumerate(files):
-                before += tokenise(new / f"{n}.arrow", before, *source, *how)
+            (new / "count").write_text(str(tokenise(new / "rows.arrow", *how)))
             os.replace(new, entry)
             chats.say_unknown()
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
 
-def tokenise(new, before, path, file, names, columns, kept, fields, encode):
-    """Write the Arrow file `new` of a parquet file's rows -> how many there were."""
-    first, count = 0, file.metadata.num_rows
-    quiet = count < QUIET_ROWS or int(os.environ.get("RANK", 0)) or not sys.stderr.isatty()
-    types = pa.schema([*map(file.schema_arrow.field, kept), *fields])
-    bar = tqdm(desc="tokenising", total=count, disable=quiet)
-    with bar, open(new, "wb") as out, pa.ipc.new_stream(out, types) as stream:
-        for batch in batches(path, file, names):
-            rows = [*schema.checked(batch, columns, path, first)]
-            blind = [i for i, row in enumerate(rows, first) if row["images"] and "images" not in fields.names]
-            if blind:
-                remedy = "take a model with a vision tower, or drop the column 'images' and the marks <image>"
-                raise ValueError(f"{path}: row {blind[0]} has images, which are not read here: {remedy}")
-            numbers = range(before + first, before + first + len(rows))
-            values = []
-            try:
-                for i, some in zip(numbers, encode(rows, numbers)):
-                    values.append([x | dict(index=i) for x in some])
-            except (TypeError, KeyError, AttributeError, ValueError) as error:  # of one row
-                name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                problem = " ".join(f"{name}{error}".split())
-                raise ValueError(f"{path}: row {first + len(values)}: {problem}") from None
-            made = pa.RecordBatch.from_pylist(sum(values, []), fields)
-            if len(made):  # CAREFUL: Arrow cannot filter a string_view, as polars writes
-                one = [batch.slice(i, 1) for i, some in enumerate(values) for _ in some]
-                old = [pa.concat_arrays([x.column(name) for x in one]) for name in kept]
-                stream.write(pa.RecordBatch.from_arrays([*old, *made.columns], schema=types))
-            first += len(rows)
-            bar.update(len(rows))
+def tokenise(new, paths, wanted, fields, encode):
+    """Write the Arrow file `new` of the rows of files -> how many there were."""
+    count, talks = 0, sys.stderr.isatty() and not int(os.environ.get("RANK", 0))
+    with open(new, "wb") as out, pa.ipc.new_file(out, fields) as file, tqdm(disable=True) as bar:
+        for path in paths:
+            first = count
+            for rows in schema.read_rows(path, wanted):
+                if talks and bar.disable and count >= QUIET_ROWS:
+                    bar = tqdm(desc="tokenising", unit=" rows", initial=count)
+                where, values = f"{path}: row {count - first}", []
+                blind = [i for i, row in enumerate(rows) if row["images"] and "images" not in fields.names]
+                if blind:
+                    remedy = "take a model with a vision tower, or drop the pictures and the marks <image>"
+                    where = f"{path}: row {count - first + blind[0]}"
+                    raise ValueError(f"{where} has images, which are not read here: {remedy}")
+                try:
+                    numbers = range(count, count + len(rows))
+                    for i, some in zip(numbers, encode(rows, numbers)):
+                        values.append([x | dict(index=i) for x in some])
+                except (TypeError, KeyError, AttributeError, ValueError) as error:  # of one row
+                    name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                    where = f"{path}: row {count - first + len(values)}"
+                    raise ValueError(f"{where}: {' '.join(f'{name}{error}'.split())}") from None
+                file.write(pa.RecordBatch.from_pylist(sum(values, []), fields))
+                count += len(rows)
+                bar.update(len(rows))
+        bar.close()
+        file.close()
         out.flush()
         os.fsync(out.fileno())  # so that a power cut leaves no entry with holes
     return count
-
-
-def batches(path, file, names):
-    """Yield record batches of the columns `names` of a parquet file."""
-    try:
-        for batch in file.iter_batches(BATCH_ROWS, columns=names):
-            size = max(1, BATCH_BYTES * len(batch) // max(batch.nbytes, 1))
-            yield from (batch.slice(i, size) for i in range(0, len(batch), size))
-    except (pa.ArrowException, OSError) as error:
-        problem = str(error).splitlines()[0]
-        raise ValueError(f"{path}: damaged ({problem}); write it again") from None

@@ -8,117 +8,24 @@ that say the same have one name here: reasoning_content, and train, which is the
 import json
 import sys
 from collections import Counter
-from functools import cache
-
-import pyarrow as pa
-
-from data_prep.lib.replies import spoken
 
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = dict(human="user", gpt="assistant", observation="tool", function_response="tool")  # its roles
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
-TRAIN = ("train", "weight", "training", "trainable", "loss", "loss_mask")  # 1: the turn is trained
+TRAIN = ("train", "weight", "training", "trainable", "loss", "loss_mask", "loss_scale")  # 1: the turn is trained
 MASKED = ("masked",)  # 1: it is not
-FOR_REWARDS = "extra_info", "reward_model"
-JSON_TYPES = [getattr(pa.types, f"is_{name}") for name in "null boolean integer floating string".split()]
-JSON_TYPES += pa.types.is_large_string, pa.types.is_string_view
+IN_PARTS = "mask", "train_detail", "training_detail"  # of a turn a part is trained, which is not done here
 unknown = Counter()  # of the fields of messages that have no name here
 
 
-def plain_rows(table):
-    """Rows of an Arrow table, without what Arrow fills in: in messages no field is null, and JSON is read.
-
-    Arrow has one struct for all messages, and one for all arguments of tools: each has all fields of all.
-    A null that JSON has is kept, because somebody wrote it. What a reward gets, `extra_info` and
-    `reward_model`, is as JSON has it, because files of rollouts and checkpoints have it so: a date is text.
-    """
-    rows = table.to_pylist()
-    for field in table.schema:
-        if _has_messages(field.type):
-            for row in rows:
-                row[field.name] = _plain(row[field.name], field.type)
-        elif field.name in FOR_REWARDS and _holds(field.type, _is_no_json):
-            for row in rows:
-                row[field.name] = json.loads(json.dumps(row[field.name], default=_text))
-    return rows
-
-
-def _text(value):
-    """Dates, times, decimal numbers and bytes as text."""
-    if isinstance(value, bytes):
-        return value.decode(errors="backslashreplace")
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
-def _fields(kind):
-    """Types inside a type of Arrow, by name; of a list: of its values."""
-    if isinstance(kind, pa.StructType):
-        return {field.name: field.type for field in kind}
-    return {None: kind.value_type} if hasattr(kind, "value_type") else {}
-
-
-def _are_messages(kind):
-    """Whether a type of Arrow is a list of structs with a role."""
-    return not {"role", "from"}.isdisjoint(_fields(_fields(kind).get(None)))
-
-
-def has_map(kind):
-    """Whether a type of Arrow has a map in it, at any depth."""
-    return _holds(kind, lambda kind: isinstance(kind, pa.MapType))
-
-
-def _holds(kind, test):
-    """Whether a type of Arrow, or one in it at any depth, is one for which a test is true."""
-    return test(kind) or any(_holds(x, test) for x in _fields(kind).values())
-
-
-def _is_no_json(kind):
-    """Whether values of a type of Arrow are not as JSON has them."""
-    return not (_fields(kind) or any(test(kind) for test in JSON_TYPES))
-
-
-@cache
-def _has_messages(kind):
-    """Whether a type of Arrow has messages or JSON in it, at any depth."""
-    if isinstance(kind, pa.JsonType) or _are_messages(kind):
-        return True
-    return any(map(_has_messages, _fields(kind).values()))
-
-
-def _plain(value, kind, in_message=False):
-    if value is None:
-        return None
-    if isinstance(kind, pa.JsonType):
-        return json.loads(value)
-    fields = _fields(kind)
-    in_message = in_message or _are_messages(kind)
-    if isinstance(kind, pa.StructType):
-        found = {name: _plain(value[name], inner, in_message) for name, inner in fields.items()}
-        return {name: x for name, x in found.items() if x is not None or not in_message}
-    if fields and isinstance(value, list):
-        return [_plain(x, fields[None], in_message) for x in value]
-    return value
-
-
 def conversation(value, name):
-    """Messages of a column, as a chat template reads them; a string is one message.
-
-    Raises ValueError, which names the field, for what are no messages.
-    """
-    if isinstance(value, str) and name not in ("messages", "conversations"):
-        return spoken(value, "assistant" if name in ("chosen", "rejected", "completion") else "user", name)
+    """Messages of a column, as a chat template reads them; ValueError, which names the field, if they are none."""
     if not isinstance(value, list):
-        string = "" if name == "messages" else " or a string"
-        raise ValueError(f"{name!r} must be a list of messages{string}, not {value!r:.60}")
+        raise ValueError(f"{name!r} must be a list of messages, not {value!r:.60}")
     if not value:
         raise ValueError(f"{name!r} is empty; it needs at least one {{role, content}} message")
     return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
-
-
-def read_messages(value, name):
-    """Messages of a published column, with FIELDS alone; see `say_unknown`."""
-    return [{key: x[key] for key in FIELDS if key in x} for x in conversation(value, name)]
 
 
 def say_unknown(what="only a chat template that names it reads it"):
@@ -129,7 +36,7 @@ def say_unknown(what="only a chat template that names it reads it"):
 
 
 def _message(value, where):
-    message = _parsed(value, where, dict, "{role, content}")
+    message = parsed(value, where, dict, "{role, content}")
     message = {key: x for key, x in message.items() if x is not None}
     if "from" in message and "value" in message:
         message["role"], said = message.pop("from"), message.pop("value")
@@ -141,7 +48,7 @@ def _message(value, where):
         raise ValueError(f"'{where}.role' is {message.get('role')!r:.40}; use {', '.join(ROLES)}")
     if "function_call" in message:  # the older name
         message["tool_calls"] = [message.pop("function_call")]
-    calls = _parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
+    calls = parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
     if calls:  # CAREFUL: with an empty list some templates write a turn of calls
         message["tool_calls"] = [_call(x, f"{where}.tool_calls[{i}]") for i, x in enumerate(calls)]
         message.setdefault("content", "")  # as vLLM does: a template may write a null as "None"
@@ -166,12 +73,11 @@ def _message(value, where):
 
 def _trained(message, where):
     """Whether a turn is trained, for all that the data say; takes what they say out of the message."""
-    said = {key: message.pop(key) for key in (*TRAIN, *MASKED, "mask") if key in message}
+    said = {key: message.pop(key) for key in (*TRAIN, *MASKED, *IN_PARTS) if key in message}
     for key, value in said.items():
-        if key == "mask" or value not in (0, 1):
-            raise ValueError(
-                f"'{where}.{key}' is {value!r:.40}; write 'train', 1 or 0: a turn is trained or not"
-            )
+        if key in IN_PARTS or value not in (0, 1):
+            remedy = "write 'train', 1 or 0: a turn is trained or not"
+            raise ValueError(f"'{where}.{key}' is {value!r:.40}; {remedy}")
         if value == (key in TRAIN) and message.get("role") != "assistant":
             raise ValueError(f"'{where}.{key}': only turns of the assistant are trained; leave it out")
     return message.get("role") != "assistant" or all(v == (key in TRAIN) for key, v in said.items())
@@ -179,19 +85,14 @@ def _trained(message, where):
 
 def tools_of(value, where="tools"):
     """JSON schemas of tools, from a column or its JSON text; without what Arrow fills in."""
-    if value is None:
-        return []
-    tools = [
-        _parsed(x, f"{where}[{i}]", dict, "a JSON schema")
-        for i, x in enumerate(_parsed(value, where, list, "a list of JSON schemas"))
-    ]
-    tools = [_known(tool) for tool in tools]
-    tools = [tool if "function" in tool else dict(type="function", function=tool) for tool in tools]
-    for i, tool in enumerate(tools):
-        if not isinstance(tool["function"], dict) or not isinstance(tool["function"].get("name"), str):
-            raise ValueError(
-                f"'{where}[{i}]' must be a JSON schema with the name of a tool, not {tool!r:.60}"
-            )
+    tools = []
+    for i, tool in enumerate(parsed(value or [], where, list, "a list of JSON schemas")):
+        tool = _known(parsed(tool, f"{where}[{i}]", dict, "a JSON schema"))
+        tools.append(tool if "function" in tool else dict(type="function", function=tool))
+        function = tools[-1]["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            problem = f"must be a JSON schema with the name of a tool, not {tool!r:.60}"
+            raise ValueError(f"'{where}[{i}]' {problem}")
     return tools
 
 
@@ -204,13 +105,13 @@ def _known(value):
 
 def _call(value, where):
     form = "{function: {name, arguments}}"
-    call = _parsed(value, where, dict, form)
-    function = _parsed(call.get("function", call), where, dict, form)
+    call = parsed(value, where, dict, form)
+    function = parsed(call.get("function", call), where, dict, form)
     if not isinstance(function.get("name"), str):
         raise ValueError(f"'{where}' must be {form} with the name of a tool, not {value!r:.60}")
     if odd := function.keys() - {"name", "arguments", "id", "type", "index"} - {"strict", "description"}:
         raise ValueError(f"'{where}' has {min(odd)!r}, which is not read: write 'name' and 'arguments'")
-    arguments = _parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
+    arguments = parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
     try:
         json.dumps(arguments)
     except TypeError as error:
@@ -219,7 +120,7 @@ def _call(value, where):
     return call | dict(function=function) if "function" in call else function
 
 
-def _parsed(value, where, kind, form):
+def parsed(value, where, kind, form):
     """A value, or that of which it is the JSON text."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
@@ -234,12 +135,9 @@ def storable(messages):
     """Messages as they are written, arguments as JSON text: a file has one struct for those of all tools."""
     messages = [dict(message) for message in messages]
     for message in messages:
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_storable_call(call) for call in message["tool_calls"]]
+        for i, call in enumerate(message.get("tool_calls", ())):
+            function = call.get("function", call)
+            function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
+            call = call | dict(function=function) if "function" in call else function
+            message["tool_calls"] = [*message["tool_calls"][:i], call, *message["tool_calls"][i + 1 :]]
     return messages
-
-
-def _storable_call(call):
-    function = call.get("function", call)
-    function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-    return call | dict(function=function) if "function" in call else function

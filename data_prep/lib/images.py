@@ -60,6 +60,7 @@ def load_processor(model, sees=False):
         if not hasattr(loaded, "image_processor"):
             raise ValueError(f"{model}: it has no image processor (preprocessor_config.json)")
         loaded.eos_token_id = as_in_its_file(loaded.tokenizer, model).eos_token_id
+        loaded.image_ids = image_token_ids(config)
     else:
         loaded = load_tokenizer(model)
     if loaded.eos_token_id is None:
@@ -122,8 +123,11 @@ def encode_prompt(row, processor, tools=None):
     if marks != len(pictures):
         raise Unfit(f"it has {len(pictures)} images, and {marks} {MARK} marks in its messages")
     text = render(chat, processor, tools)
+    sampler_ids = processor.tokenizer.encode(text, add_special_tokens=False)
+    if (shown := sum(map(sampler_ids.count, processor.image_ids))) != len(pictures):
+        raise Unfit(f"it has {len(pictures)} images, and {shown} tokens that stand for images in its text")
     [ids] = processor(text=[text], images=pictures or None, add_special_tokens=False)["input_ids"]
-    return dict(prompt_ids=ids, sampler_ids=processor.tokenizer.encode(text, add_special_tokens=False))
+    return dict(prompt_ids=ids, sampler_ids=sampler_ids)
 
 
 def request(row, ids=()):

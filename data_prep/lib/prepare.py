@@ -1,8 +1,6 @@
 """What the scripts of this directory share: their flags, and the way of the rows from a source to parquet."""
 
-import hashlib
 import itertools
-import json
 import os
 import random
 import sys
@@ -17,8 +15,6 @@ from data_prep.lib.source import read_hub, read_local
 
 BROKEN = (ValueError, TypeError, LookupError, AttributeError)  # what a mapping raises on an unexpected record
 SHOWN = 10  # broken rows that are named
-ANSWERS = "responses", "response_tokens", "finish_reasons", "episodes", "scores", "results"  # columns
-PLACE = "split", "index", "pass_rate"  # of extra_info: where a row was, and what was measured of it
 
 
 class LeftOut(Exception):
@@ -30,7 +26,7 @@ class Args:
     local_save_dir: str
     """Directory for the parquet files."""
     local_dataset_path: str | None = None
-    """Directory with a copy of the data set, a file or a folder for each split; None: the hub."""
+    """Directory with a copy of the data set, a file or a folder for each split; or one file; None: the hub."""
     splits: tuple[str, ...] = ()
     """Splits to read, each into SPLIT.parquet; OUT=SPLIT writes OUT.parquet; none: all published splits."""
     max_samples: int | None = None
@@ -60,10 +56,12 @@ def prepare(args, splits, hub, make_row):
     """
     if args.max_samples is not None and args.max_samples < 1:
         raise ValueError(f"--max_samples is {args.max_samples}; it must be at least 1")
-    sources = {}
-    for name in args.splits or splits:
+    sources, local, names = {}, args.local_dataset_path, args.splits or splits
+    if local and Path(local).is_file():  # it is one split, which it may be named after
+        named = [name for name in names if Path(local).name.startswith(name.rpartition("=")[2])]
+        names = (*named, *names)[:1]
+    for name in names:
         out, _, split = name.rpartition("=")
-        local = args.local_dataset_path
         sources[out or split] = read_hub(hub(split)) if local is None else read_local(local, split)
     write_splits(args.local_save_dir, sources, make_row, args.max_samples, args.seed)
 
@@ -87,13 +85,32 @@ def write_splits(directory, sources, make_row, max_samples=None, seed=0):
         print(line)
 
 
+class Noted(dict):
+    """A record that notes which of its columns are read."""
+
+    def __init__(self, record, read):
+        super().__init__(record)
+        self.read = read
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
 def usable_rows(records, make_row, out, left_out):
-    """Yield the rows; count the others in `left_out`, and name the first broken ones."""
-    used, broken = 0, "broken (named above)"
+    """Yield the rows; count the others in `left_out`, and name the first broken ones, and what is not read."""
+    used, broken, names, read = 0, "broken (named above)", {}, set()
     for index, (place, record) in enumerate(records):
         try:
             if isinstance(record, ValueError):
                 raise record
+            if isinstance(record, dict):  # else a script of this directory has made it
+                names |= dict.fromkeys(record)
+                record = Noted(record, read)
             row = make_row(record, out, index)
             check_row(row, out)
         except LeftOut as reason:
@@ -106,6 +123,8 @@ def usable_rows(records, make_row, out, left_out):
         else:
             used += 1
             yield row
+    if used and (rest := [name for name in names if name not in read]):
+        print(f"{out}.parquet: not read: {', '.join(rest)}")
     if left_out[broken] > SHOWN:
         print(f"{left_out[broken] - SHOWN} more rows are broken", file=sys.stderr)
     if not used:
@@ -139,17 +158,6 @@ def prompt_key(row):
     messages = row.get("prompt") or itertools.takewhile(lambda m: m["role"] != "assistant", row["messages"])
     text = " ".join(" ".join(message["content"] for message in messages).split())
     return hash((text, *(image.get("bytes") or image.get("path") for image in row.get("images") or ())))
-
-
-def unanswered(row):
-    """-> the row as it was before generate.py and eval.py, and a key that rows of one question share.
-
-    Two rows with one text may ask different things: of another picture, with other tools, of another game.
-    """
-    row = {name: x for name, x in row.items() if name not in ANSWERS}
-    info = {name: x for name, x in (row.get("extra_info") or {}).items() if name not in PLACE}
-    text = json.dumps(row | dict(extra_info=info), default=str)
-    return row, hashlib.sha256(text.encode()).digest()
 
 
 def repeated_prompts(prompts):

@@ -3,7 +3,6 @@
 import ast
 import json
 from contextlib import suppress
-from itertools import takewhile
 
 
 def spoken(text, role, name):
@@ -26,13 +25,36 @@ def asked(prompt):
     return prompt
 
 
-def replied(prompt, reply, name):
-    """The messages of a reply, or of a string, the assistant's; ValueError if it repeats its prompt."""
-    reply = spoken(reply, "assistant", name) if isinstance(reply, str) else reply
-    if prompt[-1] in takewhile(lambda message: message["role"] != "assistant", reply):
-        remedy = "leave it out of one of them, as data_prep/preference.py does"
-        raise ValueError(f"the prompt is in 'prompt' and once more in {name!r}: {remedy}")
-    return reply
+def pair_of(prompt, chosen, rejected):
+    """-> the messages of a prompt and of two replies to it; each may be a string.
+
+    Replies may be whole conversations: they begin with the prompt, with turns before it, or there is no prompt.
+    """
+    given = [
+        spoken(reply, "assistant", name) if isinstance(reply, str) else reply
+        for name, reply in (("chosen", chosen), ("rejected", rejected))
+    ]
+    prompt, size = asked(prompt) if prompt else [], 0  # size: of what both begin with
+    while size < min(map(len, given)) and given[0][size] == given[1][size]:
+        size += 1
+    same, words = (
+        [(m["role"], m["content"].strip(), m.get("tool_calls")) for m in messages]
+        for messages in (given[0][:size], [m for m in prompt if m["role"] != "system"])
+    )
+    for end in range(size, 0, -1):  # replies begin with turns of the assistant, after what has the prompt
+        speak = all(len(reply) > end and reply[end]["role"] == "assistant" for reply in given)
+        if speak and same[-1][0] != "assistant" and same[max(0, end - len(words)) :] == words[-end:]:
+            break
+        same.pop()
+    if same and (same[0][0] != "assistant" or given[0][: len(prompt)] == prompt):
+        if len(words) < len(same):
+            system = [m for m in prompt if m["role"] == "system" and same[0][0] != "system"]
+            prompt = system + given[0][: len(same)]
+        given = [reply[len(same) :] for reply in given]
+    if not prompt or any(reply[0]["role"] != "assistant" for reply in given):
+        begin = "each begins with a turn of the assistant, or with all that was said before it"
+        raise ValueError(f"'chosen' and 'rejected' are not two replies to one prompt: {begin}")
+    return [prompt, *given]
 
 
 def answer(value):

@@ -9,98 +9,71 @@ extra_info: dict                      split, index (of the row in its source), q
 
 Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`: lists of {role, content}.
 A `prompt` may be a string, one message of the user; `chosen` and `rejected` too, one of the assistant.
-Messages with tool calls: chats.py.
-Any row may have `images`: a list of {bytes, path}, of which one is null, for each <image> in its prompt.
-Any row may have `tools`: JSON schemas that its chat template shows, or their JSON text.
+Messages with tool calls: chats.py.  Other names of these columns, and those that any row may have: columns.py.
 """
 
-import itertools
 import json
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import replacing
-from data_prep.lib.chats import conversation, has_map, plain_rows, say_unknown, storable, tools_of
+from data_prep.lib.chats import say_unknown, storable
+from data_prep.lib.columns import TALKS, opened, read, shown, talk_of, used
+from data_prep.lib.source import by_bytes
 
-MESSAGES = ("prompt", "messages", "chosen", "rejected")
 FIELDS = {
     "data_source": str,
     "ability": str,
     "reward_model": dict,
     "extra_info": dict,
 }
-OPTIONAL = ("images", "tools")  # where it is missing or null, a row has none
+OPTIONAL = ("images", "tools", "chat_template_kwargs")  # where it is missing or null, a row has none
 KINDS = {  # columns of a file
     "RL": ("data_source", "prompt", "ability", "reward_model", "extra_info"),
     "SFT": ("messages",),
     "preferences": ("prompt", "chosen", "rejected"),
     "prompts": ("prompt",),
 }
-ROW_GROUP = 500  # rows that are written at a time: the tests of a programming problem can be megabytes
 
 
 def load_rows(paths, columns):
-    """Read parquet files (a path or a list) into a list of dicts with the keys `columns`, in file order.
+    """Read files (a path or a list) into a list of dicts with the keys `columns`, in file order.
 
     A dotted column such as "extra_info.answer" is read from inside a struct and keeps its dotted name.
     Columns that the schema defines are validated; others must be there and not null.  Raises ValueError, in
-    one line with file, row and field, for a file that is missing, empty or not parquet, and for a bad row.
+    one line with file, row and field, for a file that cannot be read, and for a bad row.
     """
-    rows = []
+    rows, wanted = [], {name: name for name in columns if name not in OPTIONAL}
     for path in [paths] if isinstance(paths, str) or hasattr(paths, "__fspath__") else paths:
-        file, names = open_parquet(path, columns)
-        rows += checked(file.read(columns=names), columns, path)
+        for some in read_rows(path, wanted, say=False):
+            rows += [{name: row[name] for name in columns} for row in some]
     say_unknown()
     return rows
 
 
-def whole_rows(path, columns):
-    """Yield the rows of a file with all their columns, of which only `columns` may not be null.
+def read_rows(path, wanted, say=True):
+    """Yield lists of rows of a file as `columns.read` has them. wanted: {what: column}, see `columns_of`.
 
     Raises as `load_rows`.
     """
-    file, _ = open_parquet(path, columns)
-    for i, record in enumerate(plain_rows(file.read())):
-        row = check_row(record, f"{path}: row {i}")
-        for column in columns:
-            _get(row, column, f"{path}: row {i}")
-        yield row
-    say_unknown()
+    (source, columns), first = opened(path, wanted, say), 0
+    for batch in source.batches(used(source, columns)):
+        rows = []
+        for record in batch:
+            try:
+                rows.append(read_row(record, columns))
+            except ValueError as error:
+                raise ValueError(f"{path}: row {first + len(rows)}: {error}") from None
+        yield rows
+        first += len(rows)
 
 
-def open_parquet(path, columns):
-    """-> a pq.ParquetFile, and the names of its columns that `columns` are in. Raises as `load_rows`."""
-    try:
-        file = pq.ParquetFile(path)
-    except FileNotFoundError:
-        place = Path(path).absolute()  # a relative path may be meant from elsewhere
-        raise ValueError(f"{place}: no such file; write it with a script of data_prep/") from None
-    except (pa.ArrowInvalid, OSError) as error:
-        reason = str(error).splitlines()[0]
-        if Path(path).is_dir():
-            raise ValueError(f"{path}: a directory; name its files, as {path}/*.parquet") from None
-        page = "docs/start/own-data-and-reward.md converts JSON"
-        raise ValueError(f"{path}: not a parquet file; {page} ({reason})") from None
-    wanted, names = list(dict.fromkeys(column.split(".")[0] for column in columns)), file.schema_arrow.names
-    wanted = [name for name in wanted if name in names or name not in OPTIONAL]
-    for name in wanted:
-        if name not in names:
-            raise ValueError(f"{path}: no column {name!r}; it has {', '.join(names)}")
-        if has_map(file.schema_arrow.field(name).type):  # Arrow gives pairs, not a dict
-            raise ValueError(f"{path}: column {name!r} has a map; write structs, lists, or JSON text")
-    if not file.metadata.num_rows:
-        raise ValueError(f"{path}: no rows; write it again with at least one")
-    return file, wanted
-
-
-def checked(table, columns, path, first=0):
-    """Yield the rows of a table, row `first` and the next ones of a file, as `load_rows` gives them."""
-    for i, record in enumerate(plain_rows(table), first):
-        record = check_row(record, f"{path}: row {i}")
-        yield {column: _get(record, column, f"{path}: row {i}") for column in columns}
+def read_row(record, columns):
+    """`columns.read` of a record whose columns for rewards are as defined above."""
+    check_fields({name: record.get(name) for name in columns.values()} if isinstance(record, dict) else record)
+    return read(record, columns)
 
 
 def write_parquet(rows, path):
@@ -108,44 +81,56 @@ def write_parquet(rows, path):
 
     Raises ValueError, in one line with file, row and field, for a row that `load_rows` would refuse.
     """
-    rows, count, first, schema, parts = iter(rows), 0, None, None, []
+    count, first, schema, parts = 0, None, None, []
     with replacing(path) as new, TemporaryDirectory(prefix=f"{new.name}.", dir=new.parent) as folder:
-        while batch := list(itertools.islice(rows, ROW_GROUP)):
-            for i, row in enumerate(batch, start=count):
-                chats = check_row(row, f"{path}: row {i}")
+        for batch in by_bytes((row, size_of(row)) for row in rows):
+            last = count + len(batch) - 1
+            for i, row in enumerate(batch):
+                batch[i] = stored(row, f"{path}: row {count + i}")
                 first = first or _names(row)
                 if _names(row) != first:  # pyarrow would fill in nulls, or drop what row 0 does not have
-                    raise ValueError(
-                        f"{path}: row {i}: columns {_names(row)} differ from those of row 0, {first}"
-                    )
-                lists = [name for name in MESSAGES if isinstance(row.get(name), list)]
-                batch[i - count] = row | {name: storable(chats[name]) for name in lists}
-                if "tools" in row:  # as JSON text: a file has one struct for the schemas of all rows
-                    tools = json.dumps(chats["tools"], ensure_ascii=False)
-                    batch[i - count]["tools"] = tools if chats["tools"] else None
+                    differ = f"columns {_names(row)} differ from those of row 0, {first}"
+                    raise ValueError(f"{path}: row {count + i}: {differ}")
             given = {name: None for name in OPTIONAL if any(name in row for row in batch)}
-            batch = [given | row for row in batch]
             try:
                 parts.append(f"{folder}/{count}")
-                pq.write_table(pa.Table.from_pylist(batch), parts[-1])
+                pq.write_table(pa.Table.from_pylist([given | row for row in batch]), parts[-1])
                 now = pq.read_schema(parts[-1])
                 schema = pa.unify_schemas([schema or now, now], promote_options="permissive")
             except pa.ArrowException as error:
-                raise ValueError(f"{path}: rows {count} to {i}: a column of two types: {error}") from None
+                raise ValueError(f"{path}: rows {count} to {last}: a column of two types: {error}") from None
             except (OverflowError, UnicodeEncodeError) as error:  # an integer over 64 bits; half a character
-                raise ValueError(f"{path}: rows {count} to {i} cannot be written: {error}") from None
+                raise ValueError(f"{path}: rows {count} to {last} cannot be written: {error}") from None
             count += len(batch)
         if not count:
             raise ValueError(f"{path}: no rows to write")
         with pq.ParquetWriter(new, schema) as writer:  # it has the fields that only later rows have
             for part in parts:
                 table = pq.read_table(part)
-                if (
-                    table.schema != schema
-                ):  # CAREFUL: `cast` makes broken structs where a field is null in all
+                # CAREFUL: `cast` makes broken structs where a field is null in all
+                if table.schema != schema:
                     table = pa.Table.from_pylist(table.to_pylist(), schema)
                 writer.write_table(table)
     return count
+
+
+def size_of(value):
+    """About the bytes of a value."""
+    if isinstance(value, dict):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(size_of, value))
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def stored(row, where):
+    """A row as it is written: a file has one struct for the calls of all rows, so they are JSON text."""
+    checked = check_row(row, where)
+    lists = [name for name in TALKS if isinstance(row.get(name), list)]
+    row = row | {name: storable(checked[name]) for name in lists}
+    for name in {"tools", "chat_template_kwargs"} & row.keys():
+        row[name] = json.dumps(checked[name], ensure_ascii=False) if checked[name] else None
+    return row
 
 
 def check_row(row, where):
@@ -153,55 +138,33 @@ def check_row(row, where):
 
     The schema's fields that are in the row are checked.
     """
+    try:
+        check_fields(row)
+        talks = {name: talk_of(row[name], name, name) for name in TALKS if name in row}
+        beside, _ = shown(row)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return row | talks | {name: beside[name] for name in OPTIONAL if name in row}
+
+
+def check_fields(row):
+    """ValueError if a row is no object, or a column for rewards is not as defined above."""
+    if isinstance(row, ValueError) or not isinstance(row, dict):
+        raise ValueError(f"no JSON of an object: {row!s:.200}")
     for name, kind in FIELDS.items():
         if name in row and not isinstance(row[name], kind):
-            raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
-    chats = {name: _messages(row[name], name, where) for name in MESSAGES if name in row}
-    for i, image in enumerate(row.get("images") or ()):
-        if not isinstance(image, dict) or not (image.get("bytes") or image.get("path")):
-            raise ValueError(f"{where}: 'images[{i}]' must be {{bytes, path}}, with one of them")
-    if "tools" in row:
-        try:
-            row = row | dict(tools=tools_of(row["tools"]))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
     if "reward_model" in row:
         style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
         # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
         if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
-            raise ValueError(f"{where}: 'reward_model.style' is {style!r}; use 'rule' or 'model'")
+            raise ValueError(f"'reward_model.style' is {style!r}; use 'rule' or 'model'")
         if style != "model" and truth is None:
-            raise ValueError(f"{where}: 'reward_model.ground_truth' is missing; a rule compares with it")
-    return row | chats
-
-
-def _messages(value, name, where):
-    try:
-        return conversation(value, name)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _get(row, column, where):
-    """The value of a possibly dotted column; ValueError if it is not there, null, or no messages."""
-    value = row
-    for key in column.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    if value is None and column in OPTIONAL:
-        return []
-    if value is None:
-        raise ValueError(f"{where}: {column!r} is missing or null; fill it in or drop the row")
-    if value == [] and column not in OPTIONAL:
-        raise ValueError(f"{where}: {column!r} is an empty list; fill it in or drop the row")
-    if isinstance(value, list) and any(
-        isinstance(x, dict) and not x.keys().isdisjoint(("role", "from")) for x in value
-    ):
-        return value if column in MESSAGES else _messages(value, column, where)
-    return value
+            raise ValueError("'reward_model.ground_truth' is missing; a rule compares with it")
 
 
 def _names(row):
     """Names of the columns that no row may lack, and of the fields in columns."""
     return sorted(row.keys() - set(OPTIONAL)) + sorted(
-        f"{key}.{name}" for key in row if isinstance(row[key], dict) for name in row[key]
+        f"{key}.{name}" for key in row if isinstance(row[key], dict) and key not in OPTIONAL for name in row[key]
     )

@@ -1,17 +1,208 @@
-"""Rows of a data set as published: from the hub, or from a local copy of its files."""
+"""Files of rows, of the hub or of one's own: read in batches whose size follows from their bytes.
+
+A file is parquet, JSON, lines of JSON or a stream of Arrow; a row is a dict, as JSON would have it.
+"""
 
 import gzip
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.lib.chats import plain_rows
+JSON = ".jsonl", ".jsonl.gz", ".json", ".json.gz"
+ENDINGS = ".parquet", *JSON, ".arrow"
+BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # a batch has at most so many rows, of about this size
+FOR_REWARDS = "extra_info", "reward_model"
+NO_JSON = re.compile("date|time|duration|decimal|binary")  # in the name of a type of Arrow
+UNREADABLE = OSError, EOFError, ValueError, KeyError, RecursionError, pa.ArrowException
 
-ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".arrow")
-BATCH = 100  # rows that are read at a time
+
+class Source:
+    """A file of rows: the names of its columns, of JSON those of its first rows, and its batches."""
+
+    def __init__(self, path):
+        """ValueError, in one line, for a file that is missing, or of another kind."""
+        self.path, place = path, Path(path).absolute()  # a relative path may be meant from elsewhere
+        if place.is_dir():
+            raise ValueError(f"{path}: a directory; name its files, as {path}/*.parquet")
+        if not place.is_file():
+            raise ValueError(f"{place}: no such file; write it with a script of data_prep/")
+        self.kind, self.media = kind_of(path), []  # media: columns of pictures, sounds or films
+        if self.kind == ".parquet":
+            try:
+                file = pq.ParquetFile(path)
+            except UNREADABLE as error:
+                page = "docs/start/own-data-and-reward.md#files"
+                reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
+                raise ValueError(f"{path}: {reason}") from None
+            self.names, self.empty = file.schema_arrow.names, not file.metadata.num_rows
+            self.media = [field.name for field in file.schema_arrow if is_medium(field.type)]
+        else:
+            first = next(self.batches(), [])
+            known = [row for row in first if isinstance(row, dict)]
+            self.names, self.empty = [*dict.fromkeys(itertools.chain.from_iterable(known))], not first
+        if twice := [name for name in self.names if self.names.count(name) > 1]:
+            raise ValueError(f"{path}: it has the column {twice[0]!r} twice; rename one of them")
+
+    def batches(self, names=None):
+        """Yield lists of rows, with these columns or all; in place of a row of broken JSON the ValueError."""
+        if self.kind in JSON:
+            yield from self._guarded(by_bytes(_json_records(Path(self.path), self.kind)))
+            return
+        first = 0
+        for batch in self._guarded(self._arrow(names)):
+            yield named_rows(batch, self.path, first)
+            first += len(batch)
+
+    def rows(self, names=None):
+        """Yield (place, row) of all rows, the errors of broken JSON among them."""
+        rows = itertools.chain.from_iterable(self.batches(names))
+        return ((f"{self.path}: row {i}", row) for i, row in enumerate(rows))
+
+    def table(self):
+        """All rows in Arrow, in chunks of a size that columns of lists allow."""
+        if self.kind in JSON:
+            tables = [pa.Table.from_pylist(batch) for batch in self.batches()]
+        else:
+            tables = [pa.Table.from_batches([batch]) for batch in self._guarded(self._arrow(None))]
+        return pa.concat_tables(tables, promote_options="permissive")
+
+    def _arrow(self, names):
+        if self.kind == ".arrow":
+            for batch in pa.ipc.open_stream(pa.memory_map(str(self.path))):
+                size = max(1, BATCH_BYTES * len(batch) // max(1, batch.nbytes))
+                yield from (batch.slice(i, size) for i in range(0, len(batch), size))
+            return
+        file = pq.ParquetFile(self.path)
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
+            size = min(BATCH_ROWS, max(1, size))
+            yield from file.iter_batches(size, row_groups=[number], columns=names)
+
+    def _guarded(self, batches):
+        try:
+            yield from batches
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path}: cannot be read ({one_line(error)}); write it again") from None
+
+
+def kind_of(path):
+    """How the name of a file ends, of ENDINGS."""
+    return next((ending for ending in ENDINGS if str(path).endswith(ending)), ENDINGS[0])
+
+
+def one_line(error):
+    return " ".join(str(error).split())[:200]
+
+
+def by_bytes(pairs):
+    """Lists of the items of (item, bytes), each within BATCH_ROWS and about BATCH_BYTES."""
+    batch, size = [], 0
+    for item, more in pairs:
+        if batch and (len(batch) == BATCH_ROWS or size + more > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += more
+    if batch:
+        yield batch
+
+
+def _json_records(path, kind):
+    """Yield (record, bytes); a line that is no JSON is its ValueError."""
+    with (gzip.open if kind.endswith(".gz") else open)(path, "rb") as file:
+        lines = filter(bytes.strip, file)
+        first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
+        in_lines = "jsonl" in kind and not first.lstrip().startswith(b"[")  # else a list of rows
+        if in_lines or isinstance(_parsed(first), dict):  # `datasets` writes lines to .json, too
+            yield from ((_parsed(line), len(line)) for line in itertools.chain([first], lines) if line)
+        elif first:
+            text = first + file.read()
+            rows = json.loads(text)
+            size = len(text) // max(1, len(rows))
+            yield from ((_whole(row, text), size) for row in (rows if isinstance(rows, list) else [rows]))
+
+
+def _parsed(line):
+    try:
+        return _whole(json.loads(line), line)
+    except (ValueError, RecursionError) as error:
+        return error if isinstance(error, ValueError) else ValueError(str(error))
+
+
+def _whole(record, text):
+    """A record; the UnicodeEncodeError of one with half a character, as a string that was cut may have."""
+    try:
+        if b"\\ud" in text.lower():
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return error
+    return record
+
+
+# ---- Arrow's values as JSON has them
+
+
+def named_rows(batch, path, first):
+    """`plain_rows` of a batch that begins at row `first`; ValueError with row and column if one has none."""
+    try:
+        return plain_rows(batch)
+    except UNREADABLE:
+        for i, name in itertools.product(range(len(batch)), batch.schema.names):
+            try:
+                plain_rows(batch.slice(i, 1).select([name]))
+            except UNREADABLE as error:
+                raise ValueError(f"{path}: row {first + i}: {name!r}: {one_line(error)}") from None
+        raise
+
+
+def plain_rows(table):
+    """Rows of an Arrow table, without what Arrow fills in: in messages no field is null, and JSON is read.
+
+    Arrow has one struct for all messages, and one for all arguments of tools: each has all fields of all.
+    A null that JSON has is kept, because somebody wrote it. What a reward gets, `extra_info` and
+    `reward_model`, is as JSON has it, because files of rollouts and checkpoints have it so: a date is text.
+    """
+    rows = table.to_pylist(maps_as_pydicts="strict")
+    for field in table.schema:
+        convert = _tidy if pa.types.is_nested(field.type) else None
+        if field.name in FOR_REWARDS and NO_JSON.search(str(field.type)):
+            convert = lambda value: json.loads(json.dumps(_tidy(value), default=as_text))
+        if isinstance(field.type, pa.JsonType):
+            convert = json.loads
+        for row in rows if convert else ():
+            row[field.name] = None if row[field.name] is None else convert(row[field.name])
+    return rows
+
+
+def _tidy(value, inside=False):
+    """A value without nulls in messages, which are a list of dicts with a role."""
+    if isinstance(value, list):
+        inside = inside or any(isinstance(x, dict) and {"role", "from"} & x.keys() for x in value)
+        return [_tidy(x, inside) for x in value]
+    if isinstance(value, dict):
+        return {name: _tidy(x, inside) for name, x in value.items() if x is not None or not inside}
+    return value
+
+
+def as_text(value):
+    """Dates, times, decimal numbers and bytes as text."""
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def is_medium(kind):
+    """Whether a type of Arrow is {bytes, path}, or a list of such: pictures, sounds or films."""
+    kind = getattr(kind, "value_type", kind)
+    return isinstance(kind, pa.StructType) and {field.name for field in kind} == {"bytes", "path"}
+
+
+# ---- published rows
 
 
 def read_hub(arguments):
@@ -19,105 +210,40 @@ def read_hub(arguments):
     from datasets import load_dataset  # slow to import, and not needed for local files
     from huggingface_hub.errors import HTTPError
 
-    try:
-        batches = (
-            load_dataset(**arguments).with_format("arrow").iter(BATCH)
-        )  # as stored: no picture is decoded
+    try:  # in Arrow, as stored: no picture is decoded
+        batches = load_dataset(**arguments).with_format("arrow").iter(100)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(
             f"nothing came from the hub for {arguments} ({reason});"
-            " pass --local_dataset_path DIR, a directory with a copy of the data set"
+            " pass --local_dataset_path, a directory with a copy of the data set, or a file"
         ) from None
     place = f"{arguments.get('data_files', arguments['path'])} {arguments['split']}"
     rows = itertools.chain.from_iterable(map(plain_rows, batches))
     return ((f"{place}: row {i}", row) for i, row in enumerate(rows))
 
 
-def read_local(directory, split):
-    """Iterator of (place, record) of one split of a local copy.
+def read_local(place, split):
+    """Iterator of (place, record) of a file, or of one split of a local copy.
 
     Its files are, at any depth, SPLIT.parquet, its parts SPLIT-*.parquet, or all in a folder SPLIT; any of
     ENDINGS will do.  The record of a line that is no JSON is the ValueError.
     """
     files, others = [], []
-    if not Path(directory).is_dir():
-        problem = "is no directory" if Path(directory).exists() else "does not exist"
-        raise ValueError(f"--local_dataset_path {directory} {problem}: pass the directory of the files")
-    for path in sorted(Path(directory).rglob("*")):
+    if Path(place).is_file():
+        return Source(place).rows()
+    if not Path(place).is_dir():
+        raise ValueError(f"--local_dataset_path {place} does not exist: pass a file, or their directory")
+    for path in sorted(Path(place).rglob("*")):
         name = next((path.name.removesuffix(x) for x in ENDINGS if path.name.endswith(x)), None)
-        folders = path.relative_to(directory).parts[:-1]
+        folders = path.relative_to(place).parts[:-1]
         if name is not None and (name == split or name.startswith(f"{split}-") or split in folders):
             files.append(path)
         elif name is not None:
             others.append(name)
     if not files:
         raise ValueError(
-            f"{directory}: no file {split}.* or {split}-*.* and no folder {split} with files of the kinds"
+            f"{place}: no file {split}.* or {split}-*.* and no folder {split} with files of the kinds"
             f" {' '.join(ENDINGS)}; files of another name: --splits OUT={(*others, 'NAME')[0]}"
         )
-    return itertools.chain.from_iterable(map(read_file, files))
-
-
-def read_file(path):
-    """Yield (place, record) of a file."""
-    try:
-        for i, record in enumerate(_records(path)):
-            yield f"{path}: row {i}", record
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        RecursionError,
-        pa.ArrowException,
-    ) as error:  # damaged, or not what its name says
-        raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
-
-
-def _records(path):
-    if path.suffix == ".parquet":
-        for batch in pq.ParquetFile(path).iter_batches(BATCH):
-            yield from plain_rows(batch)
-    elif path.suffix == ".arrow":
-        for batch in pa.ipc.open_stream(pa.memory_map(str(path))):
-            yield from plain_rows(batch)
-    else:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-            first = next(filter(str.strip, file), "")
-            lines = ".jsonl" in path.suffixes and not first.lstrip().startswith("[")  # else a list of rows
-            yield from _lines(itertools.chain([first], file)) if lines else _document(first + file.read())
-
-
-def _lines(lines):
-    return map(_parse, filter(str.strip, lines))
-
-
-def _document(text):
-    """Rows of a JSON document; `datasets` writes lines of JSON to files of this name, too."""
-    try:
-        rows = json.loads(text)
-    except ValueError:
-        lines = [*_lines(text.split("\n"))]
-        if not lines or not isinstance(lines[0], dict):
-            raise
-        return lines
-    return [_whole(row, text) for row in (rows if isinstance(rows, list) else [rows])]
-
-
-def _whole(record, text):
-    """A record; the UnicodeEncodeError of one with half a character, as a string that was cut may have."""
-    try:
-        if "\\ud" in text.lower():
-            json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        return error
-    return record
-
-
-def _parse(line):
-    try:
-        return _whole(json.loads(line), line)
-    except ValueError as error:
-        return error
-    except RecursionError as error:
-        return ValueError(str(error))
+    return itertools.chain.from_iterable(Source(path).rows() for path in files)

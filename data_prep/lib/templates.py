@@ -1,4 +1,7 @@
-"""What a chat template writes, in the form in which it shows messages."""
+"""What a chat template writes, in the form in which it shows messages.
+
+Which form, and what of a message is shown, is tried on marks in the place of what the messages say.
+"""
 
 import json
 import re
@@ -7,17 +10,20 @@ from itertools import product
 from pathlib import Path
 
 from jinja2 import TemplateError, meta
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from data_prep.lib.thoughts import MARK_OF_THOUGHT
 from envs import one_line
 from envs.messages import RENDER_ERRORS, without_special
 
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
+SAID = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 TOOL = {  # one of which no text speaks
     "name": "zqtool",
     "description": "zq",
     "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "zq"}}},
 }
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
 OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that are given anyway
 
 
@@ -37,79 +43,92 @@ def plain(messages, tokenizer):
     return found
 
 
-def use_template(tokenizer, args):
+def use_template(tokenizer, file, options):
     """Take --chat_template and --chat_template_kwargs: both are saved with the tokenizer.
 
     The values stand at the beginning of the template, so whoever serves the model renders as it was trained,
     and may still give others.
     """
-    if args.chat_template:
+    if file:
         try:
-            tokenizer.chat_template = text = Path(args.chat_template).read_text("utf-8")
+            tokenizer.chat_template = text = Path(file).read_text("utf-8")
             _compile_jinja_template(text)
-        except (OSError, UnicodeDecodeError, TemplateError) as error:
-            raise ValueError(f"--chat_template {args.chat_template}: {one_line(error)}") from None
-        if text.lstrip().startswith('{"'):
-            raise ValueError(f"--chat_template {args.chat_template}: this is JSON; give the template in it")
-    templates = tokenizer.chat_template
-    if not isinstance(templates, dict):
-        templates = {"": templates}
-    read, problem, values = set(), None, {}
-    for text in filter(None, templates.values()):
-        read |= meta.find_undeclared_variables(_compile_jinja_template(text).environment.parse(text))
+            if text.lstrip().startswith('{"'):
+                raise ValueError("this is JSON; give the template in it")
+        except (OSError, ValueError, TemplateError) as error:
+            raise ValueError(f"--chat_template {file}: {one_line(error)}") from None
     try:
-        values = json.loads(args.chat_template_kwargs)
-        json.dumps(values, allow_nan=False)
-        if not isinstance(values, dict):
-            problem = "it is no JSON object"
-        elif unread := values.keys() - read | values.keys() & OURS:
-            problem = f"the chat template has no variable {min(unread)!r}"
+        values = json.loads(options, parse_constant=dict)
+        if not isinstance(values, dict) or "Infinity" in json.dumps(values):
+            raise ValueError("it is no object of JSON")
+        check_variables(values, tokenizer)
     except ValueError as error:
-        problem = f"it is no JSON ({error})"
-    if problem:
-        example = """write it as '{"enable_thinking": false}'"""
-        raise ValueError(f"--chat_template_kwargs {args.chat_template_kwargs}: {problem}; {example}")
-    given = [
-        f"{{%- if {x} is not defined %}}{{%- set {x} = {y!r} %}}{{%- endif %}}\n" for x, y in values.items()
-    ]
-    if given:
-        templates = {name: "".join(given) + text for name, text in templates.items()}
-        tokenizer.chat_template = templates.get("", templates)
+        example = """write it as JSON, '{"enable_thinking": false}'"""
+        raise ValueError(f"--chat_template_kwargs {options}: {error}; {example}") from None
+    line = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}\n"
+    given = "".join(line.format(*pair) for pair in values.items())
+    if given and isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = {name: given + text for name, text in tokenizer.chat_template.items()}
+    elif given:
+        tokenizer.chat_template = given + tokenizer.chat_template
     if hasattr(tokenizer, "image_processor"):
         tokenizer.tokenizer.chat_template = tokenizer.chat_template
 
 
+def check_variables(options, tokenizer):
+    """ValueError if the chat template does not read a variable, or it is given another value anyway."""
+    text_only, templates = getattr(tokenizer, "tokenizer", tokenizer), tokenizer.chat_template
+    texts = [*templates.values()] if isinstance(templates, dict) else [templates or ""]
+    for name in options:
+        if name in OURS or name in text_only.special_tokens_map or not any(name in variables(x) for x in texts):
+            raise ValueError(f"the chat template has no variable {name!r}")
+
+
+@lru_cache(100)
+def variables(template):
+    """Names of the variables that a chat template reads."""
+    return meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
+
+
+def given_by(row, tools, tokenizer):
+    """What a template is given besides messages: a row's tools or those of --env, and the row's variables."""
+    own, options = row["tools"], row["chat_template_kwargs"]
+    if tools and (own or options):
+        name = "tools" if own else "chat_template_kwargs"
+        raise ValueError(f"it has a column {name!r}, and --env has tools of its own: drop the column")
+    probe = [dict(role="user", content="zq")], tokenizer, [dict(type="function", function=TOOL)]
+    if own and TOOL["name"] not in render(*probe):
+        raise ValueError("it has tools in its column 'tools', and the chat template shows none")
+    check_variables(options, tokenizer)
+    return dict(options, tools=own) if options else own or tools or None
+
+
 def render(messages, tokenizer, tools=None, prompted=True):
-    """The text of messages, with the generation prompt; tools: JSON schemas that the template shows.
+    """The text of messages, with the generation prompt; tools: JSON schemas, or what `given_by` gives.
 
     ValueError, in one line, if the template cannot write them, or leaves out what somebody says or calls.
     """
-    return written(shown(messages, tokenizer, tools, prompted), tokenizer, tools, prompted)
-
-
-def shown(messages, tokenizer, tools, prompted):
-    """Messages in the form in which the template shows them."""
-    if tokenizer.chat_template is None:
-        raise ValueError("the model has no chat template; give one by --chat_template FILE")
     messages = plain(messages, tokenizer)
-    about = []
-    for m in messages:
-        fields = sorted({"reasoning_content", "name"} & m.keys())
-        about.append(
-            (m["role"], type(m["content"]), bool(m["content"]), len(m.get("tool_calls") or ()), *fields)
-        )
-    form = form_of(tuple(about), tokenizer, str(tokenizer.chat_template), bool(tools), prompted)
-    return [formed(message, *form) for message in messages]
+    form, *_ = tried(kinds(messages), tokenizer, tools, prompted)
+    return written([formed(x, *form) for x in messages], tokenizer, tools, prompted)
 
 
-def written(messages, tokenizer, tools, prompted):
-    """What the template writes; Unwritten where it cannot."""
-    options = dict(tools=tools or None, tokenize=False, add_generation_prompt=prompted)
+def written(messages, tokenizer, tools, prompted, spans=None):
+    """What the template writes; Unwritten where it cannot. spans: a list for what it marks as trained."""
+    given = dict(tools) if isinstance(tools, dict) else dict(tools=tools)
+    given |= dict(tools=given["tools"] or None, add_generation_prompt=prompted)
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        if spans is None:
+            return tokenizer.apply_chat_template(messages, tokenize=False, **given)
+        text_only = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+        template = text_only.get_chat_template(None, given["tools"])
+        given |= text_only.special_tokens_map | dict(return_assistant_tokens_mask=True)
+        [text], [found] = render_jinja_template([messages], chat_template=template, **given)
     except RENDER_ERRORS as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise Unwritten(one_line(f"the chat template: {name}{error}")) from None
+    spans += found
+    return text
 
 
 class Unwritten(ValueError):
@@ -135,52 +154,78 @@ def formed(message, parts, text, none):
     return message | dict(tool_calls=calls, content=message["content"] or (None if none else ""))
 
 
-@lru_cache(10000)
-def form_of(about, tokenizer, template, tools, prompted):
-    """The form in which a template shows messages like these: tried on marks in their place.
+def kinds(messages):
+    """Of each message what its form may depend on: role, type, the parts of its words, calls, fields."""
+    found = []
+    for m in messages:
+        parts = ["x" * bool(m["content"])]
+        if m["role"] == "assistant" and isinstance(m["content"], str):  # thoughts and spaces part its words
+            parts = re.split(f"({MARK_OF_THOUGHT.pattern})", m["content"])
+            parts[::2] = [SAID.sub("x", part) for part in parts[::2]]
+        fields = sorted({"reasoning_content", "name"} & m.keys())
+        found.append((m["role"], type(m["content"]), (*parts,), len(m.get("tool_calls") or ()), *fields))
+    return tuple(found)
 
-    All but the assistant's words must be shown, which a template may rewrite; see `turn`.
+
+def in_marks(i, kind):
+    """Message number i of a kind, with a mark in the place of each part, and {mark: what it stands for}."""
+    role, form, parts, calls, *fields = kind
+    marks, said = {}, ""
+    for n, part in enumerate(parts):
+        mark = f"zq{i}said{n}z"
+        if n % 2 == 0 and "x" in part:
+            marks[mark], part = f"what message {i} ({role}) says", part.replace("x", mark)
+        said += part
+    message = dict(role=role, content=said)
+    if form is list and said:
+        message["content"] = [dict(type="image"), dict(type="text", text=said)]
+    for field in fields:
+        message[field] = f"zq{i}{field}z"
+    if "reasoning_content" in fields:
+        marks[f"zq{i}reasoning_contentz"] = f"of message {i} its reasoning"
+        message |= dict.fromkeys(("reasoning", "thinking"), message["reasoning_content"])
+    for j in range(calls):
+        name, value = f"zq{i}name{j}z", f"zq{i}value{j}z"
+        call = dict(function=dict(name=name, arguments=dict(x=value)))
+        message.setdefault("tool_calls", []).append(call)
+        marks[name] = marks[value] = f"tool calls: number {j} of message {i}"
+    return message, marks
+
+
+def tried(about, tokenizer, tools, prompted):
+    """`tried_once`, for messages of these kinds and what a template is given."""
+    given = dict(tools) if isinstance(tools, dict) else dict(tools=tools)
+    given["tools"] = bool(given["tools"])
+    if tokenizer.chat_template is None:
+        raise ValueError("the model has no chat template; give one by --chat_template FILE")
+    return tried_once(about, tokenizer, str(tokenizer.chat_template), json.dumps(given), prompted)
+
+
+@lru_cache(10000)
+def tried_once(about, tokenizer, template, given, prompted):
+    """The form in which a template shows messages like these, tried on marks; the text, and its spans.
+
+    All but the assistant's words must be shown, which a template may rewrite; see turns.py.
     """
-    marks, messages = {}, []
-    for i, (role, kind, said, calls, *more) in enumerate(about):
-        mark = f"zq{i}said"
-        message = dict(role=role, content=mark if said else "", **dict.fromkeys(more, f"zq{i}more"))
-        if kind is list and said:
-            message["content"] = [dict(type="image"), dict(type="text", text=mark)]
-        if said and role != "assistant":
-            marks[mark] = f"what message {i} ({role}) says"
-        for j in range(calls):
-            name, value = f"zq{i}name{j}z", f"zq{i}value{j}z"
-            call = dict(function=dict(name=name, arguments=dict(x=value)))
-            message.setdefault("tool_calls", []).append(call)
-            marks[name] = marks[value] = f"tool calls: number {j} of message {i}"
+    marks, messages, given = {}, [], json.loads(given)
+    for i, kind in enumerate(about):
+        message, found = in_marks(i, kind)
         messages.append(message)
+        own = {x: what for x, what in found.items() if "call" in what} if kind[0] == "assistant" else found
+        marks |= own
+    given["tools"] = given["tools"] and [dict(type="function", function=TOOL)]
     # a list only where text will not do, and other calls only where there are any
     forms, problem = [*product((False, True), repeat=3)], None
     for form in forms if any(calls for _, _, _, calls, *_ in about) else forms[::4]:
+        spans = [] if MARKED.search(template) else None
         try:
-            text = written(
-                [formed(x, *form) for x in messages],
-                tokenizer,
-                tools and [dict(type="function", function=TOOL)],
-                prompted,
-            )
+            text = written([formed(x, *form) for x in messages], tokenizer, given, prompted, spans)
         except Unwritten:
             continue
         lost = [what for mark, what in marks.items() if mark not in text]
         if not lost:
-            return form
+            return form, text, spans
         problem = problem or f"the chat template leaves out {lost[0]}; take a model whose template shows it"
     if problem:
         raise ValueError(problem)
-    return (False,) * 3  # the messages themselves may say why
-
-
-def shown_tools(own, given, tokenizer):
-    """The tools that a template shows: those in the column of a row, or those that a script gives to all."""
-    if own and given:
-        raise ValueError("it has tools in its column 'tools', and --env has others: drop the column")
-    probe = [dict(role="user", content="zq")], tokenizer, [dict(type="function", function=TOOL)]
-    if own and TOOL["name"] not in render(*probe):
-        raise ValueError("it has tools in its column 'tools', and the chat template shows none")
-    return given or own or None
+    return (False,) * 3, None, None  # the messages themselves may say why

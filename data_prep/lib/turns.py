@@ -1,151 +1,128 @@
-"""The turns of the assistant in a conversation that are trained, each after what a sampler would see."""
+"""The turns of the assistant in a conversation that are trained, each after what a sampler would see.
 
-import json
+messages[:i]    --render--> the prompt of turn i, as a sampler is given it    --> its ids, the context
+messages[:i+1]  --render--> the same with the turn, which begins              --> what is trained
+                    after the prompt
+                    after the prompt without the <think> that it opens
+                    or, if the history is another one, after the last generation prompt
+                    or nowhere: its own words, with <think> around its reasoning
+
+Which of them, is seen on marks in the place of what is said: all parts of the turn are shown (templates.py).
+Turns share a row as long as the ids of the next prompt begin with it. {% generation %} marks count instead.
+"""
+
 import re
 from functools import partial
-from itertools import pairwise
+from itertools import groupby
 
-import numpy as np
-
-from data_prep.lib.marks import marked, runs
-from data_prep.lib.templates import render
+from data_prep.lib.templates import MARKED, formed, in_marks, kinds, plain, render, tried, written
 from data_prep.lib.thoughts import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought, thought_apart
 from envs.messages import special_tokens
 
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
+ELSE = "take a model whose template shows it, or another by --chat_template"
 
 
-def left_out(message, text):
-    """What of a turn a text does not have, white space aside; None: nothing."""
-    bare = "".join(text.split())
-    called = "".join(json.dumps(message.get("tool_calls", []), ensure_ascii=False).split())
-    thought = message.get("reasoning_content", "")
-    parts = {
-        f"what it says, {part.strip()!r:.40}": part for part in MARK_OF_THOUGHT.split(message["content"])
-    }
-    for what, part in {f"its reasoning, {thought!r:.40}": thought, **parts}.items():
-        part = "".join(part.split())
-        if part and bare.count(part) <= called.count(part):  # what a call says is not what the turn says
-            return what
-    return None
+def places(prompt, upto, history, last=1):
+    """{where a turn may begin: its text}, of the rendering `upto` that ends with it.
+
+    history(): the messages before it without the generation prompt; last: which of these, from the end.
+    """
+    end = prompt.rstrip()
+    opened = next((x for x in THOUGHTS if end.endswith(x)), None)
+    if upto.startswith(prompt):
+        return dict(prompt=upto[len(prompt) :])
+    if opened and upto.startswith(end.removesuffix(opened)):
+        return dict(thought=answer_after(prompt, upto[len(end.removesuffix(opened)) :]))
+    given = prompt.removeprefix(history())
+    parts = upto.split(given) if given else ()
+    return dict(history=given.join(parts[-last:])) if len(parts) > last else {}
 
 
-def check_scored(reply, text):
-    """ValueError if a text, of a conversation that is scored as a whole, is not all of a reply."""
-    for message in reply:
-        if not message.get("train", True):
-            raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
-        if what := left_out(message | dict(content=""), text):
-            raise ValueError(f"the chat template leaves out {what}")
+def place(messages, i, tokenizer, tools):
+    """Of turn i, if marks stand in the place of what is said: where it begins, and after which prompt from the end.
+
+    None: it is not shown in full there, or a thought twice. And what the template writes before and after it.
+    """
+    about = kinds(messages[: i + 1])
+    turn, own = in_marks(i, about[i])
+    prompt, history = (tried(about[:i], tokenizer, tools, x)[1] or "" for x in (True, False))
+    upto = tried(about, tokenizer, tools, False)[1]
+    if upto is None:  # the template takes no marks
+        return "prompt", 1, "", ""
+    shown = sorted((upto.find(mark), mark) for mark in own if mark in upto) or [(len(upto), "")]
+    (first, _), (last, mark) = shown[0], shown[-1]
+    given = prompt.removeprefix(history)
+    number = upto.count(given, upto.rfind(given, 0, first)) if given in upto[:first] else 1
+    begun, end = upto[:first].removeprefix(prompt), upto[last + len(mark) :]
+    for where, text in places(prompt, upto, lambda: history, number).items():
+        twice = any(text.count(x) > max(1, turn["content"].count(x)) for x in THOUGHTS.values())
+        if not twice and all(mark in text for mark in own):
+            return where, number, begun, end
+    return None, number, begun, end
 
 
-def own_text(message, number, prompt, template):
+def own_text(message, i, prompt, template):
     """The text of a turn that the template does not show as it was said."""
     said, thought = message["content"], message.get("reasoning_content")
     opening = next((x for x in THOUGHTS if THOUGHTS[x] in template), None)
     if message.get("tool_calls") or (thought and not opening):
         what = "its reasoning" if thought else "what it says beside its calls of tools"
-        remedy = "take a model whose template shows it, or another by --chat_template"
-        raise ValueError(f"the chat template leaves out of message {number} {what}; {remedy}")
+        raise ValueError(f"the chat template leaves out of message {i} {what}; {ELSE}")
     said = f"{opening}\n{thought}\n{THOUGHTS[opening]}\n\n{said}" if thought else said
     return answer_after(prompt, said)
 
 
-def as_written(messages, i, prompt, tokenizer, tools):
-    """The text of turn i if a model wrote it, with special tokens that the template would write once more.
-
-    gpt-oss: <|channel|>analysis<|message|>It is.<|end|><|start|>assistant<|channel|>final<|message|>Yes.
-    """
-    said, special = messages[i]["content"], special_tokens(tokenizer)
-    if not special.search(said) or messages[i].keys() & {"tool_calls", "reasoning_content"}:
-        return None
-    upto = render([*messages[:i], dict(role="assistant", content="zq")], tokenizer, tools, prompted=False)
-    begun, _, end = upto.removeprefix(prompt).rpartition("zq")
-    again = upto.startswith(prompt) and special.search(MARK_OF_THOUGHT.sub("", begun))
-    return said + end if again else None
-
-
-def said_in(upto, prompt, history, previous):
-    """Yield what may be the text of the last turn in `upto`, the best first.
-
-    history: gives the text of the messages before the turn, without the generation prompt; previous: what the
-    last of them says. A prompt that opens a thought may do so where the history does not.
-    """
-    end = prompt.rstrip()
-    opened = next((x for x in THOUGHTS if end.endswith(x)), None)
-    if upto.startswith(prompt):
-        yield upto[len(prompt) :]
-    if opened and upto.startswith(end.removesuffix(opened)):
-        yield answer_after(prompt, upto[len(end.removesuffix(opened)) :])
-    given, at = prompt.removeprefix(history()), len(upto)
-    while given and (at := upto.rfind(given, 0, at)) >= 0 and (previous in upto[:at] or previous not in upto):
-        yield upto[at + len(given) :]
-
-
-def shows(text, said, message):
-    """Whether a text has all of a turn, and its thought once."""
-    twice = any(text.count(x) > max(1, message["content"].count(x)) for x in THOUGHTS.values())
-    return not twice and not left_out(said, text)
-
-
 def turn(messages, i, tokenizer, tools):
-    """Prompt and text of turn i, and where the turn may end: behind each of its last special tokens.
-
-    The text ends behind EOS, or the last special token; without any EOS follows.
-    """
-    if not i:
-        remedy = "drop it, or say that it is not trained by 'train': false"
-        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
-    template, special = str(tokenizer.chat_template), special_tokens(tokenizer)
-    reads = "reasoning_content" in template or "thinking" in template
-    for said in (messages, [*map(thought_apart, messages)])[: 2 if reads else 1]:
+    """Prompt and text of turn i, which ends behind EOS, or the last special token; without any EOS follows."""
+    message, special, ends = messages[i], special_tokens(tokenizer), []
+    alone = not message.keys() & {"tool_calls", "reasoning_content"} and special.search(message["content"])
+    for said in (messages, [*map(thought_apart, messages)]):
         prompt = render(said[:i], tokenizer, tools)
-        text = as_written(said, i, prompt, tokenizer, tools)
-        if text is not None:
+        where, last, begun, end = place(plain(said, tokenizer), i, tokenizer, tools)
+        ends.append((prompt, end))
+        if alone and special.search(MARK_OF_THOUGHT.sub("", begun)):  # as a model wrote it: gpt-oss
+            text = message["content"] + end
             break
-        check_thought(messages[i]["content"], prompt)
-        if said[i].get("reasoning_content") and any(x in said[i]["content"] for x in THOUGHTS.values()):
+        check_thought(message["content"], prompt)
+        if said[i].get("reasoning_content") and MARK_OF_THOUGHT.search(said[i]["content"]):
             raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
         upto = render(said[: i + 1], tokenizer, tools, prompted=False)
         history = partial(render, said[:i], tokenizer, tools, prompted=False)
-        found = said_in(upto, prompt, history, said[i - 1]["content"].strip())
-        text = next((text for text in found if shows(text, said[i], messages[i])), None)
+        text = places(prompt, upto, history, last).get(where)
         if text is not None:
             break
+    else:
+        prompt, end = ends[0]
+        text = own_text(message, i, prompt, str(tokenizer.chat_template)) + end
     last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
-    if text is None:
-        begun = last.search(MARK_OF_THOUGHT.sub("", prompt[-80:]).rstrip())[0]  # the tokens of its role
-        end = last.search(upto)[0].removeprefix(last.search(messages[i]["content"])[0])
-        text = own_text(messages[i], i, prompt, template) + (end.removeprefix(begun).strip() or end)
     ends = [match.end() for match in special.finditer(text, last.search(text).start())]
     if not ends:
-        text = text.rpartition(tokenizer.eos_token)[0] or text
-        text += tokenizer.eos_token
-        return prompt, text, [len(text)]
+        return prompt, (text.rpartition(tokenizer.eos_token)[0] or text) + tokenizer.eos_token
     eos = [end for end in ends if text.endswith(tokenizer.eos_token, 0, end)]
-    text = text[: eos[0] if eos else ends[-1]]
-    return prompt, text, [end for end in ends if end <= len(text)]
+    return prompt, text[: eos[0] if eos else ends[-1]]
 
 
-def turns(messages, tokenizer, tools=None, first=0):
-    """-> (text, [(begin, end) of each trained turn]), as few as can be: what a sampler would read and write.
-
-    A turn is trained after the prompt that a sampler is given: the messages before it and the generation
-    prompt. Turns share a text as long as the next prompt begins with it; a template that leaves thoughts out
-    of the history needs one for each.  first: the number of the first message that is trained.
-    """
-    rows = []
-    for i in trained_turns(messages, first):
-        prompt, text, ends = turn(messages, i, tokenizer, tools)
-        spans = [(len(prompt), len(prompt) + len(text))]
-        if rows:
-            before, earlier, last_ends = rows[-1]
-            kept = [end for end in last_ends if prompt.startswith(before[:end])]
-            if kept:
-                rows.pop()
-                spans = [*earlier[:-1], (earlier[-1][0], kept[-1]), *spans]
-        rows.append((prompt + text, spans, [len(prompt) + end for end in ends]))
-    return [row[:2] for row in rows]
+def marked_turn(messages, i, tokenizer, tools):
+    """[(text before, text)] of each part of turn i that a template marks by {% generation %}."""
+    said, spans, special = plain(messages[: i + 1], tokenizer), [], special_tokens(tokenizer)
+    about = kinds(said)
+    _, _, past = tried(about[:i], tokenizer, tools, False)
+    form, text, own = tried(about, tokenizer, tools, False)
+    upto = written([formed(x, *form) for x in said], tokenizer, tools, False, spans)
+    spans = [(a, b) for a, b in spans[len(past or ()) :] if upto[a:b].strip()]
+    if not spans:
+        raise ValueError("the chat template marks nothing by {% generation %}: put it around the turns")
+    trained = "".join(text[a:b] for a, b in own[len(past or ()) :]) if text else upto
+    lost = [what for mark, what in in_marks(i, about[i])[1].items() if text and mark not in trained]
+    if lost:
+        raise ValueError(f"the chat template leaves out {lost[0]}; {ELSE}")
+    begin, end = spans[-1]
+    if not re.search(rf"(?:{special.pattern})\s*$", upto[begin:end]):
+        token = special.match(upto[end:].lstrip())
+        token = token[0] if token else tokenizer.eos_token
+        remedy = "put what ends a turn in it"
+        raise ValueError(f"the chat template's {{% generation %}} ends before {token}: {remedy}")
+    return [(upto[:a], upto[a:b]) for a, b in spans]
 
 
 def trained_turns(messages, first=0):
@@ -155,51 +132,103 @@ def trained_turns(messages, first=0):
 
 
 def encode_messages(messages, tokenizer, tools=None, first=0):
-    """-> (ids, which are trained) of each row of a conversation, as `turns` has them.
+    """-> (ids, which are trained) of each row of a conversation, as few as can be.
 
-    Where a template marks what is trained by {% generation %}, transformers' mask counts.
+    A turn is trained after the ids that a sampler is given: those of its prompt's text alone. A template that
+    leaves thoughts out of the history needs a row for each turn. first: the first message that is trained.
     """
-    if MARKED.search(str(tokenizer.chat_template)):
-        return encode_marked(messages, tokenizer, tools, first)
-    rows = []
-    for text, spans in turns(messages, tokenizer, tools, first):
-        ids, starts, ends = tokens(text, (), tokenizer)
-        # a sampler's prompt ends where the turn begins, so no token lies across that place
-        cuts = [begin for begin, _ in spans if np.any((starts < begin) & (begin < ends))]
-        if cuts:
-            ids, starts, _ = tokens(text, cuts, tokenizer)
-        trained = sum([(begin <= starts) & (starts < end) for begin, end in spans]) > 0
-        rows.append((ids, trained.tolist()))
-    return rows
-
-
-def tokens(text, cuts, tokenizer):
-    """Ids of a text of which no token lies across a cut, and where each begins and ends."""
-    ids, places = [], []
-    for begin, end in pairwise([0, *cuts, len(text)]):
-        encoded = tokenizer(text[begin:end], add_special_tokens=False, return_offsets_mapping=True)
-        ids += encoded["input_ids"]
-        places += [(begin + a, begin + b) for a, b in encoded["offset_mapping"]]
-    return ids, *np.array(places or [(0, 0)])[: len(ids)].T
-
-
-def encode_marked(messages, tokenizer, tools, first):
-    """As `encode_messages`, by the template's marks; one row if all turns are shown in one text."""
     wanted = trained_turns(messages, first)
-    if not wanted:
-        return []
-    texts_of = lambda ids, mask: [tokenizer.decode([ids[j] for j in run]) for run in runs(mask)]
-    row = marked(messages, tokenizer, tools, wanted)
-    texts = texts_of(*row)
-    if len(texts) != len(wanted):  # a turn may be marked in parts
-        texts = ["".join(texts)] * len(wanted)
-    if not any(left_out(messages[i], text) for i, text in zip(wanted, texts)):
-        return [row]
-    rows = [marked(messages[: i + 1], tokenizer, tools, [i]) for i in wanted]
-    for i, row in zip(wanted, rows):
-        if what := left_out(messages[i], "".join(texts_of(*row))):
-            raise ValueError(f"the chat template leaves out of message {i} {what}")
+    if hasattr(tokenizer, "image_processor"):
+        raise ValueError("a model that takes images reads prompts and completions, and these are conversations")
+    if wanted[:1] == [0]:
+        remedy = "drop it, or say that it is not trained by 'train': false"
+        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
+    if MARKED.search(str(tokenizer.chat_template)):
+        pairs = [pair for i in wanted for pair in marked_turn(messages, i, tokenizer, tools)]
+    else:
+        pairs = [turn(messages, i, tokenizer, tools) for i in wanted]
+    rows = []
+    for prompt, text in pairs:
+        ids, trained = ids_of(prompt, tokenizer), []
+        if rows and (size := shared(rows[-1][0], ids, tokenizer)):
+            trained = rows.pop()[1][:size]
+        trained += [False] * (len(ids) - len(trained))
+        response = ids_after(prompt, text, tokenizer)
+        rows.append((ids + response, trained + [True] * len(response)))
     return rows
+
+
+def shared(before, ids, tokenizer):
+    """How many ids of a row a later prompt begins with: all, or up to one of the tokens that end it."""
+    if ids[: len(before)] == before:
+        return len(before)
+    special = special_ids(tokenizer)
+    for size in range(len(before), 0, -1):
+        if before[size - 1] in special and ids[:size] == before[:size]:
+            return size
+        if before[size - 1] not in special and tokenizer.decode([before[size - 1]]).strip():
+            return 0
+    return 0
+
+
+def ids_of(text, tokenizer):
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def ids_after(prompt, text, tokenizer):
+    """Ids of a text that follows a prompt's ids, as a sampler writes it: decoded, prompt and text.
+
+    Tokenised alone a text may begin with a space (SentencePiece), and together a token may lie across the
+    place. Special tokens part a text, so the prompt's last one and what follows it are enough.
+    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
+    parts = [match.start() for match in special_tokens(tokenizer).finditer(prompt)]
+    end = prompt[parts[-1] if parts else 0 :]
+    given = ids_of(end, tokenizer)
+    expected = tokenizer.decode(given) + text
+    for before in (end, end[-1:], "\n", ":", "x", tokenizer.eos_token):
+        alone, whole = ids_of(before, tokenizer), ids_of(before + text, tokenizer)
+        found = whole[len(alone) :]
+        if whole[: len(alone)] == alone and (before == end or tokenizer.decode(given + found) == expected):
+            return found
+    return ids_of(text, tokenizer)
+
+
+def answer_ids(prompt_ids, answer, tokenizer):
+    """Ids of an answer to a prompt, with EOS; ValueError if it says the token of a picture."""
+    text_only = getattr(tokenizer, "tokenizer", tokenizer)
+    end = text_only.decode(prompt_ids[-20:])
+    ids = ids_after(end, answer_after(end, answer), tokenizer)
+    if shown := {*ids} & {*getattr(tokenizer, "image_ids", ())}:
+        token = text_only.convert_ids_to_tokens(min(shown))
+        raise ValueError(f"the answer says {token}, which stands for a picture: write it otherwise")
+    return [*ids, tokenizer.eos_token_id]
+
+
+def special_ids(tokenizer):
+    """Ids of the special tokens, EOS among them."""
+    text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
+    return {i for i, x in text.added_tokens_decoder.items() if x.special} | {text.eos_token_id}
+
+
+def stops(ids, trained, tokenizer):
+    """The tokens that end the trained turns of a row: the last special token of each."""
+    special, found = special_ids(tokenizer), set()
+    for on, run in groupby(range(len(ids)), key=trained.__getitem__):
+        found |= {*[ids[j] for j in run if on and ids[j] in special][-1:]}
+    return found
+
+
+def check_scored(messages, first, tokenizer, tools):
+    """ValueError if a conversation, scored as a whole, has turns from `first` on that are not shown in full."""
+    about = kinds(plain(messages, tokenizer))
+    _, text, _ = tried(about, tokenizer, tools, False)
+    for i, message in enumerate(messages[first:], first):
+        if not message.get("train", True):
+            raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
+        mark = f"zq{i}reasoning_contentz"
+        if message.get("reasoning_content") and mark not in (text or mark):
+            raise ValueError(f"the chat template leaves out its reasoning, {message['reasoning_content']!r:.40}")
 
 
 def says_nothing(reply):

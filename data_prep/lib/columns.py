@@ -1,0 +1,186 @@
+"""The columns of a row: what each says, under the names that libraries give it.
+
+A column is read, or says nothing to a model (NOTES), or is named in the first lines of a run as not read.
+One that would change what the model is shown is refused where a row fills it in.
+"""
+
+import os
+import sys
+
+from data_prep.lib.chats import conversation, parsed, tools_of
+from data_prep.lib.replies import spoken
+from data_prep.lib.source import Source
+from envs.messages import MARK
+
+NAMES = {  # what a row says: the columns that may say it, the first that a file has is read
+    "messages": ("messages", "conversations"),
+    "prompt": ("prompt", "instruction", "question", "query", "input"),
+    "completion": ("completion", "response", "output", "answer"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+}
+ANSWER = dict(prompt="prompt", completion="extra_info.answer")  # the defaults of sft.py, columns of RL
+TALKS = "messages", "prompt", "chosen", "rejected"
+PAIR = dict(prompt="prompt", chosen="chosen", rejected="rejected")
+FORMS = {  # where a file lacks the columns of a script's defaults: what it may have in their place
+    (*ANSWER,): (("messages",), ("prompt", "completion")),
+    (*PAIR,): ((*PAIR,), ("messages", "chosen", "rejected"), ("chosen", "rejected")),
+}
+SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read beside them
+ALPACA = "instruction", "input"  # the second is part of the first
+NOTES = "data_source ability reward_model extra_info responses response_tokens finish_reasons".split()
+NOTES += "episodes", "scores", "results"  # what rewards, people and our own scripts read
+KTO = "label", "kto_tag"  # whether a completion is a good one
+SAID = set()  # the first lines of this process
+REFUSED = {  # what libraries show a model, and nothing here does
+    **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages'"),
+    "functions": "write them in a column 'tools'",
+    "enable_thinking": "write it in a column 'chat_template_kwargs'",
+    "documents": "write them in the prompt",
+    **dict.fromkeys(KTO, "keep the good completions, and drop the column"),
+    **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), "drop the column"),
+}
+
+
+def columns_of(names, wanted):
+    """{what: column} of a file with these names; it is `wanted`, or where it has defaults, another form."""
+    forms = FORMS.get((*wanted,), ()) if wanted in (ANSWER, PAIR) else ()
+    roots = {column.partition(".")[0] for column in wanted.values()}
+    if not forms or roots <= {*names}:
+        return wanted
+    for form in forms:
+        found = {what: next((x for x in NAMES[what] if x in names), None) for what in form}
+        if None not in found.values() and len({*found.values()}) == len(found):
+            return found
+    return wanted
+
+
+def opened(path, wanted, say=True):
+    """A file, and {what: column} that it has of `wanted`. say: the first lines of a run say what is read of it."""
+    source = Source(path)
+    if source.empty:
+        raise ValueError(f"{path}: no rows; write it again with at least one")
+    columns = columns_of(source.names, wanted)
+    for name in (column.partition(".")[0] for column in columns.values()):
+        if name not in source.names:
+            remedy = "; plain texts: --text_key text" if source.names == ["text"] else ""
+            raise ValueError(f"{path}: no column {name!r}; it has {', '.join(source.names)}{remedy}")
+    roots = roots_of(columns)
+    rest = [name for name in source.names if name not in (*roots, *SHOWN, *NOTES)]
+    lines = [f"rows of {', '.join(x for x in source.names if x in roots)}"] * (columns != wanted)
+    lines += [f"not read: {', '.join(rest)}"] * bool(rest)
+    for line in (f"note: {path}: {line}" for line in lines):
+        if say and line not in SAID and not int(os.environ.get("RANK", 0)):
+            print(line, file=sys.stderr)
+        SAID.add(line)
+    return source, columns
+
+
+def roots_of(columns):
+    """The columns of a file that {what: column} is made of."""
+    roots = [column.partition(".")[0] for column in columns.values()]
+    return [*roots, *(ALPACA if ALPACA[0] in roots else ())]
+
+
+def used(source, columns):
+    """The columns of a file to read: those in `columns`, those beside them, those that may be refused."""
+    return [x for x in source.names if x in (*roots_of(columns), *SHOWN, *REFUSED, *source.media)]
+
+
+def read(record, columns):
+    """What a record says: {what: value} of `columns`, {what: column}, and images, tools, chat_template_kwargs.
+
+    Messages are as chat templates read them. ValueError, in one line, for what is missing or refused.
+    """
+    row, system = shown(record)
+    for what, column in columns.items():
+        value = value_of(record, column)
+        spoken = what in TALKS or (what == "completion" and isinstance(value, list | dict))
+        row[what] = talk_of(value, what, column) if spoken else value
+    if columns.get("prompt") == ALPACA[0] and (more := record.get(ALPACA[1])):
+        row["prompt"] = [dict(row["prompt"][0], content=f"{row['prompt'][0]['content']}\n{more}")]
+    if "chosen" in row:  # see `pair_of`
+        row["prompt"] = row.pop("messages", None) or row.get("prompt")
+    for what in [x for x in TALKS if row.get(x)] if system else ():
+        if what in ("messages", "prompt") or not row["prompt"]:
+            row[what] = after(system, row[what])
+    if not row["images"] and any(has_mark(m) for what in TALKS for m in row.get(what) or ()):
+        raise ValueError(f"it has the mark {MARK}, and no picture in 'images' or 'image'")
+    return row
+
+
+def talk_of(value, what, column):
+    """Messages of a column; a string is one message, of the assistant in a reply; a reply may be one message."""
+    if isinstance(value, str) and what != "messages":
+        return spoken(value, "user" if what == "prompt" else "assistant", column)
+    return conversation([value] if isinstance(value, dict) else value, column)
+
+
+def has_mark(message):
+    """Whether a message begins with the mark of a picture, or has it alone on a line."""
+    text = message["content"]
+    marked = text.startswith(MARK) or MARK in map(str.strip, text.splitlines())
+    return marked and message["role"] != "assistant" and "</image>" not in text
+
+
+def value_of(record, column):
+    """The value of a possibly dotted column; ValueError if it is not there, null, or an empty list."""
+    value = record
+    for key in column.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if value is None:
+        raise ValueError(f"{column!r} is missing or null; fill it in or drop the row")
+    if value == []:
+        raise ValueError(f"{column!r} is empty; fill it in or drop the row")
+    return value
+
+
+def after(system, messages):
+    """Messages after the words of a system, with which they may begin."""
+    first = messages[0]
+    if first["role"] != "system":
+        return [dict(role="system", content=system), *messages]
+    if first["content"].strip() != system.strip():
+        raise ValueError("its column of the system's words and its first message differ: keep one")
+    return messages
+
+
+def shown(record):
+    """Of a record: dict(images, tools, chat_template_kwargs), and the words of its system.
+
+    ValueError if it fills in a column that nothing here reads and that others show a model.
+    """
+    for name, value in record.items():
+        filled = value not in (None, "", [], {}) and (name not in KTO or isinstance(value, bool))
+        if filled and (name in REFUSED or (is_medium(value) and name not in SHOWN)):
+            remedy = REFUSED.get(name, "name it 'images' if these are pictures, or drop the column")
+            raise ValueError(f"the column {name!r} is not read: {remedy}")
+    system = record.get("system") or record.get("system_prompt") or ""
+    if not isinstance(system, str):
+        raise ValueError(f"'system' must be a string, not {system!r:.60}")
+    options = record.get("chat_template_kwargs") or {}
+    options = parsed(options, "chat_template_kwargs", dict, "an object").items()
+    options = {name: x for name, x in options if x not in (None, "", [], {})}
+    tools = tools_of(record.get("tools"))
+    return dict(images=images_of(record), tools=tools, chat_template_kwargs=options), system
+
+
+def is_medium(value):
+    """Whether a value is a picture, a sound or a film, as `datasets` stores them, or a list of such."""
+    value = value[0] if isinstance(value, list) and value else value
+    return isinstance(value, dict) and {*value} == {"bytes", "path"}
+
+
+def images_of(record):
+    """Pictures of a record, each {bytes, path}, from a list or one, by their files or themselves."""
+    given = [record[name] for name in ("images", "image") if record.get(name) not in (None, [])]
+    if len(given) > 1:
+        raise ValueError("it has pictures in 'images' and in 'image': keep one column")
+    images = [x for some in given for x in (some if isinstance(some, list) else [some])]
+    for i, image in enumerate(images):
+        if isinstance(image, str | bytes):
+            name = "path" if isinstance(image, str) else "bytes"
+            images[i] = image = dict(bytes=None, path=None) | {name: image}
+        if not isinstance(image, dict) or not (image.get("bytes") or image.get("path")):
+            raise ValueError(f"'images[{i}]' must be {{bytes, path}}, with one of them, or a path")
+    return images
