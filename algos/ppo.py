@@ -61,7 +61,7 @@ class Args:
     chat_template: str | None = None  # Jinja file in place of the model's chat template; hf/ carries it
     chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
     critic_model: str | None = None  # causal LM or classifier to start from; None: model
-    reward_model: tuple[str, ...] = ()  # sequence classifiers: the score of each is one more reward
+    reward_model: tuple[str, ...] = ()  # classifiers: the score of each is one more reward
     attn_implementation: str = "sdpa"  # attention; sdpa: torch's own, on GPUs flash attention
     # dtype of forward, backward and sampler; None: bfloat16 on a GPU, float32 on a CPU
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -101,7 +101,7 @@ class Args:
     # lambda of advantages: 1 - 1 / (lam_alpha * tokens of the response), at least 0; None: --lam
     lam_alpha: float | None = None
     cliprange_value: float = 0.5  # how far a step may move a value before its gradient ends
-    value_quantiles: int = 1  # quantiles of the return that the critic learns; 1: its mean
+    value_quantiles: int = 1  # quantiles of the return to learn; 1: its mean
     uncertainty_bonus: float = 0.0  # weight of the quantiles' standard deviation in advantages
     policy_loss: str = "clip"  # clip; a name in algos/variants/, such as cispo; or FILE.py:NAME
     clip_ratio_low: float | None = None  # clip below 1 - this; None: default of the loss, of clip 0.2
