@@ -281,7 +281,7 @@ def assign_advantages(rows, args):
 
 
 def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`."""
+    """One optimizer step for each mini-batch -> metrics, averaged over the steps."""
     sums, norms = defaultdict(float), []
     for sequences, totals in mini_batches * args.ppo_epochs:
         for rows in micro_batches(policy, sequences, args):
@@ -379,7 +379,7 @@ def main(args):
         # ---- advantage, then balance over the ranks
         with timed(timing, "adv"):
             scored = assign_advantages(rows, args)
-            mini_batches, own_rows, load = deal(rows, policy.packed, args)
+            mini_batches, own_rows, load = distribute(rows, policy.packed, args)
         # ---- log-probs: those of the first mini-batch are made by its own update
         if len(mini_batches) > 1:
             with timed(timing, "old_log_prob"):
@@ -487,10 +487,10 @@ def on_every_rank(model, batches):
 
 # endregion
 # region model
-def load_model(args, mesh, device, adapt, wrap):
-    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
+def load_model(args, mesh, device, set_trained, root):
+    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
+    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
     """
     config, attention = read_config(args)
     auto = families.auto_class(config)
@@ -501,13 +501,13 @@ def load_model(args, mesh, device, adapt, wrap):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
         for x in families.unused_weights(lm, args).values():
             x.requires_grad_(False)
-        adapt(lm, args)
+        set_trained(lm, args)
         for p in lm.parameters():
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
     prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = wrap(lm, attention == "packed")
+    policy = root(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
     if args.offload == "always":
@@ -522,7 +522,7 @@ def load_model(args, mesh, device, adapt, wrap):
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
-        adapt(full, args)
+        set_trained(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -807,8 +807,8 @@ def score_rows(rows, manager, tokenizer):
 
 # endregion
 # region rows
-def deal(rows, packed, args):
-    """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
+def distribute(rows, packed, args):
+    """Distribute the rows of each optimizer step over the ranks, balanced by tokens.
 
     A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
     ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
@@ -818,14 +818,14 @@ def deal(rows, packed, args):
     rank, ranks = rank // args.sp_size, ranks // args.sp_size  # ranks that share rows count as one
     size = args.ppo_mini_batch_size * args.group_size
     mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    most = args.max_tokens_per_microbatch // 4 if packed else 0
+    longest = args.max_tokens_per_microbatch // 4 if packed else 0
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
             sequences.append([])
             for row in group:
-                if sequences[-1] and token_count([*sequences[-1], row]) > most:
+                if sequences[-1] and token_count([*sequences[-1], row]) > longest:
                     sequences.append([])
                 sequences[-1].append(row)
         lengths = [token_count(sequence) for sequence in sequences]
@@ -953,8 +953,8 @@ def load_policy(args, mesh, device):
     if args.sp_size == 1:
         return load_model(args, mesh, device, add_adapters, TokenLogps)
     sp_group = sequence_group(args.sp_size, device)
-    wrap = partial(Slices, group=sp_group, attention=ulysses)
-    return load_model(args, mesh, device, add_adapters, wrap)
+    root = partial(Slices, group=sp_group, attention=ulysses)
+    return load_model(args, mesh, device, add_adapters, root)
 
 
 IN_FLIGHT = 2  # groups that --partial_rollout begins or continues, for each one that it waits for

@@ -215,7 +215,7 @@ def loss_weights(mask_nt, mode, max_length=None, totals=None):
 def actor_loss(args, logp_nt, other_nt, batch):
     """The loss of each token before weighting -> loss_nt, and two dicts of what is reported.
 
-    other_nt: the entropy; with --kl full the KL. losses: parts of the loss, averaged as the loss is.
+    other_nt: the entropy; with --kl full the KL. losses: its parts, averaged as it is.
     means: averaged over tokens. Without old_logp_nt, which a single update does not need, the policy is
     its own old policy.
     """
@@ -283,7 +283,7 @@ def follow(teacher, policy, rate):
 
 
 def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`."""
+    """One optimizer step for each mini-batch -> metrics, averaged over the steps."""
     sums, norms = defaultdict(float), []
     for sequences, totals in mini_batches:
         for rows in micro_batches(policy, sequences, args):
@@ -369,7 +369,7 @@ def main(args):
             rows = score_rows(rows, manager, tokenizer)
         shown = show_teacher(args, rows, tokenizer) if args.teacher_prompt else 1.0
         # ---- balance over the ranks
-        mini_batches, own_rows, load = deal(rows, policy.packed, args)
+        mini_batches, own_rows, load = distribute(rows, policy.packed, args)
         # ---- log-probs: those of the first mini-batch are made by its own update
         if len(mini_batches) > 1:
             with timed(timing, "old_log_prob"):
@@ -481,10 +481,10 @@ def on_every_rank(model, batches):
 
 # endregion
 # region model
-def load_model(args, mesh, device, adapt, wrap):
-    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
+def load_model(args, mesh, device, set_trained, root):
+    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
+    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
     """
     config, attention = read_config(args)
     auto = families.auto_class(config)
@@ -495,13 +495,13 @@ def load_model(args, mesh, device, adapt, wrap):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
         for x in families.unused_weights(lm, args).values():
             x.requires_grad_(False)
-        adapt(lm, args)
+        set_trained(lm, args)
         for p in lm.parameters():
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
     prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = wrap(lm, attention == "packed")
+    policy = root(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
     if args.offload == "always":
@@ -516,7 +516,7 @@ def load_model(args, mesh, device, adapt, wrap):
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
-        adapt(full, args)
+        set_trained(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -747,8 +747,8 @@ def score_rows(rows, manager, tokenizer):
 
 # endregion
 # region rows
-def deal(rows, packed, args):
-    """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
+def distribute(rows, packed, args):
+    """Distribute the rows of each optimizer step over the ranks, balanced by tokens.
 
     A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
     ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
@@ -757,14 +757,14 @@ def deal(rows, packed, args):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     size = args.ppo_mini_batch_size * args.group_size
     mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    most = args.max_tokens_per_microbatch // 4 if packed else 0
+    longest = args.max_tokens_per_microbatch // 4 if packed else 0
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
             sequences.append([])
             for row in group:
-                if sequences[-1] and token_count([*sequences[-1], row]) > most:
+                if sequences[-1] and token_count([*sequences[-1], row]) > longest:
                     sequences.append([])
                 sequences[-1].append(row)
         lengths = [token_count(sequence) for sequence in sequences]
@@ -934,15 +934,15 @@ class Student(TokenLogps):
 def load_models(args, mesh, device):
     """-> student and teachers, with the same layout of rows: one that all can read."""
     # a teacher that follows is float32 and in checkpoints; --lora_rank is refused with it
-    adapt = add_adapters if args.teacher_update_rate else freeze
-    wrap = Teacher if args.kl == "full" else TokenLogps
+    set_trained = add_adapters if args.teacher_update_rate else freeze
+    root = Teacher if args.kl == "full" else TokenLogps
     teachers = []
     for name in args.teacher:
         of_teacher = replace(args, model=name, teacher=(args.model, *args.teacher))
-        teachers.append(load_model(of_teacher, mesh, device, adapt, wrap))
+        teachers.append(load_model(of_teacher, mesh, device, set_trained, root))
     if args.kl == "full":
-        wrap = partial(Student, teacher=teachers[0])
-    return load_model(args, mesh, device, add_adapters, wrap), teachers
+        root = partial(Student, teacher=teachers[0])
+    return load_model(args, mesh, device, add_adapters, root), teachers
 
 
 def check_teacher(args, tokenizer, rows):

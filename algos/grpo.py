@@ -241,7 +241,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
 
 # ---- The step --------------------------------------------------------------------------
 def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`."""
+    """One optimizer step for each mini-batch -> metrics, averaged over the steps."""
     sums, norms = defaultdict(float), []
     for sequences, totals in mini_batches * args.ppo_epochs:
         for rows in micro_batches(policy, sequences, args):
@@ -254,7 +254,7 @@ def update_actor(policy, optimizer, mini_batches, args):
             loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
             loss.backward()
             mean_nt = loss_weights(batch["mask_nt"], "token-mean", None, totals)
-            means["share"] = torch.ones_like(mean_nt)
+            means["ran"] = torch.ones_like(mean_nt)
             for average_nt, terms in ((weight_nt, losses), (mean_nt, means)):
                 for name, x_nt in terms.items():
                     sums[name] += (average_nt * x_nt.detach()).sum()
@@ -267,8 +267,8 @@ def update_actor(policy, optimizer, mini_batches, args):
             optimizer.step()
         optimizer.zero_grad()
     totals = dict(zip(sums, all_reduce(torch.stack([*sums.values()]).tolist())))
-    share = totals.pop("share")  # of the tokens that were run, summed over the steps
-    count = {name: len(norms) if name.endswith("loss") else share for name in totals}
+    ran = totals.pop("ran")  # share of the tokens that were run, summed over the steps
+    count = {name: len(norms) if name.endswith("loss") else ran for name in totals}
     metrics = {f"actor/{name}": total / max(count[name], 1e-9) for name, total in totals.items()}
     return metrics | {
         "actor/grad_norm": np.mean(norms),
@@ -331,7 +331,7 @@ def main(args):
             for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
                 row["adv_t"] = np.full(row["length"], adv, np.float32)
                 row["constant"] = adv == 0 and not (args.use_kl_loss or args.entropy_coeff)
-            mini_batches, own_rows, load = deal(rows, policy.packed, args)
+            mini_batches, own_rows, load = distribute(rows, policy.packed, args)
         # ---- log-probs: those of the first mini-batch are made by its own update
         if len(mini_batches) > 1:
             with timed(timing, "old_log_prob"):
@@ -450,10 +450,10 @@ def on_every_rank(model, batches):
 
 # endregion
 # region model
-def load_model(args, mesh, device, adapt, wrap):
-    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
+def load_model(args, mesh, device, set_trained, root):
+    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
+    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
     """
     config, attention = read_config(args)
     auto = families.auto_class(config)
@@ -464,13 +464,13 @@ def load_model(args, mesh, device, adapt, wrap):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
         for x in families.unused_weights(lm, args).values():
             x.requires_grad_(False)
-        adapt(lm, args)
+        set_trained(lm, args)
         for p in lm.parameters():
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
     prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = wrap(lm, attention == "packed")
+    policy = root(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
     if args.offload == "always":
@@ -485,7 +485,7 @@ def load_model(args, mesh, device, adapt, wrap):
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
-        adapt(full, args)
+        set_trained(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -721,8 +721,8 @@ def score_rows(rows, manager, tokenizer):
 
 # endregion
 # region rows
-def deal(rows, packed, args):
-    """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
+def distribute(rows, packed, args):
+    """Distribute the rows of each optimizer step over the ranks, balanced by tokens.
 
     A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
     ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
@@ -732,14 +732,14 @@ def deal(rows, packed, args):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     size = args.ppo_mini_batch_size * args.group_size
     mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    most = args.max_tokens_per_microbatch // 4 if packed else 0
+    longest = args.max_tokens_per_microbatch // 4 if packed else 0
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
             sequences.append([])
             for row in group:
-                if sequences[-1] and token_count([*sequences[-1], row]) > most:
+                if sequences[-1] and token_count([*sequences[-1], row]) > longest:
                     sequences.append([])
                 sequences[-1].append(row)
         # a group without an advantage has no gradient; one stays for `check_sampler` where all have none

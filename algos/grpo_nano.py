@@ -130,7 +130,7 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0
 
 # ---- The step --------------------------------------------------------------------------
 def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`."""
+    """One optimizer step for each mini-batch -> metrics, averaged over the steps."""
     sums, norms = defaultdict(float), []
     for sequences, (tokens, _) in mini_batches:
         for rows in micro_batches(policy, sequences, args):
@@ -203,7 +203,7 @@ def main(args):
         adv_n = group_advantages(score_n, torch.tensor([row["group"] for row in rows]))
         for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
             row["adv_t"] = np.full(row["length"], adv, np.float32)
-        mini_batches, own_rows, load = deal(rows, policy.packed, args)
+        mini_batches, own_rows, load = distribute(rows, policy.packed, args)
         # ---- log-probs: those of the first mini-batch are made by its own update
         if len(mini_batches) > 1:
             store_logps(policy, mini_batches[1:], "old_logp_t", args)
@@ -462,8 +462,8 @@ def score_rows(rows, manager, tokenizer):
 
 # endregion
 # region rows
-def deal(rows, packed, args):
-    """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
+def distribute(rows, packed, args):
+    """Distribute the rows of each optimizer step over the ranks, balanced by tokens.
 
     A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
     ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
@@ -472,14 +472,14 @@ def deal(rows, packed, args):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     size = args.ppo_mini_batch_size * args.group_size
     mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    most = args.max_tokens_per_microbatch // 4 if packed else 0
+    longest = args.max_tokens_per_microbatch // 4 if packed else 0
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
             sequences.append([])
             for row in group:
-                if sequences[-1] and token_count([*sequences[-1], row]) > most:
+                if sequences[-1] and token_count([*sequences[-1], row]) > longest:
                     sequences.append([])
                 sequences[-1].append(row)
         lengths = [token_count(sequence) for sequence in sequences]

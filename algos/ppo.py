@@ -98,7 +98,7 @@ class Args:
     gamma: float = 1.0  # discount of later rewards per token
     lam: float = 1.0  # lambda of GAE; 1: returns minus values, 0: one-step differences
     critic_lam: float | None = None  # lambda of the critic's returns; None: the value of --lam
-    # lambda of advantages: 1 - 1 / (lam_alpha * tokens of the response), at least 0; None: --lam
+    # lambda of advantages: 1 - 1 / (lam_alpha * tokens), at least 0; None: --lam
     lam_alpha: float | None = None
     cliprange_value: float = 0.5  # how far a step may move a value before its gradient ends
     value_quantiles: int = 1  # quantiles of the return to learn; 1: its mean
@@ -311,7 +311,7 @@ def advantages(rows, kl_coef, args):
 
 
 def update(model, optimizer, mini_batches, token_loss, name, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `deal`.
+    """One optimizer step for each mini-batch -> metrics, averaged over the steps; see `distribute`.
 
     model, token_loss, name: the policy, actor_loss, "actor", or the critic, critic_loss, "critic".
     """
@@ -396,7 +396,7 @@ def main(args):
         with timed(timing, "reward"):
             rows = score_rows(rows, manager, tokenizer)
         # ---- balance over the ranks
-        mini_batches, own_rows, load = deal(rows, policy.packed and critic.packed, args)
+        mini_batches, own_rows, load = distribute(rows, policy.packed and critic.packed, args)
         # ---- log-probs: if no KL needs them, those of the first mini-batch are made by its own update
         warming_up = step <= args.critic_warmup
         needed = mini_batches if args.kl_coef or warming_up else mini_batches[1:]
@@ -527,10 +527,10 @@ def on_every_rank(model, batches):
 
 # endregion
 # region model
-def load_model(args, mesh, device, adapt, wrap, **changes):
-    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
+def load_model(args, mesh, device, set_trained, root, **changes):
+    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
+    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
     """
     config, attention = read_config(args, **changes)
     auto = families.auto_class(config, scores="num_labels" in changes)  # with a head for scores
@@ -541,13 +541,13 @@ def load_model(args, mesh, device, adapt, wrap, **changes):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
         for x in families.unused_weights(lm, args).values():
             x.requires_grad_(False)
-        adapt(lm, args)
+        set_trained(lm, args)
         for p in lm.parameters():
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
     prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = wrap(lm, attention == "packed")
+    policy = root(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
     if args.offload == "always":
@@ -562,7 +562,7 @@ def load_model(args, mesh, device, adapt, wrap, **changes):
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
-        adapt(full, args)
+        set_trained(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
@@ -791,8 +791,8 @@ def score_rows(rows, manager, tokenizer):
 
 # endregion
 # region rows
-def deal(rows, packed, args):
-    """Deal the rows of a step to the ranks; the rows of each optimizer step are balanced by tokens.
+def distribute(rows, packed, args):
+    """Distribute the rows of each optimizer step over the ranks, balanced by tokens.
 
     A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
     ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
@@ -801,14 +801,14 @@ def deal(rows, packed, args):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     size = args.ppo_mini_batch_size * args.group_size
     mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    most = args.max_tokens_per_microbatch // 4 if packed else 0
+    longest = args.max_tokens_per_microbatch // 4 if packed else 0
     for start in range(0, len(rows), size):
         step_rows = rows[start : start + size]
         sequences = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
             sequences.append([])
             for row in group:
-                if sequences[-1] and token_count([*sequences[-1], row]) > most:
+                if sequences[-1] and token_count([*sequences[-1], row]) > longest:
                     sequences.append([])
                 sequences[-1].append(row)
         lengths = [token_count(sequence) for sequence in sequences]
@@ -923,7 +923,7 @@ class TokenValues(TokenLogps):
 
 
 def check_models(args):
-    """Stop on critics and reward models that cannot work -> the reward models' tokenizers."""
+    """Stop on models that cannot work -> the reward models' tokenizers."""
     rules, models, weights = len(args.reward_fn), len(args.reward_model), len(args.reward_weights)
     given = f"{weights} --reward_weights for {rules} --reward_fn and {models} --reward_model"
     not_each = models and weights not in (0, rules + models)
@@ -1019,7 +1019,7 @@ def load_reward_models(args, mesh, device):
 
 
 def rules_alone(args):
-    """The arguments without reward models, whose weights are the last; no rule is `none`."""
+    """Arguments without reward models, whose weights are the last."""
     if not args.reward_model:
         return args
     weights = args.reward_weights[: len(args.reward_fn)]
@@ -1089,7 +1089,7 @@ def score_names(models):
 
 
 def add_model_scores(rows, results, args):
-    """Rows with the models' weighted scores added to those of the rules; results: a list a model."""
+    """Rows with the models' scores added to those of the rules; results: a list a model."""
     weights = args.reward_weights[len(args.reward_fn) :] or [1.0] * len(results)
     names = score_names(len(results))[1:]
     combined = []
@@ -1114,7 +1114,7 @@ def moments(x):
 
 
 def critic_metrics(rows, step_nt, args):
-    """Rewards, advantages, returns, values of a step, and how much the values explain."""
+    """What a step's returns are, and how much of them the values explain."""
     metrics = {}
     names = "kl_nt", "adv_nt", "return_nt", "value_nt", "spread_nt"
     kl, adv, returns, values, spread = (step_nt[name][step_nt["mask_nt"]] for name in names)

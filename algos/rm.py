@@ -301,10 +301,10 @@ def on_every_rank(model, batches):
 
 # endregion
 # region model
-def load_model(args, mesh, device, adapt, wrap):
-    """The model in its root module `wrap`, sharded by FSDP2. Rank 0 reads the weights for all.
+def load_model(args, mesh, device, set_trained, root):
+    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
 
-    adapt: decides what is trained. That is float32; the rest has the dtype of its files.
+    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
     """
     config, attention = read_config(args)
     auto = families.auto_class(config, scores=True)
@@ -315,13 +315,13 @@ def load_model(args, mesh, device, adapt, wrap):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
         for x in families.unused_weights(lm, args).values():
             x.requires_grad_(False)
-        adapt(lm, args)
+        set_trained(lm, args)
         for p in lm.parameters():
             if not p.requires_grad:
                 p.data = p.data.to(original_dtype)
     lm.config.dtype = original_dtype  # the dtype of hf/
     prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = wrap(lm, attention == "packed")
+    policy = root(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
     blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
@@ -331,7 +331,7 @@ def load_model(args, mesh, device, adapt, wrap):
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
     if full:
-        adapt(full, args)
+        set_trained(full, args)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
     for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict

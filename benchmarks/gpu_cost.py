@@ -185,7 +185,7 @@ def micro_batches(rows, longest, ranks, budget=8192):
     args = grpo.Args(model="", train_files=(), output_dir="", **limits)
     for rank in range(ranks):
         with patch.multiple(dist, get_rank=lambda rank=rank: rank, get_world_size=lambda: ranks):
-            [(sequences, _)], _, _ = grpo.deal(rows, True, args)
+            [(sequences, _)], _, _ = grpo.distribute(rows, True, args)
         batches.append([*grpo.micro_batches(dealer, sequences, args)])
     texts = [[(row["prompt_ids"], row["response_ids"]) for row in part] for part in sum(batches, [])]
     tokens = sum(one_row(*zip(*part))[0]["input_ids"].numel() for part in texts if part)
@@ -253,7 +253,7 @@ def count_update(layers, prompts, recompute):
     sizes = (*TINY[:2], layers, *TINY[3:])
     policy, args = load_meta(sizes, gradient_checkpointing=recompute, max_tokens_per_microbatch=512)
     args.group_size, args.ppo_mini_batch_size = 4, prompts
-    mini_batches, _, _ = grpo.deal(same_rows(prompts, 4, 64, 16), policy.packed, args)
+    mini_batches, _, _ = grpo.distribute(same_rows(prompts, 4, 64, 16), policy.packed, args)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-6)
     whole = patch.object(torch.Tensor, "full_tensor", lambda x: x, create=True)  # as a DTensor has it
     passes = patch.object(grpo, "token_logps", wraps=grpo.token_logps)

@@ -129,7 +129,7 @@ VARIANTS = {  # lines of a copy that the longest has not
         "full = None if dist.get_rank() else families.from_files(auto, args.model, num_labels=1)",
     ],
     ("load_model", "ppo.py"): [  # a critic has a head for its values
-        "def load_model(args, mesh, device, adapt, wrap, **changes):",
+        "def load_model(args, mesh, device, set_trained, root, **changes):",
         "config, attention = read_config(args, **changes)",
         'auto = families.auto_class(config, scores="num_labels" in changes)  # with a head for scores',
         "full = None if dist.get_rank() else families.from_files(auto, args.model, **changes)",
@@ -174,7 +174,7 @@ VARIANTS = {  # lines of a copy that the longest has not
     ("check_model", "ppo.py"): TEXT_ONLY,
     ("check_model", "agent.py"): TEXT_ONLY,
     ("check_model", "distill.py"): TEXT_ONLY,
-    ("deal", "dapo.py"): [
+    ("distribute", "dapo.py"): [
         "rank, ranks = rank // args.sp_size, ranks // args.sp_size  # ranks that share rows count as one",
     ],
     ("micro_batches", "dapo.py"): [

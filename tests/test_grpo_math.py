@@ -487,7 +487,7 @@ def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
     dealt = []
     for rank in (0, 1):
         monkeypatch.setattr(script.dist, "get_rank", lambda: rank)  # noqa: B023
-        dealt.append(script.deal(rows, True, args))
+        dealt.append(script.distribute(rows, True, args))
     for step, (first, second) in enumerate(zip(dealt[0][0], dealt[1][0], strict=True)):
         sequences = first[0] + second[0]
         numbers = sorted([row["number"] - 6 * step for row in sequence] for sequence in sequences)
@@ -504,7 +504,7 @@ def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
         monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
         for without, left in (((0,), {1, 2, 3}), ((0, 1), {0, 2, 3}), ((0, 1, 2, 3), {0, 2})):
             rows = [row | dict(constant=row["group"] in without) for row in rows]
-            mini_batches, own_rows, _ = script.deal(rows, True, args)
+            mini_batches, own_rows, _ = script.distribute(rows, True, args)
             assert {row["group"] for row in own_rows} == left
             assert [totals for _, totals in mini_batches] == [(8, 5), (11, 6)]  # all count
 

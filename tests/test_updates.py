@@ -65,7 +65,7 @@ def case(script, model, mesh):
         policy = dapo.load_policy(args, mesh, device)
     else:
         policy = script.load_model(args, mesh, device, script.add_adapters, script.TokenLogps)
-    mini_batches, *_ = script.deal(sampled_rows(), policy.packed, args)
+    mini_batches, *_ = script.distribute(sampled_rows(), policy.packed, args)
     if script is ppo:
         how = dict(mini_batches=mini_batches, token_loss=ppo.actor_loss, name="actor")
         return policy, args, partial(ppo.update, policy, **how)

@@ -78,7 +78,7 @@ def measure(family, layers, dtype, work, faults):
         with grpo.awake(engine, [policy], None, args, {}):
             sampling = dict(temperature=1.0, max_tokens=48, stop_token_ids=[1])
             rows = grpo.rollout(engine, args, prompts, 1, 4, **sampling)
-        mini_batches, own_rows, _ = grpo.deal(rows, policy.packed, args)
+        mini_batches, own_rows, _ = grpo.distribute(rows, policy.packed, args)
         grpo.store_logps(policy, mini_batches, "old_logp_t", args)
         found[fault] = grpo.check_sampler(policy, own_rows, args, 1)["training/rollout_logp_diff_mean"]
     (work / "found.json").write_text(json.dumps(found))

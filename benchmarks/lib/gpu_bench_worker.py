@@ -150,7 +150,7 @@ class Training:
     def one_budget(self, name, policy, optimizer, args):
         empty()
         measured = seconds(lambda: step(policy, optimizer, args, self.rows), repeats=1)
-        [(sequences, _)], _, _ = grpo.deal(self.rows, policy.packed, args)
+        [(sequences, _)], _, _ = grpo.distribute(self.rows, policy.packed, args)
         batches = [*grpo.micro_batches(policy, sequences, args)]
         words = f"{measured:.3f} s, {speed(policy, args, self.rows, measured)}, {peak()}"
         one = profile(lambda: step(policy, optimizer, args, batches[0]))
@@ -224,7 +224,7 @@ class Training:
 
 def step(policy, optimizer, args, rows):
     """An update; the rows get no old log-probs."""
-    mini_batches, _, _ = grpo.deal([dict(row) for row in rows], policy.packed, args)
+    mini_batches, _, _ = grpo.distribute([dict(row) for row in rows], policy.packed, args)
     grpo.update_actor(policy, optimizer, mini_batches, args)
 
 

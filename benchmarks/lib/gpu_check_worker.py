@@ -40,7 +40,7 @@ def step(policy, optimizer, rows, args):
     for i, row in enumerate(rows):
         row["adv_t"] = np.full(row["length"], 1.0 - 2 * (i % 2), np.float32)
         row["mask_t"] = np.ones(row["length"], bool)
-    mini_batches, _, _ = grpo.deal(rows, policy.packed, args)
+    mini_batches, _, _ = grpo.distribute(rows, policy.packed, args)
     return grpo.update_actor(policy, optimizer, mini_batches, args)["actor/grad_norm"]
 
 

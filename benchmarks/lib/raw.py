@@ -84,7 +84,7 @@ def generate(engine, prompts, args):
 
 
 def sequences(rows, args):
-    """Numbers of the rows that a trainer computes as one, and the tokens of each: see `deal`."""
+    """Numbers of the rows that a trainer computes as one, and the tokens of each: see `distribute`."""
     prompts, responses = zip(*rows, strict=True)
     fit = (args.max_tokens_per_microbatch - max(map(len, prompts))) // max(map(len, responses))
     fit, size = max(1, fit) if args.attn_implementation != "eager" else 1, args.group_size or 1

@@ -44,11 +44,11 @@ GOES_ON = {
     "epoch again": "epoch",
 }  # in one directory
 gen_batches, syncs, groups, totals = 0, 0, [], []
-deal = dapo.deal
+distribute = dapo.distribute
 
 
-def recorded_deal(*arguments):
-    mini_batches, *rest = deal(*arguments)
+def recorded(*arguments):
+    mini_batches, *rest = distribute(*arguments)
     totals.extend(total for _, total in mini_batches)
     return mini_batches, *rest
 
@@ -89,7 +89,7 @@ def main(model, data, out):
     dapo.build_engine = lambda args, device: None
     metrics.matmul_speed = lambda dtype: 1e12
     dapo.check_sampler = lambda *_: {}  # the sampler's log-probs are made up too
-    dapo.awake, dapo.rollout, dapo.deal = awake, rollout, recorded_deal
+    dapo.awake, dapo.rollout, dapo.distribute = awake, rollout, recorded
     reward = __file__.replace("workers/dapo_loop.py", "dapo_reward.py:starts_with_one")
     sizes = "--train_batch_size 4 --ppo_mini_batch_size 4 --group_size 4 --max_prompt_length 16".split()
     sizes += f"--max_response_length {LENGTH} --overlong_buffer 1 --save_freq 0 --rollout_dump".split()

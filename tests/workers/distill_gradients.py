@@ -54,7 +54,7 @@ def naive(student, teachers, args):
 
 
 def gradient(policy, teachers, args):
-    mini_batches, _, _ = distill.deal(rows_of(args), policy.packed, args)
+    mini_batches, _, _ = distill.distribute(rows_of(args), policy.packed, args)
     optimizer = Capture(trained(policy), lr=1.0)
     if args.kl == "sampled":
         distill.ask_teachers(args, teachers, mini_batches)

@@ -29,7 +29,7 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
             with grpo.awake(engines[-1], [policy], None, args, {}):
                 sampling = dict(temperature=1.0, max_tokens=8, stop_token_ids=[1])
                 rows = grpo.rollout(engines[-1], args, prompts, step, 2, **sampling)
-            mini_batches, own_rows, _ = grpo.deal(rows, policy.packed, args)
+            mini_batches, own_rows, _ = grpo.distribute(rows, policy.packed, args)
             grpo.store_logps(policy, mini_batches, "old_logp_t", args)
             found = grpo.check_sampler(policy, own_rows, args, step)
             gaps.append(found["training/rollout_logp_diff_mean"])

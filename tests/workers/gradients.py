@@ -71,7 +71,7 @@ def ahead(n, corrected):
 
 def deal(rows, policy, args):
     """What `main` does between advantages and the update."""
-    mini_batches, _, _ = grpo.deal(rows, policy.packed, args)
+    mini_batches, _, _ = grpo.distribute(rows, policy.packed, args)
     return mini_batches
 
 

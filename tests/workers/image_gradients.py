@@ -109,7 +109,7 @@ def main(model, file, out):
     sft.check_layout(plain, make_rows(model), sft_args)  # the model's own logits have none of images, too
     for budget in (10, 170, 100_000):
         rows, some = make_rows(model), dataclasses.replace(args, max_tokens_per_microbatch=budget)
-        mini_batches, _, _ = grpo.deal(rows, policy.packed, some)
+        mini_batches, _, _ = grpo.distribute(rows, policy.packed, some)
         grpo.update_actor(policy, optimizer := capture(policy), mini_batches, some)
         results["grpo", budget] = optimizer.grads
         some, optimizer = dataclasses.replace(sft_args, max_tokens_per_microbatch=budget), capture(plain)

@@ -45,7 +45,7 @@ def prepare(policy, critic, args, kl_coef=0.2, moved=0.0):
     -> the mini-batches, and what metrics are made of.
     """
     rows = make_rows()
-    mini_batches, own_rows, _ = ppo.deal(rows, policy.packed and critic.packed, args)
+    mini_batches, own_rows, _ = ppo.distribute(rows, policy.packed and critic.packed, args)
     ppo.store_logps(critic, mini_batches, "value_t", args)
     for row in own_rows:
         row["value_t"] = row["value_t"] + moved * (-1.0) ** torch.arange(row["length"])[:, None]
