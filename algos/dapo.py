@@ -137,7 +137,7 @@ from common import cpu, families
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Run, learning_rate, setup_distributed
+from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib import packing
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
@@ -469,13 +469,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a list of numbers over all ranks."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, op)
-    return total.tolist()
-
-
 def on_every_rank(model, batches):
     """This rank's micro-batches, and empty ones after them: every rank has as many."""
     # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others

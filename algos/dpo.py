@@ -109,7 +109,7 @@ from common.files import replacing, weights_digest
 from common.gpu import compute_device, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import speed_metrics, timed
-from common.run import Run, learning_rate, setup_distributed
+from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import BOOLS, IDS, encoded_rows, too_long
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
@@ -411,13 +411,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a list of numbers over all ranks."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, op)
-    return total.tolist()
-
-
 def on_every_rank(model, batches):
     """This rank's micro-batches, and empty ones after them: every rank has as many."""
     # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others

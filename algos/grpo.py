@@ -134,7 +134,7 @@ from common import cpu, families
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Run, learning_rate, setup_distributed
+from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
@@ -432,13 +432,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a list of numbers over all ranks."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, op)
-    return total.tolist()
-
-
 def on_every_rank(model, batches):
     """This rank's micro-batches, and empty ones after them: every rank has as many."""
     # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
@@ -543,6 +536,17 @@ def add_adapters(lm, args):
     scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
     torch.manual_seed(args.seed)
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
+
+
+@contextmanager
+def without_adapters(lm):
+    """The model without its adapters, as it was before training, while the block lasts."""
+    layers = [layer for layer in lm.modules() if hasattr(layer, "lora_A")]
+    for layer in layers:
+        layer._disable_adapters = True  # CAREFUL: peft's enable_adapters(False) also freezes them
+    yield
+    for layer in layers:
+        layer._disable_adapters = False
 
 
 @torch.no_grad()
@@ -844,17 +848,6 @@ def check_sampler(policy, rows, args, step):
 
 
 # endregion
-
-
-@contextmanager
-def without_adapters(lm):
-    """The model without its adapters, as it was before training, while the block lasts."""
-    layers = [layer for layer in lm.modules() if hasattr(layer, "lora_A")]
-    for layer in layers:
-        layer._disable_adapters = True  # CAREFUL: peft's enable_adapters(False) also freezes them
-    yield
-    for layer in layers:
-        layer._disable_adapters = False
 
 
 if __name__ == "__main__":

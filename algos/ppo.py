@@ -143,7 +143,7 @@ from common import cpu, families
 from common.gpu import compute_device, move, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
-from common.run import Run, learning_rate, setup_distributed
+from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import load_prompt_files, load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
@@ -368,7 +368,7 @@ def main(args):
     # a checkpoint has each model in a directory of this name
     state = run.load(dict(hf=policy.lm, critic=critic.lm), optimizers, tokenizer, whole_weights)
     kl_coef = args.kl_target and state.get("kl_coef") or args.kl_coef
-    if args.offload == "sampling":  # critic and reward models are on the GPU only while they are used
+    if args.offload == "sampling":  # they are on the GPU only while they are used
         move("cpu", [critic, *reward_models], critic_optimizer)
     run.start(total_steps, summary, policy.lm)
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
@@ -509,13 +509,6 @@ def token_logps(policy, rows, args):
 
 # endregion
 # region ranks
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a list of numbers over all ranks."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, op)
-    return total.tolist()
-
-
 def on_every_rank(model, batches):
     """This rank's micro-batches, and empty ones after them: every rank has as many."""
     # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
@@ -618,6 +611,17 @@ def add_adapters(lm, args):
     scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
     torch.manual_seed(args.seed)
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
+
+
+@contextmanager
+def without_adapters(lm):
+    """The model without its adapters, as it was before training, while the block lasts."""
+    layers = [layer for layer in lm.modules() if hasattr(layer, "lora_A")]
+    for layer in layers:
+        layer._disable_adapters = True  # CAREFUL: peft's enable_adapters(False) also freezes them
+    yield
+    for layer in layers:
+        layer._disable_adapters = False
 
 
 @torch.no_grad()
@@ -1121,24 +1125,17 @@ def critic_metrics(rows, step_nt, args):
     columns = dict(rewards=step_nt["reward_nt"].sum(-1), advantages=adv, returns=returns, values=values)
     for name, x in (columns | dict(values_std=spread)).items():
         mean, _, top, bottom = moments(x)
-        metrics |= {f"critic/{name}/mean": mean, f"critic/{name}/max": top, f"critic/{name}/min": bottom}
+        metrics |= {
+            f"critic/{name}/mean": mean,
+            f"critic/{name}/max": top,
+            f"critic/{name}/min": bottom,
+        }
     for name in score_names(len(args.reward_model)) if args.reward_model else ():
         metrics |= stats(f"critic/score_{name}", [row["reward"][f"score/{name}"] for row in rows])
     unexplained = moments(returns - values)[1]
     variance = moments(returns)[1]
     metrics["critic/vf_explained_var"] = 1 - unexplained / (variance + 1e-8)
     return metrics | {"actor/reward_kl_penalty": moments(kl)[0]}
-
-
-@contextmanager
-def without_adapters(lm):
-    """The model without its adapters, as it was before training, while the block lasts."""
-    layers = [layer for layer in lm.modules() if hasattr(layer, "lora_A")]
-    for layer in layers:
-        layer._disable_adapters = True  # CAREFUL: peft's enable_adapters(False) also freezes them
-    yield
-    for layer in layers:
-        layer._disable_adapters = False
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def decoder(lm):
 
 
 def takes_images(args):
-    """Whether the model is shown images: it takes some, and a file of rows has a column `images` or `image`."""
+    """Whether the model is shown images: it takes some, and a file has a column `images` or `image`."""
     files = (args.data,) if hasattr(args, "data") else (*args.train_files, *args.val_files)
     return have_images(args.model, files)
 
@@ -65,11 +65,13 @@ def takes_images(args):
 @cache
 def have_images(model, files):
     """Whether a model takes images, and one of these files, of parquet or JSON, has some."""
+
     def has_images(file):
         with suppress(OSError, ValueError), open(file, "rb") as rows:  # whoever reads them says what is wrong
             parquet = rows.read(4) == b"PAR1"
             json_names = () if parquet else re.findall(r'"(\w+)"\s*:', str(rows.read(2**16)))
             return not {"images", "image"}.isdisjoint(pq.read_schema(file).names if parquet else json_names)
+
     return any(map(has_images, filter(None, files))) and wrapped(AutoConfig.from_pretrained(model))
 
 

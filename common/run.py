@@ -190,9 +190,8 @@ class Run:
         state: what `load` returns to a run that resumes here.
         """
         self.unsaved = dict(state, step=self.step, digests=digests(self.args))
-        signalled = torch.tensor(self.signal)
-        dist.all_reduce(signalled, dist.ReduceOp.MAX)
-        self.signal = signalled.item()
+        [signalled] = all_reduce([self.signal], dist.ReduceOp.MAX)
+        self.signal = int(signalled)
         self.last = self.signal > 0 or self.step == self.total
 
     def forget(self):
@@ -303,6 +302,13 @@ def setup_distributed(hsdp_replicas=1):
     shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return device, mesh if hsdp_replicas > 1 else mesh["shard"]
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Reduce a list of numbers over all ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op)
+    return total.tolist()
 
 
 def learning_rate(peak, step, total_steps, warmup_steps, schedule, decay_steps=0):
