@@ -403,7 +403,7 @@ def main(args):
         metrics |= sampled | scored
         metrics |= {"actor/lr": lr, "training/epoch": (state["drawn"] - 1) // len(train_rows)}
         if args.partial_rollout:
-            metrics["dapo/idle"] = 1 - places[0] / max(places[1], 1)
+            metrics["dapo/idle"] = 1 - places[0] / places[1] if places[1] else 0.0
         run.log(metrics, score="critic/score/mean", length="response_length/mean")
         run.dump(rows)
         # ---- checkpoint, after the metrics: each checkpoint has its metrics

@@ -62,8 +62,8 @@ def test_half_precision_is_trained_in_float32_and_saved_as_it_came(mesh, model, 
     files, optimizer = load_weights(half), torch.optim.AdamW(policy.parameters())
     for name, x in policy.lm.named_parameters():
         assert x.dtype is torch.float32 and torch.equal(x.full_tensor(), files[name].float()), name
-    trained = dict(hf=policy.lm)
-    checkpoints.write_checkpoint(args, 1, trained, optimizer, make_tokenizer(), grpo.whole_weights)
+    parts = dict(hf=policy.lm), optimizer, make_tokenizer(), grpo.whole_weights
+    checkpoints.write_checkpoint(tmp_path, args.model, 0, dict(step=1), *parts)
     hf = tmp_path / "checkpoints/latest/hf"
     assert not changed(half, hf) and {x.dtype for x in load_weights(hf).values()} == {torch.bfloat16}
     assert AutoConfig.from_pretrained(hf).dtype is torch.bfloat16

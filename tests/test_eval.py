@@ -250,7 +250,7 @@ def test_differences_are_paired(tmp_path, monkeypatch):
         (["--data", "scored.parquet"], "it has a column 'scores' already"),
         (["--data", *["data.parquet"] * 27], "--data: 27 files, at most 26"),
         (["--data", "uneven.parquet"], "uneven.parquet: row 1: 1 responses, row 0 2"),
-        (["--data", "empty.parquet"], "row 0: 'responses' is an empty list"),
+        (["--data", "empty.parquet"], "row 0: 'responses' is empty"),
         (["--response_key", "extra_info.index"], "row 0: 'extra_info.index' must be a"),
         ([], "nobody/knows"),
     ],

@@ -1,10 +1,13 @@
 """How rows become a batch: deals to ranks, micro-batches, layouts, and the attention of packed rows."""
 
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -100,7 +103,7 @@ def test_a_token_sees_its_own_text(on_a_gpu, monkeypatch):
     torch.manual_seed(0)
     inputs, _ = one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
     layout = {name: inputs[name] for name in ("kv_index", "shapes", "longest", "cu_seqlens")}
-    query, key, value = (torch.randn(1, heads, 7, 4) for heads in (2, 1, 1))
+    query, key, value = (torch.randn(1, heads, 7, 8) for heads in (2, 1, 1))
     asked = query.as_subclass(Gpu) if on_a_gpu else query
     out, _ = packed_attention(None, asked, key, value, None, scaling=0.7, **layout)
     seen = [[0], [0, 1], [2], [2, 3], [0, 1, 4], [0, 1, 5], [0, 1, 5, 6]]
@@ -133,3 +136,52 @@ def test_windows(window):
         scores = scores.masked_fill((behind < 0) | (behind >= (window or s)), -torch.inf)
         torch.testing.assert_close(out, torch.einsum("hts,shd->thd", scores.softmax(-1), values))
         q, k = q + t, k + s
+
+
+def head_sizes(config):
+    """(queries, values) of the layers of a configuration."""
+    text = config.get_text_config()
+    sizes = set()
+    for layer in getattr(text, "per_layer_config", None) or [text]:
+        heads = getattr(layer, "num_attention_heads", None)  # Mamba has none
+        size = getattr(layer, "head_dim", None) or (heads and layer.hidden_size // heads)
+        parts = getattr(layer, "qk_nope_head_dim", None), getattr(layer, "qk_rope_head_dim", None)
+        if size:
+            sizes.add((sum(parts) if all(parts) else size, getattr(layer, "v_head_dim", None) or size))
+    return sizes
+
+
+DEFAULTS = {
+    name: head_sizes(getattr(transformers, f"{kind}Config")()) for name, (kind, _) in FAMILIES.items()
+}
+
+
+@pytest.mark.parametrize("sizes", sorted({*chain(*DEFAULTS.values()), (20, 20)}))
+def test_the_gpu_gets_what_its_kernel_takes(sizes, monkeypatch):
+    """The checks of mha_varlen_fwd in torch's flash_api.cpp, for the default head sizes of families."""
+    calls = []
+
+    def kernel(query, key, value, *rest, scale, **options):
+        assert query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and query.dtype == torch.bfloat16
+        assert key.shape == value.shape and query.shape[1] % key.shape[1] == 0
+        assert all(x.stride(-1) == 1 for x in (query, key, value))
+        calls.append(sizes)
+        return segment_attention(query, key, value, shapes, scale)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    shapes, index, longest = torch.tensor([[3, 3], [4, 4]]), torch.arange(7), (4, 4)
+    size, size_v = sizes
+    query, key = torch.randn(2, 1, 4, 7, size).bfloat16(), torch.randn(1, 2, 7, size).bfloat16()
+    query, value = query[0], torch.randn(1, 2, 7, size_v).bfloat16()
+    cu_seqlens = torch.tensor([[0, 3, 7]] * 2)
+    out, _ = packed_attention(None, query, key, value, None, 0.1, index, shapes, longest, cu_seqlens)
+    parts = (x[0].transpose(0, 1).float() for x in (query, key, value))
+    torch.testing.assert_close(out[0].float(), segment_attention(*parts, shapes, 0.1), atol=0.03, rtol=0.03)
+    assert bool(calls) == (size <= 256 and size % 8 == 0)
+
+
+def test_some_families_need_another_kernel():
+    """Gemma 4's global heads and DeepSeek's narrow values are among them."""
+    sizes = {*chain(*DEFAULTS.values())}
+    assert (512, 512) in sizes and any(q != v for q, v in sizes)

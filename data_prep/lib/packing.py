@@ -122,9 +122,12 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     if len(kv_index) > len(key):  # shared prompts; indexing is slow in backward
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
-    if query.is_cuda and query.dtype != torch.float32:  # flash attention has half precision only
+    size, size_v = query.shape[-1], value.shape[-1]
+    # flash attention has half precision, heads up to 256 by eights, and values as wide as queries
+    if query.is_cuda and query.dtype != torch.float32 and size <= 256 and size % 8 == 0:
         options = dict(scale=scaling, window_size=((window or 0) - 1, 0), enable_gqa=True)
-        out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)
+        value = nn.functional.pad(value, (0, size - size_v))
+        out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)[..., :size_v]
     else:
         out = segment_attention(query, key, value, shapes, scaling, window)
     return out[None], None

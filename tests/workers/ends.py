@@ -73,6 +73,7 @@ def main(model, data, out, *names):
                 code = stop.code
             except RuntimeError as error:
                 code = str(error)
+                print(error, file=sys.stderr)
             at_exit.pop()()
             if end is alone and dist.get_rank():
                 os._exit(1)
