@@ -100,7 +100,7 @@ def answers(ground_truth):
     truths = truth if isinstance(truth, list) else [truth]
     if not truths or not all(isinstance(x, str | int | float) for x in truths):
         raise ValueError(f"the ground truth must be an answer or a list of answers, not {ground_truth!r:.60}")
-    from rewards.mathematics.latex import answer_of
+    from rewards.boxed import answer_of
 
     return [*map(answer_of, map(str, truths))]
 
