@@ -51,12 +51,10 @@ RULES = [  # (pattern, replacement), in this order
         lambda match: COMMANDS[match[1]] + " ",
     ),
     (r"\\not *=", r"\\ne "),
-    (r"\\not *\\in(?![A-Za-z])", r"\\notin "),
     (r"\.{3,}", r"\\ldots "),
     (r"(?<![\\A-Za-z])log_?(\d+)(?=\()", r"\\log_{\1}"),
     (r"\\\{\s*\\\}", r"\\emptyset "),
     (r"\\mathbb\s*\{?R\}?", r"(-\\infty,\\infty)"),
-    (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
     (r"\\math(?:rm|bf|it)\s+([A-Za-z])(?![A-Za-z])", r"\1"),
     (r"(?<=[\d.,])\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\\overline{\1\2\3}"),  # repeating
     (
@@ -72,8 +70,7 @@ RULES = [  # (pattern, replacement), in this order
     (r"(?<!\d)0\{,\}(?=\d)", "0."),  # a decimal comma
     (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=\d),(?=\\overline)", "."),
     (r"(?<=\d)(?: ?\{, ?\}|,\s*\\!|\\[,;: ]|[~'])\s*(?=\d{3}(?!\d))", ""),  # thousands, as LaTeX writes them
-    (r"\\!", ""),
-    (r"(?<!\\)\\[,;:> ]|(?<!\A)~|\\q?quad(?![A-Za-z])", " "),
+    (r"(?<!\\)\\[,;:>! ]|(?<!\A)~|\\q?quad(?![A-Za-z])", " "),
     (r" +", " "),
 ]
 WORD_RULES = [  # when the units and the \text commands are gone

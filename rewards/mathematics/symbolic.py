@@ -51,6 +51,7 @@ NO_VALUE = re.compile(
 NO_ELEMENT = re.compile(r"\\\{(?:\\emptyset|[A-Za-z])\\\}")  # \{\emptyset\} is not empty, \{x\} a part of x
 LABEL = re.compile(r"\((\d|i{1,3}|iv|vi*|[a-d])\)(?=[-\dA-Za-z]|\\(?:frac|sqrt|pi|\{))")
 LETTERS = re.compile(r"[A-Z]{2,}")  # an order of letters, or a Roman number
+REPEATING = re.compile(r"\d+\.\d*\\overline\{\d+\}")
 DECIMAL = re.compile(r"(\d+)\.(\d+)")
 SCIENTIFIC = re.compile(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})$")
 PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
@@ -197,6 +198,7 @@ def _parse(text):
         raise ValueError(f"{text} is text")
     text = SCIENTIFIC.sub(r"\1\\cdot10^{\2}", text)
     # Decimals become fractions, which are exact: rounding makes 0.0000001 equal to 0.
+    text = REPEATING.sub(lambda m: f"({number(m[0])})", text)
     text = DECIMAL.sub(lambda m: rf"{{\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}}}", text)
     formula = _Parser(is_real=None, config=ConversionConfig(lowercase_symbols=False)).parse(text)
     functions = [part for part in sympy.preorder_traversal(formula) if isinstance(part, sympy.Function)]

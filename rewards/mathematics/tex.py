@@ -11,7 +11,8 @@ import re
 
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|.", re.DOTALL)
 CLOSERS = {"{": "}", "(": ")]", "[": ")]"}
-ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\overline": 1, "\\pmod": 1, "^": 1, "_": 1}
+ARGUMENTS = {"\\frac": 2, "\\binom": 2}
+ARGUMENTS |= dict.fromkeys(["\\sqrt", "\\overline", "\\pmod", "\\mathbb", "^", "_"], 1)
 BASIC = "sin", "cos", "tan", "cot", "sec", "csc"
 TRIGONOMETRIC = {f"\\{arc}{f}{h}" for arc in ("", "arc", "ar") for f in BASIC for h in ("", "h")}
 FUNCTIONS = TRIGONOMETRIC | {"\\ln", "\\log", "\\exp"}
