@@ -15,8 +15,9 @@ after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs":
   runs near an assert.  Names of builtins, and of standard modules before a dot, are never the program's.
   Code that calls nothing of the program fails.
 As in the graders of these data, a program may use GIVEN of sandbox/calls.py without an import.
-How tests are run: programs/checks.py; TOLERANCE: programs/outputs.py.  A test has TIMEOUT_S seconds, after
-each time-out half as long; what is not done after TOTAL_S seconds has failed.
+How tests are run: programs/checks.py; TOLERANCE: programs/outputs.py.  A test has TIMEOUT_S seconds of a
+processor, after each time-out half as long, and all tests have TOTAL_S.  A program that sleeps has failed
+the tests that are left.
 """
 
 import ast
@@ -24,16 +25,15 @@ import json
 import re
 import sys
 import textwrap
-import time
 from collections import Counter
 from contextlib import closing, contextmanager
 from functools import partial
 
 from rewards.programs.checks import check_asserts, check_calls, check_texts
 from rewards.programs.outputs import same_json
+from rewards.sandbox import SandboxError
 from rewards.sandbox.calls import encode
 
-TOTAL_S = 20  # below the time that the prime manager gives a response
 FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)\s*+")
 DIGITS = 100_000  # of an integer. CAREFUL: not without a limit, as the time to read it grows with the square
 
@@ -51,25 +51,23 @@ def long_integers():
 
 @long_integers()
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Return {"score": share of tests passed, "acc": 1.0 if all are, "timeouts": n, "lost": n}.
+    """Return {"score": share of tests passed, "acc": 1.0 if all are, "timeouts": n}.  No tests: score 0.
 
-    lost: tests whose sandbox broke down.  No tests: score 0.
-    Raises ValueError, in one line, if the ground truth is broken, and SandboxError.
+    Raises ValueError, in one line, if the ground truth is broken; SandboxError for a test that
+    was ended for the machine's sake, which is a counted failure and no score of 0.
     """
     check, tests = read_tests(ground_truth)
     passed, reasons = 0, Counter()
-    deadline = time.monotonic() + TOTAL_S
     with closing(check(find_program(solution_str), tests)) as verdicts:
         for is_right, reason in verdicts:
+            if reason == "lost":
+                raise SandboxError("the sandbox of a program broke down, or had no processor")
             passed += is_right
             reasons[reason] += 1
-            if time.monotonic() > deadline:
-                break
     return {
         "score": passed / max(len(tests), 1),
         "acc": float(0 < passed == len(tests)),
         "timeouts": reasons["timeout"],
-        "lost": reasons["lost"],
     }
 
 

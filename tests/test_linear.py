@@ -196,4 +196,4 @@ def test_no_program_is_an_error(word):
     for text in (word, f"```python\n{word}print(1)\n```", f"```python\nprint({word!r})\n```"):
         for tests in (truth, truth | {"fn_name": "f"}, truth | {"assert_case": ["assert f(1) == 1"]}):
             result = compute_score("apps", text, tests)
-            assert result["score"] in (0, 1) and result["lost"] == 0
+            assert result["score"] in (0, 1)
