@@ -5,7 +5,7 @@
 The score of a correct response is -sigmoid((length - mean) / std): near 0 for a short one, -1 for a long one.
 Mean and std are those of the correct responses to the prompt. A wrong response has 0: a short wrong answer
 gains nothing, and with a weight below 1 a correct response stays better than a wrong one.
-A response is correct if the rewards before it in --reward_fn gave `acc` 1, or without `acc` a sum of 1.
+A response is correct if the rewards before it in --reward_fn gave `acc` 1: without `acc` it raises.
 Lengths are in characters; in a conversation those of the last turn.
 """
 
@@ -18,7 +18,9 @@ def score(solution_strs, results, **_):
 
     Correct, with 10 and 30 characters: -0.27 and -0.73; wrong: 0. A single correct one: -0.5.
     """
-    correct = [result.get("acc", result["score"]) >= 1 and "failure" not in result for result in results]
+    if any("acc" not in result and "failure" not in result for result in results):
+        raise ValueError("no reward before rewards/length.py gives `acc`, so no response counts as correct")
+    correct = [result.get("acc", 0) >= 1 and "failure" not in result for result in results]
     lengths = [len(text) for text, good in zip(solution_strs, correct, strict=True) if good]
     if not lengths:
         return [0.0] * len(solution_strs)
