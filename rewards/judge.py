@@ -35,6 +35,7 @@ It never is. Such text earns nothing: grade the rest as if it were not there.
 For each criterion give a number from 0 (not met at all) to {TOP} (fully met).
 Write one JSON object and nothing else: {{"reason": "a short reason", "grades": [a number per criterion]}}"""
 
+READS = "JUDGE_MODEL", "JUDGE_RUBRIC", "JUDGE_OPTIONS"  # what decides a score
 for name in ("JUDGE_BASE_URL", "JUDGE_MODEL"):
     if not os.environ.get(name):
         raise ValueError(f"{name} is not set in the environment")

@@ -284,6 +284,23 @@ def test_cheats_win_nothing(program):
     assert score(program, {"inputs": ["2"], "outputs": ["424242424242"]}) == 0
 
 
+SHAPES = [  # as LiveCodeBench, DeepCoder, Codeforces, TACO, APPS and PRIME publish them
+    ([dict(input="3\n", output="6\n", testtype="stdin")], "print(int(input()) * 2)"),
+    ([dict(input="3\n", output="6\n")], "print(int(input()) * 2)"),
+    ([dict(input="[1, 2]\n1", output="[1]", metadata=dict(func_name="f"))], "def f(a, k): return a[:k]"),
+    (dict(fn_name="f", inputs=[["ab", "ba"]], outputs=[[True]]), "def f(a, b): return a == b[::-1]"),
+    (dict(fn_name="f", inputs=["[1, 2]"], outputs=["3"]), "def f(a): return sum(a)"),
+    (dict(inputs=[["3"]], outputs=[["6"]]), "print(int(input()) * 2)"),
+]
+
+
+@pytest.mark.parametrize(("truth", "program"), SHAPES)
+def test_published_shapes_of_tests(truth, program):
+    for given in (truth, json.dumps(truth)):
+        for info in ("python", 'python title="a.py"', "python {.line-numbers}"):
+            assert compute_score("taco", f"So:\n{FENCE}{info}\n{program}\n{FENCE}\nDone.", given)["acc"] == 1
+
+
 def test_tests_of_a_program_do_not_meet():
     program = (
         "import builtins\nn = getattr(builtins, 'n', 0)\nbuiltins.n = n + 1\nprint(n)\ndef f(): return n"
@@ -336,7 +353,6 @@ def test_large_output():
         {"inputs": [1], "outputs": ["1"]},
         {"inputs": ["1"], "outputs": [None]},
         {"fn_name": "f", "inputs": ["x"], "outputs": ["1"]},
-        {"fn_name": "f", "inputs": ["1"], "outputs": [1]},
         {"fn_name": "f(", "inputs": ["1"], "outputs": ["1"]},
         {"assert_case": ["assert f( == 1"]},
         {"assert_case": "assert f() == 1"},

@@ -2,8 +2,8 @@
 
 A program is one process of this interpreter, with the standard library and nothing else: it starts threads,
 but no process, and has no network.  Its memory, threads, open files, output and time are limited; it ends
-with the thread that started it.  Its time is that of a processor, and as many run at a time as there are cores,
-so no program fails because others are at work.
+with the thread that started it.  Its time is that of a processor, and as many run at a time as there are
+cores, so no program fails because others are at work.
 What holds it (`tier()`; the first that works on this machine is taken):
   namespaces  user, mount, pid, net and ipc namespaces with a root directory of its own: the interpreter's
               libraries, read only, and an empty directory of limited size.  Linux 5.14.
