@@ -125,6 +125,11 @@ KWARGS = {  # of an instruction: those that most texts leave unanswered
     "keywords:frequency": dict(keyword="aa", frequency=10**9, relation="at least"),
     "length_constraints:number_words": dict(num_words=10**9, relation="at least"),
     "startend:end_checker": dict(end_phrase="Peace!"),
+    "length_constraints:number_paragraphs": dict(num_paragraphs=2),
+    "length_constraints:nth_paragraph_first_word": dict(num_paragraphs=2, nth_paragraph=1, first_word="a"),
+    "detectable_format:multiple_sections": dict(section_spliter="a", num_sections=2),
+    "combination:repeat_prompt": dict(prompt_to_repeat="a"),
+    "keywords:letter_frequency": dict(letter="a", let_frequency=2, let_relation="at least"),
 }
 INSTRUCTIONS = dict(instruction_id_list=[*ifeval.CHECKS], kwargs=[KWARGS.get(x, {}) for x in ifeval.CHECKS])
 INSTRUCTIONS = json.dumps(INSTRUCTIONS)
