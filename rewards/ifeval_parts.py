@@ -17,7 +17,7 @@ def begins_paragraph(text, num_paragraphs, nth_paragraph, first_word):
     parts = text.split("\n\n")
     if sum(bool(part.strip()) for part in parts) != num_paragraphs or nth_paragraph > len(parts):
         return False
-    words = parts[nth_paragraph - 1].split()
+    words = parts[int(nth_paragraph) - 1].split()
     word = PUNCTUATION.split(words[0].lstrip("'\""))[0] if words else ""
     return word.lower() == first_word.lower()
 
