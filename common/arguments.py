@@ -51,8 +51,7 @@ FLAGS = {
     Known(NOT_NEGATIVE, resume="may change"): "lr critic_lr warmup_steps save_freq test_freq"
     " keep_checkpoints",
     Known(PART, resume="may change"): "gpu_memory_utilization",
-    Known(POSITIVE, resume="may change"): "env_timeout_s",
-    Known(POSITIVE, (("reward_manager", "naive"),), "may change"): "reward_timeout_s",
+    Known(POSITIVE, resume="may change"): "env_timeout_s reward_timeout_s",
     Known(NOT_NEGATIVE, (("lr_schedule", "constant"),), "may change"): "decay_steps",
     Known(COUNT, (("val_files", ()),), "may change"): "val_group_size",
     Known(NOT_NEGATIVE, (("val_files", ()),), "may change"): "val_temperature",

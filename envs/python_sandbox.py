@@ -6,7 +6,7 @@ error.  Each call is a new program; it has the standard library, no files and no
 
 from rewards.sandbox import run_python, tier
 
-TIMEOUT_S = 5
+TIMEOUT_S = 5  # of a processor
 tier()  # a machine without a sandbox is refused here, before a model is loaded
 
 
@@ -19,9 +19,10 @@ def python(code: str) -> str:
     result = run_python(code, timeout_s=TIMEOUT_S)
     error = result.stderr.strip().rpartition("\n")[2]
     if result.reason:
-        error = {"timeout": f"no end after {TIMEOUT_S} s", "output": "too much output"}.get(
-            result.reason, "the sandbox broke down"
-        )
+        error = {
+            "timeout": f"no end after {TIMEOUT_S} s",
+            "output": "too much output",
+        }.get(result.reason, "the sandbox broke down")
     if result.returncode or result.reason:
         return f"{result.stdout}error: {error or f'exit code {result.returncode}'}"
     return result.stdout or "the program printed nothing"

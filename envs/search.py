@@ -11,6 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+READS = ("SEARCH_CORPUS",)
 MAX_PASSAGES = 10  # of one answer
 
 

@@ -100,9 +100,20 @@ def answers(ground_truth):
     truths = truth if isinstance(truth, list) else [truth]
     if not truths or not all(isinstance(x, str | int | float) for x in truths):
         raise ValueError(f"the ground truth must be an answer or a list of answers, not {ground_truth!r:.60}")
-    from rewards.mathematics.latex import answer_of
+    from rewards.boxed import answer_of
 
     return [*map(answer_of, map(str, truths))]
+
+
+def reads(functions):
+    """What rewards or environments read besides their rows -> {environment variable: its text or None}.
+
+    functions: what `load_reward_fn` and `load_env` gave. Their modules declare READS, a tuple of names. Where
+    the value is a file, its content decides as well.
+    """
+    modules = [sys.modules.get(function.__module__) for function in functions]
+    names = sorted({name for module in modules for name in getattr(module, "READS", ())})
+    return {name: os.environ.get(name) for name in names}
 
 
 def load_file(path, name):

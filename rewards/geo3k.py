@@ -3,8 +3,8 @@ r"""Geometry3K: 0.9 for a correct answer in the last \boxed{}, anywhere, and 0.1
 The format: the response begins with `<think>`, and a \boxed{...} follows a `</think>`.
 """
 
+from rewards.boxed import last_boxed
 from rewards.mathematics.equivalence import judge
-from rewards.mathematics.latex import last_boxed
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -1,6 +1,7 @@
 """The share of a question's verifiable instructions that the response follows (IFEval, arXiv 2311.07911).
 
-Fifteen of IFEval's 25 kinds, checked as its own code checks them. But no library asks whether a text all
+Twenty-two of IFEval's 25 kinds (not language, sentences and capital words, which need a library),
+checked as its own code checks them. But no library asks whether a text all
 in capitals, or without any, is English. Nothing is followed by an empty response.
 
 CAREFUL: linear in the length of the response. What a pattern has looked at in vain it also takes, in a match
@@ -9,6 +10,8 @@ whose last group is empty: from each of 16,000 new lines it would look at all th
 
 import json
 import re
+
+from rewards import ifeval_parts as parts
 
 
 def count(pattern, text):
@@ -83,6 +86,15 @@ CHECKS = {  # instruction -> whether a text follows it; further arguments are th
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
     "startend:quotation": is_quoted,
+    "length_constraints:number_paragraphs": parts.has_paragraphs,
+    "length_constraints:nth_paragraph_first_word": parts.begins_paragraph,
+    "detectable_format:multiple_sections": parts.has_sections,
+    "detectable_format:constrained_response": parts.is_answer,
+    "combination:two_responses": parts.has_two_responses,
+    "combination:repeat_prompt": parts.repeats,
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
 }
 
 

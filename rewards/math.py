@@ -4,8 +4,8 @@ Thoughts (all up to the last `</think>`) give no answer.  The rules of equality:
 """
 
 from rewards import math_verify
+from rewards.boxed import last_boxed
 from rewards.mathematics.equivalence import judge
-from rewards.mathematics.latex import last_boxed
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

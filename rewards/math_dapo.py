@@ -10,8 +10,8 @@ r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the groun
 
 import re
 
+from rewards.boxed import LABEL, last_boxed
 from rewards.mathematics.equivalence import judge
-from rewards.mathematics.latex import LABEL, last_boxed
 
 WINDOW = 1000
 NO_PART = re.compile(r"(?:the )?(?:final )?(?:answer|sum|value|result) is", re.IGNORECASE)

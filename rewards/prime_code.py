@@ -6,7 +6,8 @@ after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs":
   out.  An expected number with a point or an exponent allows TOLERANCE, an expected integer any spelling of
   exactly its value: 3.0 for 3, 1e8.  All other words must be the same.
   A program that ends with an error fails, whatever it printed.
-- "fn_name": an input is a JSON argument on each line, an output is JSON.  The program defines a function of
+- "fn_name": an input is a JSON argument on each line, an output is JSON; or an input is a list of arguments,
+  and an output a value, or a list of that one value.  The program defines a function of
   that name, or a class Solution with such a method.  The result is compared as JSON: a tuple is a list, keys
   are strings, True is 1; a float allows TOLERANCE.
 - "assert_case": texts of Python code that must hold; inputs and outputs do not matter.  Of
@@ -15,8 +16,10 @@ after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs":
   runs near an assert.  Names of builtins, and of standard modules before a dot, are never the program's.
   Code that calls nothing of the program fails.
 As in the graders of these data, a program may use GIVEN of sandbox/calls.py without an import.
-How tests are run: programs/checks.py; TOLERANCE: programs/outputs.py.  A test has TIMEOUT_S seconds, after
-each time-out half as long; what is not done after TOTAL_S seconds has failed.
+A list of {"input", "output"}, with "metadata": {"func_name"} for a function, is read as such a dict.
+How tests are run: programs/checks.py; TOLERANCE: programs/outputs.py.  A test has TIMEOUT_S seconds of a
+processor, after each time-out half as long, and all tests have TOTAL_S.  A program that sleeps has failed
+the tests that are left.
 """
 
 import ast
@@ -24,17 +27,16 @@ import json
 import re
 import sys
 import textwrap
-import time
 from collections import Counter
 from contextlib import closing, contextmanager
 from functools import partial
 
 from rewards.programs.checks import check_asserts, check_calls, check_texts
 from rewards.programs.outputs import same_json
+from rewards.sandbox import SandboxError
 from rewards.sandbox.calls import encode
 
-TOTAL_S = 20  # below the time that the prime manager gives a response
-FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)\s*+")
+FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)(?:[ \t{][^`]*+)?\s*+")  # the first word is the language
 DIGITS = 100_000  # of an integer. CAREFUL: not without a limit, as the time to read it grows with the square
 
 
@@ -51,25 +53,23 @@ def long_integers():
 
 @long_integers()
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Return {"score": share of tests passed, "acc": 1.0 if all are, "timeouts": n, "lost": n}.
+    """Return {"score": share of tests passed, "acc": 1.0 if all are, "timeouts": n}.  No tests: score 0.
 
-    lost: tests whose sandbox broke down.  No tests: score 0.
-    Raises ValueError, in one line, if the ground truth is broken, and SandboxError.
+    Raises ValueError, in one line, if the ground truth is broken; SandboxError for a test that
+    was ended for the machine's sake, which is a counted failure and no score of 0.
     """
     check, tests = read_tests(ground_truth)
     passed, reasons = 0, Counter()
-    deadline = time.monotonic() + TOTAL_S
     with closing(check(find_program(solution_str), tests)) as verdicts:
         for is_right, reason in verdicts:
+            if reason == "lost":
+                raise SandboxError("the sandbox of a program broke down, or had no processor")
             passed += is_right
             reasons[reason] += 1
-            if time.monotonic() > deadline:
-                break
     return {
         "score": passed / max(len(tests), 1),
         "acc": float(0 < passed == len(tests)),
         "timeouts": reasons["timeout"],
-        "lost": reasons["lost"],
     }
 
 
@@ -92,7 +92,7 @@ def find_program(response):
 def read_tests(ground_truth):
     """Return (check, tests): check(program, tests) yields (is_right, reason) for each test."""
     try:
-        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        truth = as_dict(json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth)
         for key in ("inputs", "outputs", "assert_case"):
             if not isinstance(truth.get(key) or [], list):
                 raise TypeError(f"{key} is no list")
@@ -104,9 +104,28 @@ def read_tests(ground_truth):
         name = truth["fn_name"]
         is_method = f"hasattr(globals().get('Solution'), {name!r})"
         function = ast.unparse(ast.parse(f"Solution().{name} if {is_method} else {name}", mode="eval"))
-        arguments = [[json.loads(line) for line in text.split("\n") if line.strip()] for text, _ in pairs]
-        outputs = [json.loads(text) for _, text in pairs]
+        arguments = [
+            x if isinstance(x, list) else [json.loads(line) for line in x.split("\n") if line.strip()]
+            for x, _ in pairs
+        ]
+        # TACO and APPS: lists of arguments, and the result alone in a list
+        outputs = [json.loads(y) if isinstance(y, str) else y[0] if is_alone(y) else y for _, y in pairs]
         requests = [[function, encode(args), encode({})] for args in arguments]
         return partial(check_calls, same_json), list(zip(requests, outputs))
     except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:
         raise ValueError(f"broken tests of a program: {error!r}") from None
+
+
+def as_dict(truth):
+    """The list of {input, output, testtype, metadata} of LiveCodeBench and DeepCoder as one dict."""
+    if not isinstance(truth, list):
+        return truth
+    names = {(test.get("metadata") or {}).get("func_name") for test in truth}
+    if len(names) != 1:
+        raise ValueError("the tests name several functions, or there are none")
+    pairs = {"inputs": [test["input"] for test in truth], "outputs": [test["output"] for test in truth]}
+    return pairs | {"fn_name": names.pop()}
+
+
+def is_alone(output):
+    return isinstance(output, list) and len(output) == 1

@@ -57,6 +57,23 @@ CASES = [
     ("length_constraints:number_words", dict(num_words=3, relation="less than"), ["a b"], ["a b c"]),
     ("punctuation:no_comma", {}, ["a b"], ["a, b"]),
     ("startend:end_checker", dict(end_phrase="Peace!"), ["Owls. peace! ", '"Peace!"'], ["Peace! x"]),
+    ("length_constraints:number_paragraphs", dict(num_paragraphs=2), ["a *** b", "a\n***\nb***"], ["a"]),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        dict(num_paragraphs=2, nth_paragraph=2, first_word="owls"),
+        ["a\n\nOwls, b"],
+        ["Owls", "a\n\nb owls", "a\n\nOwls\n\nc"],
+    ),
+    (
+        "detectable_format:multiple_sections",
+        dict(section_spliter="PART", num_sections=2),
+        ["PART 1 PART 2"],
+        ["PART"],
+    ),
+    ("detectable_format:constrained_response", {}, ["My answer is yes."], ["Yes."]),
+    ("combination:two_responses", {}, ["a ****** b", "a******b******"], ["a", "a******a", "a************b"]),
+    ("combination:repeat_prompt", dict(prompt_to_repeat="Say a"), ["say a b"], ["b"]),
+    ("keywords:letter_frequency", dict(letter="a", let_frequency=2, let_relation="at least"), ["Aa"], ["a"]),
     ("startend:quotation", {}, [' "a\n"b" c"\n', '""'], ['"', '"a', "'a'"]),
 ]
 
@@ -67,7 +84,7 @@ def score(text, *instructions):
 
 
 def test_every_kind_has_a_case():
-    assert {name for name, *_ in CASES} == {*CHECKS} == {*INSTRUCTIONS}
+    assert {name for name, *_ in CASES} == {*CHECKS} >= {*INSTRUCTIONS}
 
 
 @pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), CASES)

@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT
 from judge_server import SPECIAL, Judge
 
+from rewards import reads
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 
@@ -23,7 +24,6 @@ def judge(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "k")
     server.reward = load_rewards([f"{ROOT}/rewards/judge.py:score"], [])
     server.module = server.reward.__globals__
-    server.module["WAIT_S"] = 0.01
     yield server
     server.over.set()
     server.shutdown()
@@ -57,7 +57,11 @@ def test_a_response_is_graded(judge):
     [
         ([dict(criterion="a", weight=3), dict(criterion="b", weight=1)], 1.0),
         ([dict(criterion="a", weight=3.0), dict(criterion="b", weight=-1.5)], 0.5),
-        ([dict(criterion="a"), dict(criterion="b", weight=None)], 1.0),
+        ([dict(criterion="a"), dict(criterion="b", weight=1)], 1.0),
+        ([dict(criterion="a", points=5, tags=["x"]), dict(criterion="b", points=-9)], -0.8),  # HealthBench
+        (dict(criterion="a"), 1.0),
+        (json.dumps(dict(criterion="a")), 1.0),
+        ("[1] Is it so?", 1.0),
         (json.dumps([dict(criterion="a", weight=2)]), 1.0),
     ],
 )
@@ -67,12 +71,14 @@ def test_rubrics(judge, rubric, expected):
 
 @pytest.mark.parametrize(
     "rubric",
-    [None, "", [], [""], ["a"], [{}], [dict(criterion="")], [dict(criterion="a", weight="1")], "[1", 7]
-    + [[dict(criterion="a", weight=w)] for w in (0, -1, float("nan"))],
+    [None, "", [], [""], ["a"], [{}], [dict(criterion="")], 7]
+    + [[dict(criterion="a", weight=w)] for w in (0, -1, float("nan"), True, None, "1")]
+    + [[{"criterion": "a", key: 2}] for key in ("score", "importance", "weigth")]
+    + [[dict(criterion="a", points=1, weight=1)]],
 )
 def test_a_row_without_a_good_rubric_is_a_failure(judge, rubric, monkeypatch):
     [result] = scores(judge, row("Lima", rubric))
-    assert "rubric" in result["failure"] or "JSON" in result["failure"] or "iterable" in result["failure"]
+    assert "rubric" in result["failure"]
     assert judge.requests == []
     if rubric is None:
         monkeypatch.setenv("JUDGE_RUBRIC", QUESTION)
@@ -84,20 +90,35 @@ def test_no_reference_and_odd_texts(judge):
         assert "failure" not in scores(judge, row(text, truth=None))[0]
 
 
-NONSENSE = "text fenced more high float bool bare extra nan empty null".split()
+NONSENSE = "text more high bool nan empty null".split()
 
 
-@pytest.mark.parametrize("mode", [*NONSENSE, "busy", "down", "key", "model"])
+@pytest.mark.parametrize("mode", [*NONSENSE, "key", "model"])
 def test_what_is_no_verdict_is_a_counted_failure(judge, mode):
     judge.mode = mode
     results = scores(judge, row("Lima"), row("Cusco"))
     starts = dict.fromkeys(NONSENSE, "ValueError: the judge wrote no verdict with 1 grades")
-    starts |= dict(busy="ConnectionError: the judge is not ready", down="ConnectionError: the judge is not")
     starts |= dict(key="ValueError: the judge refuses: ", model="ValueError: the judge refuses: ")
     assert all(result["failure"].startswith(starts[mode]) for result in results)
     assert len(judge.requests) == 2 * (1 if mode in ("key", "model") else judge.module["TRIES"])
     judge.mode = "good"  # a failure is not cached
     assert [x["score"] for x in scores(judge, row("Lima"), row("Cusco"))] == [1, 0]
+
+
+@pytest.mark.parametrize("mode", ["fenced", "float", "extra", "bare"])
+def test_a_verdict_may_be_wrapped(judge, mode):
+    judge.mode = mode
+    assert "failure" not in scores(judge, row("Lima"))[0]
+    verdict = judge.module["verdict_of"]('<think>{"grades": [1]}</think>It is {so}: {"grades": [7.0]} end', 1)
+    assert verdict == ("", [7.0])
+
+
+@pytest.mark.parametrize("mode", ["busy", "down"])
+def test_a_judge_that_is_not_ready_is_asked_until_the_time_is_up(judge, mode):
+    judge.mode = mode
+    [result] = scores(judge, row("Lima"), timeout_s=2)
+    assert result["failure"].startswith("TimeoutError: no result after 2 s (--reward_timeout_s)")
+    assert len(judge.requests) > 1
 
 
 def test_it_tries_again(judge):
@@ -108,7 +129,7 @@ def test_it_tries_again(judge):
 def test_a_slow_judge_is_a_time_out(judge):
     judge.mode = "hang"
     [result] = scores(judge, row("Lima"), timeout_s=0.5)
-    assert result["failure"].startswith("TimeoutError: no result after 0.5 s (judge.py:score)")
+    assert result["failure"].startswith("TimeoutError: no result after 0.5 s (--reward_timeout_s)")
 
 
 def test_a_judge_that_is_away_and_comes_back(judge):
@@ -116,11 +137,15 @@ def test_a_judge_that_is_away_and_comes_back(judge):
     assert scores(judge, row("Lima"))[0]["score"] == 1
     judge.shutdown()
     judge.server_close()
-    [result] = scores(judge, row("It is Lima"))
-    assert result["failure"].startswith("ConnectionError: the judge ") and "127.0.0.1" in result["failure"]
+    [result] = scores(judge, row("It is Lima"), timeout_s=1)
+    assert result["failure"].startswith("TimeoutError")
     again = Judge(port)
     assert scores(judge, row("It is Lima"))[0]["score"] == 1
     again.shutdown()
+
+
+def test_what_it_reads_is_declared(judge):
+    assert reads([judge.reward]) == dict(JUDGE_MODEL="rule", JUDGE_OPTIONS=None, JUDGE_RUBRIC=None)
 
 
 def test_verdicts_are_cached_by_content(judge):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards import prime_code
+from rewards import prime_code, sandbox
 from rewards.prime_code import compute_score, find_program
 from rewards.programs import checks
 from rewards.programs.outputs import same_json, same_text
@@ -284,6 +284,23 @@ def test_cheats_win_nothing(program):
     assert score(program, {"inputs": ["2"], "outputs": ["424242424242"]}) == 0
 
 
+SHAPES = [  # as LiveCodeBench, DeepCoder, Codeforces, TACO, APPS and PRIME publish them
+    ([dict(input="3\n", output="6\n", testtype="stdin")], "print(int(input()) * 2)"),
+    ([dict(input="3\n", output="6\n")], "print(int(input()) * 2)"),
+    ([dict(input="[1, 2]\n1", output="[1]", metadata=dict(func_name="f"))], "def f(a, k): return a[:k]"),
+    (dict(fn_name="f", inputs=[["ab", "ba"]], outputs=[[True]]), "def f(a, b): return a == b[::-1]"),
+    (dict(fn_name="f", inputs=["[1, 2]"], outputs=["3"]), "def f(a): return sum(a)"),
+    (dict(inputs=[["3"]], outputs=[["6"]]), "print(int(input()) * 2)"),
+]
+
+
+@pytest.mark.parametrize(("truth", "program"), SHAPES)
+def test_published_shapes_of_tests(truth, program):
+    for given in (truth, json.dumps(truth)):
+        for info in ("python", 'python title="a.py"', "python {.line-numbers}"):
+            assert compute_score("taco", f"So:\n{FENCE}{info}\n{program}\n{FENCE}\nDone.", given)["acc"] == 1
+
+
 def test_tests_of_a_program_do_not_meet():
     program = (
         "import builtins\nn = getattr(builtins, 'n', 0)\nbuiltins.n = n + 1\nprint(n)\ndef f(): return n"
@@ -298,16 +315,21 @@ def test_time_outs(monkeypatch):
     monkeypatch.setattr(checks, "TIMEOUT_S", 2)
     truth = {"inputs": [str(i) for i in range(40)], "outputs": [str(i) for i in range(40)]}
     result = compute_score("apps", "n = int(input())\nwhile n > 1: pass\nprint(n)", truth)
-    assert result == {"score": 2 / 40, "acc": 0.0, "timeouts": 38, "lost": 0}
+    assert result == {"score": 2 / 40, "acc": 0.0, "timeouts": 38}
     result = compute_score("apps", "n = int(input())\nwhile n == 1: pass\nprint(n)", truth)
     assert result["score"] == 39 / 40 and result["timeouts"] == 1
     asserts = {"assert_case": ["assert f(1) == 1", *["assert f(1) != 2"] * 5, "assert f(3) == 3"]}
     result = compute_score("mbpp", "def f(x):\n    while x == 1: pass\n    return x", asserts)
     assert result["score"] == 1 / 7 and result["timeouts"] == 6
-    monkeypatch.setattr(prime_code, "TOTAL_S", 0.5)
-    truth = {"inputs": ["0.3"] * 20, "outputs": ["1"] * 20}
-    result = compute_score("apps", "import time\ntime.sleep(float(input()))\nprint(1)", truth)
-    assert 0 < result["score"] < 0.5 and result["acc"] == 0
+    monkeypatch.setattr(checks, "TOTAL_S", 1)
+    truth = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(1)"
+    assert 1 / 20 < compute_score("apps", busy, truth)["score"] < 6 / 20
+    monkeypatch.setattr(sandbox, "IDLE_S", 0.5)
+    result = compute_score("apps", "import time\nif n := input() == '2': time.sleep(99)\nprint(1)", truth)
+    assert (
+        result["score"] == 1 and compute_score("apps", "import time\ntime.sleep(99)", truth)["timeouts"] == 20
+    )
 
 
 def test_large_output():
@@ -331,7 +353,6 @@ def test_large_output():
         {"inputs": [1], "outputs": ["1"]},
         {"inputs": ["1"], "outputs": [None]},
         {"fn_name": "f", "inputs": ["x"], "outputs": ["1"]},
-        {"fn_name": "f", "inputs": ["1"], "outputs": [1]},
         {"fn_name": "f(", "inputs": ["1"], "outputs": ["1"]},
         {"assert_case": ["assert f( == 1"]},
         {"assert_case": "assert f() == 1"},
@@ -421,4 +442,4 @@ def test_what_is_given_is_not_the_program_s():
 
 def test_no_tests():
     for truth in ('{"inputs": [], "outputs": []}', {"inputs": [], "outputs": [], "assert_case": None}):
-        assert compute_score("apps", "print(1)", truth) == {"score": 0, "acc": 0, "timeouts": 0, "lost": 0}
+        assert compute_score("apps", "print(1)", truth) == {"score": 0, "acc": 0, "timeouts": 0}

@@ -159,7 +159,9 @@ def test_time_outs_halve():
         """,
     ],
 )
-def test_time_out(source):
+def test_time_out(source, monkeypatch):
+    """By its processor time, or by the clock where it uses none."""
+    monkeypatch.setattr(sandbox, "IDLE_S", 2)
     result = run(source, timeout_s=0.5)
     assert (result.reason, result.returncode) == ("timeout", -9)
 

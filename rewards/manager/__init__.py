@@ -137,6 +137,8 @@ class RewardManager:
                     on_slow=place.close,
                 )
                 return [received(one) for _, one in zip(rows, reply, strict=True)]
+            except TimeoutError as error:
+                return [failed(TimeoutError(f"{error} (--reward_timeout_s)"), function)] * len(rows)
             except Exception as error:  # also a row or a function that cannot be pickled
                 return [failed(error, function)] * len(rows)
             finally:

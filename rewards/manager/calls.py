@@ -128,7 +128,11 @@ def call_here(function, calls, timeout_s, at_once):
                 task = asyncio.ensure_future(_outcome(waits[i]))
                 done, _ = await asyncio.wait([task], timeout=timeout_s)
                 task.cancel()
-                returned[i] = task.result() if done else TimeoutError(f"no result after {timeout_s} s")
+                returned[i] = (
+                    task.result()
+                    if done
+                    else TimeoutError(f"no result after {timeout_s} s (--reward_timeout_s)")
+                )
 
         await asyncio.gather(*map(wait_for, waits))
 

@@ -21,6 +21,15 @@ ERRORS = (
 ERRORS = {error.__name__: error for error in ERRORS}
 
 
+_say = []  # what tells the caller of this process, where it is one
+
+
+def still_at_work():
+    """The time of a call begins anew: for what has limits of its own, and may wait for a processor."""
+    for say in _say:
+        say()
+
+
 def serve(fd, memory_mb):
     if memory_mb:
         with contextlib.suppress(ValueError):  # macOS refuses any such limit
@@ -30,6 +39,11 @@ def serve(fd, memory_mb):
     def reply(kind, value):
         send(sock, json.dumps([number, kind, value], default=lambda x: x.item()).encode())
 
+    def begin():
+        reply("at work", "")
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_S)
+
+    _say.append(begin)
     while True:
         try:
             message = read(sock)
@@ -40,9 +54,8 @@ def serve(fd, memory_mb):
             function, args, timeout_s, cpu_s = pickle.loads(message[16:])
             if isinstance(function, str):
                 function = pkgutil.resolve_name(function)
-            reply("loaded", "")
             # The default action of these signals ends the process even in the middle of C code.
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_S)
+            begin()
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             reply("result", function(*args))
         except MemoryError:

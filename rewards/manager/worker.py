@@ -19,7 +19,7 @@ from rewards.manager.wire import is_readable, pickled, read, send
 
 START_S = 120  # limit for starting Python and importing the function; the time of a call begins after that
 MEMORY_MB = 4096  # address space of the process of `call_in_worker`
-BUSY = 10  # its calls may take this much longer by the clock than on a processor
+BUSY = 30  # its calls may take this much longer by the clock than on a processor
 STARTER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
     " from rewards.manager.serve import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
@@ -60,10 +60,13 @@ class Worker:
         try:
             send(self._socket, message, time.monotonic() + START_S)
             kind, value = self._receive(number, time.monotonic() + START_S)
-            if kind == "loaded":
+            begin = time.monotonic()
+            while kind == "at work":
                 deadline = time.monotonic() + timeout_s
-                if patience_s is not None and not is_readable(self._socket, min(patience_s, timeout_s)):
+                wait_s = min(max(begin + patience_s - time.monotonic(), 0), timeout_s) if on_slow else 0
+                if on_slow and not is_readable(self._socket, wait_s):
                     on_slow()
+                    on_slow = None
                 kind, value = self._receive(number, deadline)
         except TimeoutError:
             self.close()

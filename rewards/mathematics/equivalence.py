@@ -16,7 +16,7 @@ from rewards.mathematics.latex import MAX_CHARS, normalize
 
 # algebra sees no difference: letters in another hand, the order of a cross product
 AS_SPELLED = re.compile(r"\\math(?:cal|bb|frak|scr)|\\vec.*\\times|\\times.*\\vec")
-TIMEOUT_S = 5.0  # of a processor
+TIMEOUT_S = 2.0  # of a processor
 NO_TRUTH = ("", "nan", "none", "null", "[invalid]")  # ground truths that no answer equals
 DECIMAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 FRACTION = re.compile(r"(-?)(\d*)\\frac\{(\d+)\}\{(0*[1-9]\d*)\}")
@@ -58,19 +58,17 @@ def equal(answer, truth):
         return x in (y, y * percent)
     if a == b or (WORDS.fullmatch(a) and a.lower() == b.lower()):
         return True
-    if AS_SPELLED.search(a) or AS_SPELLED.search(b):
+    if AS_SPELLED.search(a + b) or not (FORMULA.fullmatch(a) and FORMULA.fullmatch(b)):
         return False
-    if max(len(a), len(b)) > MAX_CHARS or not (FORMULA.fullmatch(a) and FORMULA.fullmatch(b)):
-        return False
-    try:
-        return _same_meaning(a, b)
-    except (TimeoutError, WorkerError):  # a tower of powers; out of memory
-        return False
+    return max(len(a), len(b)) <= MAX_CHARS and _same_meaning(a, b)
 
 
 @lru_cache(maxsize=1024)  # many responses of a group have the same answer
 def _same_meaning(a, b):
-    return call_in_worker("rewards.mathematics.symbolic:equal", a, b, timeout_s=TIMEOUT_S) is True
+    try:
+        return call_in_worker("rewards.mathematics.symbolic:equal", a, b, timeout_s=TIMEOUT_S) is True
+    except (TimeoutError, WorkerError):  # a tower of powers; out of memory
+        return False
 
 
 def with_point(text):

@@ -1,4 +1,4 @@
-r"""Finds the answer in a response, and brings answers into one spelling.
+r"""Brings answers into one spelling.
 
 Text only: `\dfrac12`, `\frac{1}{2}` and `1/2` are one spelling; to see that 2^{-1} is equal is a calculation.
 Spellings of Chinese and European sources are read too: `答案：５元`, `]0;1,5[`, `\tg x`, `1\,000`.
@@ -7,16 +7,12 @@ Spellings of Chinese and European sources are read too: `答案：５元`, `]0;1
 import re
 from functools import lru_cache
 
+from rewards.boxed import LABEL
 from rewards.mathematics.tex import with_braces
 from rewards.mathematics.units import split_unit
 
 MAX_CHARS, MAX_NESTED = 1000, 200  # a longer answer, or with more that can be nested, stays as it is
 NESTED = re.compile(r"[{(\[^_|]|\\[A-Za-z]+")
-
-BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,9}|\\(?!\\?(?:boxed|fbox)).|[{}]", re.DOTALL)
-BARE_ANSWER = re.compile(r"[^\s${}]{1,99}(?:\{[^{}$]{0,99}\}){0,2}")  # of \boxed 5, \boxed\frac{1}{2}
-# What introduces an answer, in the languages of the data
-LABEL = "(?:answer|答案|答|故选|antwort|réponse|respuesta|risposta|resposta|odpowiedź|ответ)"
 
 UNICODE = (
     r"°=^\circ π=\pi ∞=\infty √=\sqrt ∛=\sqrt[3] ∜=\sqrt[4] ∅=\emptyset Ø=\emptyset ×=\times ÷=\div ·=\cdot"
@@ -32,43 +28,35 @@ UNICODE = str.maketrans(UNICODE | dict(zip("−–—﹣‑。【】", "-----.[]
 RAISED, LOWERED = ("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n"), ("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 THIN = re.compile("(?<=\\d)[\u2009\u202f\u00a0’](?=\\d{3}(?!\\d))")  # thousands
 
-FUNCTIONS = (  # as Europe writes them
-    "arcctg=arccot arccotg=arccot arctg=arctan ctg=cot cotg=cot tg=tan cosec=csc lg=log_{10} sh=sinh ch=cosh"
-    " th=tanh cth=coth"
+COMMANDS = (  # one spelling of several, those of Europe too
+    r"dfrac=\frac tfrac=\frac cfrac=\frac dbinom=\binom tbinom=\binom bar=\overline lt=< gt=> leq=\le"
+    r" leqq=\le leqslant=\le geq=\ge geqq=\ge geqslant=\ge neq=\ne varnothing=\emptyset O=\emptyset lvert=|"
+    r" rvert=| vert=| mid=| lbrace=\{ rbrace=\} arcctg=\arccot arccotg=\arccot arctg=\arctan ctg=\cot"
+    r" cotg=\cot tg=\tan cosec=\csc lg=\log_{10} sh=\sinh ch=\cosh th=\tanh cth=\coth"
 )
-FUNCTIONS = dict(pair.split("=") for pair in FUNCTIONS.split())
+COMMANDS = dict(pair.split("=") for pair in COMMANDS.split())
 NAMES = "(?:arc?)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|pi|log|ln|exp|gcd|lcm|min|max|infty"
-EUROPEAN = "|".join(FUNCTIONS)
 RULES = [  # (pattern, replacement), in this order
     (r"^\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}$", r"\1"),
     (rf"^(?i:{LABEL})\s*(?:[:是为]\s*)+|^故?选\s*(?=[A-H]\b)", ""),
     (r"(?<![\dA-Za-z)}\]])\{?\}?\^\{?(\d)\}?\s*\\sqrt(?![A-Za-z[])", r"\\sqrt[\1]"),
-    (r"\\(?:left|right)\s*\.", ""),
-    (r"\\(?:boxed|fbox|left|right|[bB]igg?[lr]?|(?:display|text)style|[hv]line|rm)(?![A-Za-z])", ""),
+    (
+        r"\\(?:left|right)\s*\.|\\(?:boxed|fbox|left|right|[bB]igg?[lr]?|(?:display|text)style|[hv]line|rm)(?![A-Za-z])",
+        "",
+    ),
     (r"(\\\\)\s*\[[-\d.]+\s*[a-z]{2}\]", r"\1"),  # space between the rows of a matrix
     (r"(?<!\\)\\[()\[\]]", ""),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-    (r"\\(le|ge|ne)(?:qq?|qslant)(?![A-Za-z])", r"\\\1 "),
-    (r"\\not *=", r"\\ne "),
-    (r"\\not *\\in(?![A-Za-z])", r"\\notin "),
-    (r"\.{3,}", r"\\ldots "),
-    (r"^~", r"\\approx "),
-    (r"(?<![\\A-Za-z])log_?(\d+)(?=\()", r"\\log_{\1}"),
-    (r"\\lt(?![A-Za-z])", "<"),
-    (r"\\gt(?![A-Za-z])", ">"),
-    (r"\\(?:varnothing|O)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
-    (r"\\(?:[lr]?vert|mid)(?![A-Za-z])", "|"),
-    (r"\\([lr])brace(?![A-Za-z])", lambda match: "\\{" if match[1] == "l" else "\\}"),
-    (r"\\mathbb\s*\{?R\}?", r"(-\\infty,\\infty)"),
-    (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
-    (r"\\math(?:rm|bf|it)\s+([A-Za-z])(?![A-Za-z])", r"\1"),
-    (r"\\bar(?![A-Za-z])", r"\\overline"),
-    (r"(?<=[\d.,])\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\\overline{\1\2\3}"),  # repeating
     (
-        rf"\\(?:(?:operatorname|mathrm|text)\s*\{{\s*)?({EUROPEAN})(?![A-Za-z])(?:\s*\}})?",
-        lambda match: f"\\{FUNCTIONS[match[1]]} ",
+        rf"\\(?:(?:operatorname|mathrm|text)\s*\{{\s*)?({'|'.join(COMMANDS)})(?![A-Za-z])(?:\s*\}})?",
+        lambda match: COMMANDS[match[1]] + " ",
     ),
+    (r"\\not *=", r"\\ne "),
+    (r"\.{3,}", r"\\ldots "),
+    (r"(?<![\\A-Za-z])log_?(\d+)(?=\()", r"\\log_{\1}"),
+    (r"\\\{\s*\\\}", r"\\emptyset "),
+    (r"\\mathbb\s*\{?R\}?", r"(-\\infty,\\infty)"),
+    (r"\\math(?:rm|bf|it)\s+([A-Za-z])(?![A-Za-z])", r"\1"),
+    (r"(?<=[\d.,])\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\\overline{\1\2\3}"),  # repeating
     (
         r"(?:\\\{\s*\\begin\{array\}\s*\{l\}|(?:\\\{\s*)?\\begin\{cases\})([^&]*?)\\end\{(?:array|cases)\}",
         lambda match: match[1].replace("\\\\", ", "),  # a system
@@ -78,19 +66,16 @@ RULES = [  # (pattern, replacement), in this order
         r"((?:sin|cos|tan|cot|sec|csc)\s{0,9}\(?)(\d{1,9}(?:\.\d{1,9})?)\s{0,9}\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?",
         r"\1\\frac{\2\\pi}{180}",
     ),
-    (r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])\s*\}?\s*$", r"\\text{ \1}"),
     (r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", " "),
     (r"(?<!\d)0\{,\}(?=\d)", "0."),  # a decimal comma
     (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=\d),(?=\\overline)", "."),
     (r"(?<=\d)(?: ?\{, ?\}|,\s*\\!|\\[,;: ]|[~'])\s*(?=\d{3}(?!\d))", ""),  # thousands, as LaTeX writes them
-    (r"\\!", ""),
-    (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " "),
+    (r"(?<!\\)\\[,;:>! ]|(?<!\A)~|\\q?quad(?![A-Za-z])", " "),
     (r" +", " "),
 ]
 WORD_RULES = [  # when the units and the \text commands are gone
     (r" +", " "),  # CAREFUL: first, as the time of a rule below grows with the cube of the blanks in a row
     (rf"(?<![\\A-Za-z])({NAMES})(?![A-Za-z])", r"\\\1 "),
-    (r"(?<![\\A-Za-z])(arctg|c?tg)(?![A-Za-z])", lambda match: f"\\{FUNCTIONS[match[1]]} "),
     (r"\*\*", "^"),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
@@ -128,34 +113,6 @@ SET = re.compile(r"\\\{[a-z](?:\|(?=[^|]*$)|:)(.*)\\\}")  # \{x|x>1\}
 THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:,\d{3})+(?!\d)")
 # The blanks that say nothing: all but those between two digits or two letters.
 BLANK = re.compile(r" (?![A-Za-z\d])|(?<![A-Za-z\d]) |(?<=\d) (?!\d)|(?<=[A-Za-z]) (?![A-Za-z])")
-
-
-def last_boxed(text):
-    r"""Content of the \boxed{} or \fbox{} that is closed last (of nested ones the outer one), or None.
-
-    `\boxed 5` counts too.  A box that is never closed does not.
-    """
-    best, opens, stack = None, -1, []
-    for token in BOX_TOKEN.finditer(text):
-        if token[0] == "{":
-            stack.append(token.end() if token.start() == opens else None)
-        elif token[0] == "}":
-            start = stack.pop() if stack else None
-            best = (start, token.start()) if start else best
-        elif token[0].startswith(("\\boxed", "\\fbox")):
-            opens = token.end()
-            bare = BARE_ANSWER.match(text, opens)
-            best = bare.span() if bare else best
-    return best and text[slice(*best)]
-
-
-def answer_of(truth):
-    """The answer of a ground truth, which may be a whole solution, as GSM8K and MATH publish it."""
-    _, mark, answer = f"\n{truth}".rpartition("\n####")
-    if mark:
-        return answer.strip()
-    around = truth.partition("\\boxed")[0]
-    return last_boxed(truth) or truth if " " in around.strip() else truth
 
 
 def normalize(answer):

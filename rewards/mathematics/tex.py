@@ -11,13 +11,10 @@ import re
 
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|.", re.DOTALL)
 CLOSERS = {"{": "}", "(": ")]", "[": ")]"}
-ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\overline": 1, "\\pmod": 1, "^": 1, "_": 1}
-TRIGONOMETRIC = {
-    f"\\{arc}{name}{h}"
-    for arc in ("", "arc", "ar")
-    for name in ("sin", "cos", "tan", "cot", "sec", "csc")
-    for h in ("", "h")
-}
+ARGUMENTS = {"\\frac": 2, "\\binom": 2}
+ARGUMENTS |= dict.fromkeys(["\\sqrt", "\\overline", "\\pmod", "\\mathbb", "^", "_"], 1)
+BASIC = "sin", "cos", "tan", "cot", "sec", "csc"
+TRIGONOMETRIC = {f"\\{arc}{f}{h}" for arc in ("", "arc", "ar") for f in BASIC for h in ("", "h")}
 FUNCTIONS = TRIGONOMETRIC | {"\\ln", "\\log", "\\exp"}
 FACTOR = re.compile(  # what can be part of a function's argument
     r"[\dA-Za-z{^_!]|\\(?:frac|sqrt|binom|pi|infty|alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu)"
@@ -80,9 +77,7 @@ def _function(name, tokens):
     if _next(tokens) in ("", "(", "["):
         return text
     argument = tokens.pop() if tokens[-1] in "+-" else ""
-    if _next(tokens) == "|":
-        argument += _absolute(tokens)
-    elif _next(tokens) in FUNCTIONS:
+    if _next(tokens) in FUNCTIONS:
         argument += _item(tokens)
     while tokens and (tokens[-1] == " " or FACTOR.match(tokens[-1])):
         argument += _item(tokens)
@@ -90,13 +85,6 @@ def _function(name, tokens):
         argument += tokens.pop() + _next(tokens)
         tokens.pop()
     return f"{text}({argument})" if argument else text
-
-
-def _absolute(tokens):
-    text = tokens.pop()
-    while tokens and tokens[-1] != "|":
-        text += _item(tokens)
-    return text + (tokens.pop() if tokens else "")
 
 
 def _base(tokens):

@@ -1,97 +1,74 @@
-r"""Units of an answer: 6 cm^2, 6\text{ square cm}, 5 \mathrm{~m}/\mathrm{s}, 30平方米, 5万元, 5 км.
+r"""Units of an answer: 6 cm^2, 6\text{ square cm}, 5 \mathrm{~m}/\mathrm{s}, 30平方米, 5万元, 5 км, 12 ways.
 
-Any words after a value are its unit, except those that make another value of it (5 or more, 5 tenths, 5以上).
+A unit is a name below, raised or divided by another one, or an English noun in the plural.  Powers of ten in
+words (5 million, 5万) are factors.  What else follows a value makes it another answer (5 or more, 5 tenths).
 """
 
 import re
 
-UNIT_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mbox)\s*\{"
-POWER = r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?$"
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-# Words that make another value of the number before them: how they begin in the languages of the data.
-NUMBER_WORD = (
-    r"(?:(?:dozen|score|gross|couple|lakh|crore|bn|mn|tn|half|hal[bv]e|third|(?:qua|cua)rt(?:er|o)?|quint[oa]|terzo"
-    r"|tercio|tiers|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|hundred|hundredth|thousand"
-    r"|thousandth|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|demi|mil|mila|mille|mio|mrd|mld"
-    r"|mln|tys|тыс|млн|млрд|пол)s?"
-    r"|\w+(?:teen|teenth|tieth)s?|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|\w+llionths?"
-    r"|(?:bi|tri|mi)l+(?:i?[oó]|iar)\w*|milh\w+|миллион\w*|миллиард\w*|тысяч\w*"
-    r"|(?:zwei|drei|drit|vier|fünf|sechs|sieb|acht|neun|zehn|hundert|tausend|dutzend)\w*|\w+i[eè]mes?"
-    r"|(?:douz|cent|vingt)aines?|milliers?|(?:décim|centésim|milésim|decim|millesim)\w+|do[cz]{1,2}[ei]na?s?"
-    r"|(?:дюжин|трет|четверт|десят|сот|половин)\w*)"
-)
-# Other words that are in no unit: conjunctions, prepositions, verbs, comparisons, adverbs.
-NO_UNIT = (
-    "or and nor to not no if when unless except only but than then is are was were be at by above below"
-    " under over before between after about around nearly almost rounded approx more less most least max"
-    " maximum minimum greater fewer larger smaller plus minus times negative positive wrong incorrect mod"
-    " modulo remainder rem k squared cubed factorial pi sqrt"
-    " twice doubled ago maybe perhaps onwards upwards oder und bis mehr weniger wenn etwa nicht halber"
-    " ou et moins si environ ni más menos più meno или и до но не если более менее около"
-    " for can may might does did fail fails never ish"
-)
-NO_UNIT = re.compile(rf"(?i:{'|'.join(NO_UNIT.split())}|\w+ly|{NUMBER_WORD})")
-NO_CHINESE_UNIT = re.compile(r"[或和与且至到不多少半成折余几约左上下内外打的点分又负?]|阶乘|次方|倒数|相反")
-LEADING_SCALES = re.compile(rf"(?i:\s*(?:{'|'.join(SCALES)})s?\b)*")
-SHORT = (  # units of two letters; others are a product: 5\text{ab}
-    "am|cc|cl|cm|dl|dm|ft|gb|gr|ha|hl|hm|hp|hr|in|kb|kg|km|kw|lb|mb|mg|mi|ml|mm|ms|mv|mw|ng|nm|ns|oz|pm|pt|qt|sq|st"
-    "|tb|tn|yd|yr"
-)
-LETTERS = r"A-Za-zÀ-ÿА-я"
-PATTERNS = [  # (words, power)
-    rf"(?<![_^{{\s])\s*{UNIT_TEXT}(?!\s*(?:[eijnp-rx-z]|(?!{SHORT})[a-z]{{2}})\s*\}})([^{{}}\d]+)\}}{POWER}",
-    rf"(?<=[\d)}}\]])\s*(?=\s[{LETTERS}.]{{3}}|(?:[mck]m|in|ft|yd|mi|kg|lb|oz|min|sec|hr|mph)(?:s|\b)|[а-я])"
-    rf"([{LETTERS}.\s/]+){POWER}",
-    rf"(?<=[\dA-Za-z)}}\]])\s*([\u4e00-\u9fff/]+){POWER}",
-]
-PATTERNS = [re.compile(pattern) for pattern in PATTERNS]
-VALUE = re.compile(r"\d|\\(?!text|math|mbox)")  # what has a unit
-TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname\*?|boldsymbol|bm)\s*\{([^{}]*)\}"
-)
-JOINT = re.compile(rf"\}}\s*/\s*{UNIT_TEXT}")  # of \mathrm{m}/\mathrm{s}
-SPACED = str.maketrans({char: f" {char}" for char in "平立"} | {"方": "方 "})
-CHINESE_SCALE = re.compile(r"(?:[十百万亿]|千(?![克米瓦帕卡焦]))*")
-CHINESE_SCALES = dict(zip("十百千万亿", (1, 2, 3, 4, 8)))
-POWERS = {"square": "2", "sq": "2", "平方": "2", "cubic": "3", "立方": "3"}
 NAMES = (
-    "millimeter=mm centimeter=cm meter=m kilometer=km metre=m centimetre=cm kilometre=km inch=in inche=in"
-    " foot=ft feet=ft yard=yd mile=mi gram=g kilogram=kg pound=lb ounce=oz hour=hr"
-    " minute=min second=sec percent=%"
-    " pct=% percentage=% degree= unit= square= sq= cubic= 平方= 立方= 个= 度= 元=yuan 毫米=mm"
-    " 厘米=cm 分米=dm 米=m"
-    " 千米=km 公里=km 克=g 千克=kg 公斤=kg 小时=hr 分钟=min 秒=sec 升=l 毫升=ml м=m см=cm км=km кг=kg"
+    "millimeter=mm centimeter=cm decimeter=dm meter=m kilometer=km metre=m centimetre=cm kilometre=km mètre=m"
+    " inch=in inche=in foot=ft feet=ft yard=yd mile=mi gram=g kilogram=kg milligram=mg ton=t tonne=t pound=lb"
+    " ounce=oz hour=hr minute=min second=sec day= week= month= year= liter=l litre=l milliliter=ml percent=%"
+    " pct=% percentage=% degree= unit= cent= euro= dollar= people= person= men= women= children= path="
+    " length= width= mm= cm= dm= km= m= in= ft= yd= mi= g= kg= mg= lb= oz= h= hr= min= s= sec= ms= l= L= ml="
+    " mL= cc= mph= kph= N= J= W= V= A= Pa= Hz= K= kw= kwh= hp= am= pm= yuan= C= F="
+    " 毫米=mm 厘米=cm 分米=dm 米=m 千米=km 公里=km 克=g 千克=kg 公斤=kg 吨=t 小时=hr 分钟=min 秒=sec 升=l"
+    " 毫升=ml 元=yuan 角= 个= 度= 种= 人= 名= 天= 年= 月= 岁= 只= 条= 本= 件= 次= м=m см=cm км=km г=g кг=kg"
 )
-NAMES = dict(pair.split("=") for pair in NAMES.split())
+NAMES = {name: short or name for name, _, short in (pair.partition("=") for pair in NAMES.split())}
+NAMES |= dict.fromkeys(["unit", "degree", "个", "度"], "")
+POWERS = {"square": "2", "sq": "2", "平方": "2", "cubic": "3", "立方": "3"}
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALES |= dict(zip("十百千万亿", (1, 2, 3, 4, 8)))
+# Parts and multiples of one, in the languages of the data: they end as a plural does, and are no unit
+NUMBER_WORD = (
+    r"(?:\w*(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|teenth|tieth"
+    r"|hundredth|thousandth|hal[fv]e?|dozen|score|gross|couple|lakh|crore|hundred|thousand|ll?ion|ll?ionth"
+    r"|lliard|illier|aine|cuarto|tercio|quint[oa])s?)"
+)
+# CAREFUL: some words in -s are adverbs; -ss and -us end no plural (less, minus)
+PLURAL = re.compile(rf"(?!{NUMBER_WORD}\Z|(?:always|perhaps|others|\w*wards)\Z)[a-z]{{2,}}(?<![su])s")
+TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname\*?|boldsymbol|bm)"
+TEXT = re.compile(rf"{TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
+JOINT = re.compile(rf"\}}\s*/\s*{TEXT_COMMAND}\s*\{{")  # of \mathrm{m}/\mathrm{s}
+LETTERS = r"A-Za-zÀ-ÿА-я\u4e00-\u9fff"
+POWER = r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?\s*\Z"
+MARKED = re.compile(rf"(?<![_^{{\s])\s*{TEXT_COMMAND}\s*\{{([^{{}}\d]+)\}}{POWER}")
+PLAIN = re.compile(
+    rf"(?<=[\dA-Za-z)}}\]])\s*(?<=[\d)}}\]\s])((?![A-Za-z](?:[^\w.]|\Z))[{LETTERS}][{LETTERS}.\s/]*){POWER}"
+)
+WORD = re.compile(r"平方|立方|千(?=[克米])\w+|[十百千万亿]|[\u4e00-\u9fff]+|[^\W\d_]+|/|\S")
+VALUE = re.compile(r"\d|\\(?!text|math|mbox)")  # what has a unit
 
 
 def split_unit(text, unit=""):
     r"""(value without \text{}, unit) of a text; words such as million or 万 are factors of the value."""
     text = JOINT.sub("/", text)
-    for pattern in PATTERNS:
-        match = next((m for m in pattern.finditer(text) if _is_unit(text[m.start(1) :])), None)
-        if match and VALUE.search(text, 0, match.start()):
-            exponent, unit = _read(match[1], match[2], unit)
+    for pattern in (MARKED, PLAIN):
+        match = pattern.search(text)
+        found = match and VALUE.search(text, 0, match.start()) and _read(match[1], match[2])
+        if found:
+            exponent, name = found
+            unit = name or unit
             text = text[: match.start()] + (rf"\cdot 10^{{{exponent}}}" if exponent else "")
         text = TEXT.sub(r" \1 ", text).strip()
     return text, unit
 
 
-def _is_unit(text):
-    """Whether no word of what follows a value makes another value of it."""
-    words = re.findall(r"\w+", text[LEADING_SCALES.match(text).end() :])
-    return not NO_CHINESE_UNIT.search(text) and not any(map(NO_UNIT.fullmatch, words))
-
-
-def _read(words, power, unit):
-    """(exponent of ten, name of the unit) of the words after a value."""
-    words = words.strip()
-    scale = CHINESE_SCALE.match(words)[0]
-    exponent = sum(map(CHINESE_SCALES.get, scale))
-    words = words[len(scale) :].translate(SPACED).lower().replace(".", "").split()
-    words = [word.rstrip("s") for word in words]
-    while words and words[0] in SCALES:
-        exponent += SCALES[words.pop(0)]
-    power = power or next((POWERS[word] for word in words if word in POWERS), "")
-    name = " ".join(filter(None, (NAMES.get(word, word) for word in words)))
-    return exponent, name + power if name else unit
+def _read(words, power):
+    """(exponent of ten, name of the unit) of the words after a value; None if they are no unit."""
+    words = [x if len(x) == 1 else x.lower() for x in WORD.findall(words.replace(".", "").replace("~", " "))]
+    exponent = 0
+    while words and words[0].rstrip("s") in SCALES:
+        exponent += SCALES[words.pop(0).rstrip("s")]
+    if words and words[0] in POWERS:
+        power = POWERS[words.pop(0)]
+    names = [NAMES.get(word, NAMES.get(word.rstrip("s"))) for word in words]
+    if names and names[0] is None and PLURAL.fullmatch(words[0]):
+        names[0] = words[0].rstrip("s")
+    if len(words) == 3 and words[1] in ("/", "per"):
+        names[1:] = ["/", names[2] or words[2]]
+    elif len(words) > 1:
+        return None
+    return None if None in names else (exponent, "".join(names) + (power or ""))

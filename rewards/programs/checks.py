@@ -15,7 +15,7 @@ from rewards.sandbox import calls as calls_of_sandbox
 from rewards.sandbox import run_judge, run_tests
 from rewards.sandbox.calls import GIVEN_MODULES, decode
 
-TIMEOUT_S = 4
+TIMEOUT_S, TOTAL_S = 4, 20  # of a processor: for a test, and for all tests of a program
 OUTPUT_BYTES = 1 << 16  # that a program may print beyond four times the longest expected output
 CHILD = Path(calls_of_sandbox.__file__).read_text()
 BUILTINS = frozenset(dir(builtins))
@@ -66,7 +66,8 @@ def run(program, tests):
     """Yield (Result, test) for tests of (stdin, what is expected)."""
     size = OUTPUT_BYTES + 4 * max((len(str(expected)) for _, expected in tests), default=0)
     stdins = [stdin for stdin, _ in tests]
-    results = run_tests(program, stdins, TIMEOUT_S, output_bytes=size, imports=GIVEN_MODULES)
+    limits = dict(output_bytes=size, total_s=TOTAL_S)
+    results = run_tests(program, stdins, TIMEOUT_S, **limits, imports=GIVEN_MODULES)
     yield from zip(results, tests)
 
 

@@ -2,7 +2,9 @@
 
 A program is one process of this interpreter, with the standard library and nothing else: it starts threads,
 but no process, and has no network.  Its memory, threads, open files, output and time are limited; it ends
-with the thread that started it.  What holds it (`tier()`; the first that works on this machine is taken):
+with the thread that started it.  Its time is that of a processor, and as many run at a time as there are
+cores, so no program fails because others are at work.
+What holds it (`tier()`; the first that works on this machine is taken):
   namespaces  user, mount, pid, net and ipc namespaces with a root directory of its own: the interpreter's
               libraries, read only, and an empty directory of limited size.  Linux 5.14.
   landlock    the same libraries can be read, no file written.  Linux 5.13; for containers without namespaces.
@@ -11,22 +13,28 @@ with the thread that started it.  What holds it (`tier()`; the first that works 
 In each, the program has no privileges (as root: it is nobody) and may make few system calls (seccomp).
 """
 
+import fcntl
 import functools
 import marshal
 import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from rewards.manager.serve import still_at_work
 
 CHILD = Path(__file__).with_name("child.py")
 TIERS = ("namespaces", "landlock", "rlimits")
 MEMORY_MB = 1024
 OUTPUT_BYTES = 4 << 20
 START_S = 60  # limit for starting a sandbox, beyond the time of a program
+IDLE_S = 5  # on the clock: a program that uses no processor for so long is ended
+BUSY = 30  # times the processor time: the most that a program takes on the clock of a busy machine
 MEND = (
     "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns;"
     " docker run --security-opt seccomp=unconfined) or Landlock (Linux 5.13), keep Python where any user can"
@@ -43,7 +51,8 @@ class Result(NamedTuple):
 
     returncode: as in subprocess, the negative number of the signal that ended it.
     reason: None if it ended by itself; "timeout" or "output" (too much on stdout) if it was ended for that;
-    "lost" if its sandbox broke down.  Want of memory is a MemoryError in the program.
+    "lost" if its sandbox broke down, or it had no processor.
+    Want of memory is a MemoryError in the program.
     """
 
     stdout: str
@@ -53,21 +62,45 @@ class Result(NamedTuple):
 
 
 def run_python(source, stdin="", timeout_s=10, memory_mb=MEMORY_MB):
-    """Run a program -> Result.  timeout_s: on the clock; memory_mb: address space.  Raises SandboxError."""
+    """Run a program -> Result.  timeout_s: of a processor; memory_mb: address space.  Raises SandboxError."""
     [result] = run_tests(source, [stdin], timeout_s, memory_mb)
     return result
 
 
-def run_tests(source, stdins, timeout_s=10, memory_mb=MEMORY_MB, output_bytes=OUTPUT_BYTES, imports=()):
+def run_tests(source, stdins, timeout_s=10, memory_mb=MEMORY_MB, output_bytes=OUTPUT_BYTES, **more):
     """Run a program once with each stdin, in one sandbox, each time from a clean state; yields the Results.
 
     A test that takes timeout_s halves it for the tests after it.  So time-outs cost less than twice
-    timeout_s in all.  output_bytes: limit of stdout.  imports: modules that are loaded once for all tests.
+    timeout_s in all.  output_bytes: limit of stdout.  total_s: of a processor, for all tests.  imports:
+    modules that are loaded once for all tests.
     """
-    with _started(tier(), source, stdins, timeout_s, memory_mb, output_bytes, imports) as process:
+    with a_core(), _started(tier(), source, stdins, timeout_s, memory_mb, output_bytes, **more) as process:
         for _ in stdins:
+            still_at_work()
             yield _receive(process, timeout_s)
         process.wait()
+
+
+@contextmanager
+def a_core():
+    """One of as many places as there are cores; all processes of the user share them."""
+    folder = Path(tempfile.gettempdir(), f"rewards-sandbox-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with ExitStack() as stack:
+        paths = (folder / str(i) for i in range(len(os.sched_getaffinity(0))))
+        files = [stack.enter_context(path.open("w")) for path in paths]
+        while not any(map(_is_locked, files)):
+            still_at_work()
+            time.sleep(0.02)
+        yield
+
+
+def _is_locked(file):
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def run_judge(judge, program, timeout_s=10, memory_mb=MEMORY_MB):
@@ -75,12 +108,17 @@ def run_judge(judge, program, timeout_s=10, memory_mb=MEMORY_MB):
     name = tier()
     judge_in, program_out = os.pipe()
     program_in, judge_out = os.pipe()
-    limits = (memory_mb, OUTPUT_BYTES)
-    with (  # the program outlasts the judge: if it hangs, the judge has the time-out
-        _started(name, program, [""], START_S + timeout_s, *limits, streams=(program_in, program_out)),
-        _started(name, judge, [""], timeout_s, *limits, streams=(judge_in, judge_out)) as process,
+    # While one is at work, the other sleeps.
+    limits = dict(memory_mb=memory_mb, output_bytes=OUTPUT_BYTES, idle_s=BUSY * timeout_s)
+    with (
+        a_core(),
+        _started(name, program, [""], timeout_s, streams=(program_in, program_out), **limits) as other,
+        _started(name, judge, [""], timeout_s, streams=(judge_in, judge_out), **limits) as process,
     ):
-        return _receive(process, timeout_s)
+        result = _receive(process, timeout_s)
+        failed = result.reason or result.returncode
+        reason = _receive(other, timeout_s).reason if failed and not result.reason else None
+        return result._replace(reason=result.reason or reason)
 
 
 @functools.cache
@@ -107,8 +145,10 @@ def tier():
 
 
 @contextmanager
-def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, imports=(), streams=()):
+def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, **more):
     """A sandbox at work.  streams: descriptors for stdin and stdout of the program, closed here."""
+    more = dict(imports=(), streams=(), total_s=1e9, idle_s=IDLE_S) | more
+    total_s = min(more["total_s"], len(stdins) * (timeout_s + 1))
     request = {
         "tier": tier,
         "source": source,
@@ -116,10 +156,8 @@ def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, imports=(
         "timeout_s": timeout_s,
         "memory_mb": memory_mb,
         "output_bytes": output_bytes,
-        "imports": imports,
-        "streams": streams,
-        "lifetime_s": START_S + len(stdins) * (timeout_s + 1),
-    }
+        "lifetime_s": START_S + BUSY * total_s,
+    } | more
     with open(os.memfd_create("request"), "w+b") as file:
         marshal.dump(request, file)
         file.seek(0)
@@ -131,10 +169,10 @@ def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, imports=(
             stderr=subprocess.DEVNULL,
             env={},
             cwd="/",
-            pass_fds=streams,
+            pass_fds=more["streams"],
             start_new_session=True,
         )
-    for fd in streams:
+    for fd in more["streams"]:
         os.close(fd)
     try:
         yield process
@@ -146,7 +184,7 @@ def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, imports=(
 
 def _receive(process, timeout_s):
     """The next Result; `child.frame` is what arrives."""
-    deadline = time.monotonic() + START_S + timeout_s
+    deadline = time.monotonic() + START_S + BUSY * timeout_s
     try:
         reason, returncode, *sizes = _read(process.stdout, 64, deadline).decode().split()
         stdout, stderr = (_read(process.stdout, int(n), deadline).decode("utf-8", "replace") for n in sizes)
