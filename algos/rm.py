@@ -105,9 +105,9 @@ from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Logger, fail, learning_rate, leave, open_run, ranks_on, refuse, stop_on_signals
 from data_prep.lib.cache import IDS, encoded_rows, too_long
+from data_prep.lib.columns import opened
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
-from data_prep.lib.columns import opened
 from data_prep.lib.replies import pair_of
 from data_prep.lib.templates import given_by, render, use_template
 from data_prep.lib.turns import check_scored

@@ -8,7 +8,6 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest

@@ -380,7 +380,9 @@ def test_an_answer_may_be_one_message(tmp_path):
     assert texts[0] == texts[1]
     for bad in ([says("3"), user(), says("4")], [calls("f", dict(x=1))], [user()], ["3"], 3, []):
         path = written(tmp_path / "bad.parquet", [dict(prompt=[user()], completion=bad)])
-        with pytest.raises(ValueError, match=r"row 0: (an answer must|'completion' is empty|'completion.0.' must be)"):
+        with pytest.raises(
+            ValueError, match=r"row 0: (an answer must|'completion' is empty|'completion.0.' must be)"
+        ):
             sft.load_examples([path], make(response_key="completion"), tokenizer)
 
 
@@ -633,7 +635,9 @@ def test_half_a_character_and_large_integers(tmp_path):
 
 def test_numbers_beside_nulls(tmp_path):
     """Rows whose later groups have a field, or a fraction, that the first group has not."""
-    rows = [dict(x=None, y=1, z=dict(a=1))] * source.BATCH_ROWS + [dict(x="a", y=0.5, z=dict(a=1, b=dict(c=2)))]
+    rows = [dict(x=None, y=1, z=dict(a=1))] * source.BATCH_ROWS + [
+        dict(x="a", y=0.5, z=dict(a=1, b=dict(c=2)))
+    ]
     path = tmp_path / "x.parquet"
     rows[-1]["z"].pop("b")
     write_parquet(rows, path)
@@ -684,7 +688,7 @@ def test_reasoning_is_shown_or_refused(field):
     read = lambda tokenizer: sft.encode_messages(said, tokenizer)
     with pytest.raises(ValueError, match="leaves out of message 1 its reasoning"):
         read(tokenizer_with())
-    with pytest.raises(ValueError, match="leaves out its reasoning"):
+    with pytest.raises(ValueError, match="leaves out of message 1 its reasoning"):
         rm.conversation_ids(said[:1], said[1:], tokenizer_with(), 0)
     for name in ("reasoning_content", "reasoning", "thinking"):  # whatever the template calls it
         shows = CALLS.replace("~ m.content", f"~ (m.{name} ~ '/' if m.{name} else '') ~ m.content")

@@ -26,7 +26,9 @@ SCHEMA = dict(name="calculate", parameters=dict(type="object"))
 FILE = io.BytesIO()
 Image.new("RGB", (32, 32), "red").save(FILE, "PNG")
 PICTURE = dict(bytes=FILE.getvalue(), path=None)
-RL = dict(data_source="arithmetic", reward_model=dict(style="rule", ground_truth="3"), extra_info=dict(index=0))
+RL = dict(
+    data_source="arithmetic", reward_model=dict(style="rule", ground_truth="3"), extra_info=dict(index=0)
+)
 BASE = {  # what a script reads of a row without flags
     "sft": dict(messages=[user("1+2="), says("3")]),
     "dpo": dict(prompt=[user("1+2=")], chosen=[says("3")], rejected=[says("4")]),
@@ -85,7 +87,9 @@ KEYS = {  # of a message of the assistant, whose words are "3"
 }
 FORMS = {  # a row for SFT as libraries write it: what is trained, and before it the prompt
     "t a s o messages": dict(messages=[user("1+2="), says("3")]),
-    "l a conversations": dict(conversations=[{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "3"}]),
+    "l a conversations": dict(
+        conversations=[{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "3"}]
+    ),
     "t strings": dict(prompt="1+2=", completion="3"),
     "t messages apart": dict(prompt=[user("1+2=")], completion=[says("3")]),
     "v RL": RL | dict(prompt=[user("1+2=")], extra_info=dict(answer="3")),
@@ -155,7 +159,9 @@ def test_columns_beside(script, name, tmp_path, capsys):
 
 
 def test_all_trainers_with_a_sampler_read_as_one():
-    assert all(x.load_prompt_files is cache.load_prompt_files for x in (grpo, grpo_nano, dapo, agent, distill))
+    assert all(
+        x.load_prompt_files is cache.load_prompt_files for x in (grpo, grpo_nano, dapo, agent, distill)
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -193,7 +199,10 @@ def test_forms_are_read_without_a_flag(form, lines, tmp_path, capsys):
 
 def test_two_that_say_different_things(tmp_path):
     talk = [dict(role="system", content="add"), user("1+2="), says("3")]
-    assert first("sft", written(tmp_path, dict(messages=talk, system="add ")), tokenizer_with(TEMPLATE))[0][:13] == "<|system|>add"
+    assert (
+        first("sft", written(tmp_path, dict(messages=talk, system="add ")), tokenizer_with(TEMPLATE))[0][:13]
+        == "<|system|>add"
+    )
     for row, problem in (
         (dict(messages=talk, system="subtract"), "its first message differ: keep one"),
         (dict(messages=talk, images=[PICTURE], image=PICTURE), "pictures in 'images' and in 'image'"),
@@ -219,8 +228,10 @@ def test_a_picture_of_any_name_and_an_answer_that_says_its_token(tmp_path):
         path = written(tmp_path, row | dict(completion=said, image=PICTURE))
         with pytest.raises(ValueError, match="row 0: the answer says .*, which stands for a picture"):
             first("sft", path, processor)
-    with pytest.raises(ValueError, match="a model that takes images reads prompts and completions"):
-        first("sft", written(tmp_path, dict(messages=[user("<image>?"), says("3")], image=PICTURE)), processor)
+    with pytest.raises(ValueError, match="a model that takes images reads prompts and completions, no"):
+        first(
+            "sft", written(tmp_path, dict(messages=[user("<image>?"), says("3")], image=PICTURE)), processor
+        )
 
 
 def test_what_data_scripts_do_not_read_is_named(tmp_path, capsys):

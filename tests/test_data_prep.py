@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.files import replacing
-from data_prep import arithmetic, gsm8k, inspect, smollm2, tiny_model
-from data_prep.lib import prepare, source
+from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
+from data_prep.lib import source
 from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
 
@@ -108,7 +108,9 @@ def test_many_rows_are_written_in_groups(tmp_path):
     assert pq.ParquetFile(path).num_row_groups == 4
     assert [row["extra_info"]["index"] for row in load_rows(path, COLUMNS)] == list(range(n))
     rows = [good_row(extra_info={"index": i}) for i in range(source.BATCH_ROWS)]
-    with pytest.raises(ValueError, match=rf"rows {source.BATCH_ROWS} to {source.BATCH_ROWS}: a column of two types"):
+    with pytest.raises(
+        ValueError, match=rf"rows {source.BATCH_ROWS} to {source.BATCH_ROWS}: a column of two types"
+    ):
         write_parquet([*rows, good_row(extra_info={"index": "seven"})], path)
     assert len(load_rows(path, COLUMNS)) == n  # the file that was there
 
@@ -117,7 +119,12 @@ def test_some_rows_have_tools_or_pictures(tmp_path):
     """A row may leave out such a column, first or last in a file, and in a group of rows without any."""
     tools, images = [dict(name="add", parameters={})], [dict(bytes=None, path="a.png")]
     plain, rich = good_row(), good_row(tools=tools, images=images)
-    for rows in ([plain, rich], [rich, plain], [plain] * source.BATCH_ROWS + [rich], [rich] + [plain] * source.BATCH_ROWS):
+    for rows in (
+        [plain, rich],
+        [rich, plain],
+        [plain] * source.BATCH_ROWS + [rich],
+        [rich] + [plain] * source.BATCH_ROWS,
+    ):
         write_parquet(rows, tmp_path / "x.parquet")
         found = [
             bool(row["tools"] and row["images"])

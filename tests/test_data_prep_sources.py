@@ -23,10 +23,11 @@ from data_prep import (
     mbpp_humaneval,
     numina,
     preference,
+    prepare,
     quixbugs,
     sft_chat,
 )
-from data_prep.lib import prepare, source
+from data_prep.lib import source
 from data_prep.lib.schema import load_rows
 from rewards import check_sources, compute_score
 
@@ -354,14 +355,14 @@ def test_local_files(tmp_path):
         table = pa.Table.from_pylist(rows)
         with pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
-    found = list(source.read_local(tmp_path, "train"))
+    found = list(prepare.read_local(tmp_path, "train"))
     assert [record for _, record in found[:5]] == [{"x": i} for i in range(5)]
     assert found[3][0].endswith("train-00001-of-00002.jsonl: row 0") and isinstance(found[5][1], ValueError)
-    assert [record for _, record in source.read_local(tmp_path, "new")] == rows
-    assert [record for _, record in source.read_local(tmp_path, "old")] == rows
-    assert [record for _, record in source.read_local(tmp_path, "test")] == [{"x": 5}]
+    assert [record for _, record in prepare.read_local(tmp_path, "new")] == rows
+    assert [record for _, record in prepare.read_local(tmp_path, "old")] == rows
+    assert [record for _, record in prepare.read_local(tmp_path, "test")] == [{"x": 5}]
     with pytest.raises(ValueError, match=r"no file trai.* or trai-"):
-        source.read_local(tmp_path, "trai")
+        prepare.read_local(tmp_path, "trai")
     for name in ("bad.parquet", "bad.json", "bad.jsonl.gz", "bad.arrow"):
         (tmp_path / name).write_text("neither")
         with pytest.raises(ValueError, match=rf"{name}: (cannot be read|not a parquet file)"):

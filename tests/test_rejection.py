@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from algos import eval as evaluation
 from algos import rm, sft
 from data_prep import difficulty, rejection
-from data_prep.difficulty import whole_rows
 from data_prep.arithmetic import make_row
+from data_prep.difficulty import whole_rows
 from data_prep.lib.schema import load_rows
 from data_prep.tiny_model import make_tokenizer
 

@@ -80,7 +80,8 @@ def check_variables(options, tokenizer):
     text_only, templates = getattr(tokenizer, "tokenizer", tokenizer), tokenizer.chat_template
     texts = [*templates.values()] if isinstance(templates, dict) else [templates or ""]
     for name in options:
-        if name in OURS or name in text_only.special_tokens_map or not any(name in variables(x) for x in texts):
+        given = name in OURS or name in text_only.special_tokens_map
+        if given or not any(name in variables(x) for x in texts):
             raise ValueError(f"the chat template has no variable {name!r}")
 
 

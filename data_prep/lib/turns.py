@@ -39,9 +39,9 @@ def places(prompt, upto, history, last=1):
 
 
 def place(messages, i, tokenizer, tools):
-    """Of turn i, if marks stand in the place of what is said: where it begins, and after which prompt from the end.
+    """Of turn i, if marks stand in the place of what is said: where it begins, and after which prompt.
 
-    None: it is not shown in full there, or a thought twice. And what the template writes before and after it.
+    None: it is not shown in full there, or a thought twice. And what the template writes around it.
     """
     about = kinds(messages[: i + 1])
     turn, own = in_marks(i, about[i])
@@ -73,7 +73,7 @@ def own_text(message, i, prompt, template):
 
 
 def turn(messages, i, tokenizer, tools):
-    """Prompt and text of turn i, which ends behind EOS, or the last special token; without any EOS follows."""
+    """Prompt and text of turn i, which ends behind EOS, or the last special token; if it has none: EOS."""
     message, special, ends = messages[i], special_tokens(tokenizer), []
     alone = not message.keys() & {"tool_calls", "reasoning_content"} and special.search(message["content"])
     for said in (messages, [*map(thought_apart, messages)]):
@@ -139,7 +139,7 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
     """
     wanted = trained_turns(messages, first)
     if hasattr(tokenizer, "image_processor"):
-        raise ValueError("a model that takes images reads prompts and completions, and these are conversations")
+        raise ValueError("a model that takes images reads prompts and completions, no conversations")
     if wanted[:1] == [0]:
         remedy = "drop it, or say that it is not trained by 'train': false"
         raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
@@ -220,7 +220,7 @@ def stops(ids, trained, tokenizer):
 
 
 def check_scored(messages, first, tokenizer, tools):
-    """ValueError if a conversation, scored as a whole, has turns from `first` on that are not shown in full."""
+    """ValueError if turns from `first` on, scored with their conversation, are not shown in full."""
     about = kinds(plain(messages, tokenizer))
     _, text, _ = tried(about, tokenizer, tools, False)
     for i, message in enumerate(messages[first:], first):
@@ -228,7 +228,7 @@ def check_scored(messages, first, tokenizer, tools):
             raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
         mark = f"zq{i}reasoning_contentz"
         if message.get("reasoning_content") and mark not in (text or mark):
-            raise ValueError(f"the chat template leaves out its reasoning, {message['reasoning_content']!r:.40}")
+            raise ValueError(f"the chat template leaves out of message {i} its reasoning; {ELSE}")
 
 
 def says_nothing(reply):
@@ -238,5 +238,4 @@ def says_nothing(reply):
     if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
         raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
     spoken = [x for x in reply if x.get("role") == "assistant" and x.get("train", True)]
-    full = lambda x: x["content"].strip() or x.get("tool_calls") or x.get("reasoning_content")
-    return not all(map(full, spoken))
+    return not all(x["content"].strip() or {"tool_calls", "reasoning_content"} & x.keys() for x in spoken)
