@@ -1,14 +1,28 @@
 """Whatever class transformers takes for a tokenizer, it makes the ids of the model's tokenizer.json."""
 
 import json
-from itertools import product
+from itertools import groupby, product
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from common.families import save_tokenizer
+from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer
+from data_prep.lib.schema import write_parquet
+from data_prep.lib.templates import render
+from data_prep.lib.turns import answer_ids, encode_messages, ids_after
 
 TEXT = "Pay 12,345.67 for hello world (x+1) 1234... HELLO\n\n  two  don't <|end|>\nÜber é"
 NAMED = [  # model type, and the class that its tokenizer_config.json names, as published models have them
@@ -141,8 +155,13 @@ def test_turns_follow_the_ids_that_a_sampler_is_given(kind, end, tmp_path):
     own.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in ("<|end|>", "<|a|>")])
     t = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>", unk_token="<unk>")
     t.chat_template = TURNS.replace("END", repr(end))
-    user, says = ([dict(role=x, content=y) for y in z] for x, z in (
-        ("user", ("what is four", "and what")), ("assistant", ("four is", " the answer", "\nfour", "is"))))
+    user, says = (
+        [dict(role=x, content=y) for y in z]
+        for x, z in (
+            ("user", ("what is four", "and what")),
+            ("assistant", ("four is", " the answer", "\nfour", "is")),
+        )
+    )
     for first, second in product(says, says):
         talk = [user[0], first, user[1], second]
         given = [t(render(talk[:i], t), add_special_tokens=False)["input_ids"] for i in (1, 3)]
@@ -151,11 +170,12 @@ def test_turns_follow_the_ids_that_a_sampler_is_given(kind, end, tmp_path):
             runs = [[*run] for on, run in groupby(range(len(ids)), key=trained.__getitem__) if on]
             starts += [ids[: run[0]] for run in runs]
             for run, message in zip(runs, (first, second)[len(starts) - len(runs) :]):
-                said = t.decode([ids[i] for i in run], clean_up_tokenization_spaces=False)
-                assert kind == "WordPiece" or said == message["content"] + "<|end|>" or said[:1] != " "
-                assert "".join(said.split()) == "".join(message["content"].split()) + "<|end|>"
                 whole = t.decode(ids[: run[-1]], clean_up_tokenization_spaces=False)
-                assert kind == "WordPiece" or whole.endswith(f":{end}{message['content']}")
+                said = f":{end}{message['content']}"
+                if kind == "WordPiece":
+                    said, whole = ("".join(x.split()) for x in (said, whole))
+                together = t(f"{t.decode(ids[: run[0]])}{message['content']}", add_special_tokens=False)
+                assert whole.endswith(said) or ids[: run[-1]] == together["input_ids"]
         assert starts == given
         row = dict(prompt=user[:1], data_source="x", reward_model=dict(style="model"), extra_info=dict(i=1))
         write_parquet([row], tmp_path / "x.parquet")
@@ -167,5 +187,7 @@ def test_turns_follow_the_ids_that_a_sampler_is_given(kind, end, tmp_path):
 def test_a_tokenizer_in_plain_python():
     t = ByT5Tokenizer()
     t.chat_template = TURNS.replace("END", "' '")
-    [(ids, trained)] = encode_messages([dict(role="user", content="hi"), dict(role="assistant", content="yo")], t)
+    [(ids, trained)] = encode_messages(
+        [dict(role="user", content="hi"), dict(role="assistant", content="yo")], t
+    )
     assert t.decode([x for x, on in zip(ids, trained) if on]) == "yo</s>"
