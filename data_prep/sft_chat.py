@@ -1,6 +1,6 @@
 """Dialogues for supervised fine-tuning, from `messages`, or any other columns that sft.py reads by itself.
 
-Calls of tools are kept, and the columns beside them. A dialogue with an empty turn is left out.
+Calls of tools are kept, and the other columns that sft.py reads. A dialogue with an empty turn is left out.
 
 python data_prep/sft_chat.py --local_save_dir data/ultrachat
 python data_prep/sft_chat.py --dataset allenai/tulu-3-sft-mixture --splits train --local_save_dir data/tulu3

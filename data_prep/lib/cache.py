@@ -38,7 +38,7 @@ RL = "data_source", "prompt", "reward_model", "extra_info"
 
 
 class Rows:
-    """Rows of an Arrow file; what `row` has as JSON stands beside the other fields."""
+    """Rows of an Arrow file; `row` has some fields as JSON."""
 
     def __init__(self, batches):
         self.batches, self.ends = batches, [*accumulate(map(len, batches))]

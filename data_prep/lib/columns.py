@@ -24,7 +24,7 @@ FORMS = {  # where a file lacks the columns of a script's defaults: what it may 
     (*ANSWER,): (("messages",), ("prompt", "completion")),
     (*PAIR,): ((*PAIR,), ("messages", "chosen", "rejected"), ("chosen", "rejected")),
 }
-SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read beside them
+SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read in any row
 ALPACA = "instruction", "input"  # the second is part of the first
 NOTES = "data_source ability reward_model extra_info responses response_tokens finish_reasons".split()
 NOTES += "episodes", "scores", "results"  # what rewards, people and our own scripts read
@@ -81,7 +81,7 @@ def roots_of(columns):
 
 
 def used(source, columns):
-    """The columns of a file to read: those in `columns`, those beside them, those that may be refused."""
+    """The columns of a file to read: those in `columns`, of any row, and those that may be refused."""
     return [x for x in source.names if x in (*roots_of(columns), *SHOWN, *REFUSED, *source.media)]
 
 

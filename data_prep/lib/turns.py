@@ -39,7 +39,7 @@ def places(prompt, upto, history, last=1):
 
 
 def place(messages, i, tokenizer, tools):
-    """Of turn i, if marks stand in the place of what is said: where it begins, and after which prompt.
+    """Of turn i, with marks in the place of what is said: where it begins, and after which prompt.
 
     None: it is not shown in full there, or a thought twice. And what the template writes around it.
     """
