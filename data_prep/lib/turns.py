@@ -12,7 +12,7 @@ Turns share a row as long as the ids of the next prompt begin with it. {% genera
 """
 
 import re
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 
 from data_prep.lib.templates import MARKED, formed, in_marks, kinds, plain, render, tried, written
@@ -76,7 +76,8 @@ def turn(messages, i, tokenizer, tools):
     """Prompt and text of turn i, which ends behind EOS, or the last special token; if it has none: EOS."""
     message, special, ends = messages[i], special_tokens(tokenizer), []
     alone = not message.keys() & {"tool_calls", "reasoning_content"} and special.search(message["content"])
-    for said in (messages, [*map(thought_apart, messages)]):
+    for apart in (False, True):
+        said = [*map(thought_apart, messages[: i + 1])] if apart else messages[: i + 1]
         prompt = render(said[:i], tokenizer, tools)
         where, last, begun, end = place(plain(said, tokenizer), i, tokenizer, tools)
         ends.append((prompt, end))
@@ -86,7 +87,7 @@ def turn(messages, i, tokenizer, tools):
         check_thought(message["content"], prompt)
         if said[i].get("reasoning_content") and MARK_OF_THOUGHT.search(said[i]["content"]):
             raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
-        upto = render(said[: i + 1], tokenizer, tools, prompted=False)
+        upto = render(said, tokenizer, tools, prompted=False)
         history = partial(render, said[:i], tokenizer, tools, prompted=False)
         text = places(prompt, upto, history, last).get(where)
         if text is not None:
@@ -184,12 +185,13 @@ def ids_after(prompt, text, tokenizer):
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
     parts = [match.start() for match in special_tokens(tokenizer).finditer(prompt)]
     end = prompt[parts[-1] if parts else 0 :]
-    given = ids_of(end, tokenizer)
-    expected = tokenizer.decode(given) + text
-    for before in (end, end[-1:], "\n", ":", "x", tokenizer.eos_token):
+    given, whole = (ids_of(x, tokenizer) for x in (end, end + text))
+    if whole[: len(given)] == given:
+        return whole[len(given) :]
+    for before in (end[-1:], "\n", ":", "x", tokenizer.eos_token):
         alone, whole = ids_of(before, tokenizer), ids_of(before + text, tokenizer)
         found = whole[len(alone) :]
-        if whole[: len(alone)] == alone and (before == end or tokenizer.decode(given + found) == expected):
+        if whole[: len(alone)] == alone and tokenizer.decode(given + found) == tokenizer.decode(given) + text:
             return found
     return ids_of(text, tokenizer)
 
@@ -205,6 +207,7 @@ def answer_ids(prompt_ids, answer, tokenizer):
     return [*ids, tokenizer.eos_token_id]
 
 
+@cache
 def special_ids(tokenizer):
     """Ids of the special tokens, EOS among them."""
     text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
