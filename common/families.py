@@ -1,7 +1,6 @@
 """What differs between model families.
 
-A model that takes more than text is a language model together with encoders, of images for instance. Trained
-on text alone, its language model learns; all else is frozen and saved as it was.
+Of a model with encoders, of images for instance, text trains the language model; all else is saved as it was.
 """
 
 import copy
@@ -57,7 +56,7 @@ def decoder(lm):
 
 
 def takes_images(args):
-    """Whether the model is shown images: it takes some, and a file has a column `images` or `image`."""
+    """Whether the model is shown images: it takes some, and a file of rows has a column of them."""
     files = (args.data,) if hasattr(args, "data") else (*args.train_files, *args.val_files)
     return have_images(args.model, files)
 
@@ -65,14 +64,13 @@ def takes_images(args):
 @cache
 def have_images(model, files):
     """Whether a model takes images, and one of these files, of parquet or JSON, has some."""
-
-    def has_images(file):
-        with suppress(OSError, ValueError), open(file, "rb") as rows:  # whoever reads them says what is wrong
-            parquet = rows.read(4) == b"PAR1"
-            json_names = () if parquet else re.findall(r'"(\w+)"\s*:', str(rows.read(2**16)))
-            return not {"images", "image"}.isdisjoint(pq.read_schema(file).names if parquet else json_names)
-
-    return any(map(has_images, filter(None, files))) and wrapped(AutoConfig.from_pretrained(model))
+    found = False
+    for file in filter(None, files):
+        with suppress(OSError, ValueError), open(file, "rb") as rows:  # their reader says what is wrong
+            parquet, text = rows.read(4) == b"PAR1", str(rows.read(2**16))
+            names = pq.read_schema(file).names if parquet else re.findall(r'"(\w+)"\s*:', text)
+            found |= not {"images", "image"}.isdisjoint(names)
+    return found and wrapped(AutoConfig.from_pretrained(model))
 
 
 def unused_weights(lm, args):

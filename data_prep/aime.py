@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from data_prep.lib import prepare
+from data_prep import prepare
 
 PROMPT = (  # as in DAPO's recipe
     "Solve the following math problem step by step. The last line of your response should be of the form"

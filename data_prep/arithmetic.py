@@ -22,8 +22,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from data_prep.lib.prepare import run
 from data_prep.lib.schema import write_parquet
+from data_prep.prepare import run
 
 STEPS = {"+1": (1, 1), "-1": (1, -1), "*2": (2, 0)}  # of last_digit: factor, then summand
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from data_prep.lib import prepare
+from data_prep import prepare
 
 INSTRUCTION = (  # as in PRIME's Eurus-2-RL-Data
     "Write Python code to solve the problem. Present the code in\n```python\nYour code\n```\nat the end."

@@ -15,7 +15,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 from dataclasses import dataclass
 from functools import partial
 
-from data_prep.lib import prepare
+from data_prep import prepare
 
 
 @dataclass

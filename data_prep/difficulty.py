@@ -23,8 +23,8 @@ import tyro
 
 from data_prep.lib.chats import say_unknown
 from data_prep.lib.columns import opened
-from data_prep.lib.prepare import run
 from data_prep.lib.schema import check_row, write_parquet
+from data_prep.prepare import run
 
 ANSWERS = "responses", "response_tokens", "finish_reasons", "episodes", "scores", "results"  # columns
 PLACE = "split", "index", "pass_rate"  # of extra_info: where a row was, and what was measured of it
@@ -45,7 +45,7 @@ class Args:
 
 
 def whole_rows(path, columns):
-    """Yield the rows of a file with all their columns, of which `columns` may not be null. Raises as `load_rows`."""
+    """Yield the rows of a file, whole; `columns` may not be null. Raises as `load_rows`."""
     source, _ = opened(path, dict(zip(columns, columns)), say=False)
     for where, record in source.rows():
         row = check_row(record, where)

@@ -15,7 +15,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-from data_prep.lib import prepare
+from data_prep import prepare
 
 INSTRUCTION = (  # as in verl's recipe
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer."

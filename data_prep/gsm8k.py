@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from data_prep.lib import prepare
+from data_prep import prepare
 from envs.calculator import Calculator
 
 DATA_SOURCE = "openai/gsm8k"

@@ -22,10 +22,10 @@ from rich.pretty import Pretty
 
 from common.arguments import no_model
 from data_prep.lib.columns import ANSWER, PAIR, columns_of, opened
-from data_prep.lib.prepare import prompt_key, repeated_prompts, run
 from data_prep.lib.schema import KINDS, read_row
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render, use_template
+from data_prep.prepare import prompt_key, repeated_prompts, run
 from rewards import check_sources
 
 FORMS = {  # columns that a trainer wants of a file
@@ -51,9 +51,9 @@ class Args:
 
 
 def read(path):
-    """Kind of a file, its first record, its rows as trainers read them, and what is wrong with others, a line each."""
+    """Kind of a file, its first record, the rows as trainers read them, and the lines of the others."""
     names, good, lines, first = Source(path).names, [], [], None
-    for kind, wanted in FORMS.items():
+    for kind, wanted in FORMS.items():  # noqa: B007
         columns = columns_of(names, wanted)
         if {column.partition(".")[0] for column in columns.values()} <= {*names}:
             break

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from data_prep.lib import prepare
+from data_prep import prepare
 from data_prep.lib.schema import write_parquet
 
 SUBJECTS = """

@@ -14,7 +14,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-from data_prep.lib import prepare
+from data_prep import prepare
 
 SYSTEM = (
     "You are a helpful assistant. The assistant first thinks about the reasoning process in the mind and"

@@ -12,7 +12,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-from data_prep.lib import prepare
+from data_prep import prepare
 from rewards.boxed import last_boxed
 
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."  # as in verl's recipe

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from data_prep.lib import prepare
+from data_prep import prepare
 
 INSTRUCTION = "Present the code in\n```python\nYour code\n```\nat the end."
 

@@ -12,7 +12,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-from data_prep.lib import prepare
+from data_prep import prepare
 from rewards.boxed import last_boxed
 
 SOURCES = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")

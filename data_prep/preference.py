@@ -3,8 +3,8 @@
 python data_prep/preference.py --local_save_dir data/ultrafeedback
 python data_prep/preference.py --dataset Anthropic/hh-rlhf --splits train test --local_save_dir data/hh_rlhf
 
-Reads the columns of any such data set that dpo.py reads by itself, and whole dialogues as a text with `Human:`
-and `Assistant:`.  What both begin with is the prompt.
+Reads the columns that dpo.py reads by itself, and whole dialogues as a text with `Human:` and `Assistant:`.
+What both replies begin with is the prompt.
 """
 
 import os
@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from data_prep.lib import prepare
+from data_prep import prepare
 from data_prep.lib.chats import FIELDS
 from data_prep.lib.columns import PAIR, columns_of, read
 from data_prep.lib.replies import pair_of

@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.lib import prepare
+from data_prep import prepare
 
 SHOWN = 3  # calls in the prompt: the programs come without a description
 

@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from data_prep.lib import prepare
+from data_prep import prepare
 from rewards.reasoning_gym import check_task
 
 

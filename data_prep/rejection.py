@@ -23,10 +23,10 @@ from typing import Literal
 import tyro
 
 from data_prep.difficulty import unanswered, whole_rows
-from data_prep.lib.prepare import run
 from data_prep.lib.schema import OPTIONAL, write_parquet
 from data_prep.lib.thoughts import opens_only, whole_thought
 from data_prep.lib.turns import says_nothing
+from data_prep.prepare import run
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Dialogues for supervised fine-tuning, from `messages`, or any other columns that sft.py reads by itself.
 
-Calls of tools are kept, and the columns beside them. A dialogue with an empty turn of the assistant is left out.
+Calls of tools are kept, and the other columns that sft.py reads. A dialogue with an empty turn is left out.
 
 python data_prep/sft_chat.py --local_save_dir data/ultrachat
 python data_prep/sft_chat.py --dataset allenai/tulu-3-sft-mixture --splits train --local_save_dir data/tulu3
@@ -16,7 +16,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 from dataclasses import dataclass
 from functools import partial
 
-from data_prep.lib import prepare
+from data_prep import prepare
 from data_prep.lib.chats import FIELDS
 from data_prep.lib.columns import ANSWER, columns_of, read, talk_of
 from data_prep.lib.schema import OPTIONAL

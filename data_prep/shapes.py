@@ -21,8 +21,8 @@ from typing import Literal
 
 from PIL import Image, ImageDraw
 
-from data_prep.lib.prepare import run
 from data_prep.lib.schema import write_parquet
+from data_prep.prepare import run
 
 COLORS, KINDS = ("red", "green", "blue", "yellow", "purple", "black"), ("circle", "square", "triangle")
 SIDE, CELLS = 32, 3  # pixels of a picture, and places for small shapes along one side of it

@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import time
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -118,26 +117,6 @@ def test_ids_of_a_batch_are_those_of_a_row(file):
     tokenizer.backend_tokenizer.post_processor = processor
     assert tokenizer.encode("1")[0] == bos[1]
     assert [*load_prompts([file], tokenizer, 99)[0]] == plain([file], tokenizer, 99) == expected
-
-
-def test_preferences(tmp_path):
-    """The rows of another trainer: what it wants of them is all that it has to write."""
-    tokenizer, talk = make_tokenizer(), lambda role, text: [dict(role=role, content=text)]
-    said = [(f"{i}+1=", str(i + 1), "0") for i in range(20)]
-    rows = [(talk("user", q), talk("assistant", good), talk("assistant", bad)) for q, good, bad in said]
-    names = "prompt", "chosen", "rejected"
-    write_parquet([dict(zip(names, row)) for row in rows], tmp_path / "pairs.parquet")
-    template = partial(tokenizer.apply_chat_template, return_dict=False)
-
-    def encode(rows, numbers):
-        ids = [template([row["prompt"] + row[name] for row in rows]) for name in names[1:]]
-        return [[dict(zip(names[1:], pair))] * (i % 2) for i, *pair in zip(numbers, *ids)]
-
-    fields = dict.fromkeys(names[1:], cache.IDS)
-    files, wanted = [tmp_path / "pairs.parquet"], dict(zip(names, names))
-    found, dropped = cache.encoded_rows(files, tokenizer, wanted, fields, encode, ())
-    expected = [{name: template(row[0] + x) for name, x in zip(names[1:], row[1:])} for row in rows]
-    assert [*found] == [row | dict(index=i) for i, row in enumerate(expected) if i % 2] and dropped == 10
 
 
 def test_no_hub_and_no_word(file, tmp_path):

@@ -108,7 +108,9 @@ PAIRS = {
         chosen={"from": "gpt", "value": "3"}, rejected={"from": "gpt", "value": "4"},
     ),
     "a question": dict(question="1+2=", chosen="3", rejected="4"),
-    "text of the question": dict(prompt="1+2=", chosen=[user("1+2="), says("3")], rejected=[user("1+2="), says("4")]),
+    "text of the question": dict(
+        prompt="1+2=", chosen=[user("1+2="), says("3")], rejected=[user("1+2="), says("4")]
+    ),
 }  # fmt: skip
 
 
@@ -221,14 +223,14 @@ def test_a_picture_of_any_name_and_an_answer_that_says_its_token(tmp_path):
     tiny_vlm.main(tiny_vlm.Args(str(tmp_path / "vlm"), hidden_size=64))
     processor, prompts = load_processor(str(tmp_path / "vlm"), sees=True), []
     row = dict(prompt="<image>What?", completion="red")
-    for more in (dict(images=[PICTURE]), dict(image=PICTURE), dict(image=PICTURE["bytes"])):
-        prompts.append(first("sft", written(tmp_path, row | more), processor)[0])
+    forms = dict(images=[PICTURE]), dict(image=PICTURE), dict(image=PICTURE["bytes"])
+    prompts += [first("sft", written(tmp_path, row | more), processor)[0] for more in forms]
     assert len({*prompts}) == 1 and processor.image_token in prompts[0]
     for said in (f"red {processor.image_token}", processor.image_token):
         path = written(tmp_path, row | dict(completion=said, image=PICTURE))
-        with pytest.raises(ValueError, match="row 0: the answer says .*, which stands for a picture"):
+        with pytest.raises(ValueError, match=r"row 0: the answer says .*, which stands for a picture"):
             first("sft", path, processor)
-    with pytest.raises(ValueError, match="a model that takes images reads prompts and completions"):
+    with pytest.raises(ValueError, match="a model that takes images reads prompts and completions, no"):
         first(
             "sft", written(tmp_path, dict(messages=[user("<image>?"), says("3")], image=PICTURE)), processor
         )

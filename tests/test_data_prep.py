@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.files import replacing
-from data_prep import arithmetic, gsm8k, inspect, smollm2, tiny_model
-from data_prep.lib import prepare, source
+from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
+from data_prep.lib import source
 from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
 

@@ -23,10 +23,11 @@ from data_prep import (
     mbpp_humaneval,
     numina,
     preference,
+    prepare,
     quixbugs,
     sft_chat,
 )
-from data_prep.lib import prepare, source
+from data_prep.lib import source
 from data_prep.lib.schema import load_rows
 from rewards import check_sources, compute_score
 
@@ -180,35 +181,6 @@ def test_dialogues(tmp_path, capsys):
     assert "test.parquet: 1 rows have the prompt of train.parquet: 0" in output.out
 
 
-def test_formats_that_people_bring(tmp_path):
-    """Three formats, in files of each kind, give the same rows."""
-    said = [("user", "What is 2+2? é"), ("assistant", "4")]
-    formats = dict(
-        messages=dict(messages=[dict(role=role, content=text) for role, text in said]),
-        sharegpt=dict(conversations=[{"from": x, "value": y} for x, (_, y) in zip(("human", "gpt"), said)]),
-        strings=dict(prompt=said[0][1], completion=said[1][1]),
-        turns={x: [dict(role=y[0], content=y[1])] for x, y in zip(("prompt", "completion"), said)},
-    )
-    for name, record in formats.items():
-        lines, document = json.dumps(record) + "\n", json.dumps([record] * 20, indent=1)
-        files = {
-            ("lines", "jsonl"): lines * 20,
-            ("bom", "jsonl"): "\ufeff" + lines * 20,
-            ("windows", "jsonl"): f"\n{lines * 20}\n".replace("\n", "\r\n"),
-            ("a document in lines", "jsonl"): "\n" + document,
-            ("a document on a line", "jsonl"): json.dumps([record] * 20),
-            ("document", "json"): document,
-            ("document, bom", "json"): "\ufeff" + document,
-            ("lines in a document", "json"): lines * 20,
-        }
-        for (kind, ending), text in files.items():
-            (folder := tmp_path / name / kind).mkdir(parents=True)
-            (folder / f"train.{ending}").write_text(text, "utf-8", newline="")
-            sft_chat.main(sft_chat.Args(str(tmp_path / "out"), str(folder), ("train",)))
-            rows = load_rows(tmp_path / "out/train.parquet", ["messages"])
-            assert [[(m["role"], m["content"]) for m in row["messages"]] for row in rows] == [said] * 20
-
-
 def test_mistakes_with_own_data(tmp_path, capsys):
     """One line says what is wrong, and of broken rows no more than ten are named."""
     rows = [dict(asked="2+2?", said="4")] * 20
@@ -251,26 +223,6 @@ def test_preferences(tmp_path, capsys):
         ["I do not know."],
     ]
     assert "1 left out: both replies are the same; 1 left out: broken" in capsys.readouterr().out
-
-
-def test_replies_next_to_their_prompt(tmp_path):
-    """As TRL has them: strings or messages; a prompt that the replies repeat is one prompt."""
-    user, good, bad = dict(role="user", content="2+2?"), *(dict(role="assistant", content=x) for x in "45")
-    (tmp_path / "train.jsonl").write_text(
-        "\n".join(
-            json.dumps(dict(prompt=prompt, chosen=chosen, rejected=rejected))
-            for prompt, chosen, rejected in (
-                ("2+2?", "4", "5"),
-                ([user], [good], [bad]),
-                ([user], "4", "5"),
-                ("2+2?", [user, good], [user, bad]),
-            )
-        )
-    )
-    preference.main(preference.Args(str(tmp_path / "out"), str(tmp_path), ("train",)))
-    names = ["prompt", "chosen", "rejected"]
-    rows = load_rows(tmp_path / "out/train.parquet", names)
-    assert rows == [dict(zip(names, ([user], [good], [bad])))] * 4
 
 
 # ---- what all scripts share
@@ -354,14 +306,14 @@ def test_local_files(tmp_path):
         table = pa.Table.from_pylist(rows)
         with pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
-    found = list(source.read_local(tmp_path, "train"))
+    found = list(prepare.read_local(tmp_path, "train"))
     assert [record for _, record in found[:5]] == [{"x": i} for i in range(5)]
     assert found[3][0].endswith("train-00001-of-00002.jsonl: row 0") and isinstance(found[5][1], ValueError)
-    assert [record for _, record in source.read_local(tmp_path, "new")] == rows
-    assert [record for _, record in source.read_local(tmp_path, "old")] == rows
-    assert [record for _, record in source.read_local(tmp_path, "test")] == [{"x": 5}]
+    assert [record for _, record in prepare.read_local(tmp_path, "new")] == rows
+    assert [record for _, record in prepare.read_local(tmp_path, "old")] == rows
+    assert [record for _, record in prepare.read_local(tmp_path, "test")] == [{"x": 5}]
     with pytest.raises(ValueError, match=r"no file trai.* or trai-"):
-        source.read_local(tmp_path, "trai")
+        prepare.read_local(tmp_path, "trai")
     for name in ("bad.parquet", "bad.json", "bad.jsonl.gz", "bad.arrow"):
         (tmp_path / name).write_text("neither")
         with pytest.raises(ValueError, match=rf"{name}: (cannot be read|not a parquet file)"):

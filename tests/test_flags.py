@@ -57,7 +57,7 @@ def flags(path):
     [args] = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "Args"]
     for base in args.bases:
         if ast.unparse(base) == "prepare.Args":
-            found += flags(ROOT / "data_prep/lib/prepare.py")
+            found += flags(ROOT / "data_prep/prepare.py")
     for node, following in zip(args.body, [*args.body[1:], None]):
         if not isinstance(node, ast.AnnAssign):
             continue

@@ -1,14 +1,28 @@
 """Whatever class transformers takes for a tokenizer, it makes the ids of the model's tokenizer.json."""
 
 import json
-from itertools import product
+from itertools import groupby, product
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from common.families import save_tokenizer
+from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer
+from data_prep.lib.schema import write_parquet
+from data_prep.lib.templates import render
+from data_prep.lib.turns import answer_ids, encode_messages, ids_after
 
 TEXT = "Pay 12,345.67 for hello world (x+1) 1234... HELLO\n\n  two  don't <|end|>\nÜber é"
 NAMED = [  # model type, and the class that its tokenizer_config.json names, as published models have them
@@ -94,3 +108,86 @@ def check(kind, name, file, tmp_path):
     for tokenizer in readers:
         assert tokenizer.encode(TEXT, add_special_tokens=False) == ids
         assert tokenizer.decode(ids) == file.decode(ids, skip_special_tokens=False)
+
+
+def bytes_of(trim):
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=trim)
+    own.decoder, own.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=trim)
+    kind = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    return own, kind
+
+
+def sentencepiece(model, kind):
+    own = Tokenizer(model)
+    own.pre_tokenizer, own.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return own, kind(show_progress=False, unk_token="<unk>", special_tokens=["<unk>"])
+
+
+def wordpiece():
+    own = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=False)
+    return own, trainers.WordPieceTrainer(show_progress=False, special_tokens=["<unk>"])
+
+
+KINDS = {
+    "byte-level": lambda: bytes_of(False),
+    "byte-level, trim_offsets": lambda: bytes_of(True),
+    "SentencePiece": lambda: sentencepiece(models.BPE(unk_token="<unk>"), trainers.BpeTrainer),
+    "Unigram": lambda: sentencepiece(models.Unigram(), trainers.UnigramTrainer),
+    "WordPiece": wordpiece,
+}
+ENDS = " ", "\n", ":", "<|a|>", "four"  # of a generation prompt: a space, a line end, a mark, a letter
+TURNS = (
+    "{%- for m in messages -%}{{- '### ' ~ m.role ~ ':' ~ END ~ m.content -}}"
+    "{%- if m.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}{{- '\\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '### assistant:' ~ END -}}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_follow_the_ids_that_a_sampler_is_given(kind, end, tmp_path):
+    """Those of the prompt's text alone, in every trainer; what follows decodes to what was said."""
+    own, trainer = KINDS[kind]()
+    text = "### user: what is four\n### assistant: four is the answer\n### user:four\nfour four\n"
+    own.train_from_iterator([text, "four fourfour is\nis four", "what\n\nfour"] * 50, trainer)
+    own.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in ("<|end|>", "<|a|>")])
+    t = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>", unk_token="<unk>")
+    t.chat_template = TURNS.replace("END", repr(end))
+    user, says = (
+        [dict(role=x, content=y) for y in z]
+        for x, z in (
+            ("user", ("what is four", "and what")),
+            ("assistant", ("four is", " the answer", "\nfour", "is")),
+        )
+    )
+    for first, second in product(says, says):
+        talk = [user[0], first, user[1], second]
+        given = [t(render(talk[:i], t), add_special_tokens=False)["input_ids"] for i in (1, 3)]
+        starts = []
+        for ids, trained in encode_messages(talk, t):
+            runs = [[*run] for on, run in groupby(range(len(ids)), key=trained.__getitem__) if on]
+            starts += [ids[: run[0]] for run in runs]
+            for run, message in zip(runs, (first, second)[len(starts) - len(runs) :]):
+                whole = t.decode(ids[: run[-1]], clean_up_tokenization_spaces=False)
+                said = f":{end}{message['content']}"
+                if kind == "WordPiece":
+                    said, whole = ("".join(x.split()) for x in (said, whole))
+                together = t(f"{t.decode(ids[: run[0]])}{message['content']}", add_special_tokens=False)
+                assert whole.endswith(said) or ids[: run[-1]] == together["input_ids"]
+        assert starts == given
+        row = dict(prompt=user[:1], data_source="x", reward_model=dict(style="model"), extra_info=dict(i=1))
+        write_parquet([row], tmp_path / "x.parquet")
+    [prompt] = load_prompts([tmp_path / "x.parquet"], t, 99)[0]
+    assert prompt["prompt_ids"] == given[0]
+    assert answer_ids(given[0], "four", t)[:-1] == ids_after(render(user[:1], t), "four", t)
+
+
+def test_a_tokenizer_in_plain_python():
+    t = ByT5Tokenizer()
+    t.chat_template = TURNS.replace("END", "' '")
+    [(ids, trained)] = encode_messages(
+        [dict(role="user", content="hi"), dict(role="assistant", content="yo")], t
+    )
+    assert t.decode([x for x, on in zip(ids, trained) if on]) == "yo</s>"

@@ -252,20 +252,6 @@ def test_a_thought_after_a_prompt_that_has_none():
     assert thoughts.whole_thought("<think>So.</think>3") == "<think>So.</think>3"
 
 
-def test_no_token_lies_across_the_place_where_a_turn_begins():
-    """Qwen has a token of two newlines: after a prompt that ends with one newline, the other is written."""
-    tokenizer = conversation_tokenizer()
-    tokenizer.add_tokens(["<think>", "</think>", "\n\n"])
-    tokenizer.chat_template = (START + LOOP + BODY + STOP + THINKS).replace(
-        "~ m.content", "~ ('<think>\n\n</think>\n\n' if m.role == 'assistant' else '') ~ m.content"
-    )
-    asked = [dict(role="user", content="1+2="), dict(role="assistant", content="3")]
-    [(ids, trained)] = turns.encode_messages(asked, tokenizer)
-    prompt = tokenizer.apply_chat_template(asked[:1], add_generation_prompt=True, return_dict=False)
-    assert ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
-    assert tokenizer.decode(ids[len(prompt) :]) == "\n</think>\n\n3<|eos|>"
-
-
 def test_text_is_never_a_special_token():
     """Users and tools cannot end a message and speak as somebody else; the assistant's own tokens stay."""
     tokenizer = conversation_tokenizer()

@@ -32,14 +32,13 @@ from tqdm import tqdm
 from common.arguments import fail
 from data_prep.lib import chats, columns, images, replies, schema, source, templates, thoughts, turns
 
-QUIET_ROWS = 5000  # fewer are tokenised before a progress bar is of use
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
 RL = "data_source", "prompt", "reward_model", "extra_info"
 
 
 class Rows:
-    """Rows of an Arrow file; what `row` has as JSON stands beside the other fields."""
+    """Rows of an Arrow file; `row` has some fields as JSON."""
 
     def __init__(self, batches):
         self.batches, self.ends = batches, [*accumulate(map(len, batches))]
@@ -107,9 +106,9 @@ def load_prompt_files(args, tokenizer, tools=None):
     val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length, tools)
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
+    summary = f"{len(train_rows)} training and {len(val_rows)} validation prompts"
     dropped = f"{dropped + val_dropped} dropped: empty or over {args.max_prompt_length} tokens"
-    summary = f"{len(train_rows)} training and {len(val_rows)} validation prompts ({dropped})"
-    return train_rows, val_rows, summary
+    return train_rows, val_rows, f"{summary} ({dropped})"
 
 
 def encoded_rows(paths, tokenizer, wanted, fields, encode, about, code=()):
@@ -150,9 +149,9 @@ def encoded_rows(paths, tokenizer, wanted, fields, encode, about, code=()):
 
 
 def key_of(paths, tokenizer, about, code):
-    """Hash of the files and their kinds, the tokenizer and its chat template, other arguments, and code."""
+    """Hash of the files and their endings, the tokenizer and its chat template, other arguments, and code."""
     about = *about, transformers.__version__, tokenizers.__version__, pa.__version__
-    about += tuple(source.kind_of(path) for path in paths)
+    about += tuple(str(Path(path).suffixes[-2:]) for path in paths)
     ours = chats, columns, images, replies, schema, source, templates, thoughts, turns
     about += tuple(map(inspect.getsource, (sys.modules[__name__], *ours, *code)))
     if "strftime_now" in str(tokenizer.chat_template):
@@ -198,32 +197,34 @@ def build(entry, *how):
 
 def tokenise(new, paths, wanted, fields, encode):
     """Write the Arrow file `new` of the rows of files -> how many there were."""
-    count, talks = 0, sys.stderr.isatty() and not int(os.environ.get("RANK", 0))
-    with open(new, "wb") as out, pa.ipc.new_file(out, fields) as file, tqdm(disable=True) as bar:
-        for path in paths:
-            first = count
-            for rows in schema.read_rows(path, wanted):
-                if talks and bar.disable and count >= QUIET_ROWS:
-                    bar = tqdm(desc="tokenising", unit=" rows", initial=count)
-                where, values = f"{path}: row {count - first}", []
-                blind = [i for i, row in enumerate(rows) if row["images"] and "images" not in fields.names]
-                if blind:
-                    remedy = "take a model with a vision tower, or drop the pictures and the marks <image>"
-                    where = f"{path}: row {count - first + blind[0]}"
-                    raise ValueError(f"{where} has images, which are not read here: {remedy}")
-                try:
-                    numbers = range(count, count + len(rows))
-                    for i, some in zip(numbers, encode(rows, numbers)):
-                        values.append([x | dict(index=i) for x in some])
-                except (TypeError, KeyError, AttributeError, ValueError) as error:  # of one row
-                    name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                    where = f"{path}: row {count - first + len(values)}"
-                    raise ValueError(f"{where}: {' '.join(f'{name}{error}'.split())}") from None
-                file.write(pa.RecordBatch.from_pylist(sum(values, []), fields))
-                count += len(rows)
-                bar.update(len(rows))
-        bar.close()
-        file.close()
+    count, quiet = 0, not sys.stderr.isatty() or int(os.environ.get("RANK", 0)) > 0
+    bar = tqdm(desc="tokenising", unit=" rows", disable=quiet, delay=3)
+    with open(new, "wb") as out, bar:
+        with pa.ipc.new_file(out, fields) as file:
+            for path in paths:
+                first = count
+                for rows in schema.read_rows(path, wanted):
+                    values = rows_of(rows, count, f"{path}: row ", first, fields, encode)
+                    file.write(pa.RecordBatch.from_pylist(values, fields))
+                    count += len(rows)
+                    bar.update(len(rows))
         out.flush()
         os.fsync(out.fileno())  # so that a power cut leaves no entry with holes
     return count
+
+
+def rows_of(rows, count, where, first, fields, encode):
+    """What `encode` makes of rows, number `count` and the next ones; `where` one is that it does not take."""
+    values, numbers = [], range(count, count + len(rows))
+    for i, row in zip(numbers, rows):
+        if row["images"] and "images" not in fields.names:
+            remedy = "take a model with a vision tower, or drop the pictures and the marks <image>"
+            raise ValueError(f"{where}{i - first} has images, which are not read here: {remedy}")
+    try:
+        for i, some in zip(numbers, encode(rows, numbers)):
+            values.append([x | dict(index=i) for x in some])
+    except (TypeError, KeyError, AttributeError, ValueError) as error:  # of one row
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        number = count + len(values) - first
+        raise ValueError(f"{where}{number}: {' '.join(f'{name}{error}'.split())}") from None
+    return sum(values, [])

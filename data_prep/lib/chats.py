@@ -13,14 +13,14 @@ FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = dict(human="user", gpt="assistant", observation="tool", function_response="tool")  # its roles
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
-TRAIN = ("train", "weight", "training", "trainable", "loss", "loss_mask", "loss_scale")  # 1: the turn is trained
+TRAIN = ("train", "weight", "training", "trainable", "loss", "loss_mask", "loss_scale")  # 1: it is trained
 MASKED = ("masked",)  # 1: it is not
-IN_PARTS = "mask", "train_detail", "training_detail"  # of a turn a part is trained, which is not done here
+IN_PARTS = "mask", "train_detail", "training_detail"  # parts of a turn
 unknown = Counter()  # of the fields of messages that have no name here
 
 
 def conversation(value, name):
-    """Messages of a column, as a chat template reads them; ValueError, which names the field, if they are none."""
+    """Messages of a column, as a chat template reads them; ValueError if they are none."""
     if not isinstance(value, list):
         raise ValueError(f"{name!r} must be a list of messages, not {value!r:.60}")
     if not value:

@@ -16,9 +16,7 @@ NAMES = {  # what a row says: the columns that may say it, the first that a file
     "messages": ("messages", "conversations"),
     "prompt": ("prompt", "instruction", "question", "query", "input"),
     "completion": ("completion", "response", "output", "answer"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
-}
+} | dict(chosen=("chosen",), rejected=("rejected",))
 ANSWER = dict(prompt="prompt", completion="extra_info.answer")  # the defaults of sft.py, columns of RL
 TALKS = "messages", "prompt", "chosen", "rejected"
 PAIR = dict(prompt="prompt", chosen="chosen", rejected="rejected")
@@ -26,7 +24,7 @@ FORMS = {  # where a file lacks the columns of a script's defaults: what it may 
     (*ANSWER,): (("messages",), ("prompt", "completion")),
     (*PAIR,): ((*PAIR,), ("messages", "chosen", "rejected"), ("chosen", "rejected")),
 }
-SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read beside them
+SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read in any row
 ALPACA = "instruction", "input"  # the second is part of the first
 NOTES = "data_source ability reward_model extra_info responses response_tokens finish_reasons".split()
 NOTES += "episodes", "scores", "results"  # what rewards, people and our own scripts read
@@ -56,7 +54,7 @@ def columns_of(names, wanted):
 
 
 def opened(path, wanted, say=True):
-    """A file, and {what: column} that it has of `wanted`. say: the first lines of a run say what is read of it."""
+    """A file, and {what: column} that it has of `wanted`; say: what is read of it, in a run's first lines."""
     source = Source(path)
     if source.empty:
         raise ValueError(f"{path}: no rows; write it again with at least one")
@@ -83,12 +81,12 @@ def roots_of(columns):
 
 
 def used(source, columns):
-    """The columns of a file to read: those in `columns`, those beside them, those that may be refused."""
+    """The columns of a file to read: those in `columns`, of any row, and those that may be refused."""
     return [x for x in source.names if x in (*roots_of(columns), *SHOWN, *REFUSED, *source.media)]
 
 
 def read(record, columns):
-    """What a record says: {what: value} of `columns`, {what: column}, and images, tools, chat_template_kwargs.
+    """{what: value} of a record, by {what: column}, and its images, tools, chat_template_kwargs.
 
     Messages are as chat templates read them. ValueError, in one line, for what is missing or refused.
     """
@@ -110,7 +108,7 @@ def read(record, columns):
 
 
 def talk_of(value, what, column):
-    """Messages of a column; a string is one message, of the assistant in a reply; a reply may be one message."""
+    """Messages of a column, which may be one: of the assistant in a reply. A string is one too."""
     if isinstance(value, str) and what != "messages":
         return spoken(value, "user" if what == "prompt" else "assistant", column)
     return conversation([value] if isinstance(value, dict) else value, column)

@@ -28,7 +28,7 @@ def asked(prompt):
 def pair_of(prompt, chosen, rejected):
     """-> the messages of a prompt and of two replies to it; each may be a string.
 
-    Replies may be whole conversations: they begin with the prompt, with turns before it, or there is no prompt.
+    Replies may be whole conversations, which have the prompt, and perhaps turns before it.
     """
     given = [
         spoken(reply, "assistant", name) if isinstance(reply, str) else reply

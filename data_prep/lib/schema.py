@@ -9,7 +9,7 @@ extra_info: dict                      split, index (of the row in its source), q
 
 Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`: lists of {role, content}.
 A `prompt` may be a string, one message of the user; `chosen` and `rejected` too, one of the assistant.
-Messages with tool calls: chats.py.  Other names of these columns, and those that any row may have: columns.py.
+Messages with tool calls: chats.py.  Other names of these columns, and further ones: columns.py.
 """
 
 import json
@@ -72,7 +72,7 @@ def read_rows(path, wanted, say=True):
 
 def read_row(record, columns):
     """`columns.read` of a record whose columns for rewards are as defined above."""
-    check_fields({name: record.get(name) for name in columns.values()} if isinstance(record, dict) else record)
+    check_fields(record, columns.values())
     return read(record, columns)
 
 
@@ -147,14 +147,14 @@ def check_row(row, where):
     return row | talks | {name: beside[name] for name in OPTIONAL if name in row}
 
 
-def check_fields(row):
-    """ValueError if a row is no object, or a column for rewards is not as defined above."""
+def check_fields(row, names=FIELDS):
+    """ValueError if a row is no object, or one of its columns for rewards is not as defined above."""
     if isinstance(row, ValueError) or not isinstance(row, dict):
         raise ValueError(f"no JSON of an object: {row!s:.200}")
     for name, kind in FIELDS.items():
-        if name in row and not isinstance(row[name], kind):
+        if name in row and name in names and not isinstance(row[name], kind):
             raise ValueError(f"{name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
-    if "reward_model" in row:
+    if "reward_model" in row and "reward_model" in names:
         style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
         # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
         if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
@@ -165,6 +165,6 @@ def check_fields(row):
 
 def _names(row):
     """Names of the columns that no row may lack, and of the fields in columns."""
-    return sorted(row.keys() - set(OPTIONAL)) + sorted(
-        f"{key}.{name}" for key in row if isinstance(row[key], dict) and key not in OPTIONAL for name in row[key]
-    )
+    names = sorted(row.keys() - set(OPTIONAL))
+    inside = [name for name in names if isinstance(row[name], dict)]
+    return names + sorted(f"{name}.{key}" for name in inside for key in row[name])

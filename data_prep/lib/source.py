@@ -1,4 +1,4 @@
-"""Files of rows, of the hub or of one's own: read in batches whose size follows from their bytes.
+"""Files of rows, read in batches whose size follows from their bytes.
 
 A file is parquet, JSON, lines of JSON or a stream of Arrow; a row is a dict, as JSON would have it.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from envs import one_line
 
 JSON = ".jsonl", ".jsonl.gz", ".json", ".json.gz"
 ENDINGS = ".parquet", *JSON, ".arrow"
@@ -30,7 +32,8 @@ class Source:
             raise ValueError(f"{path}: a directory; name its files, as {path}/*.parquet")
         if not place.is_file():
             raise ValueError(f"{place}: no such file; write it with a script of data_prep/")
-        self.kind, self.media = kind_of(path), []  # media: columns of pictures, sounds or films
+        self.kind = next((x for x in ENDINGS if place.name.endswith(x)), ".parquet")
+        self.media = []  # columns of pictures, sounds or films
         if self.kind == ".parquet":
             try:
                 file = pq.ParquetFile(path)
@@ -90,15 +93,6 @@ class Source:
             raise ValueError(f"{self.path}: cannot be read ({one_line(error)}); write it again") from None
 
 
-def kind_of(path):
-    """How the name of a file ends, of ENDINGS."""
-    return next((ending for ending in ENDINGS if str(path).endswith(ending)), ENDINGS[0])
-
-
-def one_line(error):
-    return " ".join(str(error).split())[:200]
-
-
 def by_bytes(pairs):
     """Lists of the items of (item, bytes), each within BATCH_ROWS and about BATCH_BYTES."""
     batch, size = [], 0
@@ -123,8 +117,8 @@ def _json_records(path, kind):
         elif first:
             text = first + file.read()
             rows = json.loads(text)
-            size = len(text) // max(1, len(rows))
-            yield from ((_whole(row, text), size) for row in (rows if isinstance(rows, list) else [rows]))
+            rows = rows if isinstance(rows, list) else [rows]
+            yield from ((_whole(row, text), len(text) // len(rows)) for row in rows)
 
 
 def _parsed(line):
@@ -200,50 +194,3 @@ def is_medium(kind):
     """Whether a type of Arrow is {bytes, path}, or a list of such: pictures, sounds or films."""
     kind = getattr(kind, "value_type", kind)
     return isinstance(kind, pa.StructType) and {field.name for field in kind} == {"bytes", "path"}
-
-
-# ---- published rows
-
-
-def read_hub(arguments):
-    """Iterator of (place, record) of one split; arguments: those of `datasets.load_dataset`."""
-    from datasets import load_dataset  # slow to import, and not needed for local files
-    from huggingface_hub.errors import HTTPError
-
-    try:  # in Arrow, as stored: no picture is decoded
-        batches = load_dataset(**arguments).with_format("arrow").iter(100)
-    except (OSError, ValueError, RuntimeError, HTTPError) as error:
-        reason = one_line(f"{type(error).__name__}: {error}")
-        raise ValueError(
-            f"nothing came from the hub for {arguments} ({reason});"
-            " pass --local_dataset_path, a directory with a copy of the data set, or a file"
-        ) from None
-    place = f"{arguments.get('data_files', arguments['path'])} {arguments['split']}"
-    rows = itertools.chain.from_iterable(map(plain_rows, batches))
-    return ((f"{place}: row {i}", row) for i, row in enumerate(rows))
-
-
-def read_local(place, split):
-    """Iterator of (place, record) of a file, or of one split of a local copy.
-
-    Its files are, at any depth, SPLIT.parquet, its parts SPLIT-*.parquet, or all in a folder SPLIT; any of
-    ENDINGS will do.  The record of a line that is no JSON is the ValueError.
-    """
-    files, others = [], []
-    if Path(place).is_file():
-        return Source(place).rows()
-    if not Path(place).is_dir():
-        raise ValueError(f"--local_dataset_path {place} does not exist: pass a file, or their directory")
-    for path in sorted(Path(place).rglob("*")):
-        name = next((path.name.removesuffix(x) for x in ENDINGS if path.name.endswith(x)), None)
-        folders = path.relative_to(place).parts[:-1]
-        if name is not None and (name == split or name.startswith(f"{split}-") or split in folders):
-            files.append(path)
-        elif name is not None:
-            others.append(name)
-    if not files:
-        raise ValueError(
-            f"{place}: no file {split}.* or {split}-*.* and no folder {split} with files of the kinds"
-            f" {' '.join(ENDINGS)}; files of another name: --splits OUT={(*others, 'NAME')[0]}"
-        )
-    return itertools.chain.from_iterable(Source(path).rows() for path in files)

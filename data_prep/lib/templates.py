@@ -17,7 +17,7 @@ from envs import one_line
 from envs.messages import RENDER_ERRORS, without_special
 
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
-SAID = re.compile(r"\S(?:.*\S)?", re.DOTALL)
+PARTS = re.compile(f"({MARK_OF_THOUGHT.pattern})")
 TOOL = {  # one of which no text speaks
     "name": "zqtool",
     "description": "zq",
@@ -80,7 +80,8 @@ def check_variables(options, tokenizer):
     text_only, templates = getattr(tokenizer, "tokenizer", tokenizer), tokenizer.chat_template
     texts = [*templates.values()] if isinstance(templates, dict) else [templates or ""]
     for name in options:
-        if name in OURS or name in text_only.special_tokens_map or not any(name in variables(x) for x in texts):
+        given = name in OURS or name in text_only.special_tokens_map
+        if given or not any(name in variables(x) for x in texts):
             raise ValueError(f"the chat template has no variable {name!r}")
 
 
@@ -160,8 +161,10 @@ def kinds(messages):
     for m in messages:
         parts = ["x" * bool(m["content"])]
         if m["role"] == "assistant" and isinstance(m["content"], str):  # thoughts and spaces part its words
-            parts = re.split(f"({MARK_OF_THOUGHT.pattern})", m["content"])
-            parts[::2] = [SAID.sub("x", part) for part in parts[::2]]
+            parts = PARTS.split(m["content"])
+            for n, part in enumerate(parts[::2]):
+                begins, ends = len(part) - len(part.lstrip()), len(part.rstrip())
+                parts[2 * n] = part[:begins] + "x" + part[ends:] if ends else part
         fields = sorted({"reasoning_content", "name"} & m.keys())
         found.append((m["role"], type(m["content"]), (*parts,), len(m.get("tool_calls") or ()), *fields))
     return tuple(found)

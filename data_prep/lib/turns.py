@@ -12,7 +12,7 @@ Turns share a row as long as the ids of the next prompt begin with it. {% genera
 """
 
 import re
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 
 from data_prep.lib.templates import MARKED, formed, in_marks, kinds, plain, render, tried, written
@@ -39,9 +39,9 @@ def places(prompt, upto, history, last=1):
 
 
 def place(messages, i, tokenizer, tools):
-    """Of turn i, if marks stand in the place of what is said: where it begins, and after which prompt from the end.
+    """Of turn i, with marks in the place of what is said: where it begins, and after which prompt.
 
-    None: it is not shown in full there, or a thought twice. And what the template writes before and after it.
+    None: it is not shown in full there, or a thought twice. And what the template writes around it.
     """
     about = kinds(messages[: i + 1])
     turn, own = in_marks(i, about[i])
@@ -73,10 +73,11 @@ def own_text(message, i, prompt, template):
 
 
 def turn(messages, i, tokenizer, tools):
-    """Prompt and text of turn i, which ends behind EOS, or the last special token; without any EOS follows."""
+    """Prompt and text of turn i, which ends behind EOS, or the last special token; if it has none: EOS."""
     message, special, ends = messages[i], special_tokens(tokenizer), []
     alone = not message.keys() & {"tool_calls", "reasoning_content"} and special.search(message["content"])
-    for said in (messages, [*map(thought_apart, messages)]):
+    for apart in (False, True):
+        said = [*map(thought_apart, messages[: i + 1])] if apart else messages[: i + 1]
         prompt = render(said[:i], tokenizer, tools)
         where, last, begun, end = place(plain(said, tokenizer), i, tokenizer, tools)
         ends.append((prompt, end))
@@ -86,7 +87,7 @@ def turn(messages, i, tokenizer, tools):
         check_thought(message["content"], prompt)
         if said[i].get("reasoning_content") and MARK_OF_THOUGHT.search(said[i]["content"]):
             raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
-        upto = render(said[: i + 1], tokenizer, tools, prompted=False)
+        upto = render(said, tokenizer, tools, prompted=False)
         history = partial(render, said[:i], tokenizer, tools, prompted=False)
         text = places(prompt, upto, history, last).get(where)
         if text is not None:
@@ -139,7 +140,7 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
     """
     wanted = trained_turns(messages, first)
     if hasattr(tokenizer, "image_processor"):
-        raise ValueError("a model that takes images reads prompts and completions, and these are conversations")
+        raise ValueError("a model that takes images reads prompts and completions, no conversations")
     if wanted[:1] == [0]:
         remedy = "drop it, or say that it is not trained by 'train': false"
         raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
@@ -184,12 +185,13 @@ def ids_after(prompt, text, tokenizer):
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
     parts = [match.start() for match in special_tokens(tokenizer).finditer(prompt)]
     end = prompt[parts[-1] if parts else 0 :]
-    given = ids_of(end, tokenizer)
-    expected = tokenizer.decode(given) + text
-    for before in (end, end[-1:], "\n", ":", "x", tokenizer.eos_token):
+    given, whole = (ids_of(x, tokenizer) for x in (end, end + text))
+    if whole[: len(given)] == given:
+        return whole[len(given) :]
+    for before in (end[-1:], "\n", ":", "x", tokenizer.eos_token):
         alone, whole = ids_of(before, tokenizer), ids_of(before + text, tokenizer)
         found = whole[len(alone) :]
-        if whole[: len(alone)] == alone and (before == end or tokenizer.decode(given + found) == expected):
+        if whole[: len(alone)] == alone and tokenizer.decode(given + found) == tokenizer.decode(given) + text:
             return found
     return ids_of(text, tokenizer)
 
@@ -205,6 +207,7 @@ def answer_ids(prompt_ids, answer, tokenizer):
     return [*ids, tokenizer.eos_token_id]
 
 
+@cache
 def special_ids(tokenizer):
     """Ids of the special tokens, EOS among them."""
     text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
@@ -220,7 +223,7 @@ def stops(ids, trained, tokenizer):
 
 
 def check_scored(messages, first, tokenizer, tools):
-    """ValueError if a conversation, scored as a whole, has turns from `first` on that are not shown in full."""
+    """ValueError if turns from `first` on, scored with their conversation, are not shown in full."""
     about = kinds(plain(messages, tokenizer))
     _, text, _ = tried(about, tokenizer, tools, False)
     for i, message in enumerate(messages[first:], first):
@@ -228,7 +231,7 @@ def check_scored(messages, first, tokenizer, tools):
             raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
         mark = f"zq{i}reasoning_contentz"
         if message.get("reasoning_content") and mark not in (text or mark):
-            raise ValueError(f"the chat template leaves out its reasoning, {message['reasoning_content']!r:.40}")
+            raise ValueError(f"the chat template leaves out of message {i} its reasoning; {ELSE}")
 
 
 def says_nothing(reply):
@@ -238,5 +241,4 @@ def says_nothing(reply):
     if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
         raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
     spoken = [x for x in reply if x.get("role") == "assistant" and x.get("train", True)]
-    full = lambda x: x["content"].strip() or x.get("tool_calls") or x.get("reasoning_content")
-    return not all(map(full, spoken))
+    return not all(x["content"].strip() or {"tool_calls", "reasoning_content"} & x.keys() for x in spoken)

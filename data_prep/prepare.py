@@ -1,4 +1,4 @@
-"""What the scripts of this directory share: their flags, and the way of the rows from a source to parquet."""
+"""What the scripts of this directory share: flags, and the way of rows from a source to parquet."""
 
 import itertools
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 from common.arguments import command_line, unusable
 from data_prep.lib.chats import say_unknown
 from data_prep.lib.schema import check_row, write_parquet
-from data_prep.lib.source import read_hub, read_local
+from data_prep.lib.source import ENDINGS, Source, plain_rows
+from envs import one_line
 
 BROKEN = (ValueError, TypeError, LookupError, AttributeError)  # what a mapping raises on an unexpected record
 SHOWN = 10  # broken rows that are named
@@ -26,7 +27,7 @@ class Args:
     local_save_dir: str
     """Directory for the parquet files."""
     local_dataset_path: str | None = None
-    """Directory with a copy of the data set, a file or a folder for each split; or one file; None: the hub."""
+    """Directory with a copy of the data set, a file or folder for each split; or a file; None: the hub."""
     splits: tuple[str, ...] = ()
     """Splits to read, each into SPLIT.parquet; OUT=SPLIT writes OUT.parquet; none: all published splits."""
     max_samples: int | None = None
@@ -66,6 +67,50 @@ def prepare(args, splits, hub, make_row):
     write_splits(args.local_save_dir, sources, make_row, args.max_samples, args.seed)
 
 
+def read_hub(arguments):
+    """Iterator of (place, record) of one split; arguments: those of `datasets.load_dataset`."""
+    from datasets import load_dataset  # slow to import, and not needed for local files
+    from huggingface_hub.errors import HTTPError
+
+    try:  # in Arrow, as stored: no picture is decoded
+        batches = load_dataset(**arguments).with_format("arrow").iter(100)
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        reason = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(
+            f"nothing came from the hub for {arguments} ({reason});"
+            " pass --local_dataset_path, a directory with a copy of the data set, or a file"
+        ) from None
+    place = f"{arguments.get('data_files', arguments['path'])} {arguments['split']}"
+    rows = itertools.chain.from_iterable(map(plain_rows, batches))
+    return ((f"{place}: row {i}", row) for i, row in enumerate(rows))
+
+
+def read_local(place, split):
+    """Iterator of (place, record) of a file, or of one split of a local copy.
+
+    Its files are, at any depth, SPLIT.parquet, its parts SPLIT-*.parquet, or all in a folder SPLIT; any of
+    ENDINGS will do.  The record of a line that is no JSON is the ValueError.
+    """
+    files, others = [], []
+    if Path(place).is_file():
+        return Source(place).rows()
+    if not Path(place).is_dir():
+        raise ValueError(f"--local_dataset_path {place} does not exist: pass a file, or their directory")
+    for path in sorted(Path(place).rglob("*")):
+        name = next((path.name.removesuffix(x) for x in ENDINGS if path.name.endswith(x)), None)
+        folders = path.relative_to(place).parts[:-1]
+        if name is not None and (name == split or name.startswith(f"{split}-") or split in folders):
+            files.append(path)
+        elif name is not None:
+            others.append(name)
+    if not files:
+        raise ValueError(
+            f"{place}: no file {split}.* or {split}-*.* and no folder {split} with files of the kinds"
+            f" {' '.join(ENDINGS)}; files of another name: --splits OUT={(*others, 'NAME')[0]}"
+        )
+    return itertools.chain.from_iterable(Source(path).rows() for path in files)
+
+
 def write_splits(directory, sources, make_row, max_samples=None, seed=0):
     """Write OUT.parquet for each {OUT: iterator of (place, record)}, and say what became of the rows.
 
@@ -102,7 +147,7 @@ class Noted(dict):
 
 
 def usable_rows(records, make_row, out, left_out):
-    """Yield the rows; count the others in `left_out`, and name the first broken ones, and what is not read."""
+    """Yield the rows; count the others in `left_out`; name the first broken ones, and unread columns."""
     used, broken, names, read = 0, "broken (named above)", {}, set()
     for index, (place, record) in enumerate(records):
         try:
