@@ -150,7 +150,7 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
         pairs = [turn(messages, i, tokenizer, tools) for i in wanted]
     rows = []
     for prompt, text in pairs:
-        ids, trained = ids_of(prompt, tokenizer), []
+        ids, trained = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"], []
         if rows and (size := shared(rows[-1][0], ids, tokenizer)):
             trained = rows.pop()[1][:size]
         trained += [False] * (len(ids) - len(trained))
@@ -172,10 +172,6 @@ def shared(before, ids, tokenizer):
     return 0
 
 
-def ids_of(text, tokenizer):
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
 def ids_after(prompt, text, tokenizer):
     """Ids of a text that follows a prompt's ids, as a sampler writes it: decoded, prompt and text.
 
@@ -185,15 +181,16 @@ def ids_after(prompt, text, tokenizer):
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
     parts = [match.start() for match in special_tokens(tokenizer).finditer(prompt)]
     end = prompt[parts[-1] if parts else 0 :]
-    given, whole = (ids_of(x, tokenizer) for x in (end, end + text))
+    ids_of = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    given, whole = ids_of(end), ids_of(end + text)
     if whole[: len(given)] == given:
         return whole[len(given) :]
     for before in (end[-1:], "\n", ":", "x", tokenizer.eos_token):
-        alone, whole = ids_of(before, tokenizer), ids_of(before + text, tokenizer)
+        alone, whole = ids_of(before), ids_of(before + text)
         found = whole[len(alone) :]
         if whole[: len(alone)] == alone and tokenizer.decode(given + found) == tokenizer.decode(given) + text:
             return found
-    return ids_of(text, tokenizer)
+    return ids_of(text)
 
 
 def answer_ids(prompt_ids, answer, tokenizer):
