@@ -507,6 +507,8 @@ def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
             mini_batches, own_rows, _ = script.distribute(rows, True, args)
             assert {row["group"] for row in own_rows} == left
             assert [totals for _, totals in mini_batches] == [(8, 5), (11, 6)]  # all count
+        rows = [row | dict(constant=row["number"] == 0) for row in rows]  # one response, at the mean
+        assert len(script.distribute(rows, True, args)[1]) == 12
 
 
 def test_columns_of_a_batch_stay_in_place():
