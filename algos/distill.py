@@ -90,7 +90,7 @@ class Args:
     val_temperature: float = 0.0  # temperature of sampling in validation
     # ---- optimizer
     train_batch_size: int = 64  # prompts of a step, over all ranks
-    ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
+    ppo_mini_batch_size: int | None = None  # prompts of an optimizer step; None: all of the step
     lr: float = 1e-6  # peak learning rate
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 after the last step
     warmup_steps: int = 0  # steps of linear warm-up
@@ -122,6 +122,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.ppo_mini_batch_size = self.ppo_mini_batch_size or self.train_batch_size
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Args:
     gpu_memory_utilization: float = 0.5  # share of the GPU's memory for the awake sampler
     # ---- algorithm
     train_batch_size: int = 64  # prompts of a step, over all ranks
-    ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
+    ppo_mini_batch_size: int | None = None  # prompts of an optimizer step; None: all of the step
     lr: float = 1e-6  # learning rate of AdamW
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
@@ -69,6 +69,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.ppo_mini_batch_size = self.ppo_mini_batch_size or self.train_batch_size
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Args:
     val_temperature: float = 0.0  # temperature of sampling in validation
     # ---- optimizer
     train_batch_size: int = 64  # prompts of a step, over all ranks
-    ppo_mini_batch_size: int = 64  # prompts of an optimizer step, over all ranks
+    ppo_mini_batch_size: int | None = None  # prompts of an optimizer step; None: all of the step
     ppo_epochs: int = 1  # passes over the responses of a step
     lr: float = 1e-6  # peak learning rate of the actor
     critic_lr: float = 1e-5  # peak learning rate of the critic
@@ -124,6 +124,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.ppo_mini_batch_size = self.ppo_mini_batch_size or self.train_batch_size
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ FLAGS = {
         " --test_size 512",
         sft="--max_length 64 --train_batch_size 64 --total_epochs 2 --total_steps 160 --lr 4e-3"
         " --lr_schedule cosine --warmup_steps 20 --test_freq 0 --gradient_checkpointing none",
-        grpo="--max_prompt_length 24 --max_response_length 24 --train_batch_size 32 --ppo_mini_batch_size 32"
+        grpo="--max_prompt_length 24 --max_response_length 24 --train_batch_size 32"
         " --group_size 16 --lr 3e-4 --warmup_steps 5 --weight_decay 0 --test_freq 2"
         " --gradient_checkpointing none",
         # for race.py: TRL's flags for the same work
@@ -45,7 +45,7 @@ FLAGS = {
     "smollm2": dict(
         model="data_prep/smollm2.py",
         data="data_prep/instructions.py",
-        grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16 --ppo_mini_batch_size 16"
+        grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16"
         " --lr 2e-5 --warmup_steps 5 --use_kl_loss --kl_loss_coef .05 --test_freq 8"
         " --max_tokens_per_microbatch 2048 --gradient_checkpointing none" + NATIVE,
         trl="--algo grpo --group_size 8 --response_length 48 --beta .05"

@@ -30,7 +30,7 @@ ENV = "--env", ROOT / "envs/calculator.py:Calculator"
 SFT = "--messages_key messages --max_length 48 --train_batch_size 64 --total_steps 320 --lr 1e-3"
 SFT += " --lr_schedule constant --warmup_steps 20 --gradient_checkpointing none"
 LIMITS = "--max_prompt_length 16 --max_response_length 32"
-RL = "--train_batch_size 16 --ppo_mini_batch_size 16 --group_size 8 --total_steps 30 --test_freq 5 --lr 3e-4"
+RL = "--train_batch_size 16 --group_size 8 --total_steps 30 --test_freq 5 --lr 3e-4"
 RL += " --warmup_steps 2 --weight_decay 0 --gradient_checkpointing none"
 # a stage of RL: what its model may use, and its script
 STAGES = {"with the calculator": ("agent", ENV), "without": ("grpo", ())}

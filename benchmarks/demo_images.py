@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 SFT = "--response_key extra_info.guess --max_length 64 --train_batch_size 64 --total_steps 80 --lr 1e-3"
 SFT += " --lr_schedule constant --warmup_steps 20 --gradient_checkpointing none --test_freq 0"
 LIMITS = "--max_prompt_length 64 --max_response_length 8"
-RL = "--train_batch_size 32 --ppo_mini_batch_size 32 --group_size 16 --total_steps 75 --test_freq 25"
+RL = "--train_batch_size 32 --group_size 16 --total_steps 75 --test_freq 25"
 RL += " --lr 5e-4 --warmup_steps 5 --weight_decay 0 --gradient_checkpointing none"
 RL += " --max_tokens_per_microbatch 16384"
 

@@ -181,9 +181,10 @@ def wrong_sizes(flags):
     for name in ("tp_size", "hsdp_replicas", "sp_size"):
         if world % get(name, 1):
             return f"{world} ranks are not a multiple of --{name} {get(name)}"
-    prompts, size = get("train_batch_size", 0), get("ppo_mini_batch_size", 1)
+    prompts, size = get("train_batch_size", 0), get("ppo_mini_batch_size") or 1
     if prompts % size:
-        return f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}"
+        fits = max(n for n in range(1, size + 1) if prompts % n == 0)
+        return f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}: pass {fits}"
     budget, length, ranks = get("max_tokens_per_microbatch", INF), get("max_length", 2), get("sp_size", 1)
     row = math.ceil((get("max_prompt_length", 0) + get("max_response_length", 0)) / ranks)  # of it on a rank
     pair = 2 * length

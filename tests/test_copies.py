@@ -265,7 +265,8 @@ def test_arguments_of_one_name_have_one_type():
                     kind = ast.unparse(flag.annotation).removesuffix(" | None")
                     other = seen.setdefault(flag.target.id, kind)
                     assert other == kind, f"--{flag.target.id} of {name} takes {kind}, elsewhere {other}"
-                assert seen.setdefault("__post_init__", ast.unparse(post_init)) == ast.unparse(post_init)
+                first = ast.unparse(post_init.body[0])
+                assert seen.setdefault("__post_init__", first) == first
 
 
 @pytest.mark.parametrize("name", LIMITS)
