@@ -674,7 +674,7 @@ def load_pairs(paths, args, tokenizer):
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             if args.bad_pairs == "drop":
                 return []
-            remedy = "mend it, or drop such pairs by --bad_pairs drop"
+            remedy = "fix it, or drop such pairs by --bad_pairs drop"
             raise ValueError(f"{error}; {remedy}") from None
 
     fields = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids", "tokens"), IDS)

@@ -304,8 +304,8 @@ def quantize(lm, tokenizer, args, output):
         fits = [n for n in (128, 64, 32) if not any(m.in_features % n for m in linears.values())]
         if not fits:
             name, odd = next((n, m) for n, m in linears.items() if m.in_features % 32)
-            mend = "take --scheme w8a8, or leave it out by --ignore"
-            raise ValueError(f"{name} has {odd.in_features} inputs, no multiple of 128, 64 or 32: {mend}")
+            remedy = "take --scheme w8a8, or leave it out by --ignore"
+            raise ValueError(f"{name} has {odd.in_features} inputs, no multiple of 128, 64 or 32: {remedy}")
         scheme.weights.group_size = fits[0]
     held_out = read_texts(args.held_out, tokenizer, args) if args.held_out else []
     if held_out and not any(spoken[1:].any() for _, spoken in held_out):

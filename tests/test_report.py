@@ -372,11 +372,11 @@ def test_a_failed_reward_is_named(tmp_path):
     assert verdict.word == WARNING and verdict.says.startswith(warning)
     ended = make_run(tmp_path / "ended", [], ONE)
     error = "the reward failed for all 8 responses, the first with KeyError: 'a' (mine.py, line 3)"
-    (ended / "log.txt").write_text(f"error: {error}: mend it\n")
+    (ended / "log.txt").write_text(f"error: {error}: fix it\n")
     done = run(ROOT / "algos/report.py", path, ended, "--output", tmp_path / "report.html")
     assert f"wrong: failures, {error}" in done.stdout
     assert "KeyError: &#39;a&#39; (mine.py, line 3)" in (tmp_path / "report.html").read_text()
-    (ended / "log.txt").write_text(f"error: {error}: mend it\nstep 1 of 1, done\n")  # mended and resumed
+    (ended / "log.txt").write_text(f"error: {error}: fix it\nstep 1 of 1, done\n")  # fixed and resumed
     assert Run(ended, "ended").verdicts["failures"].word == NO
 
 

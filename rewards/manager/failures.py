@@ -38,7 +38,7 @@ REWARDS, ENVIRONMENTS = Failures("reward"), Failures("environment")  # of this p
 
 def stop(message):
     """End the run; the line is also in its log.txt."""
-    text = f"{message}: mend it, and start again"
+    text = f"{message}: fix it, and start again"
     LOG.info(f"error: {text}")
     fail(text)
 
