@@ -148,7 +148,7 @@ from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import render, use_template
-from data_prep.lib.thoughts import answer_after
+from data_prep.lib.turns import answer_ids
 from rewards import check_sources
 from rewards.manager import RewardManager, settle, validation_metrics
 from rewards.manager.combined import load_rewards
@@ -991,9 +991,8 @@ def data_rows(prompts, tokenizer, args):
     rank = dist.get_rank()
     rows = []
     for row in prompts[rank :: dist.get_world_size()]:
-        text = answer_after(tokenizer.decode(row["prompt_ids"][-20:]), row["extra_info"]["answer"])
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        ids = np.array([*ids, tokenizer.eos_token_id], np.int32)[: args.max_response_length]
+        ids = answer_ids(row["prompt_ids"], row["extra_info"]["answer"], tokenizer)
+        ids = np.array(ids[: args.max_response_length], np.int32)
         answer = dict(sample=0, rank=rank, response_ids=ids)
         answer["rollout_logp_t"] = np.zeros(len(ids), np.float32)
         answer["mask_t"] = np.ones(len(ids), bool)
