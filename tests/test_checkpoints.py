@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from common import checkpoints
-from common.files import weights_digest
+from common.files import model_content
 from data_prep.tiny_model import make_tokenizer
 from tests import families
 
@@ -63,7 +63,8 @@ def test_half_precision_is_trained_in_float32_and_saved_as_it_came(mesh, model, 
     for name, x in policy.lm.named_parameters():
         assert x.dtype is torch.float32 and torch.equal(x.full_tensor(), files[name].float()), name
     trained = dict(hf=policy.lm)
-    checkpoints.write_checkpoint(args, 1, trained, optimizer, make_tokenizer(), grpo.whole_weights)
+    parts = trained, optimizer, make_tokenizer(), grpo.whole_weights
+    checkpoints.write_checkpoint(tmp_path, args.model, 1, dict(step=1), *parts)
     hf = tmp_path / "checkpoints/latest/hf"
     assert not changed(half, hf) and {x.dtype for x in load_weights(hf).values()} == {torch.bfloat16}
     assert AutoConfig.from_pretrained(hf).dtype is torch.bfloat16
@@ -150,5 +151,5 @@ def test_a_digest_is_that_of_the_weights(model, tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(other)
     lm.model.norm.weight.data[0] += 1e-3
     lm.save_pretrained(other)
-    expected = weights_digest(model("llama"))
-    assert weights_digest(str(moved)) == expected != weights_digest(str(other))
+    expected = model_content(model("llama"))
+    assert model_content(str(moved)) == expected != model_content(str(other))

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from ast import literal_eval
 from dataclasses import fields, replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -45,10 +47,13 @@ def table():
     """Rows of the page: the flags of grpo.py by what a resume says to a change."""
     names = [field.name for field in fields(grpo.Args)]
     free = [name for name in names if name in run.MAY_CHANGE]
+    content = [name for name in names if name in (*run.MODELS, *run.FILES)]
     kinds = {
-        "must agree; the line names the flag, its value there and now": [x for x in names if x not in free],
-        "may change": [name for name in free if name not in (*run.MODELS, *run.FILES)],
-        "may move; the content must agree": [name for name in names if name in run.MODELS],
+        "must agree; the line names the flag, its value there and now": [
+            name for name in names if name not in (*free, *content)
+        ],
+        "may change": free,
+        "may move; the content must agree": content,
     }
     return [f"| {', '.join(f'`--{name}`' for name in some)} | {what} |" for what, some in kinds.items()]
 
@@ -65,9 +70,16 @@ def begun(tmp_path, monkeypatch):
     model, step = tmp_path / "model", tmp_path / "run/checkpoints/step_000001"
     model.mkdir()
     (model / "pytorch_model.bin").write_bytes(bytes(range(256)) * 9000)
-    (model / "tokenizer.json").write_text("{}")
-    for name in ("rows.parquet", "reward.py", "template.jinja"):
-        (tmp_path / name).write_text(name)
+    for name in ("tokenizer", "config", "generation_config", "processor_config"):
+        (model / f"{name}.json").write_text('{"x": 1, "y": {}}')
+    write(tmp_path, [dict(x=[1, None]), dict(x=None)] * 700)
+    (tmp_path / "reward.py").write_text("import os, helper\nfrom own import *\nREADS = ('JUDGE', 'RULES')")
+    (tmp_path / "helper.py").write_text("def f():\n    from own.deep import x")
+    (tmp_path / "own").mkdir()
+    for name in ("template.jinja", "own/__init__.py", "own/deep.py", "rules.txt"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.setenv("JUDGE", '{"long": "' + 300 * "x" + '"}')
+    monkeypatch.setenv("RULES", f"{tmp_path}/rules.txt")
     files = dict(train_files=(f"{tmp_path}/rows.parquet",), chat_template=f"{tmp_path}/template.jinja")
     files |= dict(reward_fn=(f"{tmp_path}/reward.py:score",), output_dir=f"{tmp_path}/run")
     args = grpo.Args(model=str(model), **files)
@@ -75,15 +87,19 @@ def begun(tmp_path, monkeypatch):
     forget()
     assert run.open_run(args) is None
     (tmp_path / "run/args.json").write_text(json.dumps(vars(args)))
-    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, digests=run.digests(args))))
+    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, content=run.contents(args))))
     (step.parent / "latest").symlink_to(step.name)
     return args
 
 
+def write(out, rows, **options):
+    pq.write_table(pa.Table.from_pylist(rows), out / "rows.parquet", **options)
+
+
 def forget():
     """As in a new process."""
-    run.file_digest.cache_clear()
-    run.weights_digest.cache_clear()
+    files.content.cache_clear()
+    files.model_content.cache_clear()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(grpo.Args)])
@@ -102,30 +118,56 @@ def test_what_changes_and_what_a_resume_says(begun, name, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("model/pytorch_model.bin", "--model .*"),
-        ("model/tokenizer.json", "the tokenizer of .*"),
-        ("model/chat_template.jinja", "the tokenizer of .*"),
-        ("rows.parquet", "--train_files .*"),
-        ("reward.py", "--reward_fn .*"),
-        ("template.jinja", "--chat_template .*"),
+        ("model/pytorch_model.bin", "--model .* another pytorch_model.bin"),
+        *[(f"model/{x}.json", f"--model .* another {x}.json") for x in ("config", "processor_config", "a")],
+        ("model/chat_template.jinja", "--model .* another chat_template.jinja"),
+        ("rows.parquet", "--train_files .* another content"),
+        *[(x, "--reward_fn .* another content") for x in ("reward.py", "own/deep.py", "rules.txt", "JUDGE")],
+        ("template.jinja", "--chat_template .* another content"),
     ],
 )
-def test_the_content_of_files_counts(begun, tmp_path, file, says):
-    """Weights in any format; a run that begins from the checkpoint may have other data and rewards."""
-    path = tmp_path / file
-    old = path.read_bytes() if path.exists() else b""
-    path.write_bytes(b"\1" + old[1:])
+def test_the_content_of_files_counts(begun, tmp_path, file, says, monkeypatch):
+    """A run that begins from the checkpoint may have other data and rewards."""
+    if file == "JUDGE":
+        monkeypatch.setenv(file, "another")
+    elif file == "rows.parquet":
+        write(tmp_path, [dict(x=[1, 2]), dict(x=None)] * 700)
+    else:
+        (tmp_path / file).write_bytes(b"2" * 256 * 9000)
     forget()
-    line = f"^error: {says}has another content than when .*latest was written: put it back, or begin in an"
+    line = rf"^error: .* holds a run with other arguments \({says}\): put them back, or begin in"
     with pytest.raises(SystemExit, match=line):
         run.open_run(begun)
     latest = f"{begun.output_dir}/checkpoints/latest"
     other = replace(begun, output_dir=str(tmp_path / "other"), resume=latest)
-    if says in ("--train_files .*", "--reward_fn .*"):
+    if says.startswith(("--train_files", "--reward_fn")):
         assert run.open_run(other).name == "step_000001"
     else:
-        with pytest.raises(SystemExit, match="has another content"):
+        with pytest.raises(SystemExit, match=says):
             run.open_run(other)
+
+
+def test_names_and_spelling_do_not_count(begun, tmp_path, monkeypatch):
+    """Another path, a hub's name, JSON, parquet and links that are written otherwise, a README."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", tmp_path / "hub")
+    monkeypatch.chdir(tmp_path)
+    model, moved = tmp_path / "hub/models--own--name", tmp_path / "moved"
+    shutil.copytree(tmp_path / "model", model / "snapshots/1")
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("1")
+    (model / "snapshots/1/config.json").write_text('{"y":{},"x":1}')
+    (model / "snapshots/1/README.md").write_text("new")
+    shutil.copytree(tmp_path / "own", moved / "own")
+    for name in ("reward.py", "helper.py", "rows.parquet", "template.jinja"):
+        shutil.copy(tmp_path / name, moved / name)
+    write(moved, [dict(x=[1, None]), dict(x=None)] * 700, compression="zstd", row_group_size=90)
+    forget()
+    own = dict(train_files=("moved/rows.parquet",), chat_template="moved/template.jinja")
+    args = replace(begun, model="own/name", reward_fn=(f"{moved}/reward.py:score",), **own)
+    assert run.open_run(args).name == "step_000001"
+    with pytest.raises(SystemExit, match="--reward_fn"):
+        run.open_run(replace(args, reward_fn=(f"{moved}/reward.py:other",)))
 
 
 def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
