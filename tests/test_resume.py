@@ -195,6 +195,11 @@ def test_two_runs_in_one_directory(begun):
     assert run.open_run(begun).name == "step_000001"
 
 
+def test_a_directory_that_cannot_be_made(begun, tmp_path):
+    with pytest.raises(SystemExit, match="^error: --output_dir .*/reward.py/run cannot be made: .*directory"):
+        run.open_run(replace(begun, output_dir=f"{tmp_path}/reward.py/run"))
+
+
 def test_a_run_that_was_copied_with_its_links_followed(begun, tmp_path, capsys):
     root, step = tmp_path / "run/checkpoints", tmp_path / "run/checkpoints/step_000002"
     (root / "latest").unlink()
