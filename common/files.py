@@ -120,7 +120,7 @@ def said(path):
 
 
 def with_imports(path, found):
-    """Add to {path: text} a file, the modules beside it that it imports, and the variables in its READS."""
+    """Add to {path: text} a file, the modules of its folder that it imports, the variables in its READS."""
     if path in found or not path.is_file():
         return found
     found[path] = path.read_text()

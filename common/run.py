@@ -153,6 +153,7 @@ class Run:
         self.total = total_steps
         self.bar = tqdm(total=total_steps, initial=self.step, desc="step", disable=not self.rank0)
         atexit.register(self.save_first)
+        self.trainer = sys._getframe(1)  # else its engine ends before the run, and the process group with it
         told = logging.Handler()  # what rewards and environments have to say; info is for log.txt alone
         told.emit = lambda record: self.say(record.getMessage(), record.levelno > logging.INFO)
         logging.getLogger("rewards").setLevel(logging.INFO)
@@ -191,7 +192,7 @@ class Run:
     def updated(self, **state):
         """The weights are those of a whole step: from here on it is saved, whatever ends the run.
 
-        state: what `load` returns to a run that goes on from here.
+        state: what `load` returns to a run that resumes here.
         """
         self.unsaved = dict(state, step=self.step, content=self.content)
         signalled = torch.tensor(self.signal)
