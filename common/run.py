@@ -297,6 +297,9 @@ def setup_distributed(hsdp_replicas=1):
         fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if cuda and here > gpus:
+        fail(f"{here} ranks on a machine with {gpus} GPUs: --nproc_per_node {gpus}")
     if cuda:
         torch.cuda.set_device(device)
     else:
