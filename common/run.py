@@ -15,6 +15,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from uuid import uuid4
 
 import psutil
@@ -33,6 +34,7 @@ DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  #
 FILES = [flag for flag, known in KNOWN.items() if known.content == "file"]
 END = timedelta(minutes=1)  # that ranks wait for one another at the end of the process
 REPEAT_S = 10  # a signal within this time is the first one again: torchrun passes on what all ranks got
+TEXTS = ["prompt_str", "solution_str", "ground_truth", "score"]  # what a tracker has of a row
 TIMEOUT_S = 3600  # seconds that a rank waits for the others
 
 
@@ -98,7 +100,7 @@ def contents(args):
 
 
 def open_tracker(args, step):
-    """-> a function of (metrics, step). What TensorBoard has of steps after `step` goes: they come again."""
+    """-> a function of ({name: number or rows of TEXTS}, step). Those after `step` go: they come again."""
     out = Path(args.output_dir)
     if args.tracker == "wandb":  # which reads WANDB_PROJECT, and WANDB_MODE=offline for no network
         import wandb
@@ -107,7 +109,9 @@ def open_tracker(args, step):
         if not (name.exists() and name.read_text()):  # empty: a kill, as it was written
             name.write_text(uuid4().hex[:8])
         own = dict(id=name.read_text(), resume="allow", config=asdict(args))
-        return wandb.init(dir=out, name=out.name, **own).log
+        log = wandb.init(dir=out, name=out.name, **own).log
+        table = lambda x: wandb.Table(columns=TEXTS, data=x) if isinstance(x, list) else x
+        return lambda metrics, step: log({name: table(x) for name, x in metrics.items()}, step)
     if args.tracker == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -115,7 +119,11 @@ def open_tracker(args, step):
 
         def track(metrics, step):
             for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
+                if isinstance(value, list):  # of texts: as Markdown has code
+                    texts = "\n\n".join(cell for row in value for cell in row)
+                    writer.add_text(name, indent(texts, "    "), step)
+                else:
+                    writer.add_scalar(name, value, step)
             writer.flush()  # it writes every two minutes, and not at exit
 
         return track
@@ -208,8 +216,11 @@ class Run:
         """Whether something is done in this step that is done in every freq-th and in the last one."""
         return self.last or (freq and self.step % freq == 0)
 
-    def dump(self, rows):
-        """With --rollout_dump: the scored rows of a step, one JSON line each."""
+    def dump(self, rows, kind="step"):
+        """With --rollout_dump: scored rows, one JSON line each. kind val: a tracker has some of them, too."""
+        if self.rank0 and kind == "val":
+            texts = [row["sampled"] | row["reward"] for row in rows if row["sample"] == 0]
+            self.track({"val/texts": [[str(text[key]) for key in TEXTS] for text in texts[:8]]}, self.step)
         if not self.rank0 or not self.args.rollout_dump:
             return
         lines = []
@@ -218,7 +229,7 @@ class Run:
             ids = dict(response_ids=row["response_ids"].tolist())
             lines.append(json_line(row["sampled"] | row["reward"] | where | ids))
         (self.out / "rollouts").mkdir(exist_ok=True)
-        (self.out / f"rollouts/step_{self.step:06d}.jsonl").write_text("".join(lines))
+        (self.out / f"rollouts/{kind}_{self.step:06d}.jsonl").write_text("".join(lines))
 
     def say(self, message, in_terminal=True):
         """A line for people, in the terminal and in log.txt."""
