@@ -77,6 +77,14 @@ def test_advantages_are_those_of_the_groups(straight):
         assert min(map(len, texts.values())) > 1
 
 
+def test_texts_of_validations_are_kept(straight):
+    kept = sorted((straight / "rollouts").glob("val_*"))
+    assert [path.name[4:10] for path in kept] == ["000000", "000003", "000006"]
+    for step, path in zip((0, 3, 6), kept):
+        found = column(map(json.loads, path.read_text().splitlines()), "score").mean().item()
+        assert found == pytest.approx(metrics(straight)[step]["val-core/arithmetic/reward/mean@1"])
+
+
 @pytest.mark.parametrize("lora_rank", (0, 4))
 def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path, lora_rank):
     one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--warmup_steps", 0
