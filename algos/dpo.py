@@ -105,7 +105,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from common import families
-from common.files import replacing, weights_digest
+from common.files import model_content, replacing
 from common.gpu import compute_device, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import speed_metrics, timed
@@ -271,7 +271,7 @@ def reference_logps(policy, rows, order, args):
     """
     if args.loss == "simpo" or not rows:
         return np.zeros((len(rows), 2), np.float32)
-    digest = hashlib.sha256(weights_digest(args.model).encode())
+    digest = hashlib.sha256(repr(model_content(args.model)).encode())
     for name in ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_trained", "rejected_trained"):
         column = rows.column(name)
         for part in (pc.list_flatten(column), pc.list_value_length(column)):

@@ -63,7 +63,7 @@ from transformers import AutoConfig
 
 from common import cpu
 from common.families import hf_overrides, takes_images, vllm_names
-from common.files import HELD, hold, replacing, weights_digest
+from common.files import HELD, content, hold, model_content, replacing
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.replies import asked
 from data_prep.lib.schema import read_rows
@@ -125,9 +125,10 @@ def load_prompts(args, tokenizer, tools):
 
 def plan_shards(args, prompts, rows):
     """{file of a shard: its rows}, and what decides on the responses, as JSON: every shard carries it."""
-    made_by = asdict(args) | dict(data="", output="", gpu_memory_utilization="")  # these do not
+    made_by = asdict(args) | dict(model="", data="", output="", gpu_memory_utilization="")  # these do not
     text = json.dumps(prompts, default=lambda image: sha256(image).hexdigest())
-    made_by["digest of the model"] = weights_digest(args.model)
+    made_by |= {flag: content(vars(args)[flag] or "") for flag in ("chat_template", "env")}
+    made_by |= {f"{file} of the model": digest for file, digest in model_content(args.model).items()}
     made_by["digest of the prompts"] = sha256(text.encode()).hexdigest()[:16]
     folder, starts = Path(f"{args.output}.shards"), range(0, rows, args.batch_size)
     for path in sorted(folder.glob("*.parquet"))[:1]:

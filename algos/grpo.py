@@ -48,7 +48,7 @@ class Args:
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
     test_freq: int = 10  # steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
-    rollout_dump: bool = False  # write every training response to output_dir/rollouts
+    rollout_dump: bool = False  # write responses of training and validation to output_dir/rollouts
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training prompts
@@ -304,7 +304,9 @@ def main(args):
         with awake(engine, models, optimizer, args, timing={}):
             options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
             rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
-        metrics = validation_metrics(score_rows(rows, val_manager, tokenizer))
+        rows = score_rows(rows, val_manager, tokenizer)
+        run.dump(rows, "val")
+        metrics = validation_metrics(rows)
         run.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
         return metrics
 

@@ -267,6 +267,26 @@ class Run:
         word = "ok" if rise < 0.1 or change > 0 else "wrong" if change < -0.05 else "warning"
         return Verdict(word, f"score {rise:+.3g} of its range, {name} {change:+.3g}", step)
 
+    def check_best_validation(self):
+        """Validation lost since its best: over 0.25 of its span warning, over 0.5 wrong, if over 0.15"""
+        accuracy = "val-core/*/acc/mean@* val/accuracy val/rewards/accuracies"
+        names = matching(self.metrics, accuracy)
+        width = 1 if names else self.scores()[3]
+        found = []
+        for name in names or matching(self.metrics, "val-core/*/mean@*"):
+            steps, values = self.curve(name, least=3)
+            best, lost = values.max(), values.max() - values[-1]
+            span = lost / max(best - values.min(), 1e-9)
+            found.append(
+                (span if lost > 0.15 * width else 0.0, name, values[-1], best, steps[values.argmax()])
+            )
+        need(found, "fewer than three validations")
+        span, name, last, best, step = max(found)
+        kept = (self.path / f"checkpoints/step_{step:06d}").is_dir()
+        where = f"checkpoints/step_{step:06d} has it" if kept else "no checkpoint has it"
+        says = f"{name} is best, {best:.3g}, at step {step}; {where}; the last {last:.3g}"
+        return Verdict(grade(span, 0.25, 0.5), says, step)
+
     def check_entropy_collapse(self):
         """Unless solved, entropy times length at the end: under 0.3 nats warning, under 0.1 wrong"""
         steps, entropy, length = self.curve("actor/entropy", "response_length/mean")

@@ -8,7 +8,6 @@ demo is resumed; a finished one is moved aside first.
 """
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Literal
 import matplotlib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.lib.stages import ROOT, Stages
+from benchmarks.lib.stages import DEVICE, RANKS, ROOT, Stages
 from common.arguments import command_line
 
 matplotlib.use("agg")
@@ -58,8 +57,8 @@ TITLES = {
     "smollm2": "Verifiable instructions, SmolLM2-135M-Instruct",
 }
 GRPO_STEPS = {"tiny": 24, "smollm2": 24}
-# a tiny model is faster in processes of one thread; of a larger one each process takes gigabytes
-LAUNCH = {"tiny": dict(ranks=min(2, os.cpu_count())), "smollm2": dict(ranks=1, threads={})}
+# on a CPU a tiny model is faster in processes of one thread; of a larger one each takes gigabytes
+LAUNCH = {"tiny": dict(ranks=RANKS), "smollm2": dict(ranks=1 if DEVICE == "a CPU" else RANKS, threads={})}
 NEXT = """
 next: your data  python data_prep/gsm8k.py --local_save_dir data/gsm8k    (README: your own data and reward)
       your GPUs  torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen2.5-7B-Instruct \\
@@ -93,7 +92,7 @@ def plot(lines, path, title):
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(f"{title}, GRPO on a CPU")
+    figure.suptitle(f"{title}, GRPO on {DEVICE}")
     figure.savefig(path, dpi=120)
 
 

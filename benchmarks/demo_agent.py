@@ -7,7 +7,6 @@ again.
 """
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.lib.stages import ROOT, Stages
+from benchmarks.lib.stages import RANKS, ROOT, Stages
 from benchmarks.lib.workload import curve
 from common.arguments import command_line
 
@@ -42,8 +41,8 @@ class Args:
     """Directory of the demo."""
     seeds: tuple[int, ...] = (1,)
     """Seeds of the whole flow but the data."""
-    ranks: int = min(2, os.cpu_count())
-    """Processes of the trainers, one thread each."""
+    ranks: int = RANKS
+    """Processes of the trainers, one thread each; by default one on each GPU, or two."""
 
 
 def plot(runs, path):

@@ -37,7 +37,7 @@ class Known(NamedTuple):
 
 
 FLAGS = {
-    Known(resume="may change", content="weights"): "model critic_model reward_model teacher",
+    Known(content="weights"): "model critic_model reward_model teacher",
     Known(resume="may begin", content="file"): "train_files reward_fn env",
     Known(content="file"): "chat_template policy_loss adv_estimator",
     Known(resume="may begin"): "prompt_key response_key messages_key text_key chosen_key rejected_key"

@@ -1,14 +1,18 @@
-"""Files and directories that appear whole or not at all, and the identity of a model's weights."""
+"""Files and directories that appear whole or not at all, and what files say."""
 
+import ast
 import contextlib
 import fcntl
 import functools
-import hashlib
 import json
+import mmap
 import os
 import platform
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import xxhash
 
 from common.arguments import fail
 
@@ -46,8 +50,11 @@ def hold(out, flag):
     """Stop if another process writes to this directory. A kill frees the lock; workers do not inherit it."""
     if int(os.environ.get("RANK", 0)) or out in HELD:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    HELD[out] = file = (out / ".lock").open("a+")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        HELD[out] = file = (out / ".lock").open("a+")
+    except OSError as error:
+        fail(f"{flag} cannot be made: {error}")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -59,40 +66,74 @@ def hold(out, flag):
     print(f"process {os.getpid()} of {platform.node()}", end="", file=file, flush=True)
 
 
-@functools.cache
-def weights_digest(model):
-    """Digest of weights in a directory; a hub name's commit.
+LOADED = "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "vocab.*", "merges.txt"
+WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth"  # the first that a directory has
 
-    Of safetensors the headers and the start of each weight; of other formats a part of every megabyte.
-    """
+
+@functools.cache
+def model_content(model):
+    """{file: digest} of what is read when a model is loaded, a directory or a name of the hub."""
     directory = Path(model)
     if not directory.is_dir():
-        from huggingface_hub import hf_hub_download  # here, because it takes longer than a short script
+        from huggingface_hub import snapshot_download  # here, because it takes longer than a short script
 
         with contextlib.suppress(OSError, ValueError):  # whoever loads the model says what is wrong
-            return Path(hf_hub_download(model, "config.json")).parent.name
-    digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-            digest.update(header)
-            for name, weight in json.loads(header).items():
-                if name != "__metadata__":
-                    file.seek(8 + len(header) + weight["data_offsets"][0])
-                    digest.update(file.read(1024))
-    for path in sorted({*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")}):
-        with path.open("rb") as file:
-            for start in range(0, path.stat().st_size, 2**20):
-                file.seek(start)
-                digest.update(file.read(1024))
-    return digest.hexdigest()[:16]
+            directory = Path(snapshot_download(model, allow_patterns=[*LOADED, "model*.safetensors"]))
+            if not [*directory.glob("model*.safetensors")]:
+                directory = Path(snapshot_download(model, allow_patterns=[*LOADED, "pytorch_model*.bin"]))
+    weights = next(filter(None, ([*directory.glob(name)] for name in WEIGHTS)), [])
+    files = sorted({*weights, *(path for name in LOADED for path in directory.glob(name))})
+    with ThreadPoolExecutor() as pool:
+        return {path.name: digest for path, digest in zip(files, pool.map(content, map(str, files)))}
 
 
 @functools.cache
-def file_digest(name):
-    """Digest of a file, FILE or FILE:NAME, as it was when this process first asked; "": there is none."""
-    path = next((path for path in (Path(name), Path(name.rpartition(":")[0])) if path.is_file()), None)
-    if not path:
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+def content(name):
+    """Digest of what a file, FILE or FILE:NAME, says when this process first asks; of no file its name."""
+    path = next((path for path in (name, name.rpartition(":")[0]) if os.path.isfile(path)), None)
+    if path is None:
+        return name
+    digest = xxhash.xxh3_128(name.removeprefix(path).encode())
+    with contextlib.suppress(OSError, ValueError, SyntaxError):  # whoever reads it says what is wrong
+        for part in said(path):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def said(path):
+    """Yield parquet as rows, JSON by its value, code with what it imports and reads, all else as it is."""
+    with open(path, "rb") as file:
+        kind = file.read(4)
+        if kind == b"PAR1":
+            from pyarrow import parquet  # here, as above
+
+            for batch in parquet.ParquetFile(path).iter_batches(1000):
+                for row in batch.to_pylist():
+                    yield json.dumps(row, default=str, sort_keys=True).encode()
+        elif path.endswith(".json"):
+            yield json.dumps(json.loads(Path(path).read_bytes()), sort_keys=True).encode()
+        elif path.endswith(".py"):
+            yield from map(str.encode, with_imports(Path(path), {}).values())
+        elif kind:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+                yield whole
+
+
+def with_imports(path, found):
+    """Add to {path: text} a file, the modules of its folder that it imports, the variables in its READS."""
+    if path in found or not path.is_file():
+        return found
+    found[path] = path.read_text()
+    for node in ast.walk(ast.parse(found[path])):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "READS":
+            names = [x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant)]
+            found |= {name: content(os.environ.get(name, "")) for name in names}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            level, module = vars(node).get("level"), vars(node).get("module")
+            for x in node.names:
+                place = path.parents[max(level or 1, 1) - 1]
+                for part in f"{module or ''}.{x.name}".strip(".").split("."):
+                    place = place / part
+                    with_imports(place.with_suffix(".py"), found)
+                    with_imports(place / "__init__.py", found)
+    return found

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from uuid import uuid4
 
 import psutil
@@ -25,15 +26,15 @@ from tqdm import tqdm
 from common.arguments import KNOWN, MODELS, fail
 from common.checkpoints import load_checkpoint, write_checkpoint
 from common.cpu import keep_freed_memory
-from common.files import file_digest, hold, json_line, replacing, weights_digest
+from common.files import content, hold, json_line, model_content, replacing
 from common.gpu import compute_device
 
 MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
 DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  # and another run begins
 FILES = [flag for flag, known in KNOWN.items() if known.content == "file"]
-TOKENIZER = "tokenizer*", "chat_template*", "vocab.*", "merges.txt"  # its files
 END = timedelta(minutes=1)  # that ranks wait for one another at the end of the process
 REPEAT_S = 10  # a signal within this time is the first one again: torchrun passes on what all ranks got
+TEXTS = ["prompt_str", "solution_str", "ground_truth", "score"]  # what a tracker has of a row
 TIMEOUT_S = 3600  # seconds that a rank waits for the others
 
 
@@ -50,60 +51,67 @@ def open_run(args):
         if vars(args).get(flag, "none") not in (False, "none") and not torch.cuda.is_available():
             fail(f"--{flag} needs a GPU")
     hold(out, f"--output_dir {out}")
-    known = digests(args)  # now, because a file may change during the run
-    if (out / "args.json").exists():
-        if args.resume == "never":
-            fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
-        changes = latest.exists() and differences(out / "args.json", args, MAY_CHANGE)
-        if changes:  # without one there is nothing to go on from
-            fail(f"--output_dir {out} holds a run with other arguments ({changes}): choose another")
-    checkpoint = latest if latest.exists() else Path(args.resume)  # the same command resumes its own run
-    if checkpoint != latest and args.resume in ("auto", "never"):
+    if (out / "args.json").exists() and args.resume == "never":
+        fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
+    if latest.exists():  # the same command resumes its own run
+        if changes := differences(latest.resolve(), args, MAY_CHANGE):
+            new = f"begin in another one by --resume {latest}"
+            fail(f"--output_dir {out} holds a run with other arguments ({changes}): put them back, or {new}")
+        return latest.resolve()
+    if args.resume in ("auto", "never"):
         return None
-    if checkpoint != latest and not (checkpoint / "trainer_state.json").is_file():
+    checkpoint = Path(args.resume)
+    if not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    if checkpoint != latest and (checkpoint.resolve().parents[1] / "args.json").exists():
-        if changes := differences(checkpoint.resolve().parents[1] / "args.json", args, MAY_CHANGE | DATA):
-            fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
-        known = {flag: digest for flag, digest in known.items() if flag not in DATA}
-    with suppress(OSError, ValueError):  # what is damaged, checkpoint or model, is refused when it is loaded
-        saved = json.loads((checkpoint / "trainer_state.json").read_text()).get("digests", {})
-        for flag, digest in known.items():
-            if saved.get(flag, digest) != digest:
-                what = f"--{flag} {vars(args)[flag]}" if flag in vars(args) else f"the {flag} of {args.model}"
-                problem = f"{what} has another content than when {checkpoint} was written"
-                fail(f"{problem}: put it back, or begin in another --output_dir by --resume {checkpoint}")
+    if changes := differences(checkpoint.resolve(), args, MAY_CHANGE | DATA):
+        fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
     return checkpoint.resolve()
 
 
-def differences(path, args, may):
-    """What differs between the arguments of a run and those of now, except flags that may."""
-    saved, now = json.loads(path.read_text()), json.loads(json.dumps(asdict(args)))
-    other = [k for k in saved if k not in may and k in now and saved[k] != now[k]]
-    return "; ".join(f"--{k} {saved[k]} there, {now[k]} now" for k in other)
+def differences(checkpoint, args, may):
+    """What differs between the run of a checkpoint and this one, except flags that may."""
+    saved, then, now, found = {}, {}, json.loads(json.dumps(asdict(args))), []
+    with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
+        then = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
+        saved = json.loads((checkpoint.parents[1] / "args.json").read_text())
+    here = contents(args)
+    for flag in [flag for flag in now if flag not in may]:
+        one, other = (then, here) if flag in (*MODELS, *FILES) else (saved, now)
+        if flag not in other or one.get(flag, other[flag]) == other[flag]:
+            continue
+        what = f"{saved.get(flag, now[flag])} there, {now[flag]} now"
+        if flag in MODELS:  # which files
+            pairs = [(a.items(), b.items()) for a, b in zip(one[flag], other[flag])]
+            files = sorted({name for a, b in pairs for name, _ in a ^ b})
+            what = f"{now[flag]} has another {', '.join(files) or 'number of models'}"
+        elif saved.get(flag, now[flag]) == now[flag]:
+            what = f"{now[flag]} has another content"
+        found.append(f"--{flag} {what}")
+    return "; ".join(found)
 
 
-def digests(args):
+def contents(args):
     """{flag: digests} of the models and files that decide what a run learns; a checkpoint keeps them."""
+    if int(os.environ.get("RANK", 0)):  # the first rank reads, and speaks
+        return {}
     names = {flag: getattr(args, flag, None) or () for flag in (*MODELS, *FILES)}
     names = {flag: [x] if isinstance(x, str) else x for flag, x in names.items()}
-    found = {flag: [*map(weights_digest, names[flag])] for flag in MODELS}
-    tokenizer = sorted(str(path) for name in TOKENIZER for path in Path(args.model).glob(name))
-    found["tokenizer"] = [*map(file_digest, tokenizer)]
-    return found | {flag: [*map(file_digest, names[flag])] for flag in FILES}
+    return {flag: [*map(model_content if flag in MODELS else content, some)] for flag, some in names.items()}
 
 
 def open_tracker(args, step):
-    """-> a function of (metrics, step). What TensorBoard has of steps after `step` goes: they come again."""
+    """-> a function of ({name: number or rows of TEXTS}, step). Those after `step` go: they come again."""
     out = Path(args.output_dir)
     if args.tracker == "wandb":  # which reads WANDB_PROJECT, and WANDB_MODE=offline for no network
         import wandb
 
         name = out / "wandb.id"  # a resumed run continues in the same one
-        if not name.exists():
+        if not (name.exists() and name.read_text()):  # empty: a kill, as it was written
             name.write_text(uuid4().hex[:8])
         own = dict(id=name.read_text(), resume="allow", config=asdict(args))
-        return wandb.init(dir=out, name=out.name, **own).log
+        log = wandb.init(dir=out, name=out.name, **own).log
+        table = lambda x: wandb.Table(columns=TEXTS, data=x) if isinstance(x, list) else x
+        return lambda metrics, step: log({name: table(x) for name, x in metrics.items()}, step)
     if args.tracker == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -111,7 +119,11 @@ def open_tracker(args, step):
 
         def track(metrics, step):
             for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
+                if isinstance(value, list):  # of texts: as Markdown has code
+                    texts = "\n\n".join(cell for row in value for cell in row)
+                    writer.add_text(name, indent(texts, "    "), step)
+                else:
+                    writer.add_scalar(name, value, step)
             writer.flush()  # it writes every two minutes, and not at exit
 
         return track
@@ -127,7 +139,7 @@ class Run:
     def __init__(self, args):
         """Open output_dir, before anything slow; see `open_run`."""
         self.args, self.out, self.rank0 = args, Path(args.output_dir), int(os.environ.get("RANK", 0)) == 0
-        self.checkpoint = open_run(args)
+        self.checkpoint, self.content = open_run(args), contents(args)  # now: files may change later
         self.unsaved, self.seconds = None, {}
         self.signal = self.signalled = 0
 
@@ -149,6 +161,7 @@ class Run:
         self.total = total_steps
         self.bar = tqdm(total=total_steps, initial=self.step, desc="step", disable=not self.rank0)
         atexit.register(self.save_first)
+        self.trainer = sys._getframe(1)  # else its engine ends before the run, and the process group with it
         told = logging.Handler()  # what rewards and environments have to say; info is for log.txt alone
         told.emit = lambda record: self.say(record.getMessage(), record.levelno > logging.INFO)
         logging.getLogger("rewards").setLevel(logging.INFO)
@@ -189,7 +202,7 @@ class Run:
 
         state: what `load` returns to a run that resumes here.
         """
-        self.unsaved = dict(state, step=self.step, digests=digests(self.args))
+        self.unsaved = dict(state, step=self.step, content=self.content)
         [signalled] = all_reduce([self.signal], dist.ReduceOp.MAX)
         self.signal = int(signalled)
         self.last = self.signal > 0 or self.step == self.total
@@ -202,8 +215,11 @@ class Run:
         """Whether something is done in this step that is done in every freq-th and in the last one."""
         return self.last or (freq and self.step % freq == 0)
 
-    def dump(self, rows):
-        """With --rollout_dump: the scored rows of a step, one JSON line each."""
+    def dump(self, rows, kind="step"):
+        """With --rollout_dump: scored rows, one JSON line each. kind val: a tracker has some of them, too."""
+        if self.rank0 and kind == "val":
+            texts = [row["sampled"] | row["reward"] for row in rows if row["sample"] == 0]
+            self.track({"val/texts": [[str(text[key]) for key in TEXTS] for text in texts[:8]]}, self.step)
         if not self.rank0 or not self.args.rollout_dump:
             return
         lines = []
@@ -212,7 +228,7 @@ class Run:
             ids = dict(response_ids=row["response_ids"].tolist())
             lines.append(json_line(row["sampled"] | row["reward"] | where | ids))
         (self.out / "rollouts").mkdir(exist_ok=True)
-        (self.out / f"rollouts/step_{self.step:06d}.jsonl").write_text("".join(lines))
+        (self.out / f"rollouts/{kind}_{self.step:06d}.jsonl").write_text("".join(lines))
 
     def say(self, message, in_terminal=True):
         """A line for people, in the terminal and in log.txt."""
@@ -291,6 +307,9 @@ def setup_distributed(hsdp_replicas=1):
         fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if cuda and here > gpus:
+        fail(f"{here} ranks on a machine with {gpus} GPUs: --nproc_per_node {gpus}")
     if cuda:
         torch.cuda.set_device(device)
     else:

@@ -1,6 +1,7 @@
 """Command lines and trackers: what the user meets first."""
 
 import ast
+import json
 import logging
 import math
 import re
@@ -442,9 +443,14 @@ def test_tensorboard(tmp_path):
     for done, steps in ((0, (1, 2, 3)), (2, (3, 4))):  # killed after step 3, the checkpoint is of step 2
         track = open_tracker(Tracked(str(tmp_path), "tensorboard"), done)
         for step in steps:
+            track({"val/texts": [["ask", "an\nanswer", "truth", "1.0"]]}, step)
             track({"actor/lr": step + done / 10}, step)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/lr")
-    seen = [(event.step, round(event.value, 1)) for event in events]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert (
+        b"    ask\n\n    an\n    answer\n"
+        in events.Tensors("val/texts/text_summary")[0].tensor_proto.string_val[0]
+    )
+    seen = [(event.step, round(event.value, 1)) for event in events.Scalars("actor/lr")]
     assert seen == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2)]
 
 
@@ -496,8 +502,11 @@ def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     track = open_tracker(Tracked(str(tmp_path), "wandb"), 0)
+    track({"val/texts": [["ask", "answer", "truth", "1.0"]]}, step=1)
     track({"actor/lr": 0.25}, step=1)
     wandb.finish()
+    [table] = tmp_path.glob("wandb/offline-run-*/files/media/table/val/texts*.json")
+    assert json.loads(table.read_text())["data"] == [["ask", "answer", "truth", "1.0"]]
     written = b""
     while b"actor/lr" not in written:  # a process of its own writes
         [log] = tmp_path.glob("wandb/offline-run-*/*.wandb")

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from common import checkpoints
-from common.files import weights_digest
+from common.files import model_content
 from data_prep.tiny_model import make_tokenizer
 from tests import families
 
@@ -150,5 +150,5 @@ def test_a_digest_is_that_of_the_weights(model, tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(other)
     lm.model.norm.weight.data[0] += 1e-3
     lm.save_pretrained(other)
-    expected = weights_digest(model("llama"))
-    assert weights_digest(str(moved)) == expected != weights_digest(str(other))
+    expected = model_content(model("llama"))
+    assert model_content(str(moved)) == expected != model_content(str(other))

@@ -23,7 +23,8 @@ CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 FOREIGN = set(  # of torchrun, Slurm, pip and other programs
     "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
     " --shutdown-timeout --standalone --no-deps --no-build-isolation --pid --nodes --ntasks-per-node"
-    " --gpus-per-node --signal --security-opt --num_processes --served-model-name --max-model-len"
+    " --gpus-per-node --signal --time --requeue --open-mode"
+    " --security-opt --num_processes --served-model-name --max-model-len"
     " --enforce-eager --dtype --system-prompt --private --structured-outputs-config".split()
 )
 METRIC = re.compile(

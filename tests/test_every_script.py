@@ -136,6 +136,15 @@ def test_a_restart_needs_a_new_store(script, monkeypatch):
         script.setup_distributed(1)
 
 
+def test_more_ranks_than_gpus(monkeypatch):
+    for name, value in dict(RANK=0, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2, TORCHELASTIC_MAX_RESTARTS=0).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="2 ranks on a machine with 1 GPUs: --nproc_per_node 1"):
+        grpo.setup_distributed()
+
+
 @pytest.mark.parametrize(
     ("script", "kernel", "cause"),
     (

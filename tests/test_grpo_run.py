@@ -77,6 +77,14 @@ def test_advantages_are_those_of_the_groups(straight):
         assert min(map(len, texts.values())) > 1
 
 
+def test_texts_of_validations_are_kept(straight):
+    kept = sorted((straight / "rollouts").glob("val_*"))
+    assert [path.name[4:10] for path in kept] == ["000000", "000003", "000006"]
+    for step, path in zip((0, 3, 6), kept):
+        found = column(map(json.loads, path.read_text().splitlines()), "score").mean().item()
+        assert found == pytest.approx(metrics(straight)[step]["val-core/arithmetic/reward/mean@1"])
+
+
 @pytest.mark.parametrize("lora_rank", (0, 4))
 def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path, lora_rank):
     one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--warmup_steps", 0
@@ -140,7 +148,8 @@ def test_several_rewards_own_variants_and_the_off_policy_mask(tiny, arithmetic, 
     assert [used[name] for name in names] == [None, 0.7, "seq-mean-token-sum"]
 
 
-def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
+@pytest.mark.parametrize("who", ("one rank", "all, and again by torchrun"))
+def test_sigterm_saves_and_succeeds(who, tiny, arithmetic, tmp_path):
     more = "--total_steps", 1000, "--save_freq", 0, "--test_freq", 0
     run_ = start(GRPO, *flags(tiny, arithmetic, tmp_path, *more), ranks=2, stdout=DEVNULL, stderr=DEVNULL)
     while not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 3:
@@ -148,7 +157,9 @@ def test_sigterm_saves_and_succeeds(tiny, arithmetic, tmp_path):
         time.sleep(0.1)
     named = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
     ranks = [p for p in named if p.pid != run_.pid]
-    max(ranks, key=lambda rank: rank.environ()["RANK"]).terminate()  # one rank gets SIGTERM, all stop
+    last = max(ranks, key=lambda rank: rank.environ()["RANK"])
+    for process in [last] if who == "one rank" else named:
+        process.terminate()
     assert run_.wait()
     step = int(os.readlink(tmp_path / "checkpoints/latest").removeprefix("step_"))
     assert json.loads((tmp_path / "checkpoints/latest/trainer_state.json").read_text())["step"] == step
@@ -171,4 +182,5 @@ def test_sync_that_does_nothing_stops_the_run(tiny, arithmetic, tmp_path):
     done = run(worker, *flags(tiny, arithmetic, tmp_path), check=False)
     assert done.returncode == 1
     assert "weight sync failed at step 1: the sampler does not hold the trainer's weights" in done.stderr
-    assert list(metrics(tmp_path)) == [0] and not (tmp_path / "checkpoints").exists()
+    assert f"saved first: {tmp_path}/checkpoints/step_000001" in done.stdout + done.stderr
+    assert list(metrics(tmp_path)) == [0]

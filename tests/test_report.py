@@ -104,6 +104,17 @@ CASES = [
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.28)}, {}, WARNING, 60),
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.2)}, {}, WRONG, 60),
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.25), VAL: line(0.3, 0.2)}, {}, OK, 60),
+    ("best-validation", {VAL: [0.16, 0.98, 0.9]}, {}, OK, 2),
+    ("best-validation", {VAL: [0.16, 0.98, 0.7, 0.71]}, {}, WARNING, 2),
+    ("best-validation", {VAL: [0.16, 0.98, 0.01, 0]}, {}, WRONG, 2),
+    ("best-validation", {VAL: [0.5, 0.6, 0.5, 0.47]}, {}, OK, 2),  # noise
+    (
+        "best-validation",
+        SCORES | {"critic/score/mean": 0.3, "val-core/a/reward/mean@1": [0, 2, 0]},
+        {},
+        WRONG,
+        2,
+    ),
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, NO, None),
     ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.2)}, {}, OK, 60),
     ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.05)}, {}, WARNING, 60),
@@ -208,6 +219,13 @@ CASES = [
 def test_checks(tmp_path, check, metrics, args, word, step):
     verdict = Run(make_run(tmp_path / "run", rows(metrics), args), "run").verdicts[check]
     assert (verdict.word, verdict.step) == (word, step), verdict
+
+
+def test_the_best_validation_is_named_with_its_checkpoint(tmp_path):
+    run = make_run(tmp_path / "run", rows({VAL: [0.1, 0.9, 0.8]}), {})
+    for what in ("no checkpoint", "checkpoints/step_000002"):
+        assert f"best, 0.9, at step 2; {what} has it" in Run(run, "run").verdicts["best-validation"].says
+        (run / "checkpoints/step_000002").mkdir(parents=True, exist_ok=True)
 
 
 def test_a_null_is_what_was_not_finite(tmp_path):

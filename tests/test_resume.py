@@ -2,18 +2,23 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from ast import literal_eval
 from dataclasses import fields, replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, load_weights, metrics
+from conftest import ROOT, load_weights, metrics, same
+from conftest import changed as differ
 from conftest import run as launch
 
 from algos import grpo
 from common import checkpoints, files, run
+from data_prep.lib.schema import write_parquet
 
 # flags of grpo.py that may change: rate and schedule, steps, frequencies, validation, tracker, memory, ranks
 MAY = set(
@@ -42,10 +47,13 @@ def table():
     """Rows of the page: the flags of grpo.py by what a resume says to a change."""
     names = [field.name for field in fields(grpo.Args)]
     free = [name for name in names if name in run.MAY_CHANGE]
+    content = [name for name in names if name in (*run.MODELS, *run.FILES)]
     kinds = {
-        "must agree; the line names the flag, its value there and now": [x for x in names if x not in free],
-        "may change": [name for name in free if name not in (*run.MODELS, *run.FILES)],
-        "may move; the content must agree": [name for name in names if name in run.MODELS],
+        "must agree; the line names the flag, its value there and now": [
+            name for name in names if name not in (*free, *content)
+        ],
+        "may change": free,
+        "may move; the content must agree": content,
     }
     return [f"| {', '.join(f'`--{name}`' for name in some)} | {what} |" for what, some in kinds.items()]
 
@@ -62,9 +70,16 @@ def begun(tmp_path, monkeypatch):
     model, step = tmp_path / "model", tmp_path / "run/checkpoints/step_000001"
     model.mkdir()
     (model / "pytorch_model.bin").write_bytes(bytes(range(256)) * 9000)
-    (model / "tokenizer.json").write_text("{}")
-    for name in ("rows.parquet", "reward.py", "template.jinja"):
-        (tmp_path / name).write_text(name)
+    for name in ("tokenizer", "config", "generation_config", "processor_config"):
+        (model / f"{name}.json").write_text('{"x": 1, "y": {}}')
+    write(tmp_path, [dict(x=[1, None]), dict(x=None)] * 700)
+    (tmp_path / "reward.py").write_text("import os, helper\nfrom own import *\nREADS = ('JUDGE', 'RULES')")
+    (tmp_path / "helper.py").write_text("def f():\n    from own.deep import x")
+    (tmp_path / "own").mkdir()
+    for name in ("template.jinja", "own/__init__.py", "own/deep.py", "rules.txt"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.setenv("JUDGE", '{"long": "' + 300 * "x" + '"}')
+    monkeypatch.setenv("RULES", f"{tmp_path}/rules.txt")
     files = dict(train_files=(f"{tmp_path}/rows.parquet",), chat_template=f"{tmp_path}/template.jinja")
     files |= dict(reward_fn=(f"{tmp_path}/reward.py:score",), output_dir=f"{tmp_path}/run")
     args = grpo.Args(model=str(model), **files)
@@ -72,15 +87,19 @@ def begun(tmp_path, monkeypatch):
     forget()
     assert run.open_run(args) is None
     (tmp_path / "run/args.json").write_text(json.dumps(vars(args)))
-    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, digests=run.digests(args))))
+    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, content=run.contents(args))))
     (step.parent / "latest").symlink_to(step.name)
     return args
 
 
+def write(out, rows, **options):
+    pq.write_table(pa.Table.from_pylist(rows), out / "rows.parquet", **options)
+
+
 def forget():
     """As in a new process."""
-    run.file_digest.cache_clear()
-    run.weights_digest.cache_clear()
+    files.content.cache_clear()
+    files.model_content.cache_clear()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(grpo.Args)])
@@ -99,30 +118,56 @@ def test_what_changes_and_what_a_resume_says(begun, name, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("model/pytorch_model.bin", "--model .*"),
-        ("model/tokenizer.json", "the tokenizer of .*"),
-        ("model/chat_template.jinja", "the tokenizer of .*"),
-        ("rows.parquet", "--train_files .*"),
-        ("reward.py", "--reward_fn .*"),
-        ("template.jinja", "--chat_template .*"),
+        ("model/pytorch_model.bin", "--model .* another pytorch_model.bin"),
+        *[(f"model/{x}.json", f"--model .* another {x}.json") for x in ("config", "processor_config", "a")],
+        ("model/chat_template.jinja", "--model .* another chat_template.jinja"),
+        ("rows.parquet", "--train_files .* another content"),
+        *[(x, "--reward_fn .* another content") for x in ("reward.py", "own/deep.py", "rules.txt", "JUDGE")],
+        ("template.jinja", "--chat_template .* another content"),
     ],
 )
-def test_the_content_of_files_counts(begun, tmp_path, file, says):
-    """Weights in any format; a run that begins from the checkpoint may have other data and rewards."""
-    path = tmp_path / file
-    old = path.read_bytes() if path.exists() else b""
-    path.write_bytes(b"\1" + old[1:])
+def test_the_content_of_files_counts(begun, tmp_path, file, says, monkeypatch):
+    """A run that begins from the checkpoint may have other data and rewards."""
+    if file == "JUDGE":
+        monkeypatch.setenv(file, "another")
+    elif file == "rows.parquet":
+        write(tmp_path, [dict(x=[1, 2]), dict(x=None)] * 700)
+    else:
+        (tmp_path / file).write_bytes(b"2" * 256 * 9000)
     forget()
-    line = f"^error: {says}has another content than when .*latest was written: put it back, or begin in an"
+    line = rf"^error: .* holds a run with other arguments \({says}\): put them back, or begin in"
     with pytest.raises(SystemExit, match=line):
         run.open_run(begun)
     latest = f"{begun.output_dir}/checkpoints/latest"
     other = replace(begun, output_dir=str(tmp_path / "other"), resume=latest)
-    if says in ("--train_files .*", "--reward_fn .*"):
+    if says.startswith(("--train_files", "--reward_fn")):
         assert run.open_run(other).name == "step_000001"
     else:
-        with pytest.raises(SystemExit, match="has another content"):
+        with pytest.raises(SystemExit, match=says):
             run.open_run(other)
+
+
+def test_names_and_spelling_do_not_count(begun, tmp_path, monkeypatch):
+    """Another path, a hub's name, JSON, parquet and links that are written otherwise, a README."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", tmp_path / "hub")
+    monkeypatch.chdir(tmp_path)
+    model, moved = tmp_path / "hub/models--own--name", tmp_path / "moved"
+    shutil.copytree(tmp_path / "model", model / "snapshots/1")
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("1")
+    (model / "snapshots/1/config.json").write_text('{"y":{},"x":1}')
+    (model / "snapshots/1/README.md").write_text("new")
+    shutil.copytree(tmp_path / "own", moved / "own")
+    for name in ("reward.py", "helper.py", "rows.parquet", "template.jinja"):
+        shutil.copy(tmp_path / name, moved / name)
+    write(moved, [dict(x=[1, None]), dict(x=None)] * 700, compression="zstd", row_group_size=90)
+    forget()
+    own = dict(train_files=("moved/rows.parquet",), chat_template="moved/template.jinja")
+    args = replace(begun, model="own/name", reward_fn=(f"{moved}/reward.py:score",), **own)
+    assert run.open_run(args).name == "step_000001"
+    with pytest.raises(SystemExit, match="--reward_fn"):
+        run.open_run(replace(args, reward_fn=(f"{moved}/reward.py:other",)))
 
 
 def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
@@ -148,6 +193,11 @@ def test_two_runs_in_one_directory(begun):
         process.kill()
     files.HELD.clear()
     assert run.open_run(begun).name == "step_000001"
+
+
+def test_a_directory_that_cannot_be_made(begun, tmp_path):
+    with pytest.raises(SystemExit, match=r"^error: --output_dir .*/reward.py/run cannot be made: "):
+        run.open_run(replace(begun, output_dir=f"{tmp_path}/reward.py/run"))
 
 
 def test_a_run_that_was_copied_with_its_links_followed(begun, tmp_path, capsys):
@@ -190,11 +240,30 @@ def test_whatever_ends_a_run_saves_first(tiny, arithmetic, tmp_path):
     assert "is lost: error: " in done.stderr and "No space left on device" in done.stderr
 
 
+@pytest.mark.parametrize("names", ["sft rm dpo grpo grpo_nano", "dapo ppo agent distill"])
+def test_whatever_ends_a_step_after_its_update(names, tiny, arithmetic, tmp_path):
+    """At each statement of a trainer up to the checkpoint: weights of all models, and metrics."""
+    rows, pairs = arithmetic / "val.parquet", tmp_path / "pairs.parquet"
+    texts = [(row["prompt"], row["extra_info"]["answer"]) for row in pq.read_table(rows).to_pylist()]
+    write_parquet([dict(prompt=prompt, chosen=text, rejected="0") for prompt, text in texts], pairs)
+    worker = ROOT / "tests/workers/statements.py", tiny, rows, pairs, tmp_path
+    done = launch(*worker, *names.split())
+    found = re.findall(r"^ENDED\|(\w+)\|(\d+)", done.stdout, re.MULTILINE)
+    assert [name for name, _ in found] == names.split()
+    for name, times in found:
+        straight, ended = tmp_path / name / "straight", tmp_path / name / "ended"
+        assert (ended / "log.txt").read_text().count("saved first: ") == int(times) > 9
+        same(ended, straight, steps=metrics(ended))
+        models = {path.parent.name for path in (ended / "checkpoints/latest").glob("*/config.json")}
+        for part in models:
+            assert not differ(*(out / "checkpoints/latest" / part for out in (straight, ended))), (name, part)
+
+
 def test_one_rank_that_ends_alone_does_not_wait_for_ever(tiny, arithmetic, tmp_path):
     worker = ROOT / "tests/workers/ends.py", tiny, arithmetic / "train.parquet", tmp_path
     done = launch(*worker, "alone", ranks=2, check=False)
     assert done.returncode and "what was trained since the last checkpoint is lost" in done.stderr
-    assert "one rank alone" in done.stderr and not (tmp_path / "alone/checkpoints").exists()
+    assert not (tmp_path / "alone/checkpoints").exists()
 
 
 def test_a_run_without_a_checkpoint_may_have_other_flags(begun, tmp_path):

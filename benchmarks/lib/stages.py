@@ -11,10 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = dict(OMP_NUM_THREADS="1")
+RANKS = torch.cuda.device_count() or min(2, os.cpu_count())  # one on each GPU
+DEVICE = "GPUs" if torch.cuda.is_available() else "a CPU"
 SHOWN = {"train/loss": "loss", "critic/score/mean": "score", "response_length/mean": "tokens"}
 BAR = "{desc:<29}{bar:8}{n_fmt:>4}/{total_fmt} {elapsed}<{remaining}{postfix}"  # 80 columns
 

@@ -54,7 +54,7 @@ def recorded(*arguments):
 
 
 @contextmanager
-def awake(*_):
+def awake(*_, **__):
     global syncs
     syncs += 1
     yield

@@ -1,0 +1,96 @@
+"""Trainers that end at each statement between an update and its checkpoint: MODEL DATA PAIRS OUT NAME...
+
+One run of a trainer ends at the first such statement of its first step, goes on and ends at the second one
+of its second step, and so on; another one is undisturbed. Samplers and environments are made up, as in
+dapo_loop.py. Prints how often each run was ended.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+
+sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
+from common import metrics, run
+from tests.workers import dapo_loop
+
+SFT = "--max_length 32 --warmup_steps 0 --lr 1e-2"
+RL = "--ppo_mini_batch_size 2 --group_size 4 --max_prompt_length 16 --max_response_length 4 --lr 1e-2"
+FLAGS = dict(sft=SFT, rm=SFT, dpo=SFT, grpo=RL, grpo_nano=RL, dapo=RL, agent=f"{RL} --env none")
+FLAGS["ppo"] = f"{RL} --critic_warmup 2 --kl_coef 0.1 --kl_target 0.01"
+FLAGS["distill"] = f"{RL} --teacher MODEL --kl full --teacher_update_rate 0.1"
+STEPS, at, ended = 20, None, []  # steps: more than there are such statements; at: the one to end at
+
+
+def statement(frame, event, _):
+    """At each line of a trainer's main after the update of a step."""
+    global at
+    if event == "line":
+        at -= 1
+        if at < 0:
+            sys.settrace(None)
+            raise SystemExit("error: all stop") if frame.f_lineno % 2 else RuntimeError("error: all stop")
+    return statement
+
+
+def updated(self, update=run.Run.updated, **state):
+    update(self, **state)
+    if at is not None:
+        sys._getframe(1).f_trace = statement
+        sys.settrace(lambda *_: None)
+
+
+def save(self, save=run.Run.save):
+    sys.settrace(None)
+    return save(self)
+
+
+def trajectories(engine, pool, tokenizer, args, *rest, **sampling):
+    rows = dapo_loop.rollout(engine, args, *rest, **sampling)
+    return [row | dict(turns=1, messages=[], cut_observations=0) for row in rows], 0.0
+
+
+def runs(name, model, data, out):
+    """Runs of a trainer -> how often the second one was ended."""
+    global at
+    script = import_module(f"algos.{name}")
+    script.setup_distributed = run.setup_distributed
+    if FLAGS[name].startswith(RL):
+        script.build_engine, script.check_sampler = lambda *_: None, lambda *_: {}
+        script.awake, script.rollout, script.trajectories = dapo_loop.awake, dapo_loop.rollout, trajectories
+        script.EnvPool = lambda *_: SimpleNamespace(tools=[])
+    words = f"--model {model} --train_files {data} --val_files {data} --train_batch_size 4 --test_freq 1"
+    words += f" --total_steps {STEPS} --output_dir {out} {FLAGS[name].replace('MODEL', model)}"
+    words += f" --reward_fn {sys.path[0]}/tests/dapo_reward.py:starts_with_one" * (FLAGS[name] != SFT)
+    args = script.Args(**script.parse(script.Args, words.split()))
+    for number in (None, *range(STEPS)):
+        at, which = number, "straight" if number is None else "ended"
+        try:
+            script.main(replace(args, output_dir=f"{out}/{which}", save_freq=int(which == "ended")))
+        except (SystemExit, RuntimeError) as error:
+            assert str(error) == "error: all stop", error
+        else:
+            if number is not None:  # there is no such statement: this one went on to the end
+                return number
+        ended.pop()()
+
+
+def main(model, data, pairs, out, *names):
+    run.Run.updated, run.Run.save = updated, save
+    run.leave = lambda _: None  # one process for all runs
+    run.atexit = SimpleNamespace(register=ended.append)
+    ranks = run.setup_distributed()
+    run.setup_distributed = lambda *_: ranks
+    metrics.matmul_speed = lambda dtype: 1e12
+    dapo_loop.tokenizer = import_module("algos.grpo").load_processor(model)
+    # in dapo.py some are left over for the next step
+    dapo_loop.groups = [dapo_loop.MIXED] * 3 + [dapo_loop.ALL_WRONG] * 2 + [dapo_loop.MIXED] * 9
+    for name in names:
+        times = runs(name, model, pairs if name in ("rm", "dpo") else data, f"{out}/{name}")
+        print("ENDED", name, times, sep="|", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
