@@ -5,7 +5,7 @@ import math
 import os
 
 TEXTS, WEIGHTS = ("criterion", "description"), ("weight", "points")  # one of each in an item of a rubric
-ASIDE = {"title": str, "tags": list}  # what HealthBench and RaR write beside them
+ASIDE = {"title": str, "tags": list}  # what HealthBench and RaR write besides
 
 
 def rubric_of(extra_info):
