@@ -149,7 +149,6 @@ from data_prep.lib.packing import balance, join, one_row, pad, padded, split_mic
 from data_prep.lib.templates import use_template
 from envs.messages import Unrenderable, observation, shorten
 from envs.pool import EnvPool
-from rewards import check_sources
 from rewards.manager import RewardManager, settle, validation_metrics
 from rewards.manager.combined import load_rewards, score_parts
 
@@ -753,8 +752,7 @@ def load_data(args, tools):
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
         train_rows, val_rows, summary = load_prompt_files(args, tokenizer, tools)
-        if "rewards" in args.reward_fn:
-            check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
+        manager.check(train_rows, val_rows)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
     return tokenizer, manager, val_manager, train_rows, val_rows, summary

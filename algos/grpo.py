@@ -140,7 +140,6 @@ from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import image_token_ids, load_processor, request, show_images
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
-from rewards import check_sources
 from rewards.manager import RewardManager, settle, validation_metrics
 from rewards.manager.combined import load_rewards, score_parts
 
@@ -590,8 +589,7 @@ def load_data(args):
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
         train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
-        if "rewards" in args.reward_fn:
-            check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
+        manager.check(train_rows, val_rows)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
     return tokenizer, manager, val_manager, train_rows, val_rows, summary

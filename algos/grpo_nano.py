@@ -356,6 +356,7 @@ def load_data(args):
         tokenizer = load_processor(args.model)
         manager = RewardManager("naive", load_rewards(args.reward_fn, (), args.group_size))
         train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
+        manager.check(train_rows, val_rows)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
     return tokenizer, manager, train_rows, val_rows, summary

@@ -74,6 +74,17 @@ def check_sources(sources):
             print(f"programs run in a sandbox of the tier {name!r}", flush=True)
 
 
+def row_check(function, source):
+    """`check_row` of the module that scores rows of this data_source, or None.
+
+    It is called with data_source, ground_truth and extra_info, and raises ValueError for what it cannot read.
+    """
+    module = sys.modules.get(function.__module__)
+    if function is compute_score:
+        module = importlib.import_module(f"{__name__}.{_scorer(source)}")
+    return getattr(module, "check_row", None)
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Score one response: a float, or a dict with `score` and extra keys that are logged and dumped.
 

@@ -1,8 +1,9 @@
 """The share of a question's verifiable instructions that the response follows (IFEval, arXiv 2311.07911).
 
-Twenty-two of IFEval's 25 kinds (not language, sentences and capital words, which need a library),
-checked as its own code checks them. But no library asks whether a text all
-in capitals, or without any, is English. Nothing is followed by an empty response.
+Twenty-two of IFEval's 25 kinds, checked as its own code checks them. But no library asks whether a text all
+in capitals, or without any, is English. Nothing is followed by an empty response. Rows of other kinds are
+refused: language:response_language needs langdetect, length_constraints:number_sentences and
+change_case:capital_word_frequency need nltk's models.
 
 CAREFUL: linear in the length of the response. What a pattern has looked at in vain it also takes, in a match
 whose last group is empty: from each of 16,000 new lines it would look at all that follow.
@@ -133,21 +134,31 @@ def plain(value):
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def check_row(data_source, ground_truth, extra_info=None):
+    """The instructions of a row, each with the arguments that it needs.
+
+    Raises ValueError for an instruction that is not known here, or that lacks an argument.
+    """
+    instructions = []
+    for name, given in read(ground_truth):
+        if name not in CHECKS:
+            raise ValueError(f"unknown instruction {name}; known: {', '.join(CHECKS)}")
+        needed = arguments(CHECKS[name])
+        if absent := needed - given.keys():
+            raise ValueError(f"{name} has no {', '.join(sorted(absent))}")
+        instructions.append((name, {key: given[key] for key in needed}))
+    return instructions
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {score, acc, pred}: the share that is followed, whether all are, and which are not.
 
     ground_truth: {"instruction_id_list": [...], "kwargs": [{...}, ...]}, as IFEval has it; see `read`.
-    Raises ValueError for an instruction that is not known here, or without an argument that it needs.
+    Raises ValueError as `check_row` does.
     """
-    instructions = read(ground_truth)
-    if unknown := sorted({name for name, _ in instructions} - CHECKS.keys()):
-        raise ValueError(f"unknown instruction {', '.join(unknown)}; known: {', '.join(CHECKS)}")
+    instructions = check_row(data_source, ground_truth, extra_info)
     missed = []
-    for name, given in instructions:
-        needed = arguments(CHECKS[name])
-        if absent := needed - given.keys():
-            raise ValueError(f"{name} has no {', '.join(sorted(absent))}")
-        kwargs = {key: given[key] for key in needed}
+    for name, kwargs in instructions:
         if not (solution_str.strip() and CHECKS[name](solution_str, **kwargs)):
             missed.append(name)
     score = 1 - len(missed) / len(instructions)

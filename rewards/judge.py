@@ -6,12 +6,14 @@
   JUDGE_API_KEY   its key; a server of your own needs none
   JUDGE_RUBRIC    the rubric of rows without `extra_info.rubric`
   JUDGE_OPTIONS   JSON of what else a request has: {"temperature": 1, "max_completion_tokens": 4000}
-A rubric is a question, or a list of {criterion, weight} or of HealthBench's {criterion, points, tags}, also
-as JSON text. The ground truth is the reference answer, if there is one. The score is the weighted sum of the
-grades over the sum of the positive weights, at most 1; a criterion of negative weight takes off.
+A rubric is a question, or a list of {criterion, weight}, of HealthBench's {criterion, points, tags} or of
+RaR's {title, description, weight}, also as JSON text. The ground truth is the reference answer, if there is
+one. The score is the weighted sum of the grades over the sum of the positive weights, at most 1; a criterion
+of negative weight takes off.
 Docs: docs/guides/judge.md
 """
 
+import asyncio
 import functools
 import hashlib
 import json
@@ -21,8 +23,9 @@ import re
 
 import openai
 
+from rewards.rubric import rubric_of
+
 TRIES, RETRIES = 3, 10_000  # answers without a verdict; requests of the client while the judge is busy
-KEYS = {"criterion", "weight", "points", "tags"}  # of a rubric; HealthBench has points and tags
 FORMS = ["json_schema", "json_object", "none"]  # of an answer: those that the server may still know
 STARTS = 50  # places where a verdict may begin
 TOP = 10  # the best grade
@@ -44,7 +47,7 @@ MODEL, OPTIONS = os.environ["JUDGE_MODEL"], json.loads(os.environ.get("JUDGE_OPT
 
 async def score(data_source, solution_str, ground_truth, extra_info=None, prompt=None):
     """prompt: the chat messages that were answered, which the manager adds."""
-    rubric = criteria((extra_info or {}).get("rubric") or os.environ.get("JUDGE_RUBRIC"))
+    rubric = rubric_of(extra_info)
     messages = question(solution_str, ground_truth, rubric, prompt)
     key = hashlib.sha256(json.dumps([MODEL, OPTIONS, messages]).encode("utf-8", "replace")).digest()
     if key not in CACHE:
@@ -58,36 +61,8 @@ async def score(data_source, solution_str, ground_truth, extra_info=None, prompt
     return {"score": total / TOP / best, "grades": grades, "reason": reason}
 
 
-def criteria(rubric):
-    """A rubric as [(criterion, weight)]. Raises ValueError, in one line."""
-    if not rubric:
-        raise ValueError("no rubric: give the row extra_info.rubric, or set JUDGE_RUBRIC")
-    items = rubric
-    if isinstance(rubric, str):
-        try:
-            items = json.loads(rubric)
-        except ValueError:  # a question
-            items = [{"criterion": rubric}]
-    items = [items] if isinstance(items, dict) else items
-    good = isinstance(items, list | tuple) and items and all(map(is_item, items))
-    found = [
-        (item["criterion"], float(item.get("weight", item.get("points", 1))))
-        for item in (items if good else ())
-    ]
-    if not any(weight > 0 for _, weight in found):
-        raise ValueError(
-            "a rubric is a question, or a list of {criterion, weight} or {criterion, points} with finite"
-            f" numbers, one of them above 0, and no other keys but tags; not {rubric!r:.200}"
-        )
-    return found
-
-
-def is_item(item):
-    if not isinstance(item, dict) or not item.keys() <= KEYS or {"weight", "points"} <= item.keys():
-        return False
-    weight = item.get("weight", item.get("points", 1))
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
-    return is_number and isinstance(item.get("criterion"), str) and bool(item["criterion"].strip())
+def check_row(data_source, ground_truth, extra_info):
+    rubric_of(extra_info)
 
 
 def neutral(text):
@@ -110,6 +85,28 @@ def question(response, reference, rubric, prompt):
     return [dict(role="system", content=SYSTEM), dict(role="user", content="\n\n".join([*texts, rules]))]
 
 
+class Client(openai.DefaultAsyncHttpxClient):
+    """Has as many requests under way as the server takes: one that it refuses shows how many that is."""
+
+    limit, at_work, last = math.inf, 0, "no answer"
+
+    async def send(self, request, **options):
+        while self.at_work >= self.limit:
+            await asyncio.sleep(0.02)
+        self.at_work += 1
+        try:
+            response = await super().send(request, **options)
+        except Exception as error:
+            Client.last = repr(error)
+            raise
+        finally:
+            self.at_work -= 1
+        Client.last = f"HTTP {response.status_code}" if response.is_error else "no answer"
+        is_busy = response.status_code in (429, 503)
+        self.limit = max(self.at_work, 1) if is_busy else self.limit + 1 / self.limit
+        return response
+
+
 @functools.cache
 def client():
     """One for the process: the manager has one event loop.
@@ -118,7 +115,8 @@ def client():
     the call after --reward_timeout_s.
     """
     key = os.environ.get("JUDGE_API_KEY") or "none"
-    return openai.AsyncOpenAI(base_url=os.environ["JUDGE_BASE_URL"], api_key=key, max_retries=RETRIES)
+    url = os.environ["JUDGE_BASE_URL"]
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=RETRIES, http_client=Client())
 
 
 async def ask(messages, n):
@@ -152,6 +150,8 @@ async def ask(messages, n):
                 del FORMS[0]
         except openai.APIStatusError as refused:
             raise ValueError(f"the judge refuses: {refused}") from None
+        except asyncio.CancelledError:  # the time is up
+            raise ConnectionError(f"the judge at {client().base_url}: {Client.last}") from None
         except openai.APIError as away:
             raise ConnectionError(
                 f"the judge at {client().base_url}: {away} {away.__cause__ or ''}"

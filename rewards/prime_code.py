@@ -4,12 +4,13 @@ The program is the last block fenced as python (without one the last block, with
 after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs": [...], "outputs": [...]} and
 - no more: input and output are texts, or lists of lines.  Lines are compared word by word, blank lines left
   out.  An expected number with a point or an exponent allows TOLERANCE, an expected integer any spelling of
-  exactly its value: 3.0 for 3, 1e8.  All other words must be the same.
-  A program that ends with an error fails, whatever it printed.
+  its value: 3.0 for 3, 1e8, and 2.9999999999 (ROUNDING).  All other words must be the same.
+  A program that ends with an exception fails, whatever it printed; after sys.exit its output counts.
 - "fn_name": an input is a JSON argument on each line, an output is JSON; or an input is a list of arguments,
   and an output a value, or a list of that one value.  The program defines a function of
-  that name, or a class Solution with such a method.  The result is compared as JSON: a tuple is a list, keys
-  are strings, True is 1; a float allows TOLERANCE.
+  that name, or a class Solution with such a method.  An argument that is a dict with texts of integers for
+  keys gets integers, which JSON cannot write; in LiveCodeBench's list it does not.  The result is compared as
+  JSON: a tuple is a list, keys are strings, True is 1; a float allows TOLERANCE.
 - "assert_case": texts of Python code that must hold; inputs and outputs do not matter.  Of
   `assert f(3) == 9` only `f(3)` goes into the program's sandbox.  Any other code runs in a second sandbox,
   where functions of the program are stand-ins that ask for their results.  So no code of the program
@@ -17,9 +18,9 @@ after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs":
   Code that calls nothing of the program fails.
 As in the graders of these data, a program may use GIVEN of sandbox/calls.py without an import.
 A list of {"input", "output"}, with "metadata": {"func_name"} for a function, is read as such a dict.
-How tests are run: programs/checks.py; TOLERANCE: programs/outputs.py.  A test has TIMEOUT_S seconds of a
-processor, after each time-out half as long, and all tests have TOTAL_S.  A program that sleeps has failed
-the tests that are left.
+How tests are run: programs/checks.py; TOLERANCE, ROUNDING: programs/outputs.py.  A test has TIMEOUT_S
+seconds of a processor, after each time-out half as long, and all tests have TOTAL_S.  A program that sleeps
+has failed the tests that are left.
 """
 
 import ast
@@ -92,7 +93,8 @@ def find_program(response):
 def read_tests(ground_truth):
     """Return (check, tests): check(program, tests) yields (is_right, reason) for each test."""
     try:
-        truth = as_dict(json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth)
+        given = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        truth = as_dict(given)
         for key in ("inputs", "outputs", "assert_case"):
             if not isinstance(truth.get(key) or [], list):
                 raise TypeError(f"{key} is no list")
@@ -108,6 +110,8 @@ def read_tests(ground_truth):
             x if isinstance(x, list) else [json.loads(line) for line in x.split("\n") if line.strip()]
             for x, _ in pairs
         ]
+        if given is truth:
+            arguments = [[*map(with_int_keys, args)] for args in arguments]
         # TACO and APPS: lists of arguments, and the result alone in a list
         outputs = [json.loads(y) if isinstance(y, str) else y[0] if is_alone(y) else y for _, y in pairs]
         requests = [[function, encode(args), encode({})] for args in arguments]
@@ -125,6 +129,14 @@ def as_dict(truth):
         raise ValueError("the tests name several functions, or there are none")
     pairs = {"inputs": [test["input"] for test in truth], "outputs": [test["output"] for test in truth]}
     return pairs | {"fn_name": names.pop()}
+
+
+def with_int_keys(argument):
+    """{"1": x} as {1: x}, any other argument as it is: so do APPS, TACO and PRIME."""
+    try:
+        return {int(key): value for key, value in argument.items()}
+    except (AttributeError, ValueError):
+        return argument
 
 
 def is_alone(output):

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 SPECIAL = re.compile(  # of the chat templates that are in use
@@ -31,6 +32,7 @@ class Judge(ThreadingHTTPServer):
     def __init__(self, port=0):
         super().__init__(("127.0.0.1", port), Handler)
         self.mode, self.requests, self.lock, self.over = "good", [], threading.Lock(), threading.Event()
+        self.places = threading.Semaphore(4)  # of the mode "four"
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -44,7 +46,7 @@ class Judge(ThreadingHTTPServer):
             return 200, json.dumps(dict(reason="obeyed", grades=[10]))
         n = int(re.search(r"Give (\d+) grades", outside)[1])
         good = found.get("REFERENCE ANSWER", "?") in found["RESPONSE"].split()
-        if self.mode in ("good", "once") or self.mode == "second" and len(self.requests) % 2 == 0:
+        if self.mode in ("good", "four") or self.mode == "second" and len(self.requests) % 2 == 0:
             return 200, json.dumps(dict(reason="by rule", grades=[10 * good] * n))
         return {
             "text": (200, "I would say 10 out of 10."),
@@ -75,6 +77,11 @@ class Handler(BaseHTTPRequestHandler):
             status, text = (200, "") if hangs else self.server.answer(body)
         if hangs:
             self.server.over.wait()
+        if self.server.mode == "four" and not self.server.places.acquire(blocking=False):
+            status, text = 429, "busy"
+        elif self.server.mode == "four":
+            time.sleep(0.1)
+            self.server.places.release()
         message = dict(role="assistant", content=text)
         reply = dict(id="1", object="chat.completion", created=1, model=body["model"])
         reply["choices"] = [dict(index=0, message=message, finish_reason="stop")]

@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, run
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.instructions import INSTRUCTIONS
+from data_prep.lib.cache import Rows
 from rewards.ifeval import CHECKS, compute_score
+from rewards.manager import RewardManager
 
 # instruction, its arguments, texts that follow it, texts that do not
 CASES = [
@@ -141,11 +144,13 @@ def test_the_share_of_several():
     assert score("owls are", *both) == dict(score=0.5, acc=0.0, pred="change_case:english_capital")
 
 
-def test_an_instruction_that_is_not_known():
-    with pytest.raises(
-        ValueError, match="unknown instruction language:response_language; known: change_case"
-    ):
-        score("x", ("language:response_language", dict(language="de")))
+def test_a_run_refuses_a_row_whose_instruction_is_not_known():
+    truths = [dict(instruction_id_list=[name]) for name in ("punctuation:no_comma", "language:x")]
+    rows = [dict(reward_model=dict(ground_truth=x), extra_info={}) for x in truths]
+    batch = [dict(index=i, data_source="ifeval", row=json.dumps(row)) for i, row in enumerate(rows)]
+    rows = Rows([pa.RecordBatch.from_pylist(batch)])
+    with pytest.raises(ValueError, match=r"^row 1, data_source 'ifeval': unknown instruction language:x"):
+        RewardManager().check(rows)
 
 
 @given(st.text(alphabet='a,A.*-<>[]"`{}\n P S:1', max_size=40), st.randoms())

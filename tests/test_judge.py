@@ -2,10 +2,12 @@
 
 import json
 
+import pyarrow as pa
 import pytest
 from conftest import ROOT
 from judge_server import SPECIAL, Judge
 
+from data_prep.lib.cache import Rows
 from rewards import reads
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
@@ -62,6 +64,7 @@ def test_a_response_is_graded(judge):
         (dict(criterion="a"), 1.0),
         (json.dumps(dict(criterion="a")), 1.0),
         ("[1] Is it so?", 1.0),
+        ([dict(title="x", description="a", weight=5), dict(description="b", weight=-1)], 0.8),  # RaR
         (json.dumps([dict(criterion="a", weight=2)]), 1.0),
     ],
 )
@@ -74,12 +77,17 @@ def test_rubrics(judge, rubric, expected):
     [None, "", [], [""], ["a"], [{}], [dict(criterion="")], 7]
     + [[dict(criterion="a", weight=w)] for w in (0, -1, float("nan"), True, None, "1")]
     + [[{"criterion": "a", key: 2}] for key in ("score", "importance", "weigth")]
-    + [[dict(criterion="a", points=1, weight=1)]],
+    + [[dict(criterion="a", points=1, weight=1)], [dict(criterion="a", tags=dict(verifier="rule"))]]
+    + [[dict(criterion="a", description="b")], [dict(title="a")]],
 )
 def test_a_row_without_a_good_rubric_is_a_failure(judge, rubric, monkeypatch):
     [result] = scores(judge, row("Lima", rubric))
     assert "rubric" in result["failure"]
     assert judge.requests == []
+    text = json.dumps(dict(extra_info=row("", rubric)["extra_info"], reward_model=dict(ground_truth="")))
+    rows = Rows([pa.RecordBatch.from_pylist([dict(index=0, data_source="x", row=text)])])
+    with pytest.raises(ValueError, match=r"^row 0, data_source 'x': .*rubric"):
+        RewardManager("naive", judge.reward).check(rows)
     if rubric is None:
         monkeypatch.setenv("JUDGE_RUBRIC", QUESTION)
         assert scores(judge, row("Lima", rubric))[0]["score"] == 1
@@ -117,8 +125,18 @@ def test_a_verdict_may_be_wrapped(judge, mode):
 def test_a_judge_that_is_not_ready_is_asked_until_the_time_is_up(judge, mode):
     judge.mode = mode
     [result] = scores(judge, row("Lima"), timeout_s=2)
-    assert result["failure"].startswith("TimeoutError: no result after 2 s (--reward_timeout_s)")
+    assert result["failure"].startswith(
+        "TimeoutError: no result after 2 s (--reward_timeout_s): the judge at"
+    )
+    assert result["failure"].rpartition(": HTTP ")[2][:3] == dict(busy="429", down="503")[mode]
     assert len(judge.requests) > 1
+
+
+def test_as_many_requests_at_once_as_the_server_takes(judge):
+    judge.mode = "four"
+    results = scores(judge, *(row(f"Lima {i}") for i in range(64)), timeout_s=60)
+    assert [x["score"] for x in results] == [1] * 64
+    assert len(judge.requests) < 5 * 64
 
 
 def test_it_tries_again(judge):
@@ -138,7 +156,10 @@ def test_a_judge_that_is_away_and_comes_back(judge):
     judge.shutdown()
     judge.server_close()
     [result] = scores(judge, row("It is Lima"), timeout_s=1)
-    assert result["failure"].startswith("TimeoutError")
+    assert result["failure"].startswith(
+        "TimeoutError: no result after 1 s (--reward_timeout_s): the judge at"
+    )
+    assert "ConnectError" in result["failure"]
     again = Judge(port)
     assert scores(judge, row("It is Lima"))[0]["score"] == 1
     again.shutdown()

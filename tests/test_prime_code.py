@@ -69,11 +69,8 @@ def test_find_program(response, program):
         ("0.3333333", "0.333333333", True),
         ("0.334", "0.333333333", False),
         ("2", "2.0", True),
-        *((word, "3", True) for word in ("3.0", "3.", "+3", "3.000", "3e0", "0.3e1", "30e-1", "3.0E+0")),
-        *(
-            (word, "3", False)
-            for word in ("3.1", "2.9999999999", "03", "3.0.0", "3,0", "three", "3.0x", "0x3")
-        ),
+        *((word, "3", True) for word in ("3.0", "3.", "+3", "3e0", "30e-1", "3.0E+0", "2.9999999999")),
+        *((word, "3", False) for word in ("3.1", "2.99999999", "03", "3.0.0", "3,0", "three", "3.0x", "0x3")),
         *((word, "-3", same) for word, same in [("-3.0", True), ("3.0", False), ("−3", False)]),
         *((word, "0", same) for word, same in [("-0", True), ("-0.0", True), ("0.0", True), ("1e-9", False)]),
         *(
@@ -91,6 +88,7 @@ def test_find_program(response, program):
         ("3", "3.0", True),
         ("1e-9", "0.0", True),
         ("100000001", "100000000", False),
+        ("12345678901.5", "12345678901", False),
         ("-100000001", "-100000000", False),
         ("1e8", "100000000", True),
         ("1e8", "1.0e8", True),
@@ -119,6 +117,9 @@ def test_same_text(text, expected, same):
         ({"a": 1}, {"a": 1, "b": 2}, False),
         (True, 1, True),
         (2.0, 2, True),
+        (2.9999999999, 3, True),
+        (2.9999, 3, False),
+        (1e16, 10**16 + 1, False),
         ("2", 2, False),
         (None, False, False),
         (0.1 + 0.2, 0.3, True),

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
-from rewards import compute_score
+from rewards import check_sources, compute_score, row_check
 from rewards.manager.calls import call_here, call_once, sees_group, sent
 from rewards.manager.combined import parts_of
 from rewards.manager.failures import check_environments, check_results, demote_failures, settle
@@ -44,6 +44,20 @@ class RewardManager:
         self._places, self._calls = threading.Semaphore(workers), itertools.count()
         if mode == "prime":
             self._check_process()
+
+    def check(self, *tables):
+        """Raise ValueError, in one line, for a row that a reward cannot score: before a response is sampled.
+
+        tables: Rows of data_prep/lib/cache.py. What is checked: `check_sources` and `row_check` of rewards.
+        """
+        sources = set().union(*(rows.unique("data_source") for rows in tables))
+        for function in parts_of(self.compute_score).functions.values():
+            if function is compute_score:
+                check_sources(sources)
+            checks = {source: row_check(function, source) for source in sources}
+            for rows in tables if any(checks.values()) else ():
+                for i in range(len(rows)):
+                    self._check_row(checks, rows[i])
 
     def score(self, rows, groups=None):
         """Score dicts with data_source, solution_str, ground_truth, extra_info.
@@ -104,6 +118,14 @@ class RewardManager:
                 _idle.get().close()
         by_row = zip(itertools.chain(*members.values()), itertools.chain(*answers), strict=True)
         return [result for _, result in sorted(by_row, key=lambda pair: pair[0])]
+
+    def _check_row(self, checks, row):
+        source, truth = row["data_source"], row["reward_model"]["ground_truth"]
+        try:
+            if checks[source]:
+                checks[source](source, truth, row["extra_info"])
+        except ValueError as error:
+            raise ValueError(f"row {row['index']}, data_source {source!r}: {error}") from None
 
     def _check_process(self):
         """Raise ValueError, in one line, if the reward does not arrive in a process."""

@@ -11,6 +11,7 @@ from rewards.manager.results import failed, result_of, results_of
 ONE = "data_source", "solution_str", "ground_truth", "extra_info"
 GROUP = {f"{name}s": name for name in ONE}  # verl's names: lists, one entry a response
 EARLIER = "results"  # of a reward of a group: what the rewards before it in --reward_fn gave
+LAST_WORD_S = 1  # in which a reward whose time is up may raise what it was waiting for
 PROMPT = {True: "prompts", False: "prompt"}  # for who asks: the chat messages of a group, or of a response
 
 
@@ -127,12 +128,13 @@ def call_here(function, calls, timeout_s, at_once):
             async with places:
                 task = asyncio.ensure_future(_outcome(waits[i]))
                 done, _ = await asyncio.wait([task], timeout=timeout_s)
+                if done:
+                    returned[i] = task.result()
+                    return
                 task.cancel()
-                returned[i] = (
-                    task.result()
-                    if done
-                    else TimeoutError(f"no result after {timeout_s} s (--reward_timeout_s)")
-                )
+                done, _ = await asyncio.wait([task], timeout=LAST_WORD_S)
+                why = f": {task.result()}" if done and str(task.result()) else ""
+                returned[i] = TimeoutError(f"no result after {timeout_s} s (--reward_timeout_s){why}")
 
         await asyncio.gather(*map(wait_for, waits))
 

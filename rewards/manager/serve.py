@@ -21,11 +21,11 @@ ERRORS = (
 ERRORS = {error.__name__: error for error in ERRORS}
 
 
-_say = []  # what tells the caller of this process, where it is one
+_say = []  # what informs the caller of this process, where it is one
 
 
 def still_at_work():
-    """The time of a call begins anew: for what has limits of its own, and may wait for a processor."""
+    """The time of a call starts again: for what has limits of its own, and may wait for a processor."""
     for say in _say:
         say()
 

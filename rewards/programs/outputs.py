@@ -4,10 +4,12 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from itertools import chain
 
 TOLERANCE = dict(rel_tol=1e-5, abs_tol=1e-8)
+ROUNDING = 5e-10  # of a float near an expected integer, whatever its size
+EXACT = Context(Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
 LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -25,9 +27,9 @@ def same_word(word, expected):
         return word == expected
     if not INTEGER.fullmatch(expected):
         return math.isclose(float(word), float(expected), **TOLERANCE)
-    # Exactly, as LiveCodeBench does. CAREFUL: 010 and 10 may be binary
+    # CAREFUL: 010 and 10 may be binary
     has_zeros = any(LEADING_ZERO.match(x) for x in (word, expected))
-    return not has_zeros and Decimal(word) == Decimal(expected)
+    return not has_zeros and EXACT.subtract(Decimal(word), Decimal(expected)).copy_abs() < ROUNDING
 
 
 def same_json(value, expected):
@@ -40,4 +42,6 @@ def same_json(value, expected):
         return items.keys() == expected.keys() and all(same_json(items[key], expected[key]) for key in items)
     if isinstance(expected, float) and isinstance(value, float):
         return math.isclose(value, expected, **TOLERANCE)
+    if isinstance(value, float) and type(expected) is int and abs(expected) < 1 << 53:
+        return abs(value - expected) < ROUNDING
     return value == expected

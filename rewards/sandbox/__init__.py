@@ -33,6 +33,7 @@ TIERS = ("namespaces", "landlock", "rlimits")
 MEMORY_MB = 1024
 OUTPUT_BYTES = 4 << 20
 START_S = 60  # limit for starting a sandbox, beyond the time of a program
+WEEK_S = 604_800
 IDLE_S = 5  # on the clock: a program that uses no processor for so long is ended
 BUSY = 30  # times the processor time: the most that a program takes on the clock of a busy machine
 MEND = (
@@ -156,7 +157,7 @@ def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, **more):
         "timeout_s": timeout_s,
         "memory_mb": memory_mb,
         "output_bytes": output_bytes,
-        "lifetime_s": START_S + BUSY * total_s,
+        "lifetime_s": min(START_S + BUSY * total_s, WEEK_S),  # what poll takes
     } | more
     with open(os.memfd_create("request"), "w+b") as file:
         marshal.dump(request, file)
