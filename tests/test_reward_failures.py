@@ -40,7 +40,7 @@ IN_A_PROCESS = {  # in the trainer's own process they would end or stop it
     "import os; os._exit(0)": "WorkerError: the worker process ended with code 0 (mine.py:score)",
     "import os; os.abort()": "WorkerError: the worker process ended with code -6 (mine.py:score)",
     "raise KeyboardInterrupt": "WorkerError: KeyboardInterrupt() (mine.py:score)",
-    "while True: pass": "TimeoutError: no result after 2 s (mine.py:score)",
+    "while True: pass": "TimeoutError: no result after 2 s (--reward_timeout_s) (mine.py:score)",
 }
 HEAD = "{}def score(data_source, solution_str, ground_truth, extra_info=None):\n    '''A reward.'''\n    {}\n"
 ROW = dict(data_source="x", solution_str="four", ground_truth="4", extra_info={})
