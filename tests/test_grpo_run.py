@@ -15,7 +15,6 @@ from conftest import (
     check_advantages,
     column,
     healthy,
-    killed_at_a_checkpoint,
     load_weights,
     metrics,
     rollouts,
@@ -103,15 +102,6 @@ def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path, lora_rank):
         assert len(names) == 4 * 28 and all("lora" in name for name in names)  # a weight, two moments, a step
         linear = {name for name in load_weights(tiny) if name.endswith("proj.weight")}
         assert changed(tiny, saved / "hf") == linear  # hf/ is the merged model
-
-
-def test_killed_and_resumed_equals_straight(straight, tiny, arithmetic, tmp_path):
-    command = [GRPO, *flags(tiny, arithmetic, tmp_path)]
-    killed_at_a_checkpoint(command, tmp_path)
-    assert os.readlink(tmp_path / "checkpoints/latest") == "step_000003"
-    run(*command)
-    same(straight, tmp_path)
-    assert not changed(hf(straight), hf(tmp_path))
 
 
 def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 import conftest
 import pytest
 import torch
-from conftest import ROOT, changed, cut_back, healthy, load_weights, metrics, run, same
+from conftest import ROOT, changed, cut_back, healthy, load_weights, metrics, run
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -242,17 +242,6 @@ def test_transformers_and_ppo_load_it(straight, data, tmp_path):
 def test_export(straight, tmp_path):
     run(ROOT / "algos/export.py", straight, tmp_path / "out")
     assert not changed(hf(straight), tmp_path / "out")
-
-
-def test_killed_and_resumed_equals_straight(straight, tiny, data, tmp_path):
-    """It ends while the last checkpoint is written: the run goes on from the one before, to the same bits."""
-    out, notes = tmp_path / "killed", tmp_path / "notes"
-    notes.mkdir()
-    fault = f"save_checkpoint:0:{STEPS}:hf"
-    run(ROOT / "tests/faults/faulty.py", "rm", fault, notes, *flags(tiny, data, out), ranks=1, restarts=1)
-    assert (notes / fault).exists() and f"step_{STEPS // 2:06d}" in (out / "log.txt").read_text()
-    same(straight, out)
-    assert not changed(hf(straight), hf(out))
 
 
 def test_lora(tiny, data, tmp_path):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, changed, cut_back, healthy, load_weights, metrics, run, same, start
+from conftest import ROOT, changed, healthy, load_weights, metrics, run, start
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -269,15 +269,6 @@ def test_texts_are_learned(tiny, tmp_path):
     per_byte = nats / trained * len(ids) / len("".join(sums[::7])) / math.log(2)
     assert one[STEPS]["val/bits_per_byte"] == pytest.approx(per_byte, abs=1e-4)
     healthy(tmp_path / "run0")
-
-
-def test_a_killed_run_resumes(straight, tiny, arithmetic, tmp_path):
-    half = cut_back(straight, tmp_path / "half", STEPS // 2)
-    run(SCRIPT, *flags(tiny, arithmetic, half))
-    assert "resumed from" in (half / "log.txt").read_text()
-    same(straight, half, tolerance=1e-6)
-    a, b = (load_weights(hf(out)) for out in (straight, half))
-    torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("key", ("prompt", "messages"))
