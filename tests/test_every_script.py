@@ -50,7 +50,7 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
     whole.config.dtype = torch.bfloat16
     whole.save_pretrained(tmp_path)
     wrap = getattr(script, "TokenLogps", None) or script.Scorer
-    how = dict(mesh=mesh, device=torch.device("cpu"), adapt=script.add_adapters, wrap=wrap)
+    how = dict(mesh=mesh, device=torch.device("cpu"), set_trained=script.add_adapters, root=wrap)
     load = partial(script.load_model, **how)
     flags = dict(lora_rank=2, attn_implementation="sdpa")
     policies = [load(make_args(script, model=str(tmp_path), seed=seed, **flags)).lm for seed in (1, 1, 2)]
