@@ -257,46 +257,6 @@ def logarithm(rng):
     return right, [value(*x) for x in near if sympy.N(value(*x)[0] - right[0], 30)], spell
 
 
-@kind
-def complex_number(rng):
-    def spell(value):
-        a, b = value
-        sign, text = ("+", times(b, "i")) if b > 0 else ("-", times(-b, "i"))
-        yield from (f"{a}{sign}{text}", f"{a} {sign} {text}", f"{times(b, 'i')}{a:+d}")
-        yield f"z = {a}{sign}{text}"
-        yield from (rf"{a}{sign}{abs(b)}\mathrm{{i}}", rf"\frac{{{2 * a}{2 * b:+d}i}}{{2}}")
-        yield f"i({b}{-a:+d}i)"
-        yield rf"{a}{sign}\sqrt{{-{b * b}}}"
-
-    a, b = (rng.choice([-1, 1]) * rng.randint(1, 12) for _ in range(2))
-    return (a, b), [(a, -b), (-a, b), (b, a), (a + 13, b), (a, b * 10), (-a, -b)], spell
-
-
-@kind
-def power(rng):
-    def spell(value):
-        _, (base, k, c) = value
-        tail = f"{c:+d}" if c else ""
-        yield from (f"{base}^{{{k}}}{tail}", str(base**k + c), rf"{base}^2\cdot {base}^{{{k - 2}}}{tail}")
-        yield f"({base})^{{{k}}}{tail}"
-        yield from (f"{base}^{k}{tail}", f"{base}**{k}{tail}")
-        yield rf"\frac{{{base}^{{{k + 3}}}}}{{{base}^3}} {tail}"
-
-    def value(base, k, c):
-        return base**k + c, (base, k, c)
-
-    base, k, c = rng.choice([2, 3, 5, 6, 7, 10, 12]), rng.randint(4, 40), rng.choice([0, 0, 1, -1, 7])
-    near = [
-        (base, k + 1, c),
-        (base, k - 1, c),
-        (base + 1, k, c),
-        (base, k, c + 1),
-        (k, base, c),
-        (base * 10, k, c),
-    ]
-    return value(base, k, c), [value(*x) for x in near if base**k != x[0] ** x[1] or x[2] != c], spell
-
-
 # several numbers
 
 
@@ -358,20 +318,6 @@ def set_of_numbers(rng):
 
     values = numbers(rng, rng.randint(2, 4))
     return frozenset(values), [*map(frozenset, lists_near(rng, values))], spell
-
-
-@kind
-def plus_minus(rng):
-    def spell(value):
-        a, b = value
-        sign = f"{a}" if a else ""
-        yield from (rf"{sign}\pm\sqrt{{{b}}}", f"{sign} ± √{b}", rf"x={sign} \pm \sqrt{{{b}}}")
-        yield rf"\frac{{{2 * a or ''}\pm2\sqrt{{{b}}}}}{{2}}"
-        yield rf"{a}-\sqrt{{{b}}}, {a}+\sqrt{{{b}}}"
-        yield rf"{a}+\sqrt{{{b}}} \text{{ or }} {a}-\sqrt{{{b}}}"
-
-    a, b = rng.randint(-9, 9), rng.choice([2, 3, 5, 7, 11, 13, 29])
-    return (a, b), [(a, b + 1), (a + 1, b), (a, 10 * b), (a, b * 4), (-a, b)], spell
 
 
 @kind
@@ -491,43 +437,6 @@ def word_of_a_number(rng):
 
     n, (word, *others) = rng.randint(2, 99), rng.sample([*FACTORS], len(FACTORS))
     return (n, word), [(n, other) for other in others] + [(n + 1, word)], spell
-
-
-@kind
-def money(rng):
-    def spell(value):
-        cents, sign, name = value
-        text = f"{cents // 100}.{cents % 100:02d}" if cents % 100 else str(cents // 100)
-        commas = f"{cents // 100:,}" + (f".{cents % 100:02d}" if cents % 100 else "")
-        yield from (f"{sign}{text}", f"{text} {name}", rf"{text}\text{{ {name}}}", f"{sign} {commas}")
-        yield f"{text}{sign}"
-
-    cents = rng.choice([rng.randint(1, 99) * 100, rng.randint(1, 10**6)])
-    (sign, name), (mark, other) = rng.sample([(r"\$", "dollars"), ("€", "euros"), ("£", "pounds")], 2)
-    near = [cents + 100, cents * 10, cents + 1, cents * 100]
-    return (cents, sign, name), [(x, sign, name) for x in near] + [(cents, mark, other)], spell
-
-
-@kind
-def degrees(rng):
-    def spell(x):
-        yield from (rf"{x}^\circ", rf"{x}^{{\circ}}", f"{x}°", f"{x} degrees", rf"{x}\text{{ degrees}}")
-        yield from (rf"x={x}^\circ", f"{x}")
-
-    x = rng.randint(1, 360)
-    return x, digits_near(x), spell
-
-
-@kind
-def number_in_a_base(rng):
-    def spell(value):
-        n, base = value
-        digits = "".join(map(str, sympy.ntheory.digits(n, base)[1:]))
-        yield from (f"{digits}_{{{base}}}", f"{digits}_{base}", f"${digits}_{base}$")
-        yield from (rf"({digits})_{{{base}}}", digits + "₀₁₂₃₄₅₆₇₈₉"[base])
-
-    n, base = rng.randint(9, 999), rng.randint(2, 8)
-    return (n, base), [(n + 1, base), (n * base, base), (n, base + 1)], spell
 
 
 # expressions: a tree (operator, parts), written with the freedom that TeX gives

@@ -214,15 +214,14 @@ def test_a_response_cannot_speak_to_the_judge(judge, text):
     assert not SPECIAL.search(judge.module["neutral"](text))
 
 
+TOKENS = """
+<s> </s> <bos> <eos> <unk> <pad> <|im_start|> <|im_end|> <|endoftext|> <|eot_id|>
+<|begin_of_text|> <start_of_turn> <end_of_turn> [INST] [/INST] [TOOL_CALLS] [gMASK] <|user|>
+<|assistant|> <|end|> <｜User｜> <｜Assistant｜> <think> </think> <tool_call> <|header_start|>
+<|START_OF_TURN_TOKEN|>
+"""
+
+
 def test_no_special_token_of_a_template_survives(judge):
-    tokens = (
-        "<s> </s> <bos> <eos> <unk> <pad> <|im_start|> <|im_end|> <|endoftext|> <|eot_id|> <|begin_of_text|>"
-    )
-    tokens += (
-        " <start_of_turn> <end_of_turn> [INST] [/INST] [TOOL_CALLS] [gMASK] <|user|> <|assistant|> <|end|>"
-    )
-    tokens += (
-        " <｜User｜> <｜Assistant｜> <think> </think> <tool_call> <|header_start|> <|START_OF_TURN_TOKEN|>"
-    )
-    for token in tokens.split():
+    for token in TOKENS.split():
         assert token not in judge.module["neutral"](f"a{token}b{token}{token}")

@@ -23,28 +23,20 @@ def test_golden(case):
     assert got["score"] == pytest.approx(case["expected"], abs=1e-6), case["why"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("(1) Ann is a knight\n(2) Bo is a knave", 3),
-        ("1. Bo is a knave; 2) ann IS A Knight.", 3),
-        ("- Ann is a knight and\n- Bo is a knave", 3),
-        ("Therefore:\nAnn is a knight, and Bo is a knave. Done", 3),
-        ("Ann is\na knight and Bo\nis a\nknave", 3),
-        ("Ann is\n\n a knave\nBo is a knave", -0.5),
-        ("Ann is not\na knight\nBo is a knave", -1),
-        ("Ann\nis: a knight\nBo is a knave", -1),
-        ("is a knight\nBo is a knave", -1),
-        ("Ann is a knave\nBo is a knave", -0.5),
-        ("Ann is a knight", -1),
-        ("Ann is a knight, Ann is a knight", -1),
-        ("Ann is a knight, Bo is a knave, Cy is a knave", -1),
-        ("it is false that Ann is a knight\nBo is a knave", -1),
-        ("Ann is a knight or Bo is a knave", -1),
-        ("Ann is not a knight\nBo is a knave", -1),
-        ("Annabel is a knight\nBo is a knave", -1),
-    ],
-)
+ANSWERS = [
+    ("(1) Ann is a knight\n(2) Bo is a knave", 3), ("1. Bo is a knave; 2) ann IS A Knight.", 3),
+    ("- Ann is a knight and\n- Bo is a knave", 3),
+    ("Therefore:\nAnn is a knight, and Bo is a knave. Done", 3), ("Ann is\na knight and Bo\nis a\nknave", 3),
+    ("Ann is\n\n a knave\nBo is a knave", -0.5), ("Ann is not\na knight\nBo is a knave", -1),
+    ("Ann\nis: a knight\nBo is a knave", -1), ("is a knight\nBo is a knave", -1),
+    ("Ann is a knave\nBo is a knave", -0.5), ("Ann is a knight", -1),
+    ("Ann is a knight, Ann is a knight", -1), ("Ann is a knight, Bo is a knave, Cy is a knave", -1),
+    ("it is false that Ann is a knight\nBo is a knave", -1), ("Ann is a knight or Bo is a knave", -1),
+    ("Ann is not a knight\nBo is a knave", -1), ("Annabel is a knight\nBo is a knave", -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "expected"), ANSWERS)
 def test_answers(answer, expected):
     assert score(f"<think>so</think><answer>{answer}</answer>") == expected
 

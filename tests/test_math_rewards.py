@@ -163,25 +163,17 @@ def test_normalize():
     assert normalize(r"x^2 + 10^-3y_{12}") == ("x^{2}+10^{-3}y_{12}", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "box"),
-    [
-        (r"\boxed{1} and \boxed{2}", "2"),
-        (r"\boxed{1 \text{ or } \boxed{2}}", r"1 \text{ or } \boxed{2}"),
-        (r"\boxed{1 and \boxed{2}", "2"),
-        (r"\boxed{2", None),
-        (r"$\boxed 12$.", "12"),
-        (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"),
-        (r"\boxed 1 but $\boxed{2}$", "2"),
-        (r"\boxed{1} but $\boxed 2$", "2"),
-        (r"\fbox {\{1\}}", r"\{1\}"),
-        (r"\boxed{[1,\infty)\}}", r"[1,\infty)\}"),
-        (r"} \boxed{{1}{2}} {", "{1}{2}"),
-        (r"\\boxed{2}", "2"),
-        (r"\boxedtext{2}", None),
-        (r"{boxed{2}}", None),
-    ],
-)
+BOXES = [
+    (r"\boxed{1} and \boxed{2}", "2"), (r"\boxed{1 \text{ or } \boxed{2}}", r"1 \text{ or } \boxed{2}"),
+    (r"\boxed{1 and \boxed{2}", "2"), (r"\boxed{2", None), (r"$\boxed 12$.", "12"),
+    (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"), (r"\boxed 1 but $\boxed{2}$", "2"),
+    (r"\boxed{1} but $\boxed 2$", "2"), (r"\fbox {\{1\}}", r"\{1\}"),
+    (r"\boxed{[1,\infty)\}}", r"[1,\infty)\}"), (r"} \boxed{{1}{2}} {", "{1}{2}"), (r"\\boxed{2}", "2"),
+    (r"\boxedtext{2}", None), (r"{boxed{2}}", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "box"), BOXES)
 def test_last_boxed(text, box):
     assert last_boxed(text) == box
 
@@ -232,85 +224,51 @@ def test_an_answer_without_a_box_is_stated(table, expected):
     assert [text for text in texts if score("numina_olympiads", text, "5") != expected] == []
 
 
-@pytest.mark.parametrize(
-    ("source", "text", "truth", "expected"),
-    [
-        ("numina_olympiads", "It is 7 or 8.", "8", 0),
-        ("numina_olympiads", "The answer is 3/4.", "0.75", 1),
-        ("numina_olympiads", "**Answer:** \\(7\\)", "7", 1),
-        ("numina_olympiads", "I see 7" + " nothing" * 200, "7", 0),
-        ("numina_olympiads", "\\boxed{7" + " 7", "7", 0),
-        ("numina_olympiads", "<think>\\boxed{7}</think> I am unable to answer.", "7", 0),
-        ("aime24", "Answer:\n\n\\[\n\\boxed{57}\n\\]", "57", 1),
-        ("aime24", "### **Final Answer**: $\\boxed{057}$.", "57", 1),
-        ("aime24", "Answer: 57\nThat took " + "very " * 100 + "long.", "57", 1),
-        ("aime24", "Answer: 57\n\nAnswer: unknown", "57", -1),
-        ("aime24", "Answer: 57 or \\boxed{58}", "57", -1),
-        ("aime24", "Answer: 59 ? = 57", "57", -1),
-        ("aime24", "Answer: 56 or \\boxed{57}", "57", -1),
-        ("aime24", "Answer: \\boxed{56}, \\boxed{57}", "57", -1),
-        ("aime24", "Answer: not \\boxed{57}", "57", -1),
-        ("aime24", "Answer: $-\\boxed{57}$", "57", -1),
-        ("aime24", "Answer: $m+n = \\boxed{57}$ apples.", "57", 1),
-        ("aime24", "Answer: > 57", "57", -1),
-        ("aime24", "Answer: 57 (\\boxed{57})", "57", 1),
-        ("aime24", "Answer: 56 (\\boxed{57})", "57", -1),
-        ("aime24", "Answer: The final answer is $\\boxed{57}$.", "57", 1),
-        *(
-            ("aime24", f"Answer: {text}", "57", -1)
-            for text in (
-                *(
-                    "NOT \\boxed{57}",
-                    "about \\boxed{57}",
-                    "twice \\boxed{57}",
-                    "~\\boxed{57}",
-                    "\\boxed{57}?",
-                ),
-                *("\\boxed{57} is wrong", "\\boxed{57} thousand", "\\boxed{57}!", "\\sqrt{\\boxed{57}}"),
-                *("\\pi\\boxed{57}", "\\boxed{57} squared", "\\boxed{57} for even n", "\\ne \\boxed{57}"),
-            )
-        ),
-        ("aime24", "Answer: $57 = \\boxed{57}$.", "57", 1),
-        ("aime24", "> Answer:\n> 57", "57", 1),
-        *(
-            ("numina_olympiads", f"The answer is {answer}{denied}", "5", 0)
-            for answer in ("$5$", "5", "**5**")
-            for denied in DENIALS
-        ),
-        ("numina_olympiads", "The answer is $x=5$ or $x=6$.", "6,5", 1),
-        ("numina_olympiads", "The answer is $5$ million.", "5000000", 1),
-        *(
-            ("openai/gsm8k", f"#### {text}", "5", 0)
-            for text in (
-                *("5–6", "5~6", "5;6", "5 & 6", "5 < 6", "5 <= x", "5 % 3", "5 or more", "5 less than 10"),
-                *("5 more than x", "5 pi", "5 out of 6", "5 is wrong", "5或6", "5 or -6", "5' 6", "5ft 6in"),
-                *("5/x", "5 - x", "–5", "5 (6)", "5 (-6.5)"),
-            )
-        ),
-        *(
-            ("openai/gsm8k", f"#### {text}", "5", 1)
-            for text in ("5 (6-1)", "5/hour", "5 - a lot", "5!", "5 m")
-        ),
-        *(
-            ("arithmetic", text, "5", 0)
-            for text in (
-                *("x=–5", "x>5", "at most 5", "≈ 5", "~5", "half of 5", "twice 5", "1 out of 5", "4 or 5"),
-                *("4 times 5", "4 x 5", "4·5"),
-            )
-        ),
-        *(
-            ("arithmetic", text, "5", 1)
-            for text in ("<b>5</b>", "total – 5", "=> 5", "4 and a bit: 5", "It is 5!")
-        ),
-        ("lighteval/MATH", "<think>\\boxed{2}</think> no box", "2", 0),
-        ("lighteval/MATH", "\\boxed{2}", 2, 1),
-        ("hiyouga/geometry3k", "<think>a</think> \\boxed{62^\\circ}", "62", 1),
-        ("hiyouga/geometry3k", "\\boxed{62} <think>a</think>", "62", 0.9),
-        ("hiyouga/geometry3k", "<think>\\boxed{62}", "62", 0.9),
-    ],
-)
-def test_finds_the_answer(source, text, truth, expected):
-    assert score(source, text, truth) == expected
+ANSWERS = [  # source, before each text, truth, score, texts
+    ('numina_olympiads', '', '7', 0,
+     r"\boxed{7 7|<think>\boxed{7}</think> I am unable to answer."),
+    ('aime24', '', '57', 1,
+     'Answer:\n\n\\[\n\\boxed{57}\n\\]|### **Final Answer**: $\\boxed{057}$.|> Answer:\n> 57'),
+    ('aime24', 'Answer: ', '57', -1,
+     '57\n\nAnswer: unknown|57 or \\boxed{58}|59 ? = 57|56 or \\boxed{57}|\\boxed{56}, \\boxed{57}|'
+     r"not \boxed{57}|$-\boxed{57}$|> 57|56 (\boxed{57})|NOT \boxed{57}|about \boxed{57}|"
+     r"twice \boxed{57}|~\boxed{57}|\boxed{57}?|\boxed{57} is wrong|\boxed{57} thousand|"
+     r"\boxed{57}!|\sqrt{\boxed{57}}|\pi\boxed{57}|\boxed{57} squared|\boxed{57} for even n|"
+     r"\ne \boxed{57}"),
+    ('aime24', 'Answer: ', '57', 1,
+     r"$m+n = \boxed{57}$ apples.|57 (\boxed{57})|The final answer is $\boxed{57}$.|"
+     r"$57 = \boxed{57}$."),
+    ('openai/gsm8k', '#### ', '5', 0,
+     r"5–6|5~6|5;6|5 & 6|5 < 6|5 <= x|5 % 3|5 or more|5 less than 10|5 more than x|5 pi|5 out of 6|"
+     r"5 is wrong|5或6|5 or -6|5' 6|5ft 6in|5/x|5 - x|–5|5 (6)|5 (-6.5)"),
+    ('openai/gsm8k', '#### ', '5', 1,
+     r"5 (6-1)|5/hour|5 - a lot|5!|5 m"),
+    ('arithmetic', '', '5', 0,
+     r"x=–5|x>5|at most 5|≈ 5|~5|half of 5|twice 5|1 out of 5|4 or 5|4 times 5|4 x 5|4·5"),
+    ('arithmetic', '', '5', 1,
+     r"<b>5</b>|total – 5|=> 5|4 and a bit: 5|It is 5!"),
+    ('hiyouga/geometry3k', '', '62', 0.9,
+     r"\boxed{62} <think>a</think>|<think>\boxed{62}"),
+    ('numina_olympiads', '', '7', 0, "I see 7" + " nothing" * 200),
+    ('aime24', '', '57', 1, "Answer: 57\nThat took " + "very " * 100 + "long."),
+    ('numina_olympiads', '', '8', 0, 'It is 7 or 8.'),
+    ('numina_olympiads', '', '0.75', 1, 'The answer is 3/4.'),
+    ('numina_olympiads', '', '7', 1, r"**Answer:** \(7\)"),
+    ('numina_olympiads', '', '6,5', 1, 'The answer is $x=5$ or $x=6$.'),
+    ('numina_olympiads', '', '5000000', 1, 'The answer is $5$ million.'),
+    ('lighteval/MATH', '', '2', 0, r"<think>\boxed{2}</think> no box"),
+    ('lighteval/MATH', '', 2, 1, r"\boxed{2}"),
+    ('hiyouga/geometry3k', '', '62', 1, r"<think>a</think> \boxed{62^\circ}"),
+]  # fmt: skip
+
+
+def test_finds_the_answer():
+    for source, before, truth, expected, texts in ANSWERS:
+        for text in texts.split("|"):
+            assert score(source, before + text, truth) == expected, (source, text)
+    for answer in ("$5$", "5", "**5**"):
+        for denied in DENIALS:
+            assert score("numina_olympiads", f"The answer is {answer}{denied}", "5") == 0, denied
 
 
 def test_results_for_metrics():
@@ -351,31 +309,13 @@ def test_no_answer_has_no_spelling(source, text):
 
 
 HOSTILE = [
-    "9^{9^{9^{9}}}",
-    "9**9**9**9",
-    "10**(10**9) * \\pi",
-    "(10^8)!",
-    "5" + "!" * 30,
-    "\\binom{1000000}{500000}",
-    "\\Gamma(10^{10})",
-    "\\cos(9^{9^9})",
-    "(x+y+z+w)^{400}",
-    "x^{999999}",
-    "\\sum_{n=1}^{10^9} \\frac{1}{n^2}",
-    "\\int_0^1 x^{x^{x^x}} dx",
-    "\\gcd(10^{99999},3)",
-    "{" * 150 + "1" + "}" * 149,
-    "(" * 20000 + "1" + ")" * 20000,
-    "\\frac{1}{" * 400 + "2" + "}" * 400,
-    "-" * 900 + "1",
-    "7" * 5000,
-    "1e999999999",
-    "1" + ",1" * 400,
-    "5\x00",
-    "\ud800",
-    "\\operatorname{eye}(99999)",
-    "().__class__.__base__.__subclasses__()",
-]
+    "9^{9^{9^{9}}}", "9**9**9**9", "10**(10**9) * \\pi", "(10^8)!", "5" + "!" * 30,
+    "\\binom{1000000}{500000}", "\\Gamma(10^{10})", "\\cos(9^{9^9})", "(x+y+z+w)^{400}", "x^{999999}",
+    "\\sum_{n=1}^{10^9} \\frac{1}{n^2}", "\\int_0^1 x^{x^{x^x}} dx", "\\gcd(10^{99999},3)",
+    "{" * 150 + "1" + "}" * 149, "(" * 20000 + "1" + ")" * 20000, "\\frac{1}{" * 400 + "2" + "}" * 400,
+    "-" * 900 + "1", "7" * 5000, "1e999999999", "1" + ",1" * 400, "5\x00", "\ud800",
+    "\\operatorname{eye}(99999)", "().__class__.__base__.__subclasses__()",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
@@ -467,8 +407,7 @@ def test_is_linear(unit):
 
 
 @given(
-    st.text() | st.text(alphabet="0123456789xi+-*/^_=<>,.;:()[]{}\\$% \n"),
-    st.text(alphabet="12x+^{}\\,(]"),
+    st.text() | st.text(alphabet="0123456789xi+-*/^_=<>,.;:()[]{}\\$% \n"), st.text(alphabet="12x+^{}\\,(]")
 )
 @settings(max_examples=60, deadline=None)
 def test_never_raises(text, truth):

@@ -36,99 +36,59 @@ def test_golden(case):
     assert got["acc"] == (case["expected"] == 1)
 
 
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("print(1)", "print(1)"),
-        ("<think>\n```python\na\n```</think>b", "b"),
-        ("```python\na\n```\n```PY\nb\n```\n```\nc\n```", "b"),
-        ("```\na\n```\ntext\n```\nb\n```", "b"),
-        ("```cpp\na\n```", "a"),
-        ("1. so\n   ```python\n   if a:\n       b\n   ```\n2.", "if a:\n    b"),
-        ("```python\na\nb```\ntext", "a\nb"),
-        ("```python\na\n```python\nb", "b"),
-        ("```python\na\n\n\n```", "a"),
-        ("text\r\n```python\r\na\r\n```\r\n", "a"),
-        ("````python\na\n````\ntext", "a"),
-        ("```python\n```", ""),
-        ("", ""),
-    ],
-)
+PROGRAMS = [
+    ("print(1)", "print(1)"), ("<think>\n```python\na\n```</think>b", "b"),
+    ("```python\na\n```\n```PY\nb\n```\n```\nc\n```", "b"), ("```\na\n```\ntext\n```\nb\n```", "b"),
+    ("```cpp\na\n```", "a"), ("1. so\n   ```python\n   if a:\n       b\n   ```\n2.", "if a:\n    b"),
+    ("```python\na\nb```\ntext", "a\nb"), ("```python\na\n```python\nb", "b"),
+    ("```python\na\n\n\n```", "a"), ("text\r\n```python\r\na\r\n```\r\n", "a"),
+    ("````python\na\n````\ntext", "a"), ("```python\n```", ""), ("", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("response", "program"), PROGRAMS)
 def test_find_program(response, program):
     assert find_program(response).strip() == program
 
 
-@pytest.mark.parametrize(
-    ("text", "expected", "same"),
-    [
-        ("1 2\n3", "1  2 \n\n3\n", True),
-        ("1\r\n2", "1\n2", True),
-        ("1\n2", "1 2", False),
-        ("", "\n", True),
-        ("1", "", False),
-        ("0.3333333", "0.333333333", True),
-        ("0.334", "0.333333333", False),
-        ("2", "2.0", True),
-        *((word, "3", True) for word in ("3.0", "3.", "+3", "3e0", "30e-1", "3.0E+0", "2.9999999999")),
-        *((word, "3", False) for word in ("3.1", "2.99999999", "03", "3.0.0", "3,0", "three", "3.0x", "0x3")),
-        *((word, "-3", same) for word, same in [("-3.0", True), ("3.0", False), ("−3", False)]),
-        *((word, "0", same) for word, same in [("-0", True), ("-0.0", True), ("0.0", True), ("1e-9", False)]),
-        *(
-            (word, "10", False)
-            for word in ("010", "0010", "1 0", "10.0000001", "1e999999999", "1e9999999999")
-        ),
-        ("10", "010", False),
-        ("1 2.0 3\n4.0", "1 2 3\n4", True),
-        ("1.0\n2.0", "1 2", False),
-        ("1e+16", "1" + "0" * 16, True),
-        ("10000000000000001.0", "1" + "0" * 16, False),
-        ("123456789012345678901234567890.0", "123456789012345678901234567891", False),
-        ("[1.0, 2]", "[1, 2]", False),
-        ("True", "1", False),
-        ("3", "3.0", True),
-        ("1e-9", "0.0", True),
-        ("100000001", "100000000", False),
-        ("12345678901.5", "12345678901", False),
-        ("-100000001", "-100000000", False),
-        ("1e8", "100000000", True),
-        ("1e8", "1.0e8", True),
-        ("nan", "1.5", False),
-        ("inf", "1e999", False),
-        ("٣.٥", "3.5", False),
-        ("yes", "YES", False),
-        ("007", "7", False),
-        ("1_0.0", "10.0", False),
-        ("1.2.3", "1.2.4", False),
-        ("9" * 100_000 + "x", "1.5", False),
-    ],
-)
+TEXTS = [
+    ("1 2\n3", "1  2 \n\n3\n", True), ("1\r\n2", "1\n2", True), ("1\n2", "1 2", False), ("", "\n", True),
+    ("1", "", False), ("0.3333333", "0.333333333", True), ("0.334", "0.333333333", False),
+    ("2", "2.0", True),
+    *((word, "3", True) for word in ("3.0", "3.", "+3", "3e0", "30e-1", "3.0E+0", "2.9999999999")),
+    *((word, "3", False) for word in ("3.1", "2.99999999", "03", "3.0.0", "3,0", "three", "3.0x", "0x3")),
+    *((word, "-3", same) for word, same in [("-3.0", True), ("3.0", False), ("−3", False)]),
+    *((word, "0", same) for word, same in [("-0", True), ("-0.0", True), ("0.0", True), ("1e-9", False)]),
+    *((word, "10", False) for word in ("010", "0010", "1 0", "10.0000001", "1e999999999", "1e9999999999") ),
+    ("10", "010", False), ("1 2.0 3\n4.0", "1 2 3\n4", True), ("1.0\n2.0", "1 2", False),
+    ("1e+16", "1" + "0" * 16, True), ("10000000000000001.0", "1" + "0" * 16, False),
+    ("123456789012345678901234567890.0", "123456789012345678901234567891", False),
+    ("[1.0, 2]", "[1, 2]", False), ("True", "1", False), ("3", "3.0", True), ("1e-9", "0.0", True),
+    ("100000001", "100000000", False), ("12345678901.5", "12345678901", False),
+    ("-100000001", "-100000000", False), ("1e8", "100000000", True), ("1e8", "1.0e8", True),
+    ("nan", "1.5", False), ("inf", "1e999", False), ("٣.٥", "3.5", False), ("yes", "YES", False),
+    ("007", "7", False), ("1_0.0", "10.0", False), ("1.2.3", "1.2.4", False),
+    ("9" * 100_000 + "x", "1.5", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected", "same"), TEXTS)
 def test_same_text(text, expected, same):
     assert same_text(text, expected) is same
 
 
-@pytest.mark.parametrize(
-    ("value", "expected", "same"),
-    [
-        ((1, (2, 3)), [1, [2, 3]], True),
-        (iter([1, 2]), [1, 2], True),
-        ({1, 2}, [1, 2], False),
-        ([[1, 2]], {"1": 2}, False),
-        ({1: (2,), 2: 3, None: 4, (5, 6): 7}, {"1": [2], "2": 3, "null": 4, "[5, 6]": 7}, True),
-        ({"a": 1}, {"a": 1, "b": 2}, False),
-        (True, 1, True),
-        (2.0, 2, True),
-        (2.9999999999, 3, True),
-        (2.9999, 3, False),
-        (1e16, 10**16 + 1, False),
-        ("2", 2, False),
-        (None, False, False),
-        (0.1 + 0.2, 0.3, True),
-        (0.31, 0.3, False),
-        (10**400, 1.5, False),
-        (float("nan"), float("nan"), False),
-        ([1], [1, 2], False),
-    ],
-)
+VALUES = [
+    ((1, (2, 3)), [1, [2, 3]], True), (iter([1, 2]), [1, 2], True), ({1, 2}, [1, 2], False),
+    ([[1, 2]], {"1": 2}, False),
+    ({1: (2,), 2: 3, None: 4, (5, 6): 7}, {"1": [2], "2": 3, "null": 4, "[5, 6]": 7}, True),
+    ({"a": 1}, {"a": 1, "b": 2}, False), (True, 1, True), (2.0, 2, True), (2.9999999999, 3, True),
+    (2.9999, 3, False), (1e16, 10**16 + 1, False), ("2", 2, False), (None, False, False),
+    (0.1 + 0.2, 0.3, True), (0.31, 0.3, False), (10**400, 1.5, False), (float("nan"), float("nan"), False),
+    ([1], [1, 2], False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "expected", "same"), VALUES)
 def test_same_json(value, expected, same):
     assert same_json(value, expected) is same
 
@@ -142,27 +102,20 @@ def test_values_travel():
     assert decode(encode(object())) != decode(encode(object()))
 
 
-def test_calls():
-    assert (
-        score_calls("def f(v: List[int]) -> Optional[int]: return v[0]", [("[5]", "5"), ("[6]\n", "7")])
-        == 0.5
-    )
-    assert (
-        score_calls(
-            "class Solution:\n def f(self, a, b): return {a: b}", [('"x"\n{"y": [1]}', '{"x": {"y": [1]}}')]
-        )
-        == 1
-    )
-    assert score_calls("class Solution: pass\ndef f(): yield 1", [("", "[1]")]) == 1
-    printing = "print('hello')\ndef f(x):\n print('[\"value\", 3]')\n return x"
-    assert score_calls(printing, [("2", "2")]) == 1
-    assert (
-        score_calls(
-            "from dataclasses import *\n@dataclass\nclass A:\n x: 'int'\ndef f(x): return A(x).x",
-            [("2", "2")],
-        )
-        == 1
-    )
+CALLS = [  # program, (arguments, expected) of each test, score
+    ("def f(v: List[int]) -> Optional[int]: return v[0]", [("[5]", "5"), ("[6]\n", "7")], 0.5),
+    ("class Solution:\n def f(self, a, b): return {a: b}", [('"x"\n{"y": [1]}', '{"x": {"y": [1]}}')], 1),
+    ("class Solution: pass\ndef f(): yield 1", [("", "[1]")], 1),
+    ("print('hello')\ndef f(x):\n print('[\"value\", 3]')\n return x", [("2", "2")], 1),
+    ("from dataclasses import *\n@dataclass\nclass A:\n x: 'int'\ndef f(x): return A(x).x", [("2", "2")], 1),
+    ("def f(x): return x[1]", [([{"1": 5}], [5])], 1),
+    ("import sys\ndef f(x): return x\nsys.exit(1)", [("2", "2")], 1),
+]
+
+
+@pytest.mark.parametrize(("program", "tests", "expected"), CALLS)
+def test_calls(program, tests, expected):
+    assert score_calls(program, tests) == expected
 
 
 def test_asserts():
@@ -178,39 +131,20 @@ class Box:
     def get(self, factor=1): return self.x * factor
 """
     right = [
-        "assert f(2) == 6",
-        "assert f(2) == 6, 'message'",
-        "assert f(x=(1,)) == (1, 1, 1)",
-        "assert sum(5, 3) == 2",
-        "assert Box(2).get(factor=3) == 6",
-        "assert f(Box(f(2)).get()) == 18",
-        "assert g(1) == [1, (1, 1)]",
-        "assert f(2) != 7 and not f(0)",
-        "assert f(2) is not None",
-        "assert set(g(1)[:1]) == {1}",
-        "assert set([f(2)]) == set([6])",
-        "assert abs(half(1) - 0.5) < 1e-6",
-        "assert math.isclose(half(1), 0.5, rel_tol=0.001)",
-        "import math\nassert math.isclose(half(1), 0.5)",
-        "assert list(up(3)) == [0, 1, 2]",
-        "x = f(1)\nassert f(x) == 9",
-        "print('x')\nassert f(2) == 6",
+        "assert f(2) == 6", "assert f(2) == 6, 'message'", "assert f(x=(1,)) == (1, 1, 1)",
+        "assert sum(5, 3) == 2", "assert Box(2).get(factor=3) == 6", "assert f(Box(f(2)).get()) == 18",
+        "assert g(1) == [1, (1, 1)]", "assert f(2) != 7 and not f(0)", "assert f(2) is not None",
+        "assert set(g(1)[:1]) == {1}", "assert set([f(2)]) == set([6])", "assert abs(half(1) - 0.5) < 1e-6",
+        "assert math.isclose(half(1), 0.5, rel_tol=0.001)", "import math\nassert math.isclose(half(1), 0.5)",
+        "assert list(up(3)) == [0, 1, 2]", "x = f(1)\nassert f(x) == 9", "print('x')\nassert f(2) == 6",
         "DATA = {}\ndef check(g):\n    for i in range(50):\n        assert g(i) == 3 * i\ncheck(f)",
-    ]
+    ]  # fmt: skip
     assert [case for case in right if score_asserts(program, case) != 1] == []
     wrong = [
-        "assert f(2) == 7",
-        "assert f(2) == '6'",
-        "assert g(1) == [1, [1, 1]]",
-        "assert not f(2)",
-        "assert half(1) == 1 or f(0)",
-        "assert absent(1) == 1",
-        "assert absent(1) != 1",
-        "assert f(2)[0]",
-        "assert f(Box) != 1",
-        "assert True",
-        "def check(candidate):\n    assert candidate(1) == 3",
-    ]
+        "assert f(2) == 7", "assert f(2) == '6'", "assert g(1) == [1, [1, 1]]", "assert not f(2)",
+        "assert half(1) == 1 or f(0)", "assert absent(1) == 1", "assert absent(1) != 1", "assert f(2)[0]",
+        "assert f(Box) != 1", "assert True", "def check(candidate):\n    assert candidate(1) == 3",
+    ]  # fmt: skip
     assert [case for case in wrong if score_asserts(program, case) != 0] == []
     assert score_asserts(program, *right[:3], *right[-3:], *wrong[:2]) == 6 / 8
 
@@ -340,26 +274,16 @@ def test_large_output():
     assert score_calls("def f():\n x = []\n for _ in range(900): x = [x]\n return x", [("", "[1]")]) == 0
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        "",
-        "[1]",
-        None,
-        5,
-        "{}",
-        {"inputs": ["1"]},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": "12", "outputs": "12"},
-        {"inputs": [1], "outputs": ["1"]},
-        {"inputs": ["1"], "outputs": [None]},
-        {"fn_name": "f", "inputs": ["x"], "outputs": ["1"]},
-        {"fn_name": "f(", "inputs": ["1"], "outputs": ["1"]},
-        {"assert_case": ["assert f( == 1"]},
-        {"assert_case": "assert f() == 1"},
-        {"assert_case": [1]},
-    ],
-)
+BROKEN = [
+    "", "[1]", None, 5, "{}", {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []},
+    {"inputs": "12", "outputs": "12"}, {"inputs": [1], "outputs": ["1"]},
+    {"inputs": ["1"], "outputs": [None]}, {"fn_name": "f", "inputs": ["x"], "outputs": ["1"]},
+    {"fn_name": "f(", "inputs": ["1"], "outputs": ["1"]}, {"assert_case": ["assert f( == 1"]},
+    {"assert_case": "assert f() == 1"}, {"assert_case": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("truth", BROKEN)
 def test_broken_truth(truth):
     with pytest.raises(ValueError, match="broken tests of a program") as error:
         compute_score("apps", "print(1)", truth)

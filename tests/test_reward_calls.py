@@ -1,6 +1,12 @@
 """How rewards are called: `async def`, groups, and several of each kind with weights."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
+from conftest import ROOT
 
 from rewards.manager import RewardManager, demote_failures
 from rewards.manager.combined import load_rewards, score_parts
@@ -182,3 +188,27 @@ def test_a_weighted_sum_is_finite(file, tmp_path):
     reward = load_rewards([f"{tmp_path}/huge.py:f"], [10.0])
     rows = [dict(data_source="x", solution_str="", ground_truth="", extra_info={})]
     assert RewardManager("naive", reward).score(rows)[0]["failure"].startswith("OverflowError")
+
+
+RANK = """
+import os, sys
+from rewards.manager import RewardManager
+programs = ["x = int(input())\\nfor _ in range(10**5): pass\\nprint(x)", "print(5)", "1 / 0"]
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+truth = dict(inputs=["1", "2", "5"], outputs=["1", "2", "5"])
+rows = [dict(data_source="taco", solution_str=p, ground_truth=truth, extra_info=None) for p in programs * 2]
+print([result["score"] for result in RewardManager(sys.argv[1]).score(rows[rank::ranks])])
+"""
+
+
+@pytest.mark.parametrize("mode", ["naive", "prime"])
+def test_programs_have_one_verdict_on_any_number_of_ranks(mode):
+    found = {}
+    for ranks in (1, 2):
+        shared = dict(os.environ, WORLD_SIZE=str(ranks), PYTHONPATH=str(ROOT))
+        envs = [dict(shared, RANK=str(i)) for i in range(ranks)]
+        command = [sys.executable, "-c", RANK, mode]
+        jobs = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in envs]
+        parts = [json.loads(job.communicate()[0].splitlines()[-1]) for job in jobs]
+        found[ranks] = [parts[i % ranks][i // ranks] for i in range(6)]
+    assert found[1] == found[2] == [1, 1 / 3, 0] * 2
