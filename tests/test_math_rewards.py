@@ -194,12 +194,12 @@ Thus, the value of $a+b$ is $5$.|We add./n/n//[5//]|The answer is:/n//(5//)|<ans
 The answer is $2+3=5$.|The answer is 5 meters per second.|The answer is $6$. Wait, no. The answer is $5$.
 La réponse finale est $5$.|Donc la réponse est 5.|Die richtige Antwort lautet 5.|La respuesta es 5.
 Ответ: $5$ см.|答案是5。|所以答案是 **5**。|因此 x = 5。|所以 $n$ 的最小值为 $5$。|答：5元
-"""
+"""  # noqa: E501
 # Right answers that the rule does not read
 UNREAD = r"""
 The answer is 5, because 2+3 = 5.|5 is the answer.|There are 5 ways.|The sum is 5.|Total: 5|I get $5$ in the end
 The final answer is $5$. I hope it is correct.|The answer is exactly 5.|2+3 = 5, so x = 5.|Therefore, Bob has 5 apples.
-"""
+"""  # noqa: E501
 NOT_STATED = r"""
 So the number of pairs is infinite|We get x = 5./nSo there is none.|It is false that the answer is 5.|So it isn't 5
 In base 7, the answer is 5.|So in base 7 it is 5.|The answer is 5 in base 7.|Answer: 5 (base 7)|So x = 5 with either sign
@@ -214,7 +214,7 @@ The answer is $5$; $6$.|The answer is *not* $5$.|The answer isn’t $5$.|The ans
 The answer is 5./nActually no.|The answer is ~~$5$~~ $6$|The answer is $5$ squared.|5 (mod 7)|The result is -$5$.
 答案不是5|所以答案不是5|答案是5或6|答案是至少5|因此x≠5|答案是5，不对|答案：5以上|答案：5左右|答案是5吗？|所以最多为5
 Antwort: nicht 5|Réponse : au moins $5$|Respuesta: $5$ y $6$|Ответ: $5$ и $6$|"The answer is 5."|So the answer is 5, he said.
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("table", "expected"), [(STATED, 1), (UNREAD, 0), (NOT_STATED, 0)])

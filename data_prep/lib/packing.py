@@ -126,8 +126,10 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     # flash attention has half precision, heads up to 256 by eights, and values as wide as queries
     if query.is_cuda and query.dtype != torch.float32 and size <= 256 and size % 8 == 0:
         options = dict(scale=scaling, window_size=((window or 0) - 1, 0), enable_gqa=True)
-        value = nn.functional.pad(value, (0, size - size_v))
-        out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)[..., :size_v]
+        if size_v < size:
+            value = nn.functional.pad(value, (0, size - size_v))
+        out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)
+        out = out[..., :size_v] if size_v < size else out
     else:
         out = segment_attention(query, key, value, shapes, scaling, window)
     return out[None], None
