@@ -112,7 +112,7 @@ def test_a_slow_one_is_a_time_out_and_holds_up_nobody(file, mode):
     ]
     reward = load_rewards([f"{file}:judge"], [])
     results = RewardManager(mode, reward, timeout_s=1).score(rows)
-    assert results[0]["failure"] == "TimeoutError: no result after 1 s (mine.py:judge)"
+    assert results[0]["failure"] == "TimeoutError: no result after 1 s (--reward_timeout_s) (mine.py:judge)"
     assert results[1]["score"] == 1
     assert (
         RewardManager(mode, reward, timeout_s=60).score(rows[1:])[0]["score"] == 1
