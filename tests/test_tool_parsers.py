@@ -1,0 +1,125 @@
+"""Calls as published templates write them, read by the parser that is found for each; without the model."""
+
+import json
+
+import pytest
+from conftest import ROOT
+from test_envs import hermes
+
+from benchmarks.lib.conversations import make_tokenizer
+from envs.pool import EnvPool
+
+TEMPLATES = ROOT / "tests/fixtures/chat_templates"
+TOOLS = '''
+def get_weather(city: str, days: int = 1, tags: list[str] = ()):
+    """The weather.
+
+    Args:
+        city: its name
+        days: how many
+        tags: words
+    """
+
+def add(a: float, b: float):
+    """A sum.
+
+    Args:
+        a: one number
+        b: another
+    """
+
+TOOLS = [get_weather, add]
+'''
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+# template: what ends its turns besides EOS, and how a call begins
+FAMILIES = {
+    "deepseek_r1_distill": ("<｜tool▁call▁end｜>", DEEPSEEK),
+    "deepseekv3": ("", DEEPSEEK),
+    "gemma4_v2": ("<turn|>", "<|tool_call>call:"),
+    "gemma4_v4": ("<|tool_response>", "<|tool_call>call:"),
+    "glm4moe": ("", "<tool_call>"),
+    "gptoss": ("<|call|>", " to=functions.add<|message|>{"),
+    "qwen2_5": ("", "<tool_call>"),
+    "qwen3": ("", "<tool_call>"),
+    "qwen3_5_think": ("", "<tool_call>"),
+    "qwen3_vl": ("", "<tool_call>"),
+}
+NAMED = dict(diffusion_gemma="gemma4", lfm2_2_5="lfm2", lfm2_2_5_vl="lfm2", llama3_1="llama3_json")
+NAMED |= dict(muse_glimmer="muse_glimmer", qwen3_8="qwen3_coder")  # whose templates are not here
+NAMED |= dict(nemotron_3_nano="qwen3_coder", nemotron_3_ultra="qwen3_coder")
+ROWS = [*map(json.loads, (TEMPLATES / "toolcalls.jsonl").open(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "mine.py"
+    path.write_text(TOOLS)
+    return path
+
+
+@pytest.fixture
+def opened(file):
+    """opened(template, parser) -> an environment pool that knows the model's calls, and its tokenizer."""
+    pools = []
+
+    def opened(template, parser=None):
+        name = template if (TEMPLATES / f"{template}.jinja").exists() else "qwen3"
+        text = (TEMPLATES / f"{name}.jinja").read_text() if name == template else template
+        tokenizer = make_tokenizer(name, text)
+        pools.append(EnvPool(f"{file}:TOOLS", 1, 9, parser))
+        pools[-1].learn_calls(tokenizer)
+        return pools[-1], tokenizer
+
+    yield opened
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *NAMED])
+def test_calls_of_a_family(name, opened):
+    """benchmarks/chat_templates.py finds the parsers of NAMED, too."""
+    parser = NAMED.get(name, "deepseek_v3" if "deepseek" in name else None)  # it shows no tools
+    pool, tokenizer = opened(SAYS if name in NAMED else name, parser)
+    end, begin = FAMILIES.get(name, ("", None))
+    assert pool.ends == tokenizer.convert_tokens_to_ids([tokenizer.eos_token, *[end] * bool(end)])
+    found = [[*map(list, pool._read(row["text"]))] for row in ROWS if row["template"] == name]
+    assert found == [row["calls"] for row in ROWS if row["template"] == name]
+    assert pool._read("Paris is sunny; 3 < 4, {so} it is.") == []
+    assert begin is None or pool._read(f"{begin}no call")
+
+
+def test_every_template_of_the_table_is_read():
+    assert {row["template"] for row in ROWS} <= FAMILIES.keys() | NAMED.keys() and len(ROWS) == 138
+
+
+SHOWS = "{%- for tool in tools or () -%}{{- tool | tojson -}}{%- endfor -%}"
+SAYS = "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}{%- endfor -%}"
+WRITES = SAYS.replace("m.content", "m.content ~ (m.tool_calls or '')")
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "says"),
+    [
+        ("phi3", None, "--env has tools, and the chat template shows none: take another by --chat_template"),
+        (SAYS, None, "--env has tools, and the chat template shows none"),
+        (SHOWS + SAYS, None, "the chat template writes no calls: say by --tool_parser"),
+        (SHOWS + WRITES, None, "is not read by gptoss, apertus, "),
+        (SHOWS + WRITES, "hermes", "is not read by hermes: pass another --tool_parser"),
+        ("glm4moe", "hermes", "is not read by hermes: pass another --tool_parser"),
+        (SAYS, "herms", "--tool_parser herms: there are gptoss, apertus, "),
+    ],
+)
+def test_what_is_refused_before_anything_slow(template, parser, says, opened):
+    with pytest.raises(ValueError) as error:
+        opened(template, parser)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("template", (SAYS, SHOWS + SAYS))
+def test_a_prompt_that_explains_the_tools_says_how_they_are_called(template, opened):
+    pool, _ = opened(template, "hermes")
+    assert (pool.tools is None) == (template == SAYS)
+    assert pool._read(hermes("add", a=1)) == [("add", {"a": 1})]
+    pool.step(0, hermes("gone"), {})
+    [answer] = pool.answers(wait=True)
+    assert "no tool 'gone'" in answer["messages"][0]["content"]
