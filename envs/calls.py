@@ -44,7 +44,7 @@ class Marked:
         return getattr(self._tokenizer, name)
 
     def get_vocab(self):
-        return self.vocab  # made once: a tokenizer makes it anew, for each parser
+        return self.vocab  # made once: a tokenizer makes one each time
 
 
 class Vocabulary(dict):
@@ -53,7 +53,7 @@ class Vocabulary(dict):
 
 
 def find_reader(tokenizer, tools, name=None):
-    """-> (a function from the text of a turn to its calls, ids of the tokens that end turns with calls).
+    """-> (name, a function from the text of a turn to its calls, ids of the tokens that end turns with calls).
 
     tools: JSON schemas; name: --tool_parser, None: the first that reads what the chat template writes.
     Raises ValueError, in one line.
@@ -65,7 +65,7 @@ def find_reader(tokenizer, tools, name=None):
     if not written[0][0]:
         if name is None:
             raise ValueError("the chat template writes no calls: say by --tool_parser how they are read")
-        return reader(classes[name], marked, tools), stop_ids
+        return name, reader(classes[name], marked, tools), stop_ids
     schema = [dict(type="function", function=TOOL)]
     right = {}
     for key, parser in classes.items():
@@ -81,7 +81,7 @@ def find_reader(tokenizer, tools, name=None):
         )
     opening = written[0][0].partition("zqtool")[0].rpartition("</think>")[2].lstrip()
     begin = re.match(r"[<\[][^\s{]*|", opening)[0]
-    return reader(classes[best], marked, tools, begin, written[0][1]), stop_ids
+    return best, reader(classes[best], marked, tools, begin, written[0][1]), stop_ids
 
 
 def parsers(name):

@@ -60,7 +60,7 @@ class EnvPool:
         if parser or self._calls_tools:
             from envs.calls import find_reader
 
-            self._read, ends = find_reader(tokenizer, schemas, parser)
+            _, self._read, ends = find_reader(tokenizer, schemas, parser)
             self.ends += [i for i in ends if i not in self.ends]
         return self.tools
 
