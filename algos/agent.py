@@ -144,10 +144,11 @@ from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
 from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import load_prompt_files
+from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
-from envs.messages import Unrenderable, observation, shorten
+from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards import check_sources
 from rewards.manager import RewardManager, settle, validation_metrics
@@ -749,7 +750,7 @@ def load_data(args, pool):
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
-        train_rows, val_rows, summary = load_prompt_files(args, tokenizer, pool.learn_calls(tokenizer))
+        train_rows, val_rows, summary = load_prompt_files(args, tokenizer, learn_calls(pool, tokenizer))
         if "rewards" in args.reward_fn:
             check_sources(train_rows.unique("data_source") | val_rows.unique("data_source"))
     except (ValueError, OSError, ImportError) as error:

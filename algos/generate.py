@@ -65,13 +65,14 @@ from transformers import AutoConfig
 from common import cpu
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import HELD, hold, replacing, weights_digest
+from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.replies import asked
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.thoughts import opens_only
-from envs.messages import Unrenderable, observation, shorten
+from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards.manager import check_environments
 
@@ -306,7 +307,7 @@ def main(args):
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         options = ENV_WORKERS, args.env_timeout_s, args.tool_parser
         pool = EnvPool(args.env, *options) if args.env else None
-        prompts, table = load_prompts(args, tokenizer, pool and pool.learn_calls(tokenizer))
+        prompts, table = load_prompts(args, tokenizer, pool and learn_calls(pool, tokenizer))
         about = table["extra_info"].to_pylist() if "extra_info" in table.column_names else [{}] * len(table)
         hold(Path(f"{args.output}.shards"), f"--output {args.output}")
         shards, made_by = plan_shards(args, prompts, table.num_rows)

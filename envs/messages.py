@@ -39,15 +39,14 @@ class Unrenderable(ValueError):
     """The chat template cannot write messages, or leaves out what they say; in one line."""
 
 
-def observation(tokenizer, messages, tools, last):
+def observation(tokenizer, messages, tools, last, after=None):
     """Ids of an environment's messages, as the chat template has them after a turn whose last id is `last`.
 
-    The template writes them after calls, or after a mark in place of the turn, and then the prompt of the
-    next turn: sampled text is not rendered, so no template can change it.  Raises Unrenderable.
+    The template writes them after a mark in place of the turn, and then the prompt of the next turn: sampled
+    text is not rendered, so no template can change it.  after: what it writes, with the messages and without,
+    known already.  Raises Unrenderable.
     """
-    from envs.calls import after_calls  # which needs transformers
-
-    text, alone = after_calls(tokenizer, messages, tools) or after_words(tokenizer, messages, tools)
+    text, alone = after or after_words(tokenizer, messages, tools)
     for message in messages:
         words = re.findall("[A-Za-z0-9]+", message["content"])
         if words and max(words, key=len) not in text:

@@ -32,42 +32,18 @@ class EnvPool:
         if workers < 1 or not timeout_s > 0:
             raise ValueError(f"environments with {workers} workers, {timeout_s} s: both must be above 0")
         env_class = load_env(spec)
-        self.tools, self._calls_tools = env_class.tools, issubclass(env_class, ToolEnv)
-        self._parser, self._read, self.ends = parser, None, []
+        self.tools, self.calls_tools = env_class.tools, issubclass(env_class, ToolEnv)
+        self.parser, self.read_calls, self.ends = parser, None, []  # the last two: data_prep/lib/calls.py
         self._loading, self._timeout_s, self._workers = _Loading(spec), timeout_s, workers
         self._states, self._in_flight = {}, 0
         self._calls, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
         for _ in range(workers):  # CAREFUL: daemons, since an executor's threads hold up the end of a run
             threading.Thread(target=self._serve, daemon=True).start()
 
-    def learn_calls(self, tokenizer):
-        """Find out how the model calls tools, and `ends`, ids of the tokens that end its turns -> tools."""
-        from data_prep.lib.templates import shows_tools
-        from envs.messages import observation
-
-        self.ends, schemas, parser = [tokenizer.eos_token_id], self.tools, self._parser
-        if parser and not schemas:
-            raise ValueError(f"--tool_parser {parser}: the environment of --env has no tools")
-        if schemas and not shows_tools(tokenizer):
-            if not parser:
-                raise ValueError(
-                    "--env has tools, and the chat template shows none: take another by --chat_template,"
-                    " or, if the prompts explain them, say how calls are read: --tool_parser hermes"
-                )
-            self.tools = None
-        if schemas:  # the template must have a place for what a tool returns
-            observation(tokenizer, [dict(role="tool", name="tool", content="42")], self.tools, None)
-        if parser or self._calls_tools:
-            from envs.calls import find_reader
-
-            _, self._read, ends = find_reader(tokenizer, schemas, parser)
-            self.ends += [i for i in ends if i not in self.ends]
-        return self.tools
-
     def step(self, key, text, extra_info):
         """Begin a step of the environment of `key` (hashable), which is made at its first step."""
-        if self._read:
-            text = Turn(text, self._read(text))
+        if self.read_calls:
+            text = Turn(text, self.read_calls(text))
         self._in_flight += 1
         self._calls.put((key, (self._loading, self._states.get(key), extra_info, text)))
 

@@ -1,7 +1,7 @@
 """Tools in OpenAI's manner: plain functions, which the model is shown as JSON schemas and calls in its text.
 
 Calls are [(name, arguments), ...] of a turn, (None, what is wrong) for a call that cannot be read; nothing if
-there is no call.  vLLM's parsers read them (calls.py); here are the formats that are read without it.
+there is no call.  vLLM's parsers read them, see data_prep/lib/calls.py; here are formats read without it.
 """
 
 import ast

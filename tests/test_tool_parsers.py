@@ -7,6 +7,7 @@ from conftest import ROOT
 from test_envs import hermes
 
 from benchmarks.lib.conversations import make_tokenizer
+from data_prep.lib.calls import learn_calls
 from envs.pool import EnvPool
 
 TEMPLATES = ROOT / "tests/fixtures/chat_templates"
@@ -67,7 +68,7 @@ def opened(file):
         text = (TEMPLATES / f"{name}.jinja").read_text() if name == template else template
         tokenizer = make_tokenizer(name, text)
         pools.append(EnvPool(f"{file}:TOOLS", 1, 9, parser))
-        pools[-1].learn_calls(tokenizer)
+        learn_calls(pools[-1], tokenizer)
         return pools[-1], tokenizer
 
     yield opened
@@ -82,10 +83,10 @@ def test_calls_of_a_family(name, opened):
     pool, tokenizer = opened(SAYS if name in NAMED else name, parser)
     end, begin = FAMILIES.get(name, ("", None))
     assert pool.ends == tokenizer.convert_tokens_to_ids([tokenizer.eos_token, *[end] * bool(end)])
-    found = [[*map(list, pool._read(row["text"]))] for row in ROWS if row["template"] == name]
+    found = [[*map(list, pool.read_calls(row["text"]))] for row in ROWS if row["template"] == name]
     assert found == [row["calls"] for row in ROWS if row["template"] == name]
-    assert pool._read("Paris is sunny; 3 < 4, {so} it is.") == []
-    assert begin is None or pool._read(f"{begin}no call")
+    assert pool.read_calls("Paris is sunny; 3 < 4, {so} it is.") == []
+    assert begin is None or pool.read_calls(f"{begin}no call")
 
 
 def test_every_template_of_the_table_is_read():
@@ -119,7 +120,7 @@ def test_what_is_refused_before_anything_slow(template, parser, says, opened):
 def test_a_prompt_that_explains_the_tools_says_how_they_are_called(template, opened):
     pool, _ = opened(template, "hermes")
     assert (pool.tools is None) == (template == SAYS)
-    assert pool._read(hermes("add", a=1)) == [("add", {"a": 1})]
+    assert pool.read_calls(hermes("add", a=1)) == [("add", {"a": 1})]
     pool.step(0, hermes("gone"), {})
     [answer] = pool.answers(wait=True)
     assert "no tool 'gone'" in answer["messages"][0]["content"]

@@ -11,8 +11,9 @@ from collections import Counter
 from functools import lru_cache
 
 from common import cpu
-from data_prep.lib.templates import render
+from data_prep.lib.templates import render, shows_tools
 from data_prep.lib.turns import turn
+from envs import messages as plain_messages
 from envs import one_line
 from envs.messages import special_tokens
 from envs.tools import UNREADABLE, harmony
@@ -34,6 +35,35 @@ TRIES = ("", [ONE]), ("", [HARD]), ("I look it up.", [ONE]), ("", [ONE, HARD])  
 OWN = {"gptoss": harmony}  # vLLM's needs a vocabulary from the network
 
 
+def learn_calls(pool, tokenizer):
+    """Find out how a model calls the tools of an EnvPool, and what ends its turns -> tools for the template.
+
+    Raises ValueError, in one line.
+    """
+    pool.ends, schemas, parser = [tokenizer.eos_token_id], pool.tools, pool.parser
+    if parser and not schemas:
+        raise ValueError(f"--tool_parser {parser}: the environment of --env has no tools")
+    if schemas and not shows_tools(tokenizer):
+        if not parser:
+            raise ValueError(
+                "--env has tools, and the chat template shows none: take another by --chat_template,"
+                " or, if the prompts explain them, say how calls are read: --tool_parser hermes"
+            )
+        pool.tools = None
+    if schemas:  # the template must have a place for what a tool returns
+        observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
+    if parser or pool.calls_tools:
+        _, pool.read_calls, ends = find_reader(tokenizer, schemas, parser)
+        pool.ends += [i for i in ends if i not in pool.ends]
+    return pool.tools
+
+
+def observation(tokenizer, messages, tools, last):
+    """As in envs/messages.py, but results follow a call, where the template writes calls."""
+    after = after_calls(tokenizer, messages, tools)
+    return plain_messages.observation(tokenizer, messages, tools, last, after)
+
+
 class Marked:
     """A tokenizer that has every mark that a parser asks for: its ids matter to vLLM's streams alone."""
 
@@ -53,7 +83,7 @@ class Vocabulary(dict):
 
 
 def find_reader(tokenizer, tools, name=None):
-    """-> (name, a function from the text of a turn to its calls, ids of the tokens that end turns with calls).
+    """-> (name, a function from the text of a turn to its calls, ids of the tokens that end such turns).
 
     tools: JSON schemas; name: --tool_parser, None: the first that reads what the chat template writes.
     Raises ValueError, in one line.
