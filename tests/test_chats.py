@@ -307,7 +307,6 @@ def test_a_template_that_leaves_out_calls_is_refused(tmp_path):
 
 
 def test_results_have_the_order_of_the_calls():
-    """Where their ids say so: templates show no ids."""
     turn = says("") | dict(tool_calls=[dict(id=x, function=dict(name="f", arguments={})) for x in "ab"])
     told = {x: dict(role="tool", content=x, tool_call_id=x) for x in "abc"}
     for order, expected in (("ba", "ab"), ("ab", "ab"), ("cba", "abc"), ("cc", "cc")):

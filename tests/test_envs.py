@@ -160,25 +160,19 @@ PIECES = "<tool_call> </tool_call> </think> to=functions.f <|message|> <|call|> 
 PIECES += ['{"name": "f", "arguments": ', '{"a": 1}', "not ", *"{}[]()f1-'\"\\,:;*= \n\0\ud800"]
 F = ("f", {"a": 1})
 HERMES = [
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [F]),
     ('I call.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n' * 2, [F, F]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}', [F]),  # its end was the stop token
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [F]),
-    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', [UNREADABLE]),
-    ('<tool_call>{"name": "f"}</tool_call>', [UNREADABLE]),
     ("<tool_call>[]</tool_call><tool_call></tool_call><tool_call>7</tool_call>", [UNREADABLE] * 3),
     ("<tool_call>" + "[" * 100_000, [UNREADABLE]),
     ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 200_000 + "}}", [UNREADABLE]),
     ('<think><tool_call>{"name": "g"}</think><tool_call>{"name": "f", "arguments": {"a": 1}}', [F]),
     ('<think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call></think> It is 4.', []),
-    ("The answer is 42.", []),
 ]
 HARMONY = [
     (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [F]),
     ('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', [F]),
     ("<|channel|>commentary to=functions.f<|message|>{a}<|call|>", [UNREADABLE]),
-    ("<|channel|>final<|message|>12", []),
 ]
 
 
