@@ -75,6 +75,7 @@ class Args:
     max_turns: int = 8  # turns of the model in a response
     max_observation_length: int = 256  # limit in tokens of a message of the environment
     env_timeout_s: float = 30.0  # seconds that an environment has to answer a turn
+    tool_parser: str | None = None  # vLLM's parser of calls; None: what reads the template's calls
     # ---- rollout
     group_size: int = 8  # responses to each prompt
     max_response_length: int = 1024  # limit of the response in tokens, with what environments wrote
@@ -144,10 +145,11 @@ from common.log_probs import log_probs
 from common.metrics import stats, step_metrics, timed
 from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import load_prompt_files
+from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
-from envs.messages import Unrenderable, observation, shorten
+from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards.manager import RewardManager, settle, validation_metrics
 from rewards.manager.combined import load_rewards, score_parts
@@ -341,10 +343,8 @@ def main(args):
     args = Args(**with_defaults(vars(args), clip=policy_loss))
     run = Run(args)
     try:
-        pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s)
-        tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(args, pool.tools)
-        if pool.tools:  # its template must have a place for what a tool returns
-            observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
+        pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s, args.tool_parser)
+        tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(args, pool)
     except ValueError as error:
         fail(" ".join(str(error).split()))
     steps_per_epoch = len(train_rows) // args.train_batch_size
@@ -363,7 +363,7 @@ def main(args):
     # a checkpoint has each model in a directory of this name
     run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
     run.start(total_steps, summary, policy.lm)
-    sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
+    sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=pool.ends)
 
     def validate():
         with awake(engine, models, optimizer, args, timing={}):
@@ -741,7 +741,7 @@ def merged_weight(lora, weight):
 
 # endregion
 # region data
-def load_data(args, tools):
+def load_data(args, pool):
     """-> tokenizer, reward managers of training and validation, rows of both, a line about them."""
     shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
     try:
@@ -751,7 +751,7 @@ def load_data(args, tools):
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
-        train_rows, val_rows, summary = load_prompt_files(args, tokenizer, tools)
+        train_rows, val_rows, summary = load_prompt_files(args, tokenizer, learn_calls(pool, tokenizer))
         manager.check(train_rows, val_rows)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))

@@ -48,6 +48,7 @@ class Args:
     max_turns: int = 8  # with env: turns of the model in a response
     max_observation_length: int = 256  # with env: limit in tokens of a message of the environment
     env_timeout_s: float = 30.0  # with env: seconds that an environment has to answer a turn
+    tool_parser: str | None = None  # with env: vLLM's parser of calls; None: what reads the template's
 
 
 if __name__ == "__main__":
@@ -64,13 +65,14 @@ from transformers import AutoConfig
 from common import cpu
 from common.families import hf_overrides, takes_images, vllm_names
 from common.files import HELD, content, hold, model_content, replacing
+from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.replies import asked
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.thoughts import opens_only
-from envs.messages import Unrenderable, observation, shorten
+from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards.manager import check_environments
 
@@ -275,12 +277,11 @@ def add_answer(row, answer, tools, tokenizer, args):
 def generate(engine, rows, prompts, args, tokenizer, pool, about):
     """Answer `rows` -> a table of their columns. Seeds: as in a trainer's validation, step 0."""
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    sampling["stop_token_ids"] = [tokenizer.eos_token_id]
+    sampling["stop_token_ids"] = pool.ends if pool else [tokenizer.eos_token_id]
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
     if takes_images(args):
         sampling["logit_bias"] = dict.fromkeys(image_token_ids(engine.model_config.hf_config), -100.0)
-    talks = [dict(prompts[row], extra_info=about[row]) for row, _ in jobs]
-    talks = [talk | dict(entropy=(args.seed, 0, *job)) for talk, job in zip(talks, jobs)]
+    talks = [dict(prompts[i], extra_info=about[i], entropy=(args.seed, 0, i, n)) for i, n in jobs]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
     converse(engine, talks, pool, tokenizer, args, **sampling)
     check_environments(talks)
@@ -305,10 +306,9 @@ def main(args):
         args.model = check_paths(args)
         tokenizer = load_processor(args.model, sees=takes_images(args))
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
-        pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s) if args.env else None
-        if pool and pool.tools:
-            observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
-        prompts, table = load_prompts(args, tokenizer, pool and pool.tools)
+        options = ENV_WORKERS, args.env_timeout_s, args.tool_parser
+        pool = EnvPool(args.env, *options) if args.env else None
+        prompts, table = load_prompts(args, tokenizer, pool and learn_calls(pool, tokenizer))
         about = table["extra_info"].to_pylist() if "extra_info" in table.column_names else [{}] * len(table)
         hold(Path(f"{args.output}.shards"), f"--output {args.output}")
         shards, made_by = plan_shards(args, prompts, table.num_rows)

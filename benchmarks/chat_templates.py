@@ -36,10 +36,13 @@ if __name__ == "__main__":
 
 import jinja2
 
-from benchmarks.lib.conversations import SHAPES, ends_of, forms, make_tokenizer, messages_of
-from data_prep.lib.templates import plain, render
+from benchmarks.lib.conversations import SHAPES, TOOLS, ends_of, forms, make_tokenizer, messages_of
+from data_prep.lib.calls import find_reader
+from data_prep.lib.templates import plain, render, shows_tools
 from data_prep.lib.turns import encode_messages, trained_turns
 from envs.messages import RENDER_ERRORS
+
+READ = "its calls are read"
 
 
 # ---- one template --------------------------------------------------------------------------------
@@ -163,6 +166,17 @@ def table(head, lines):
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
 
 
+def read_by(name, directory):
+    """The parser that reads what a template calls, or why --env is refused."""
+    tokenizer = make_tokenizer(name, (directory / f"{name}.jinja").read_text())
+    if not shows_tools(tokenizer):
+        return dict(refused="--env has tools, and the chat template shows none")
+    try:
+        return dict(rows=f"by {find_reader(tokenizer, TOOLS)[0]}", wrong=[])
+    except ValueError as error:
+        return dict(refused=str(error))
+
+
 def tables(found):
     """Markdown: templates by shapes, the lines that refuse, and why turns differ from their marks."""
     rows, notes, reasons = {}, {}, {}
@@ -179,7 +193,11 @@ def tables(found):
     lines = [[", ".join(names), *cells] for cells, names in rows.items()]
     why = [[str(number), f"`` {note[:200]} ``"] for note, number in notes.items()]
     differs = [[why, ", ".join(names)] for why, names in reasons.items()]
-    parts = (["Template", *SHAPES], lines), (["Note", "Line"], why), (["Difference", "Templates"], differs)
+    parts = (
+        (["Template", *SHAPES, READ], lines),
+        (["Note", "Line"], why),
+        (["Difference", "Templates"], differs),
+    )
     return "\n\n".join(table(head, lines) for head, lines in parts)
 
 
@@ -189,7 +207,9 @@ def main(args):
         raise SystemExit("error: no templates: pass --templates, or install requirements-bench.txt")
     directory = args.templates or Path(trl.submodule_search_locations[0]) / "chat_templates"
     names = sorted(path.stem for path in directory.glob("*.jinja") if not path.stem.endswith("_training"))
-    found = {name: try_template(name, directory) for name in args.names or names}
+    found = {
+        name: try_template(name, directory) | {READ: read_by(name, directory)} for name in args.names or names
+    }
     rows = [(f"{name}, {shape}", row) for name, shapes in found.items() for shape, row in shapes.items()]
     unknown = [f"{where}: {what}" for where, row in rows for what in row.get("wrong", ())]
     unknown += [f"{where}: {x}" for where, row in rows for x in row.get("differs", ()) if not x["reason"]]

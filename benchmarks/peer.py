@@ -92,7 +92,9 @@ def ours(args, work):
     if args.real:
         flags |= dict(reward_fn=f"{ROOT}/benchmarks/lib/alternating.py:half_constant")
     if args.algo == "agent":
-        flags |= dict(env=f"{ROOT}/benchmarks/lib/talk_env.py:Calls", max_turns=args.turns)
+        flags |= dict(
+            env=f"{ROOT}/benchmarks/lib/talk_env.py:Calls", tool_parser="hermes", max_turns=args.turns
+        )
     words = [x for k, v in flags.items() for x in (f"--{k}", v)]
     return f"algos/{args.algo}.py", [*words, "--gradient_checkpointing", "none"]
 

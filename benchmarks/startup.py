@@ -36,7 +36,7 @@ SCRIPTS = {  # in this order: some read what those before have left; `new` is re
     "algos/grpo": RL,
     "algos/dapo": RL,
     "algos/ppo": RL,
-    "algos/agent": f"{RL} --env {ROOT}/benchmarks/lib/talk_env.py:Calls",
+    "algos/agent": f"{RL} --env {ROOT}/benchmarks/lib/talk_env.py:Calls --tool_parser hermes",
     "algos/distill": f"{RL} --teacher model",
     "algos/generate": "--model model --data rows.parquet --output new --max_response_length 16",
     "algos/eval": "--data answers.parquet --output new",

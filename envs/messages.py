@@ -39,25 +39,36 @@ class Unrenderable(ValueError):
     """The chat template cannot write messages, or leaves out what they say; in one line."""
 
 
-def observation(tokenizer, messages, tools, last):
+def observation(tokenizer, messages, tools, last, after=None):
     """Ids of an environment's messages, as the chat template has them after a turn whose last id is `last`.
 
-    The template writes them after a mark in place of the turn, and after them the prompt of the next turn:
-    sampled text is not rendered, so no template can change it.  Raises Unrenderable.
+    The template writes them after a mark in place of the turn, and then the prompt of the next turn: sampled
+    text is not rendered, so no template can change it.  after: what it writes, with the messages and without,
+    known already.  Raises Unrenderable.
     """
-    mark = "[what it said]"
-    chat = [dict(role="user", content="x"), dict(role="assistant", content=mark)]
-    options = dict(tools=tools, tokenize=False, add_generation_prompt=True)
-    try:
-        text = tokenizer.apply_chat_template([*chat, *messages], **options).partition(mark)[2]
-    except RENDER_ERRORS as error:
-        raise Unrenderable(f"the chat template: {one_line(error)}") from None
+    text, alone = after or after_words(tokenizer, messages, tools)
     for message in messages:
         words = re.findall("[A-Za-z0-9]+", message["content"])
         if words and max(words, key=len) not in text:
             raise Unrenderable(f"the chat template leaves out what the role {message['role']!r} says")
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids[ids[:1] == [last] :]  # after a turn without EOS the template's is kept
+    ids, special = tokenizer.encode(text, add_special_tokens=False), special_tokens(tokenizer)
+    ended = last is not None and special.fullmatch(tokenizer.decode([last]))
+    both = ended and special.match(alone) and special.match(text)  # it ended by another than the template's
+    return ids[ids[:1] == [last] or bool(both) :]  # one end a turn: a cut one keeps the template's
+
+
+def after_words(tokenizer, messages, tools):
+    """What the template writes after a turn, with messages that answer it, and without them."""
+    mark, texts = "[what it said]", []
+    chat = [dict(role="user", content="x"), dict(role="assistant", content=mark)]
+    for more in (messages, []):
+        options = dict(tools=tools, tokenize=False, add_generation_prompt=bool(more))
+        try:
+            text = tokenizer.apply_chat_template(chat + more, **options)
+        except RENDER_ERRORS as error:
+            raise Unrenderable(f"the chat template: {one_line(error)}") from None
+        texts.append(text.partition(mark)[2])
+    return texts
 
 
 def shorten(tokenizer, messages, limit):

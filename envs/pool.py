@@ -14,6 +14,7 @@ import threading
 import cloudpickle
 
 from envs import load_env, one_line
+from envs.tools import ToolEnv, Turn
 from rewards.manager.awaiting import awaited
 from rewards.manager.worker import Worker, WorkerError
 
@@ -22,13 +23,17 @@ class EnvPool:
     """Environments of `--env FILE.py:NAME`, one for each key.
 
     workers: steps at a time, each in a process.  timeout_s: for one step; loading the file is not counted.
-    tools: JSON schemas for the chat template, or None.  Raises ValueError, in one line.
+    parser: a name of vLLM's for calls, and the prompts may explain the tools; None: the chat template does,
+    and what reads its calls is the parser.  tools: JSON schemas for the template, or None.
+    Raises ValueError, in one line.
     """
 
-    def __init__(self, spec, workers, timeout_s):
+    def __init__(self, spec, workers, timeout_s, parser=None):
         if workers < 1 or not timeout_s > 0:
             raise ValueError(f"environments with {workers} workers, {timeout_s} s: both must be above 0")
-        self.tools = load_env(spec).tools
+        env_class = load_env(spec)
+        self.tools, self.calls_tools = env_class.tools, issubclass(env_class, ToolEnv)
+        self.parser, self.read_calls, self.ends = parser, None, []  # the last two: data_prep/lib/calls.py
         self._loading, self._timeout_s, self._workers = _Loading(spec), timeout_s, workers
         self._states, self._in_flight = {}, 0
         self._calls, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
@@ -37,6 +42,8 @@ class EnvPool:
 
     def step(self, key, text, extra_info):
         """Begin a step of the environment of `key` (hashable), which is made at its first step."""
+        if self.read_calls:
+            text = Turn(text, self.read_calls(text))
         self._in_flight += 1
         self._calls.put((key, (self._loading, self._states.get(key), extra_info, text)))
 

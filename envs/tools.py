@@ -1,8 +1,7 @@
 """Tools in OpenAI's manner: plain functions, which the model is shown as JSON schemas and calls in its text.
 
-parse_calls: [(name, arguments), ...] of a turn, (None, what is wrong) for a call that cannot be read; nothing
-if there is no call.  Each format is tried; the first that finds a call is taken.
-Special tokens around a call may be marks that no format knows: it is read without them, too.
+Calls are [(name, arguments), ...] of a turn, (None, what is wrong) for a call that cannot be read; nothing if
+there is no call.  vLLM's parsers read them, see data_prep/lib/calls.py; here are formats read without it.
 """
 
 import ast
@@ -16,102 +15,41 @@ from contextlib import suppress
 from envs import one_line
 from rewards.manager.awaiting import awaited
 
-TAGGED = re.compile(
-    r"<function=(.*?)(?:</function>|\Z)|<tool_call>(?!\s*<function=)(.*?)(?:</tool_call>|\Z)", re.DOTALL
-)
-SPECIAL = re.compile(r"<\|/?\w+\|>\s*")  # a special token
-DECODER, BETWEEN = json.JSONDecoder(), re.compile(r"[;\s]*")
+TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+CHANNELS = re.compile(r"to=functions\.([^\s<]+)[^{]*?<\|message\|>(.*?)(?:<\|(?:call|end)\|>|\Z)", re.DOTALL)
+UNREADABLE = None, "the call cannot be read: write it as JSON with name and arguments, or as you were shown"
+
+
+class Turn(str):
+    """A turn of the model: its text, and the calls in it, as the parser of the model reads them."""
+
+    def __new__(cls, text, calls):
+        turn = super().__new__(cls, text)
+        turn.calls = calls
+        return turn
+
+    def __getnewargs__(self):
+        return str(self), self.calls
 
 
 def parse_calls(text):
-    text = text.rpartition("</think>")[2].strip()
-    texts = text, _inside(text)
-    return next(filter(None, (read(x) for x in texts for read in FORMATS)), [])
+    """Hermes, Qwen: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number of them"""
+    return [_json(call[1]) for call in TAGGED.finditer(text.rpartition("</think>")[2])]
 
 
-def _inside(text):
-    """A text without the special tokens at both its ends."""
-    begin, end = 0, len(text)
-    while token := SPECIAL.match(text, begin):
-        begin = token.end()
-    while (last := text.rfind("<|", begin, end)) >= 0 and SPECIAL.fullmatch(text, last, end):
-        end = last
-    return text[begin:end].strip()
-
-
-def _hermes(text):
-    """Hermes, Qwen: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number of them
-    Qwen3-Coder, Qwen3.5: <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, also
-    without the outer tags, or several functions in them, as these models and vLLM's parser have it"""
-    return [_xml(call[1]) if call[2] is None else _json(call[2]) for call in TAGGED.finditer(text)]
-
-
-def _llama(text):
-    """Llama 3: {"name": "f", "parameters": {"a": 1}} as the whole text, after <|python_tag|> or not; several
-    with ; between them"""
-    marked, text = text.startswith("<|python_tag|>"), text.removeprefix("<|python_tag|>").rstrip("; \n")
-    calls, begin = [], 0
-    while begin < len(text):
-        try:
-            call, begin = DECODER.raw_decode(text, BETWEEN.match(text, begin).end())
-        except (ValueError, RecursionError):
-            call, begin = None, len(text)
-        calls.append(_json(call))
-    return calls if marked or all(name is not None for name, _ in calls) else []
-
-
-def _mistral(text):
-    """Mistral: [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}], or [TOOL_CALLS]f[ARGS]{"a": 1}"""
-    _, mark, marked = text.partition("[TOOL_CALLS]")
-    calls = []
-    for part in filter(None, map(str.strip, (marked if mark else text).split("[TOOL_CALLS]"))):
-        if match := re.fullmatch(r"([\w.-]+)(?:\[ARGS\])?\s*(\{.*\})", part, re.DOTALL):
-            calls.append(_json({"name": match[1], "arguments": match[2]}))
-        else:
-            parsed = _loads(part)
-            calls += map(_json, parsed if isinstance(parsed, list) else [part])
-    return calls if mark or all(name is not None for name, _ in calls) else []
-
-
-def _pythonic(text):
-    """Llama 4, Gemma: [f(a=1), g(b="x")] as the whole text, arguments by name, literals only"""
-    try:
-        calls = ast.parse(text, mode="eval").body.elts if text.startswith("[") else []
-        calls = [] if any(call.args for call in calls) else calls
-        return [(c.func.id, {word.arg: ast.literal_eval(word.value) for word in c.keywords}) for c in calls]
-    except (AttributeError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
-        return []
-
-
-FORMATS = _hermes, _llama, _mistral, _pythonic
+def harmony(text):
+    """gpt-oss: to=functions.f<|channel|>commentary json<|message|>{"a": 1}"""
+    return [_json(dict(name=call[1], arguments=call[2])) for call in CHANNELS.finditer(text)]
 
 
 def _json(call):
     """(name, arguments) of a call as JSON; its arguments may be JSON in a string."""
-    call = _loads(call)
-    with suppress(KeyError, TypeError, ValueError):
-        arguments = _loads(call["arguments"] if "arguments" in call else call["parameters"])
+    with suppress(KeyError, TypeError, ValueError, RecursionError):
+        call = json.loads(call) if isinstance(call, str) else call
+        arguments = call["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return str(call["name"]), dict(arguments or {})
-    return None, "the call is no valid JSON with name and arguments"
-
-
-def _loads(value):
-    """JSON, or the value itself where it is none."""
-    with suppress(TypeError, ValueError, RecursionError):
-        return json.loads(value)
-    return value
-
-
-def _xml(body):
-    name, _, body = body.partition(">")
-    first, *parts = body.split("<parameter=")
-    arguments = {}
-    for part in parts:
-        key, _, value = part.partition(">")
-        arguments[key.strip()] = value.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
-    if not parts and first.strip():  # Llama 3.1's way: <function=f>{"a": 1}</function>
-        return _json({"name": name.strip(), "arguments": first})
-    return name.strip(), arguments
+    return UNREADABLE
 
 
 def _typed(value, hint):
@@ -129,6 +67,11 @@ def _takes_text(hint):
     if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
         return any(map(_takes_text, typing.get_args(hint)))
     return hint in (str, typing.Any) or isinstance(hint, str)
+
+
+def _plain(value):
+    """Numbers and arrays of numpy and torch as Python's own; all else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class _Schemas:
@@ -164,7 +107,11 @@ class ToolEnv:
         pass
 
     def step(self, text):
-        return [self._answer(*call) for call in parse_calls(text)] or None
+        return [self._answer(*call) for call in self._calls(text)] or None
+
+    def _calls(self, text):
+        """A plain text, as in a test, is read as Hermes has it."""
+        return text.calls if isinstance(text, Turn) else parse_calls(text)
 
     def _answer(self, name, arguments):
         if name is None:
@@ -179,7 +126,7 @@ class ToolEnv:
             bound = inspect.signature(function).bind(**arguments)
             result = awaited(function(*bound.args, **bound.kwargs))
             if not isinstance(result, str):
-                result = json.dumps(result, default=str, ensure_ascii=False)
+                result = json.dumps(result, default=_plain, ensure_ascii=False)
         except MemoryError:
             raise  # ends the process
         except (

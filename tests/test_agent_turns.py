@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from algos import agent, generate
-from envs.messages import Unrenderable, observation
 from rewards.manager import RewardManager
 
 PROMPT = [dict(role="user", content="37*85=")]
@@ -274,7 +273,7 @@ FAILS = (
     "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
     "{%- if m.content == 'b' -%}{{- WHAT -}}{%- endif -%}{%- endfor -%}"
 )
-FORGETS = "{%- for m in messages[:2] -%}{{- m.content -}}{%- endfor -%}"
+FORGETS = "{%- for m in messages[:2] -%}{{- m.content -}}{%- endfor -%}"  # Phi-3.5's forgets tools
 USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
 
 
@@ -287,6 +286,7 @@ USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
         (FAILS.replace("WHAT", "m.name.first"), USERS, "error: the chat template: 'dict object' has no"),
         (FAILS.replace("WHAT", "messages[99][0]"), USERS, "error: the chat template: list object has no"),
         (FORGETS, USERS, "error: the chat template leaves"),
+        (FORGETS, tool("42"), "error: the chat template leaves out what the role 'tool' says"),
     ],
 )
 @both_copies
@@ -307,27 +307,6 @@ def test_what_a_template_cannot_write_ends_its_own_row(template, messages, failu
 
 def counted(row):
     return dict(row, mask_t=np.array(row["mask_t"]), length=len(row["response_ids"]))
-
-
-WITHOUT_TOOLS = (
-    "{%- for m in messages -%}{%- if m.role == 'tool' -%}WHAT{%- else -%}"
-    "{{- '<|' ~ m.role ~ '|>' ~ m.content -}}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
-
-
-@pytest.mark.parametrize("template", ["phi", "gemma"])
-def test_a_template_without_tools_ends_its_own_row(template):
-    """Phi-3.5's drops what a tool says, Gemma 3's raises."""
-    tokenizer = make_tokenizer("qwen2.5")
-    what = {"phi": "", "gemma": "{{ raise_exception('roles must alternate') }}"}[template]
-    tokenizer.chat_template = WITHOUT_TOOLS.replace("WHAT", what)
-    error = {"phi": "leaves out what the role 'tool' says", "gemma": "must alternate"}[template]
-    with pytest.raises(Unrenderable, match=error):  # as a script finds it when it starts
-        observation(tokenizer, tool("42"), TOOLS, None)
-    [[row], *_] = talk(tokenizer, [["ask", "x"]], [[tool("42"), None]])
-    assert row["finish_reason"] == "error" and error in row["failure"]
-    talk(tokenizer, [["ask", "x"]], [[[dict(role="user", content="42")], None]])
 
 
 def test_without_environment_there_is_one_turn():

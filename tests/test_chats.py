@@ -306,6 +306,15 @@ def test_a_template_that_leaves_out_calls_is_refused(tmp_path):
     assert "rows.parquet: row 0: prompt: the chat template leaves out tool calls" in str(end.value.code)
 
 
+def test_results_have_the_order_of_the_calls():
+    turn = says("") | dict(tool_calls=[dict(id=x, function=dict(name="f", arguments={})) for x in "ab"])
+    told = {x: dict(role="tool", content=x, tool_call_id=x) for x in "abc"}
+    for order, expected in (("ba", "ab"), ("ab", "ab"), ("cba", "abc"), ("cc", "cc")):
+        talk = [user(), turn, *map(told.get, order), turn, *map(told.get, order), says("x")]
+        found = [m["content"] for m in conversation(talk, "messages") if m["role"] == "tool"]
+        assert found == [*expected, *expected]
+
+
 def test_calls_go_through_the_scripts_that_write_chats(tmp_path, capsys):
     talk = [user(), calls("f", dict(x=None, y=[1, "a"])), dict(role="tool", content="3", tool_call_id="1")]
     kept = [*talk, says("3") | dict(reasoning_content="Hm.", name="bot")]

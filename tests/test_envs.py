@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from envs import load_env
 from envs.pool import EnvPool, _checked
-from envs.tools import ToolEnv, parse_calls
+from envs.tools import UNREADABLE, ToolEnv, Turn, harmony, parse_calls
 from rewards import load_file
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
@@ -152,84 +152,35 @@ def failed(why):
     return {"messages": None, "reward": None, "failure": why}
 
 
-PIECES = "<tool_call> </tool_call> <function= f> </function> <parameter= a> </parameter> </think>".split()
-PIECES += "<|python_tag|> [TOOL_CALLS] [ARGS] f(a= lambda: null **".split()
+def hermes(name, **arguments):
+    return f"<tool_call>{json.dumps(dict(name=name, arguments=arguments))}</tool_call>"
+
+
+PIECES = "<tool_call> </tool_call> </think> to=functions.f <|message|> <|call|> lambda: null **".split()
 PIECES += ['{"name": "f", "arguments": ', '{"a": 1}', "not ", *"{}[]()f1-'\"\\,:;*= \n\0\ud800"]
-F, INNER, TWO = ("f", {"a": 1}), ("f", {"a": "<function=g>"}), [("f", {}), ("g", {})]
-UNREADABLE = (None, "the call is no valid JSON with name and arguments")
-FORMATS = [
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [F]),
+F = ("f", {"a": 1})
+HERMES = [
     ('I call.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n' * 2, [F, F]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}', [F]),  # its end was the stop token
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [F]),
-    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', [UNREADABLE]),
-    ('<tool_call>{"name": "f"}</tool_call>', [UNREADABLE]),
     ("<tool_call>[]</tool_call><tool_call></tool_call><tool_call>7</tool_call>", [UNREADABLE] * 3),
     ("<tool_call>" + "[" * 100_000, [UNREADABLE]),
     ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 200_000 + "}}", [UNREADABLE]),
     ('<think><tool_call>{"name": "g"}</think><tool_call>{"name": "f", "arguments": {"a": 1}}', [F]),
     ('<think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call></think> It is 4.', []),
-    (
-        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n\ny\n</parameter>\n"
-        "</function>\n</tool_call>",
-        [("f", {"a": "1", "b": "x\n\ny"})],
-    ),
-    ("<tool_call><function=f></function></tool_call>", [("f", {})]),
-    ("<function=f></function></tool_call><tool_call>\n<function=g>\n</function></tool_call>", TWO),
-    ("<tool_call><function=f></function>\n<function=g></function></tool_call>", TWO),
-    ("<tool_call><function=f></function><tool_call><function=g></function>", TWO),
-    ('<tool_call>{"name": "f", "arguments": {"a": "<function=g>"}}</tool_call>', [INNER]),
-    ("<tool_call><function=f><parameter=a><function=g></parameter></function></tool_call>", [INNER]),
-    ("<function=f><parameter=a>1<parameter=b>2</function>", [("f", {"a": "1", "b": "2"})]),
-    ('<function=f>{"a": 1}</function>', [F]),
-    ("<function=f>a</function>", [UNREADABLE]),
-    ("<function=f", [("f", {})]),
-    ("<tool_call></tool_call><function=f></function>", [UNREADABLE, ("f", {})]),
-    ("<tool_call><function=" + "<parameter=" * 50_000, [("<parameter=" * 50_000, {})]),
-    ('{"name": "f", "parameters": {"a": 1}}', [F]),
-    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [F]),
-    ("<|python_tag|>print(1)", [UNREADABLE]),
-    ('{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 1}}', [F, F]),
-    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}};\n{"name": "f", "arguments": {"a": 1}};', [F, F]),
-    ('{"name": "f", "parameters": {"a": 1}} {"name": "f", "parameters": {"a": 1}}', [F, F]),
-    ('{"name": "f", "parameters": {"a": 1}}; and', []),
-    ('{"name": "f", "parameters": {"a": 1}}; {"a": 1}', []),
-    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; and', [F, UNREADABLE]),
-    ('The call {"name": "f", "parameters": {"a": 1}} is a text.', []),
-    ('{"name": "Bob", "age": 3}', []),
-    ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 1}}]', [F, F]),
-    ('[{"name": "f", "arguments": {"a": 1}}]', [F]),
-    ('Well. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{"a": 1}', [F, F]),
-    ('f{"a": 1}', [F]),
-    ("f{a}", []),
-    ("[TOOL_CALLS]f[ARGS]{a}", [UNREADABLE]),
-    ("[TOOL_CALLS][1", [UNREADABLE]),
-    ("[TOOL_CALLS][1, []]", [UNREADABLE] * 2),
-    ('["f", {"a": 1}]', []),
-    ("[f(a=1)]", [F]),
-    ("<|python_start|>[f(a=1)]<|python_end|>", [F]),
-    ("<|tool_call_start|> [f(a=1)] <|tool_call_end|>", [F]),
-    ('<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', [F]),
-    ('[f(a="<|x|>")]', [("f", {"a": "<|x|>"})]),
-    ("<|x|>[f(a=1)] <|x|> for you", []),
-    ('[f(a=1), g(b="x)]", c=[-1, {"d": None}])]', [F, ("g", {"b": "x)]", "c": [-1, {"d": None}]})]),
-    ("[f(a=__import__('os'))]", []),
-    ("[f(**{'a': 1}), f(1)]", []),
-    ("[f(a=1)] for you", []),
-    ("[x for x in y]", []),
-    ("[" * 10_000, []),
-    ("[f(a=\x00)]", []),
-    ("[f(a={[]: 1})]", []),
-    ("", []),
-    ("The answer is 42.", []),
+]
+HARMONY = [
+    (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [F]),
+    ('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', [F]),
+    ("<|channel|>commentary to=functions.f<|message|>{a}<|call|>", [UNREADABLE]),
 ]
 
 
-@pytest.mark.parametrize(("text", "calls"), FORMATS, ids=range(len(FORMATS)))
-def test_formats(text, calls):
+@pytest.mark.parametrize("read", [parse_calls, harmony])
+def test_formats(read):
     sys.set_int_max_str_digits(4300)  # Python's own, which a data script of another test may have lifted
-    assert parse_calls(text) == calls
+    table = HERMES if read is parse_calls else HARMONY
+    assert [read(text) for text, _ in table] == [calls for _, calls in table]
 
 
 def test_tools(file):
@@ -239,8 +190,7 @@ def test_tools(file):
     assert schemas[0]["function"]["parameters"]["required"] == ["a"]
 
     def answer(name, **arguments):
-        call = json.dumps({"name": name, "arguments": arguments})
-        [message] = env_class({}).step(f"<tool_call>{call}</tool_call>")
+        [message] = env_class({}).step(hermes(name, **arguments))
         assert message.pop("role") == "tool"
         return tuple(message.values())
 
@@ -293,34 +243,27 @@ DEFAULTS = [None, "C", "1", 1, None, None, 0]
 )
 def test_arguments_in_xml_have_the_types_of_the_tool(arguments, expected):
     """As vLLM's parser reads them; what may be a text stays one."""
-    xml = "".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in arguments.items())
     env_class = type("Tools", (ToolEnv,), {"functions": {"kinds": kinds}})
-    [message] = env_class({}).step(f"<tool_call><function=kinds>{xml}</function></tool_call>")
+    [message] = env_class({}).step(hermes("kinds", **arguments))
     assert json.loads(message["content"])[: len(expected)] == expected
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(VALUES, lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
-MARKS = (
-    "{}",
-    "<tool_call>{}",
-    "<function=f><parameter=names>{}",
-    "[TOOL_CALLS]{}",
-    "<|python_tag|>{}",
-    "[f(a={})]",
-)
 
 
 @given(JSON | st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
 def test_any_text_is_read(text):
     """As calls: a name and arguments, or what is wrong; and each is answered."""
     env_class = type("Tools", (ToolEnv,), {"functions": {"f": kinds}})
-    for mark in MARKS:
-        calls = parse_calls(mark.replace("{}", text))
-        for name, arguments in calls:
-            assert type(name) is str if type(arguments) is dict else name is None and type(arguments) is str
-        answers = env_class({}).step(mark.replace("{}", text))
-        assert len(answers or []) == len(calls) == len(_checked(answers) or [])
+    for begin in ("", "<tool_call>", "to=functions.f<|message|>"):
+        text = begin + text
+        for calls in (parse_calls(text), harmony(text)):
+            for name, arguments in calls:
+                told = type(arguments) is dict if name else type(arguments) is str
+                assert told and type(name) in (str, type(None))
+            answers = env_class({}).step(Turn(text, calls))
+            assert len(answers or []) == len(calls) == len(_checked(answers) or [])
 
 
 def test_trl(file, pools):
@@ -328,7 +271,7 @@ def test_trl(file, pools):
     assert [schema["function"]["name"] for schema in pool.tools] == ["more"]
     assert list(pool.tools[0]["function"]["parameters"]["properties"]) == ["by"]
     for content, reward in (("now 5", 5.0), ("now 8", 8.0)):
-        pool.step(0, '{"name": "more", "parameters": {"by": 3}}', {"start": 2})
+        pool.step(0, hermes("more", by=3), {"start": 2})
         [answer] = pool.answers(wait=True)
         assert answer["messages"] == [{"role": "tool", "name": "more", "content": content}]
         assert (answer["reward"], answer["failure"]) == (reward, None)
@@ -511,9 +454,8 @@ def test_tools_may_be_async(async_file, pools, tool, alone):
     name = ("client" if tool == "client" else "twice") if alone else tool
     message = dict(role="tool", name=name, content=ANSWERS.get(tool, "6"))
     more = [] if alone else [dict(role="user", content="Go on.")]
-    call = json.dumps({"name": name, "arguments": {"a": 3}})
     for times in (1, 2):
-        [answer] = ask(pool, a=f"<tool_call>{call}</tool_call>" * times).values()
+        [answer] = ask(pool, a=hermes(name, a=3) * times).values()
         said = dict(messages=[message] * times + more, reward=None, failure=None)
         assert answer == (failed("timeout") if tool == "hang" else said)
     assert tool == "hang" or ask(pool, a="done")["a"]["messages"] is None
@@ -530,8 +472,8 @@ def test_methods_may_be_async(async_file, pools):
     for name, text, answer in (
         ("Sync", "x", answered("x", 7, role="user")),
         ("AsyncInit", "x", failed("error: TypeError: __init__() should return None, not 'coroutine'")),
-        ("method", "[f(a=3)]", answered("6", role="tool", name="f")),
-        ("Trl", "[twice(a=3)]", answered("6", 2, role="tool", name="twice")),
+        ("method", hermes("f", a=3), answered("6", role="tool", name="f")),
+        ("Trl", hermes("twice", a=3), answered("6", 2, role="tool", name="twice")),
     ):
         assert ask(pools(f"{async_file}:{name}", 1, 60), a=text) == {"a": answer}
     [answer] = ask(pools(f"{async_file}:Yields", 1, 60), a="x").values()
@@ -548,7 +490,7 @@ def test_what_is_no_function_or_yields_is_refused(async_file, name):
 def test_a_class_of_tools_is_refused_where_a_list_is(async_file):
     module = load_file(async_file, "async_tools")
     for tool in (module.twice, module.Object().method, module.wrapped):
-        assert module.of_class(tool)({}).step("[f(a=3)]")[0]["content"] == "6"
+        assert module.of_class(tool)({}).step(hermes("f", a=3))[0]["content"] == "6"
     for tools in ("agen", "gen", "rows", "partial", "object"):
         with pytest.raises(ValueError, match="'f' must be a function that returns"):
             module.of_class(*getattr(module, f"LIST_{tools}"))
@@ -769,7 +711,7 @@ def test_calculator(expression, value):
 def test_calculator_as_a_tool():
     env_class = load_env(f"{ROOT}/envs/calculator.py:TOOLS")
     assert env_class.tools[0]["function"]["name"] == "calculate"
-    assert env_class({}).step('[calculate(expression="1/0"), calculate(expression="4*3")]') == [
+    assert env_class({}).step("".join(hermes("calculate", expression=x) for x in ("1/0", "4*3"))) == [
         {"role": "tool", "name": "calculate", "content": "error: ValueError: division by zero"},
         {"role": "tool", "name": "calculate", "content": "12"},
     ]
@@ -781,8 +723,7 @@ def test_python(pools):
     pool = pools(f"{ROOT}/envs/python_sandbox.py:TOOLS", 1, 60)
 
     def python(code):
-        call = json.dumps({"name": "python", "arguments": {"code": code}})
-        pool.step(0, f"<tool_call>{call}</tool_call>", {})
+        pool.step(0, hermes("python", code=code), {})
         [answer] = pool.answers(wait=True)
         return answer["messages"][0]["content"]
 
@@ -809,7 +750,7 @@ def test_search(tmp_path, monkeypatch, pools):
     assert len(list(tmp_path.iterdir())) == 2  # the index, and nothing that is left over
 
     def search(**arguments):
-        pool.step(0, json.dumps({"name": "search", "parameters": arguments}), {})
+        pool.step(0, hermes("search", **arguments), {})
         [answer] = pool.answers(wait=True)
         return answer["messages"][0]["content"]
 
@@ -874,4 +815,4 @@ def test_examples_of_the_docs(tmp_path):
     assert game.step("go") is None and game.reward() == 1
     tools = load_env(f"{tmp_path}/mine.py:TOOLS")
     assert tools.tools[0]["function"]["parameters"]["required"] == ["city"]
-    assert tools({}).step('{"name": "temperature", "parameters": {"city": "Rome"}}')[0]["content"] == "21.5"
+    assert tools({}).step(hermes("temperature", city="Rome"))[0]["content"] == "21.5"

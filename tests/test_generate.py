@@ -140,7 +140,7 @@ def refused(monkeypatch):
         (dict(n_samples=0), "--n_samples 0 must be at least 1"),
         (dict(temperature="nan"), "--temperature nan"),
         (dict(tp_size=2), "use a multiple of --tp_size 2"),
-        (dict(env=f"{ROOT}/envs/calculator.py:TOOLS"), "the chat template: unknown role tool"),
+        (dict(env=f"{ROOT}/envs/calculator.py:TOOLS"), "--env has tools, and the chat template shows none"),
     ],
 )
 def test_bad_input_gives_one_line(tiny, data, tmp_path, refused, changed, message):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from envs.calculator import Calculator
 from envs.guess import Guess
-from envs.tools import parse_calls
+from envs.tools import harmony, parse_calls
 from rewards import compute_score, exact, gsm8k, ifeval, kk, prime_code
 from rewards.programs.outputs import same_text
 
@@ -59,10 +59,8 @@ READERS = {
     "geo3k": lambda text: compute_score("hiyouga/geometry3k", f"<think>{text}</think>{text}", "5"),
     "prime_code": prime_code.find_program,
     "prime_code, output": lambda text: same_text(text, "1.5\n" * 9),
-    "calls": parse_calls,
     "calls, of Hermes": lambda text: parse_calls(f"<tool_call>{text}"),
-    "calls, of Mistral": lambda text: parse_calls(f"[TOOL_CALLS]{text}"),
-    "calls, of Llama 4": lambda text: parse_calls(f"[f(a=1), {text}"),
+    "calls, of gpt-oss": lambda text: harmony(f" to=functions.f<|message|>{text}"),
     "calculator": Calculator({}).step,
     "guess": Guess(dict(low=1, high=9, number=5)).step,
 }

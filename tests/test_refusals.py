@@ -162,7 +162,7 @@ CASES = [
     (ppo, "--critic_warmup 3 --total_steps 3", "--critic_warmup 3: the actor rests in all 3 steps"),
     (agent, "--env nowhere.py:Env", "nowhere.py"),
     (agent, "--env {talk}:Nobody", "Nobody"),
-    (agent, "--env {envs}/calculator.py:TOOLS", "the chat template: unknown role tool"),
+    (agent, "--env {envs}/calculator.py:TOOLS", "--env has tools, and the chat template shows none"),
     (agent, "--max_turns 0", "--max_turns"),
     (agent, "--max_observation_length 0", "--max_observation_length"),
     (agent, "--env_timeout_s 0", "--env_timeout_s 0.0 must be above 0"),

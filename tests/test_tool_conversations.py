@@ -140,10 +140,14 @@ def test_sft_trains_on_the_tokens_of_a_rollout(name, said, system, tmp_path):
         turns = [(f"<think>\nHm.\n</think>\n\n{text}", answers) for text, answers in turns]
     file = str(tmp_path / "rows.parquet")
     write_parquet([row | dict(messages=row["prompt"] + conversation(turns))], file)
-    load = lambda: sft.load_examples([file], make_args(messages_key="messages"), tokenizer, TOOLS)[0]
-    [prompt] = load_prompts([file], tokenizer, 999, TOOLS)[0]
-    assert ("calculate" in tokenizer.decode(prompt["prompt_ids"])) == (name not in SHOWS_NO_TOOLS)
-    *earlier, written = load()
+    tools = None if name in SHOWS_NO_TOOLS else TOOLS
+    load = lambda tools: sft.load_examples([file], make_args(messages_key="messages"), tokenizer, tools)[0]
+    if not tools:
+        with pytest.raises(ValueError, match="--env has tools, and the chat template shows none"):
+            load(TOOLS)
+    [prompt] = load_prompts([file], tokenizer, 999, tools)[0]
+    assert ("calculate" in tokenizer.decode(prompt["prompt_ids"])) == bool(tools)
+    *earlier, written = load(tools)
     if (name, said) == ("qwen3", "a user answers"):  # it then forgets the thoughts of the turns before
         [first], tail = earlier, "<think>\nHm.\n</think>\n\n3144<|im_end|>"
         assert tokenizer.decode(first["response_ids"]) == tail
@@ -152,10 +156,10 @@ def test_sft_trains_on_the_tokens_of_a_rollout(name, said, system, tmp_path):
         assert tokenizer.decode(written["response_ids"]) == tail.replace("3144", "3145")
         return
     assert not earlier
-    expected = sft.split(*rollout(prompt["prompt_ids"], turns, tokenizer, TOOLS))
+    expected = sft.split(*rollout(prompt["prompt_ids"], turns, tokenizer, tools))
     assert {key: written[key] for key in expected} == expected
     if said == "no call":
-        [plain] = sft.load_examples([file], make_args(response_key="extra_info.answer"), tokenizer, TOOLS)[0]
+        [plain] = sft.load_examples([file], make_args(response_key="extra_info.answer"), tokenizer, tools)[0]
         assert name == "qwen3" or plain == written
 
 

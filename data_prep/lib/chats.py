@@ -25,7 +25,19 @@ def conversation(value, name):
         raise ValueError(f"{name!r} must be a list of messages, not {value!r:.60}")
     if not value:
         raise ValueError(f"{name!r} is empty; it needs at least one {{role, content}} message")
-    return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
+    return in_order([_message(message, f"{name}[{i}]") for i, message in enumerate(value)])
+
+
+def in_order(messages):
+    """The results of a turn's calls in the order of the calls, by their ids, which templates do not show."""
+    keys, turn, places = [], 0, {}
+    for i, message in enumerate(messages):
+        if message["role"] != "tool":
+            places = {x["id"]: n for n, x in enumerate(message.get("tool_calls", ())) if "id" in x}
+            turn = i
+        place = places.get(message.get("tool_call_id"), len(places)) if turn < i else -1
+        keys.append((turn, place))
+    return [messages[i] for i in sorted(range(len(messages)), key=keys.__getitem__)]
 
 
 def say_unknown(what="only a chat template that names it reads it"):

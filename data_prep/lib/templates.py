@@ -91,15 +91,22 @@ def variables(template):
     return meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
 
 
+def shows_tools(tokenizer):
+    """Whether the chat template shows the tools that it is given."""
+    probe = [dict(role="user", content="zq")], tokenizer, [dict(type="function", function=TOOL)]
+    return TOOL["name"] in render(*probe)
+
+
 def given_by(row, tools, tokenizer):
     """What a template is given besides messages: a row's tools or those of --env, and the row's variables."""
     own, options = row["tools"], row["chat_template_kwargs"]
     if tools and (own or options):
         name = "tools" if own else "chat_template_kwargs"
         raise ValueError(f"it has a column {name!r}, and --env has tools of its own: drop the column")
-    probe = [dict(role="user", content="zq")], tokenizer, [dict(type="function", function=TOOL)]
-    if own and TOOL["name"] not in render(*probe):
-        raise ValueError("it has tools in its column 'tools', and the chat template shows none")
+    if (own or tools) and not shows_tools(tokenizer):
+        which = "it has tools in its column 'tools'" if own else "--env has tools"
+        hint = "" if own else ": leave out --env if the prompts explain them"
+        raise ValueError(f"{which}, and the chat template shows none{hint}")
     check_variables(options, tokenizer)
     return dict(options, tools=own) if options else own or tools or None
 

@@ -1,0 +1,219 @@
+"""Calls of tools as a model writes them, read by vLLM's tool parsers.
+
+Which parser is a model's is not known but tried: its chat template writes a call, as sft.py trains it, and
+the parser has to give it back, with the types of its arguments.
+"""
+
+import json
+import logging
+import re
+from collections import Counter
+from functools import lru_cache
+
+from common import cpu
+from data_prep.lib.templates import render, shows_tools
+from data_prep.lib.turns import turn
+from envs import messages as plain_messages
+from envs import one_line
+from envs.messages import special_tokens
+from envs.tools import UNREADABLE, harmony
+
+TYPES = dict(text="string", number="integer", names="array", on="boolean")
+TOOL = {  # of every type; no text of a template has its name
+    "name": "zqtool",
+    "description": "zq",
+    "parameters": {
+        "type": "object",
+        "properties": {name: {"type": kind, "description": "zq"} for name, kind in TYPES.items()},
+        "required": [*TYPES],
+    },
+}
+TOOL["parameters"]["properties"]["names"]["items"] = {"type": "string"}
+ONE = "zqtool", dict(text="New York, NY", number=3, names=["a", "b c"], on=True)
+HARD = "zqtool", dict(text='L\'Aquila "x"\nis <b>北京', number=-1, names=[], on=False)
+TRIES = ("", [ONE]), ("", [HARD]), ("I look it up.", [ONE]), ("", [ONE, HARD])  # the first one must be read
+OWN = {"gptoss": harmony}  # vLLM's needs a vocabulary from the network
+
+
+def learn_calls(pool, tokenizer):
+    """Find out how a model calls the tools of an EnvPool, and what ends its turns -> tools for the template.
+
+    Raises ValueError, in one line.
+    """
+    pool.ends, schemas, parser = [tokenizer.eos_token_id], pool.tools, pool.parser
+    if parser and not schemas:
+        raise ValueError(f"--tool_parser {parser}: the environment of --env has no tools")
+    if schemas and not shows_tools(tokenizer):
+        if not parser:
+            raise ValueError(
+                "--env has tools, and the chat template shows none: take another by --chat_template,"
+                " or, if the prompts explain them, say how calls are read: --tool_parser hermes"
+            )
+        pool.tools = None
+    if schemas:  # the template must have a place for what a tool returns
+        observation(tokenizer, [dict(role="tool", name="tool", content="42")], pool.tools, None)
+    if parser or pool.calls_tools:
+        _, pool.read_calls, ends = find_reader(tokenizer, schemas, parser)
+        pool.ends += [i for i in ends if i not in pool.ends]
+    return pool.tools
+
+
+def observation(tokenizer, messages, tools, last):
+    """As in envs/messages.py, but results follow a call, where the template writes calls."""
+    after = after_calls(tokenizer, messages, tools)
+    return plain_messages.observation(tokenizer, messages, tools, last, after)
+
+
+class Marked:
+    """A tokenizer that has every mark that a parser asks for: its ids matter to vLLM's streams alone."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.vocab = tokenizer, Vocabulary(tokenizer.get_vocab())
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def get_vocab(self):
+        return self.vocab  # made once: a tokenizer makes one each time
+
+
+class Vocabulary(dict):
+    def get(self, key, default=None):
+        return super().get(key, -1 if default is None else default)
+
+
+def find_reader(tokenizer, tools, name=None):
+    """-> (name, a function from the text of a turn to its calls, ids of the tokens that end such turns).
+
+    tools: JSON schemas; name: --tool_parser, None: the first that reads what the chat template writes.
+    Raises ValueError, in one line.
+    """
+    classes, missing = parsers(name)
+    written = [written_call(*said, tokenizer) for said in TRIES]
+    marked = Marked(tokenizer)
+    stop_ids = tokenizer.convert_tokens_to_ids(sorted({last for _, last in written if last}))
+    if not written[0][0]:
+        if name is None:
+            raise ValueError("the chat template writes no calls: say by --tool_parser how they are read")
+        return name, reader(classes[name], marked, tools), stop_ids
+    schema = [dict(type="function", function=TOOL)]
+    right = {}
+    for key, parser in classes.items():
+        pairs = [(*said, calls) for said, (_, calls) in zip(written, TRIES) if said[0]]
+        right[key] = [reader(parser, marked, schema, "", end)(text) == calls for text, end, calls in pairs]
+    names = Counter(classes.values())
+    best = max(classes, key=lambda key: (right[key][0], sum(right[key]), names[classes[key]]))
+    if not right[best][0]:
+        tried = ", ".join(classes) + "".join(f"; not installed: {package}" for package in sorted(missing))
+        raise ValueError(
+            f"a call as the chat template writes it, {written[0][0]!r}, is not read by {tried}:"
+            " pass another --tool_parser or --chat_template"
+        )
+    opening = written[0][0].partition("zqtool")[0].rpartition("</think>")[2].lstrip()
+    begin = re.match(r"[<\[][^\s{]*|", opening)[0]
+    return best, reader(classes[best], marked, tools, begin, written[0][1]), stop_ids
+
+
+def parsers(name):
+    """{name: parser} of all that can be imported, or of one; names of packages that are not installed."""
+    with cpu.own_vllm():
+        from vllm.tool_parsers import ToolParserManager
+    for part in ("vllm.tool_parsers", "vllm.parser"):  # what a model writes is no error of the run
+        logging.getLogger(part).setLevel(logging.CRITICAL + 1)
+    known, missing, found = [*OWN, *ToolParserManager.list_registered()], set(), dict(OWN)
+    if name not in (None, *known):
+        raise ValueError(f"--tool_parser {name}: there are {', '.join(known)}")
+    for key in known[len(OWN) :] if name is None else {name} - OWN.keys():
+        try:
+            found[key] = ToolParserManager.get_tool_parser(key)
+        except ImportError as error:
+            if name:
+                raise ValueError(f"--tool_parser {name}: {one_line(error)}") from None
+            missing.add(str(error.name))
+    return (found if name is None else {name: found[name]}), missing
+
+
+def called(content, calls):
+    """A conversation of a question and a turn with calls."""
+    calls = [
+        dict(id=f"callzq{i:03}", type="function", function=dict(name=name, arguments=arguments))
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    return [dict(role="user", content="zq"), dict(role="assistant", content=content, tool_calls=calls)]
+
+
+def written_call(content, calls, tokenizer):
+    """A turn with calls as the template writes it and sft.py trains it, without the token that ends it; that.
+
+    None, "": the template cannot write it.
+    """
+    try:
+        _, text, *_ = turn(called(content, calls), 1, tokenizer, [dict(type="function", function=TOOL)])
+    except ValueError:
+        return None, ""
+    text = text.rstrip()
+    last = next((x[0] for x in special_tokens(tokenizer).finditer(text) if x.end() == len(text)), "")
+    return text.removesuffix(last), last
+
+
+@lru_cache(1000)
+def end_of_call(tokenizer, template, names):
+    """What the template writes after the last argument, up to the token that ends the turn; and all of it."""
+    calls = [(name, dict(x="zqvaluez")) for name in names]
+    text, _ = written_call("", calls, tokenizer)
+    if text is None:
+        return None
+    tools = [dict(type="function", function=TOOL)]
+    alone = render(called("", calls), tokenizer, tools, prompted=False)
+    return text.rpartition("zqvaluez")[2], alone.rpartition("zqvaluez")[2]
+
+
+def after_calls(tokenizer, messages, tools):
+    """What the template writes after a turn of calls, with the results that answer it, and without them.
+
+    None: they are no results, or the template does not write calls like these.
+    """
+    names = tuple(message.get("name", "tool") for message in messages if message["role"] == "tool")
+    end = len(names) == len(messages) and end_of_call(tokenizer, str(tokenizer.chat_template), names)
+    if not end:
+        return None
+    chat = called("", [(name, dict(x="zqvaluez")) for name in names])
+    results = [message | dict(tool_call_id=f"callzq{i:03}") for i, message in enumerate(messages)]
+    try:
+        text = render(chat + results, tokenizer, tools).rpartition("zqvaluez")[2]
+    except ValueError:
+        return None
+    closing, alone = end
+    return (text.removeprefix(closing), alone.removeprefix(closing)) if text.startswith(closing) else None
+
+
+def reader(parser, tokenizer, tools, begin="", end=""):
+    """A function from the text of a turn to [(name, arguments), ...]; (None, what is wrong) for no call.
+
+    begin: of a call; a turn that has it and in which none can be read is answered as a wrong one.
+    end: the token that ended the turn, which some parsers want to see.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionRequest,
+        ChatCompletionToolsParam,
+    )
+
+    request = ChatCompletionRequest(messages=[dict(role="user", content="x")], tools=tools)
+    params = [ChatCompletionToolsParam(**tool) for tool in tools]
+
+    def extract(text):
+        if parser in OWN.values():
+            return parser(text)
+        try:
+            # a parser keeps what it has read: each text has one of its own
+            found = parser(tokenizer, params).extract_tool_calls(text, request).tool_calls
+            return [(x.function.name, dict(json.loads(x.function.arguments or "{}"))) for x in found]
+        except Exception:  # whatever vLLM's parsers raise for what a model writes
+            return []
+
+    def read(text):
+        text = text.rpartition("</think>")[2]
+        calls = extract(text) or (extract(text + end) if end else [])
+        return calls or [UNREADABLE] * bool(begin and begin in text)
+
+    return read

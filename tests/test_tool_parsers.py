@@ -1,0 +1,108 @@
+"""Calls as published templates write them, read by the parser that is found for each; without the model."""
+
+import json
+
+import pytest
+from conftest import ROOT
+from test_envs import hermes
+
+from benchmarks.lib.conversations import make_tokenizer
+from data_prep.lib.calls import learn_calls
+from envs.pool import EnvPool
+
+TEMPLATES = ROOT / "tests/fixtures/chat_templates"
+FUNCTION = '''
+def {}:
+    """It does.
+
+    Args:
+        {}
+    """
+'''
+TOOLS = FUNCTION.format(
+    "get_weather(city: str, days: int = 1, tags: list[str] = ())", "city: c\n        days: d\n        tags: t"
+)
+TOOLS += FUNCTION.format("add(a: float, b: float)", "a: a\n        b: b") + "TOOLS = [get_weather, add]"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+# template: what ends its turns besides EOS, and how a call begins
+FAMILIES = {
+    "deepseek_r1_distill": ("<｜tool▁call▁end｜>", DEEPSEEK),
+    "deepseekv3": ("", DEEPSEEK),
+    "gemma4_v2": ("<turn|>", "<|tool_call>call:"),
+    "gemma4_v4": ("<|tool_response>", "<|tool_call>call:"),
+    "glm4moe": ("", "<tool_call>"),
+    "gptoss": ("<|call|>", " to=functions.add<|message|>{"),
+    "qwen2_5": ("", "<tool_call>"),
+    "qwen3": ("", "<tool_call>"),
+    "qwen3_5_think": ("", "<tool_call>"),
+    "qwen3_vl": ("", "<tool_call>"),
+}
+NAMED = dict(diffusion_gemma="gemma4", lfm2_2_5="lfm2", lfm2_2_5_vl="lfm2", llama3_1="llama3_json")
+NAMED |= dict(muse_glimmer="muse_glimmer", qwen3_8="qwen3_coder")  # whose templates are not here
+NAMED |= dict(nemotron_3_nano="qwen3_coder", nemotron_3_ultra="qwen3_coder")
+ROWS = [*map(json.loads, (TEMPLATES / "toolcalls.jsonl").open(encoding="utf-8"))]
+
+
+assert {row["template"] for row in ROWS} <= FAMILIES.keys() | NAMED.keys()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "mine.py"
+    path.write_text(TOOLS)
+    return path
+
+
+def opened(file, template, parser=None):
+    """An environment pool that knows the calls of a model with this template, or one of this name."""
+    path = TEMPLATES / f"{template[:30]}.jinja"
+    tokenizer = make_tokenizer(*(template, path.read_text()) if path.exists() else ("qwen3", template))
+    pool = EnvPool(f"{file}:TOOLS", 1, 9, parser)
+    learn_calls(pool, tokenizer)
+    return pool, tokenizer
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *NAMED])
+def test_calls_of_a_family(name, file):
+    """benchmarks/chat_templates.py finds the parsers of NAMED, too."""
+    parser = NAMED.get(name, "deepseek_v3" if "deepseek" in name else None)  # it shows no tools
+    pool, tokenizer = opened(file, SAYS if name in NAMED else name, parser)
+    end, begin = FAMILIES.get(name, ("", None))
+    assert pool.ends == tokenizer.convert_tokens_to_ids([tokenizer.eos_token, *[end] * bool(end)])
+    found = [[*map(list, pool.read_calls(row["text"]))] for row in ROWS if row["template"] == name]
+    assert found == [row["calls"] for row in ROWS if row["template"] == name]
+    assert pool.read_calls("Paris is sunny; 3 < 4, {so} it is.") == []
+    assert begin is None or pool.read_calls(f"{begin}no call")
+
+
+SHOWS = "{%- for tool in tools or () -%}{{- tool | tojson -}}{%- endfor -%}"
+SAYS = "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}{%- endfor -%}"
+WRITES = SAYS.replace("m.content", "m.content ~ (m.tool_calls or '')")
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "says"),
+    [
+        ("phi3", None, "--env has tools, and the chat template shows none: take another by --chat_template"),
+        (SHOWS + SAYS, None, "the chat template writes no calls: say by --tool_parser"),
+        (SHOWS + WRITES, None, "is not read by gptoss, apertus, "),
+        (SHOWS + WRITES, "hermes", "is not read by hermes: pass another --tool_parser"),
+        ("glm4moe", "hermes", "is not read by hermes: pass another --tool_parser"),
+        (SAYS, "herms", "--tool_parser herms: there are gptoss, apertus, "),
+    ],
+)
+def test_what_is_refused_before_anything_slow(template, parser, says, file):
+    with pytest.raises(ValueError) as error:
+        opened(file, template, parser)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("template", (SAYS, SHOWS + SAYS))
+def test_a_prompt_that_explains_the_tools_says_how_they_are_called(template, file):
+    pool, _ = opened(file, template, "hermes")
+    assert (pool.tools is None) == (template == SAYS)
+    assert pool.read_calls(hermes("add", a=1)) == [("add", {"a": 1})]
+    pool.step(0, hermes("gone"), {})
+    [answer] = pool.answers(wait=True)
+    assert "no tool 'gone'" in answer["messages"][0]["content"]
+    pool.close()
