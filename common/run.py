@@ -55,7 +55,8 @@ def open_run(args):
         fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
     if latest.exists():  # the same command resumes its own run
         if changes := differences(latest.resolve(), args, MAY_CHANGE):
-            new = f"begin in another one by --resume {latest}"
+            may = not differences(latest.resolve(), args, MAY_CHANGE | DATA)
+            new = f"begin in another one by --resume {latest}" if may else "choose another"
             fail(f"--output_dir {out} holds a run with other arguments ({changes}): put them back, or {new}")
         return latest.resolve()
     if args.resume in ("auto", "never"):
@@ -140,11 +141,12 @@ class Run:
         """Open output_dir, before anything slow; see `open_run`."""
         self.args, self.out, self.rank0 = args, Path(args.output_dir), int(os.environ.get("RANK", 0)) == 0
         self.checkpoint, self.content = open_run(args), contents(args)  # now: files may change later
-        self.unsaved, self.seconds = None, {}
-        self.signal = self.signalled = 0
+        self.unsaved = None  # the state of the last whole step that is in no checkpoint yet
+        self.seconds = {}  # of the last checkpoint, for the timing of the step after it
+        self.signal = self.signalled = 0  # its number, and the time of the first one
 
     def load(self, models, optimizers, tokenizer, whole_weights):
-        """Load the checkpoint to go on from -> what `updated` was told besides the step, at first {}.
+        """Load the checkpoint to go on from -> the state that `updated` was given, {} in a new run.
 
         models: {directory in a checkpoint: model}, with one optimizer or a list of them.
         whole_weights(lm, dtype): yields names and whole weights of a sharded model, on all ranks alike.
@@ -153,7 +155,7 @@ class Run:
         for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.forget())
         state = load_checkpoint(self.checkpoint, models, optimizers) if self.checkpoint else dict(step=0)
-        self.step = state.pop("step")
+        self.step, _ = state.pop("step"), state.pop("content", None)
         return state
 
     def start(self, total_steps, summary, lm):
@@ -161,7 +163,8 @@ class Run:
         self.total = total_steps
         self.bar = tqdm(total=total_steps, initial=self.step, desc="step", disable=not self.rank0)
         atexit.register(self.save_first)
-        self.trainer = sys._getframe(1)  # else its engine ends before the run, and the process group with it
+        # `save_first` needs the process group, which ends with an engine that nothing refers to
+        self.trainer = sys._getframe(1)
         told = logging.Handler()  # what rewards and environments have to say; info is for log.txt alone
         told.emit = lambda record: self.say(record.getMessage(), record.levelno > logging.INFO)
         logging.getLogger("rewards").setLevel(logging.INFO)
@@ -207,7 +210,7 @@ class Run:
         self.last = self.signal > 0 or self.step == self.total
 
     def forget(self):
-        """From an optimizer step to the end of the last one of a step the weights are of no whole step."""
+        """An update has begun: until `updated` the weights belong to no step, and are not saved."""
         self.unsaved = None
 
     def due(self, freq):
@@ -242,6 +245,8 @@ class Run:
         metrics = {name: float(value) for name, value in metrics.items()} | {
             "training/global_step": self.step
         }
+        if any(n for name, n in metrics.items() if name.endswith("skipped_updates")):
+            self.say(f"warning: step {self.step}: updates were skipped, their gradients are not finite")
         metrics["training/nonfinite"] = sum(not math.isfinite(value) for value in metrics.values())
         if self.rank0:
             with (self.out / "metrics.jsonl").open("a") as file:
