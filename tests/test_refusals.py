@@ -20,6 +20,8 @@ from common.arguments import impossible
 from data_prep.lib.schema import write_parquet
 
 VARIANTS = """
+def one(logp_nt, old_logp_nt, adv_nt, mask_nt): return logp_nt
+def raises(logp_nt, old_logp_nt, adv_nt, mask_nt): return logp_nt @ adv_nt
 def swapped(old_logp_nt, logp_nt, adv_nt, mask_nt): pass
 def short(score_n, group_n): pass
 def open(score_n, group_n, length_n, parts, more): pass
@@ -132,6 +134,8 @@ CASES = [
     (grpo, LOSS + "f", "defines no 'f'"),
     (grpo, LOSS + "swapped", OF_LOSS % "swapped"),  # a user's, which takes something else
     (grpo, LOSS + "number", OF_LOSS % "number"),
+    (grpo, LOSS + "one", "must return three tensors [N, T]"),
+    (dapo, LOSS + "raises", ":raises raises RuntimeError: mat1 and mat2 shapes"),
     (grpo, ESTIMATOR + "short", OF_ESTIMATOR),
     (grpo, ESTIMATOR + "open", OF_ESTIMATOR),
     (ppo, "--critic_model {unread}", "{unread}"),

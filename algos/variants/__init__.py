@@ -66,6 +66,21 @@ def token_loss(args, clip):
     return partial(loss, **{name: x for name, x in bounds.items() if x is not None})  # sapo has none
 
 
+def check_loss(loss, spec):
+    """ValueError if a loss of two responses of three tokens is not what scripts expect."""
+    import torch  # here, because names are checked before it is loaded
+
+    logp_nt, ones_nt = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3)
+    try:
+        loss_nt, *masks = loss(logp_nt, -ones_nt, ones_nt, ones_nt.bool())
+        fits = loss_nt.requires_grad and [x.shape for x in (loss_nt, *masks)] == [ones_nt.shape] * 3
+    except Exception as error:  # of a user's function
+        raise ValueError(f"--policy_loss {spec} raises {type(error).__name__}: {error}") from error
+    if not fits:
+        what = f"--policy_loss {spec}"
+        raise ValueError(f"{what} must return three tensors [N, T], first a loss with a gradient")
+
+
 def with_defaults(flags, clip):
     """{flag: value} -> the same with the defaults of --policy_loss, for flags that are None.
 
@@ -76,6 +91,7 @@ def with_defaults(flags, clip):
         if flags.get("adv_estimator", "grpo") not in OF_SCRIPTS["adv_estimator"]:
             load_variant("adv_estimator", flags["adv_estimator"])
         loss = clip if spec == "clip" else load_variant("policy_loss", spec)
+        check_loss(loss, spec)
     except ValueError as error:
         fail(" ".join(str(error).split()))
     has = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
