@@ -17,6 +17,7 @@ from common.families import hf_overrides
 from data_prep.lib import packing
 from tests import families
 
+NO_TOOLS = SimpleNamespace(tools=[], parser=None, calls_tools=False)  # in place of an EnvPool
 SAMPLED = grpo, dapo, ppo, agent, distill
 
 
@@ -104,7 +105,7 @@ def test_every_script_reads_its_rows(script, flags, line, tiny, arithmetic, tmp_
     pq.write_table(pa.Table.from_pylist([row | dict(data_source="mystery") for row in rows]), path)
     args = make_args(script, model=str(tiny), **dict(train_files=(str(path),)) | flags)
     with pytest.raises(SystemExit, match=line):
-        script.load_data(args, *([[]] if script is agent else []))
+        script.load_data(args, *([NO_TOOLS] if script is agent else []))
 
 
 @each(*SAMPLED)

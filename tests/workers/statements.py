@@ -59,7 +59,7 @@ def runs(name, model, data, out):
     if FLAGS[name].startswith(RL):
         script.build_engine, script.check_sampler = lambda *_: None, lambda *_: {}
         script.awake, script.rollout, script.trajectories = dapo_loop.awake, dapo_loop.rollout, trajectories
-        script.EnvPool = lambda *_: SimpleNamespace(tools=[])
+        script.EnvPool = lambda *_: SimpleNamespace(tools=[], parser=None, calls_tools=False)
     words = f"--model {model} --train_files {data} --val_files {data} --train_batch_size 4 --test_freq 1"
     words += f" --total_steps {STEPS} --output_dir {out} {FLAGS[name].replace('MODEL', model)}"
     words += f" --reward_fn {sys.path[0]}/tests/dapo_reward.py:starts_with_one" * (FLAGS[name] != SFT)
