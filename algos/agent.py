@@ -360,7 +360,7 @@ def main(args):
         models.append(reference)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    # a checkpoint has each model in a directory of this name
+    # hf is the directory that the model has in a checkpoint
     run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
     run.start(total_steps, summary, policy.lm)
     sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=pool.ends)

@@ -332,7 +332,7 @@ def main(args):
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     # prompts drawn so far, groups sampled and kept lately, and rows left over for the next step
     state = dict(drawn=0, sampled=0, kept=0, surplus=[], unfinished=[])
-    # a checkpoint has each model in a directory of this name
+    # hf is the directory that the model has in a checkpoint
     state |= run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
     state |= {name: [from_json(row) for row in state[name]] for name in LEFT_OVER}
     if state["drawn"] >= max_prompts:  # resumed at the end of the data

@@ -331,7 +331,7 @@ def main(args):
     engine = build_engine(args, device)
     policy, teachers = load_models(args, mesh, device)
     models = [policy, *teachers]
-    trained = dict(hf=policy.lm)  # a checkpoint has each model in a directory of this name
+    trained = dict(hf=policy.lm)  # the directories that they have in a checkpoint
     if args.teacher_update_rate:
         trained["teacher"] = teachers[0].lm
     parameters = [p for p in policy.parameters() if p.requires_grad]

@@ -318,7 +318,7 @@ def main(args):
     parameters = [p for p in policy.parameters() if p.requires_grad]
     options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
-    # a checkpoint has each model in a directory of this name
+    # hf is the directory that the model has in a checkpoint
     run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
     run.start(total_steps, summary, policy.lm)
 

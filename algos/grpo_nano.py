@@ -175,7 +175,7 @@ def main(args):
     engine = build_engine(args, device)
     policy = load_model(args, mesh, device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    # a checkpoint has each model in a directory of this name
+    # hf is the directory that the model has in a checkpoint
     run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
     run.start(args.total_steps, summary, policy.lm)
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])

@@ -365,7 +365,7 @@ def main(args):
         manager = ModelRewards(manager, [*zip(reward_models, reward_tokenizers)], args, device)
     optimizers = [make_optimizer(*x, args) for x in ((policy, args.lr), (critic, args.critic_lr))]
     optimizer, critic_optimizer = optimizers
-    # a checkpoint has each model in a directory of this name
+    # hf and critic are the directories that they have in a checkpoint
     state = run.load(dict(hf=policy.lm, critic=critic.lm), optimizers, tokenizer, whole_weights)
     kl_coef = args.kl_target and state.get("kl_coef") or args.kl_coef
     if args.offload == "sampling":  # they are on the GPU only while they are used

@@ -16,6 +16,8 @@ import xxhash
 
 from common.arguments import fail
 
+LOADED = "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "vocab.*", "merges.txt"  # with a model
+WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth"  # the first that a directory has
 HELD = {}  # locks of directories, until the process ends
 
 
@@ -64,10 +66,6 @@ def hold(out, flag):
         return
     file.truncate(0)
     print(f"process {os.getpid()} of {platform.node()}", end="", file=file, flush=True)
-
-
-LOADED = "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "vocab.*", "merges.txt"
-WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth"  # the first that a directory has
 
 
 @functools.cache

@@ -116,17 +116,6 @@ def answers(ground_truth):
     return [*map(answer_of, map(str, truths))]
 
 
-def reads(functions):
-    """What rewards or environments read besides their rows -> {environment variable: its text or None}.
-
-    functions: what `load_reward_fn` and `load_env` gave. Their modules declare READS, a tuple of names. Where
-    the value is a file, its content decides as well.
-    """
-    modules = [sys.modules.get(function.__module__) for function in functions]
-    names = sorted({name for module in modules for name in getattr(module, "READS", ())})
-    return {name: os.environ.get(name) for name in names}
-
-
 def load_file(path, name):
     """The Python file as a module of that name."""
     spec = importlib.util.spec_from_file_location(name, path)

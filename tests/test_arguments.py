@@ -475,8 +475,21 @@ def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
     run = Run(Tracked(str(tmp_path / "run")))
     run.step = steps
     run.start(total, "", None)
+    run.log({"actor/skipped_updates": 1.0})
     run.close()
+    assert f"step {steps}: updates were skipped" in (tmp_path / "run/log.txt").read_text()
     assert f"step {steps} of {total}, {said}" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_a_signal_long_after_the_first_ends_the_run(tmp_path, monkeypatch):
+    run, now = Run(Tracked(str(tmp_path / "run"))), [5.0]
+    monkeypatch.setattr("common.run.time.monotonic", lambda: now[0])
+    for now[0] in (5.0, 14.9):
+        run.on_signal(15, None)
+    assert run.signal == 15
+    now[0] = 15.1
+    with pytest.raises(SystemExit, match="143"):
+        run.on_signal(15, None)
 
 
 @pytest.mark.parametrize("flag", MODELS)

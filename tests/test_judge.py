@@ -8,7 +8,6 @@ from conftest import ROOT
 from judge_server import SPECIAL, Judge
 
 from data_prep.lib.cache import Rows
-from rewards import reads
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 
@@ -163,10 +162,6 @@ def test_a_judge_that_is_away_and_comes_back(judge):
     again = Judge(port)
     assert scores(judge, row("It is Lima"))[0]["score"] == 1
     again.shutdown()
-
-
-def test_what_it_reads_is_declared(judge):
-    assert reads([judge.reward]) == dict(JUDGE_MODEL="rule", JUDGE_OPTIONS=None, JUDGE_RUBRIC=None)
 
 
 def test_verdicts_are_cached_by_content(judge):

@@ -221,7 +221,7 @@ def test_ranks_that_share_a_row(refused, tiny, tmp_path, monkeypatch):
         ((), "(llama) has 2 attention heads, which --sp_size 3 does not divide"),
     ):
         assert line in refused(dapo, "--sp_size", 3, *words)
-    shutil.copytree(tiny, tmp_path / "more")  # a model that they can share goes on
+    shutil.copytree(tiny, tmp_path / "more")  # a model that they can share
     config = json.loads((tmp_path / "more/config.json").read_text())
     config |= dict(num_attention_heads=4, head_dim=16)
     (tmp_path / "more/config.json").write_text(json.dumps(config))

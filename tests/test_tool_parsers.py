@@ -1,14 +1,16 @@
 """Calls as published templates write them, read by the parser that is found for each; without the model."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from test_envs import hermes
 
 from benchmarks.lib.conversations import make_tokenizer
-from data_prep.lib.calls import learn_calls
+from data_prep.lib.calls import learn_calls, reader
 from envs.pool import EnvPool
+from envs.tools import UNREADABLE
 
 TEMPLATES = ROOT / "tests/fixtures/chat_templates"
 FUNCTION = '''
@@ -89,12 +91,35 @@ WRITES = SAYS.replace("m.content", "m.content ~ (m.tool_calls or '')")
         (SHOWS + WRITES, "hermes", "is not read by hermes: pass another --tool_parser"),
         ("glm4moe", "hermes", "is not read by hermes: pass another --tool_parser"),
         (SAYS, "herms", "--tool_parser herms: there are gptoss, apertus, "),
+        (SAYS, "openai", "--tool_parser openai: vLLM's parser of this name reads no text"),
     ],
 )
 def test_what_is_refused_before_anything_slow(template, parser, says, file):
     with pytest.raises(ValueError) as error:
         opened(file, template, parser)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_parser_that_raises_is_told_to_the_model():
+    """Unless it reads the turn with the token that ended it."""
+
+    class Parser:
+        def __init__(self, *_):
+            pass
+
+        def extract_tool_calls(self, text, request):
+            raise ValueError(text)
+
+    class Ended(Parser):
+        def extract_tool_calls(self, text, request):
+            if not text.endswith("<end>"):
+                raise ValueError(text)
+            function = SimpleNamespace(name="f", arguments="")
+            return SimpleNamespace(tool_calls=[SimpleNamespace(function=function)])
+
+    tools = [dict(type="function", function=dict(name="f"))]
+    assert reader(Parser, None, tools)("x") == [UNREADABLE]
+    assert reader(Ended, None, tools, end="<end>")("x") == [("f", {})]
 
 
 @pytest.mark.parametrize("template", (SAYS, SHOWS + SAYS))

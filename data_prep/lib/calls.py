@@ -95,7 +95,10 @@ def find_reader(tokenizer, tools, name=None):
     if not written[0][0]:
         if name is None:
             raise ValueError("the chat template writes no calls: say by --tool_parser how they are read")
-        return name, reader(classes[name], marked, tools), stop_ids
+        read = reader(classes[name], marked, tools)
+        if read("zq"):
+            raise ValueError(f"--tool_parser {name}: vLLM's parser of this name reads no text")
+        return name, read, stop_ids
     schema = [dict(type="function", function=TOOL)]
     right = {}
     for key, parser in classes.items():
@@ -204,16 +207,19 @@ def reader(parser, tokenizer, tools, begin="", end=""):
     def extract(text):
         if parser in OWN.values():
             return parser(text)
-        try:
-            # a parser keeps what it has read: each text has one of its own
-            found = parser(tokenizer, params).extract_tool_calls(text, request).tool_calls
-            return [(x.function.name, dict(json.loads(x.function.arguments or "{}"))) for x in found]
-        except Exception:  # whatever vLLM's parsers raise for what a model writes
-            return []
+        # a parser keeps what it has read: each text has one of its own
+        found = parser(tokenizer, params).extract_tool_calls(text, request).tool_calls
+        return [(x.function.name, dict(json.loads(x.function.arguments or "{}"))) for x in found]
 
     def read(text):
         text = text.rpartition("</think>")[2]
-        calls = extract(text) or (extract(text + end) if end else [])
-        return calls or [UNREADABLE] * bool(begin and begin in text)
+        unreadable = begin and begin in text
+        for whole in dict.fromkeys((text, text + end)):
+            try:
+                if calls := extract(whole):
+                    return calls
+            except Exception:  # whatever vLLM's parser raises for what a model writes: the model is told
+                unreadable = True
+        return [UNREADABLE] if unreadable else []
 
     return read

@@ -38,7 +38,7 @@ REWARDS, ENVIRONMENTS = Failures("reward"), Failures("environment")  # of this p
 
 def stop(message):
     """End the run; the line is also in its log.txt."""
-    text = f"{message}: fix it; a run with checkpoints then goes on by --resume in another --output_dir"
+    text = f"{message}: fix it, and start again; with another reward or environment by --resume elsewhere"
     LOG.info(f"error: {text}")
     fail(text)
 

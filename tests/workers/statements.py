@@ -1,6 +1,6 @@
 """Trainers that end at each statement between an update and its checkpoint: MODEL DATA PAIRS OUT NAME...
 
-One run of a trainer ends at the first such statement of its first step, goes on and ends at the second one
+One run of a trainer ends at the first such statement of its first step, resumes and ends at the second one
 of its second step, and so on; another one is undisturbed. Samplers and environments are made up, as in
 dapo_loop.py. Prints how often each run was ended.
 """
