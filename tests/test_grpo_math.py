@@ -253,7 +253,8 @@ def test_the_whole_loss_of_a_token(script, flags, more):
 @each(agent, dapo, ppo)
 @pytest.mark.parametrize("name", ("cispo", "dppo"))
 def test_a_variant_is_the_same_loss_in_every_script(script, name):
-    logp_nt, old_nt = -torch.rand(2, 3), -torch.rand(2, 3)
+    logp_nt = torch.tensor([[-1.0, -0.5, -2], [-0.3, -1, -0.7]])  # some tokens move far, some do not
+    old_nt = logp_nt + torch.tensor([[0.4, -0.01, -0.4], [0.01, 0.5, -0.6]])
     batch = dict(mask_nt=torch.ones(2, 3).bool(), adv_nt=torch.tensor([[1.0], [-1]]).expand(2, 3))
     batch |= dict(old_logp_nt=old_nt, rollout_logp_nt=old_nt, nll_weight_nt=torch.ones(2, 3))
     loss_nt, theirs_nt = (
