@@ -14,12 +14,11 @@ Docs: docs/algorithms/agent.md
 """
 
 import math
-import os
 import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -123,6 +122,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
         self.ppo_mini_batch_size = self.ppo_mini_batch_size or self.train_batch_size
 
 
@@ -151,7 +151,7 @@ from data_prep.lib.packing import balance, join, one_row, pad, padded, split_mic
 from data_prep.lib.templates import use_template
 from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
-from rewards.manager import RewardManager, settle, validation_metrics
+from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards, score_parts
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -340,11 +340,11 @@ def update_actor(policy, optimizer, mini_batches, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    args = Args(**with_defaults(vars(args), clip=policy_loss))
+    args = Args(**with_defaults(asdict(args), clip=policy_loss))
     run = Run(args)
     try:
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s, args.tool_parser)
-        tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(args, pool)
+        tokenizer, manager, train_rows, val_rows, summary = load_data(args, pool)
     except ValueError as error:
         fail(" ".join(str(error).split()))
     steps_per_epoch = len(train_rows) // args.train_batch_size
@@ -369,11 +369,11 @@ def main(args):
         with awake(engine, models, optimizer, args, timing={}):
             options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
             rows, _ = trajectories(engine, pool, tokenizer, args, val_rows, 0, args.val_group_size, **options)
-        rows = score_rows(rows, val_manager, tokenizer)
+        rows = score_rows(rows, manager, tokenizer)
         run.dump(rows, "val")
-        metrics = validation_metrics(rows) | {"val/num_turns": np.mean([row["turns"] for row in rows])}
-        run.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
-        return metrics
+        metrics, text = validation_summary(rows, run.step)
+        run.say(text)
+        return metrics | {"val/num_turns": np.mean([row["turns"] for row in rows])}
 
     if val_rows and not run.step:
         run.log(validate())
@@ -424,7 +424,7 @@ def main(args):
                 metrics |= validate()
         # ---- metrics
         timing["step"] = run.elapsed()
-        metrics |= step_metrics(rows, load, policy, timing, args)
+        metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype)
         metrics |= stats("critic/rewards", score_n) | stats("critic/advantages", adv_n)
         metrics |= turn_metrics(rows)
         metrics |= {
@@ -622,7 +622,7 @@ def load_model(args, mesh, device, set_trained, root):
     config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args).values():
+        for x in families.unused_weights(lm, args.sees_images).values():
             x.requires_grad_(False)
         set_trained(lm, args)
         for p in lm.parameters():
@@ -742,26 +742,24 @@ def merged_weight(lora, weight):
 # endregion
 # region data
 def load_data(args, pool):
-    """-> tokenizer, reward managers of training and validation, rows of both, a line about them."""
-    shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
+    """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, sees=families.takes_images(args))
+        tokenizer = load_processor(args.model, sees=args.sees_images)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
-        manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
-        val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
+        manager = RewardManager(args.reward_manager, reward_fn, args.reward_timeout_s)
         train_rows, val_rows, summary = load_prompt_files(args, tokenizer, learn_calls(pool, tokenizer))
         manager.check(train_rows, val_rows)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
-    return tokenizer, manager, val_manager, train_rows, val_rows, summary
+    return tokenizer, manager, train_rows, val_rows, summary
 
 
 def check_model(config, args):
     """ValueError if this script cannot train the model as its authors defined it."""
     name = f"{args.model} ({config.model_type})"
-    if families.takes_images(args):
+    if args.sees_images:
         raise ValueError(f"{name} takes images, which only grpo.py and sft.py do")
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if args.attn_implementation == "sdpa" and softcap:
@@ -801,7 +799,7 @@ def build_engine(args, device):
             enable_prefix_caching=cuda or not families.recurrent(config),  # states need such cuts
             block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
             disable_log_stats=True,
-            **families.vllm_options(config, families.takes_images(args)),
+            **families.vllm_options(config, args.sees_images),
         )
         try:
             engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
@@ -831,7 +829,7 @@ def awake(engine, models, optimizer, args, timing):
 def sync_weights(engine, lm, args):
     """Stream the sharded model into the sampler, which packs it as it packs what it loads."""
     config = engine.model_config
-    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args))
+    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args.sees_images))
     weights = families.vllm_names(weights, lm.config, config.hf_config)
     engine.apply_model(cpu.before_reload)
     engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
@@ -846,7 +844,9 @@ def score_rows(rows, manager, tokenizer):
     if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
         by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, scored)
-    return settle(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
+    rows = sorted(chain(*by_rank), key=itemgetter("group", "sample"))
+    check_failures(rows)
+    return demote_failures(rows)
 
 
 # endregion
@@ -958,7 +958,7 @@ def check_sampler(policy, rows, args, step):
     compared, gap, prob_gap_sum, tokens, total, squares = all_reduce(sums)
     gap = gap / max(compared, 1)
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
-    limit, experts = families.rounding_limit(policy.lm, args)
+    limit, experts = families.rounding_limit(policy.lm, args.compute_dtype, args.rollout_quantization)
     limit = math.inf if args.top_p < 1 else limit  # it samples another distribution on purpose
     if not gap < limit:  # `not <` also fails for NaN
         why = "the sampler does not hold the trainer's weights, or computes differently"

@@ -122,6 +122,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
         self.ppo_mini_batch_size = self.ppo_mini_batch_size or self.train_batch_size
 
 
@@ -149,7 +150,7 @@ from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import render, use_template
 from data_prep.lib.turns import answer_ids
-from rewards.manager import RewardManager, settle, validation_metrics
+from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -321,7 +322,7 @@ def main(args):
     if args.kl == "full":  # its loss has no ratio of sampled tokens to correct
         args = replace(args, rollout_is=None, rollout_rs=None)
     run = Run(args)
-    tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(args)
+    tokenizer, manager, train_rows, val_rows, summary = load_data(args)
     check_teacher(args, tokenizer, train_rows)
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
@@ -344,10 +345,10 @@ def main(args):
         with awake(engine, models, optimizer, args, timing={}):
             options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
             rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
-        rows = score_rows(rows, val_manager, tokenizer)
+        rows = score_rows(rows, manager, tokenizer)
         run.dump(rows, "val")
-        metrics = validation_metrics(rows)
-        run.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
+        metrics, text = validation_summary(rows, run.step)
+        run.say(text)
         return metrics
 
     if val_rows and not run.step:
@@ -394,7 +395,7 @@ def main(args):
                 metrics |= validate()
         # ---- metrics
         timing["step"] = run.elapsed()
-        metrics |= step_metrics(rows, load, policy, timing, args)
+        metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype)
         metrics |= {
             "actor/lr": lr,
             "training/taught": shown,
@@ -488,7 +489,7 @@ def load_model(args, mesh, device, set_trained, root):
     config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args).values():
+        for x in families.unused_weights(lm, args.sees_images).values():
             x.requires_grad_(False)
         set_trained(lm, args)
         for p in lm.parameters():
@@ -599,26 +600,24 @@ def merged_weight(lora, weight):
 # endregion
 # region data
 def load_data(args):
-    """-> tokenizer, reward managers of training and validation, rows of both, a line about them."""
-    shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
+    """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, sees=families.takes_images(args))
+        tokenizer = load_processor(args.model, sees=args.sees_images)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
-        manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
-        val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
+        manager = RewardManager(args.reward_manager, reward_fn, args.reward_timeout_s)
         train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
         manager.check(train_rows, val_rows)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
-    return tokenizer, manager, val_manager, train_rows, val_rows, summary
+    return tokenizer, manager, train_rows, val_rows, summary
 
 
 def check_model(config, args):
     """ValueError if this script cannot train the model as its authors defined it."""
     name = f"{args.model} ({config.model_type})"
-    if families.takes_images(args):
+    if args.sees_images:
         raise ValueError(f"{name} takes images, which only grpo.py and sft.py do")
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if args.attn_implementation == "sdpa" and softcap:
@@ -658,7 +657,7 @@ def build_engine(args, device):
             enable_prefix_caching=cuda or not families.recurrent(config),  # states need such cuts
             block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
             disable_log_stats=True,
-            **families.vllm_options(config, families.takes_images(args)),
+            **families.vllm_options(config, args.sees_images),
         )
         try:
             engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
@@ -688,7 +687,7 @@ def awake(engine, models, optimizer, args, timing):
 def sync_weights(engine, lm, args):
     """Stream the sharded model into the sampler, which packs it as it packs what it loads."""
     config = engine.model_config
-    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args))
+    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args.sees_images))
     weights = families.vllm_names(weights, lm.config, config.hf_config)
     engine.apply_model(cpu.before_reload)
     engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
@@ -736,7 +735,9 @@ def score_rows(rows, manager, tokenizer):
     if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
         by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, scored)
-    return settle(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
+    rows = sorted(chain(*by_rank), key=itemgetter("group", "sample"))
+    check_failures(rows)
+    return demote_failures(rows)
 
 
 # endregion
@@ -846,7 +847,7 @@ def check_sampler(policy, rows, args, step):
     compared, gap, prob_gap_sum, tokens, total, squares = all_reduce(sums)
     gap = gap / max(compared, 1)
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
-    limit, experts = families.rounding_limit(policy.lm, args)
+    limit, experts = families.rounding_limit(policy.lm, args.compute_dtype, args.rollout_quantization)
     limit = math.inf if args.top_p < 1 else limit  # it samples another distribution on purpose
     if not gap < limit:  # `not <` also fails for NaN
         why = "the sampler does not hold the trainer's weights, or computes differently"

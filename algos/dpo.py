@@ -86,6 +86,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
 
 
 if __name__ == "__main__":
@@ -344,7 +345,7 @@ def main(args):
         # ---- metrics
         timing["step"] = run.elapsed()
         lengths = [len(x["prompt_ids"]) + len(x["response_ids"]) for x in responses(rows)]
-        metrics |= speed_metrics(lengths, policy, timing, args)
+        metrics |= speed_metrics(lengths, policy, timing, args.compute_dtype)
         metrics |= {
             "train/lr": lr,
             "training/epoch": epoch,
@@ -434,7 +435,7 @@ def load_model(args, mesh, device, set_trained, root):
     config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args).values():
+        for x in families.unused_weights(lm, args.sees_images).values():
             x.requires_grad_(False)
         set_trained(lm, args)
         for p in lm.parameters():
@@ -551,7 +552,7 @@ def load_quantized(args, mesh, device, set_trained, root):
     original_dtype = config.dtype
     dtype = getattr(torch, args.compute_dtype)
     with torch.device("meta"):
-        unused = families.unused_weights(auto.from_config(config), args)
+        unused = families.unused_weights(auto.from_config(config), args.sees_images)
     whole = [f"{name.rpartition('.')[0]}$" for name in unused] + ["lm_head"]
     lm = families.from_files(
         auto,
@@ -617,7 +618,7 @@ def check_layout(policy, rows, args):
         cause = "it does something to its logits that TokenLogps leaves out"
     elif policy.packed:
         layout, cause = "packed", f"responses see one another, or {cause}"
-    limit, _ = families.rounding_limit(policy.lm, args)
+    limit, _ = families.rounding_limit(policy.lm, args.compute_dtype)
     if not gap < limit:  # `not <` also fails for NaN
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
         fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
@@ -628,7 +629,7 @@ def check_model(config, args):
     name = f"{args.model} ({config.model_type})"
     rounded = args.qlora and families.dequantised(config)
     problems = {
-        f"{name} takes images, which dpo.py does not": families.takes_images(args),
+        f"{name} takes images, which dpo.py does not": args.sees_images,
         f"--qlora rounds whole weights, and {name} has rounded ones": rounded,
     }
     refuse(problems)

@@ -93,7 +93,7 @@ from common.run import Run, all_reduce, setup_distributed
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
-from rewards.manager import RewardManager, settle, validation_metrics
+from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -183,7 +183,9 @@ def main(args):
     def validate():
         with awake(engine, policy, args, timing={}):
             rows = rollout(engine, args, val_rows, step=0, group_size=1, **sampling | dict(temperature=0.0))
-        return validation_metrics(score_rows(rows, manager, tokenizer))
+        metrics, text = validation_summary(score_rows(rows, manager, tokenizer), run.step)
+        run.say(text)
+        return metrics
 
     if val_rows and not run.step:
         run.log(validate())
@@ -218,7 +220,7 @@ def main(args):
             metrics |= validate()
         # ---- metrics, and a checkpoint after them: each has its metrics
         timing["step"] = run.elapsed()
-        metrics |= step_metrics(rows, load, policy, timing, args)
+        metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype)
         metrics |= stats("critic/rewards", score_n) | stats("critic/advantages", adv_n)
         metrics |= {"training/epoch": epoch}
         run.log(metrics, score="critic/score/mean", length="response_length/mean")
@@ -452,7 +454,9 @@ def score_rows(rows, manager, tokenizer):
     if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
         by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, scored)
-    return settle(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
+    rows = sorted(chain(*by_rank), key=itemgetter("group", "sample"))
+    check_failures(rows)
+    return demote_failures(rows)
 
 
 # endregion
@@ -524,7 +528,7 @@ def check_sampler(policy, rows, args, step):
     gap = torch.cat([torch.zeros(0), *gaps]).abs()
     total, tokens = all_reduce([gap.sum().item(), len(gap)])
     gap = total / max(tokens, 1)
-    limit, _ = families.rounding_limit(policy.lm, args)
+    limit, _ = families.rounding_limit(policy.lm, args.compute_dtype)
     if not gap < limit:  # `not <` also fails for NaN
         why = "the sampler does not hold the trainer's weights, or computes differently"
         fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit:.3g}")

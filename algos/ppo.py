@@ -16,11 +16,10 @@ Docs: docs/algorithms/ppo.md
 """
 
 import math
-import os
 import sys
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -124,6 +123,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
         self.ppo_mini_batch_size = self.ppo_mini_batch_size or self.train_batch_size
 
 
@@ -150,7 +150,7 @@ from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import render, use_template
 from envs.messages import without_special
-from rewards.manager import RewardManager, settle, validation_metrics
+from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -347,10 +347,10 @@ def update(model, optimizer, mini_batches, token_loss, name, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    args = Args(**with_defaults(vars(args), clip=policy_loss))
+    args = Args(**with_defaults(asdict(args), clip=policy_loss))
     reward_tokenizers = check_models(args)
     run = Run(args)
-    tokenizer, manager, val_manager, train_rows, val_rows, summary = load_data(rules_alone(args))
+    tokenizer, manager, train_rows, val_rows, summary = load_data(rules_alone(args))
     steps_per_epoch = len(train_rows) // args.train_batch_size
     total_steps = args.total_steps or args.total_epochs * steps_per_epoch
     if args.critic_warmup >= total_steps:
@@ -377,10 +377,10 @@ def main(args):
         with awake(engine, models, optimizer, args, timing={}):
             options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
             rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
-        rows = score_rows(rows, val_manager, tokenizer)
+        rows = score_rows(rows, manager, tokenizer)
         run.dump(rows, "val")
-        metrics = validation_metrics(rows)
-        run.say("\n".join(f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name))
+        metrics, text = validation_summary(rows, run.step)
+        run.say(text)
         return metrics
 
     if val_rows and not run.step:
@@ -445,7 +445,7 @@ def main(args):
                 metrics |= validate()
         # ---- metrics
         timing["step"] = run.elapsed()
-        metrics |= step_metrics(rows, load, policy, timing, args) | {"training/epoch": epoch}
+        metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype) | {"training/epoch": epoch}
         run.log(metrics, score="critic/score/mean", length="response_length/mean")
         run.dump(rows)
         # ---- checkpoint, after the metrics: each checkpoint has its metrics
@@ -534,7 +534,7 @@ def load_model(args, mesh, device, set_trained, root, **changes):
     config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args).values():
+        for x in families.unused_weights(lm, args.sees_images).values():
             x.requires_grad_(False)
         set_trained(lm, args)
         for p in lm.parameters():
@@ -654,26 +654,24 @@ def merged_weight(lora, weight):
 # endregion
 # region data
 def load_data(args):
-    """-> tokenizer, reward managers of training and validation, rows of both, a line about them."""
-    shown = 0 if int(os.environ.get("RANK", 0)) else 1  # responses that each validation prints
+    """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, sees=families.takes_images(args))
+        tokenizer = load_processor(args.model, sees=args.sees_images)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
-        manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
-        val_manager = RewardManager(args.reward_manager, reward_fn, shown, args.reward_timeout_s)
+        manager = RewardManager(args.reward_manager, reward_fn, args.reward_timeout_s)
         train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
         manager.check(train_rows, val_rows)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
-    return tokenizer, manager, val_manager, train_rows, val_rows, summary
+    return tokenizer, manager, train_rows, val_rows, summary
 
 
 def check_model(config, args):
     """ValueError if this script cannot train the model as its authors defined it."""
     name = f"{args.model} ({config.model_type})"
-    if families.takes_images(args):
+    if args.sees_images:
         raise ValueError(f"{name} takes images, which only grpo.py and sft.py do")
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if args.attn_implementation == "sdpa" and softcap:
@@ -713,7 +711,7 @@ def build_engine(args, device):
             enable_prefix_caching=cuda or not families.recurrent(config),  # states need such cuts
             block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
             disable_log_stats=True,
-            **families.vllm_options(config, families.takes_images(args)),
+            **families.vllm_options(config, args.sees_images),
         )
         try:
             engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
@@ -743,7 +741,7 @@ def awake(engine, models, optimizer, args, timing):
 def sync_weights(engine, lm, args):
     """Stream the sharded model into the sampler, which packs it as it packs what it loads."""
     config = engine.model_config
-    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args))
+    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args.sees_images))
     weights = families.vllm_names(weights, lm.config, config.hf_config)
     engine.apply_model(cpu.before_reload)
     engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
@@ -791,7 +789,9 @@ def score_rows(rows, manager, tokenizer):
     if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
         by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, scored)
-    return settle(sorted(chain(*by_rank), key=itemgetter("group", "sample")))
+    rows = sorted(chain(*by_rank), key=itemgetter("group", "sample"))
+    check_failures(rows)
+    return demote_failures(rows)
 
 
 # endregion
@@ -900,7 +900,7 @@ def check_sampler(policy, rows, args, step):
     compared, gap, prob_gap_sum, tokens, total, squares = all_reduce(sums)
     gap = gap / max(compared, 1)
     [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
-    limit, experts = families.rounding_limit(policy.lm, args)
+    limit, experts = families.rounding_limit(policy.lm, args.compute_dtype, args.rollout_quantization)
     limit = math.inf if args.top_p < 1 else limit  # it samples another distribution on purpose
     if not gap < limit:  # `not <` also fails for NaN
         why = "the sampler does not hold the trainer's weights, or computes differently"

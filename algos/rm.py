@@ -78,6 +78,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
 
 
 if __name__ == "__main__":
@@ -263,7 +264,7 @@ def main(args):
         # ---- metrics
         timing["step"] = run.elapsed()
         lengths = [len(row[name]) for row in rows for name in PAIR]
-        metrics |= speed_metrics(lengths, policy, timing, args)
+        metrics |= speed_metrics(lengths, policy, timing, args.compute_dtype)
         metrics |= {
             "train/lr": lr,
             "training/epoch": epoch,
@@ -306,7 +307,7 @@ def load_model(args, mesh, device, set_trained, root):
     config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args).values():
+        for x in families.unused_weights(lm, args.sees_images).values():
             x.requires_grad_(False)
         set_trained(lm, args)
         for p in lm.parameters():
@@ -449,7 +450,7 @@ def check_scores(policy, rows, args):
         lm.set_attn_implementation(kernel)
         policy.packed = packed
     gap = ((hidden_lh - own_lh).abs().mean() / own_lh.abs().mean()).item()
-    limit, _ = families.rounding_limit(lm, args)
+    limit, _ = families.rounding_limit(lm, args.compute_dtype)
     kernel = args.attn_implementation
     cause = f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if packed:
@@ -471,7 +472,7 @@ def check_model(config, args):
     headless = getattr(getattr(lm, "score", None), "bias", 0) is not None
     problems = {
         f"{name} is a classifier with {labels} labels; a reward model has one score": labels != 1,
-        f"{name} takes images, which rm.py does not": families.takes_images(args),
+        f"{name} takes images, which rm.py does not": args.sees_images,
         f"{name} as a classifier has no head `score` without a bias": headless,
         **too_long(lm, args),
     }

@@ -85,6 +85,7 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
 
 
 if __name__ == "__main__":
@@ -250,7 +251,7 @@ def main(args):
             run.say(f"step {step}: validation loss {metrics['val/loss']:.4f}")
         # ---- metrics
         timing["step"] = run.elapsed()
-        metrics |= speed_metrics(lengths(rows), policy, timing, args)
+        metrics |= speed_metrics(lengths(rows), policy, timing, args.compute_dtype)
         metrics |= {
             "train/lr": lr,
             "training/epoch": epoch,
@@ -298,7 +299,7 @@ class TokenLogps(nn.Module):
         """where [L]: flat positions that predict target [L] -> columns of `log_probs`."""
         hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
         options = dict(scale=self.scale, softcap=self.softcap, entropy=False)
-        if families.takes_images(args):
+        if args.sees_images:
             options["never"] = image_token_ids(self.lm.config)
         return log_probs(hidden.to(weight.dtype), weight, target, **options)  # float32 in Mamba
 
@@ -310,7 +311,7 @@ def token_logps(policy, rows, args):
     """
     layout = one_row if policy.packed else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if families.takes_images(args):
+    if args.sees_images:
         texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
         layout, texts = show_images(layout, texts, load_processor(args.model, sees=True))
     texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
@@ -347,7 +348,7 @@ def load_model(args, mesh, device, set_trained, root):
     config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args).values():
+        for x in families.unused_weights(lm, args.sees_images).values():
             x.requires_grad_(False)
         set_trained(lm, args)
         for p in lm.parameters():
@@ -391,7 +392,7 @@ def read_config(args):
     if not args.packing:
         return config, attention
     special = families.special_layers(config, one_row=True)
-    if families.takes_images(args):
+    if args.sees_images:
         special.append("images")
     if attention == "sdpa" and not special:
         attention = "packed"
@@ -739,7 +740,7 @@ def load_quantized(args, mesh, device, set_trained, root):
     original_dtype = config.dtype
     dtype = getattr(torch, args.compute_dtype)
     with torch.device("meta"):
-        unused = families.unused_weights(auto.from_config(config), args)
+        unused = families.unused_weights(auto.from_config(config), args.sees_images)
     whole = [f"{name.rpartition('.')[0]}$" for name in unused] + ["lm_head"]
     lm = families.from_files(
         auto,
@@ -781,7 +782,7 @@ def own_logps(policy, rows, args):
     for row in rows:
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=compute_device())
         logits = lm(input_ids=ids, use_cache=False).logits[0].float()
-        if families.takes_images(args):
+        if args.sees_images:
             logits[:, image_token_ids(lm.config)] = -1e4
         logp = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         found.append(logp[len(row["prompt_ids"]) - 1 :])
@@ -810,7 +811,7 @@ def check_layout(policy, rows, args):
         layout, cause = "sequence-parallel", "slices of a row miss something of one another: try --sp_size 1"
     elif policy.packed:
         layout, cause = "packed", f"texts in one row see one another: try --no-packing; or {cause}"
-    limit, _ = families.rounding_limit(policy.lm, args)
+    limit, _ = families.rounding_limit(policy.lm, args.compute_dtype)
     if not gap < limit:  # `not <` also fails for NaN
         unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
         fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
@@ -835,7 +836,7 @@ def check_model(config, args):
     undivided = f"{name} has {heads} attention heads, which --sp_size {sp_size} does not divide"
     problems = {
         f"--qlora rounds whole weights, and {name} has rounded ones": rounded,
-        f"{name} takes images, which {flags} do not": text_only and families.takes_images(args),
+        f"{name} takes images, which {flags} do not": text_only and args.sees_images,
         f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
         f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,
         f"{name} has no kernels for --liger": config.model_type not in known,
@@ -848,7 +849,7 @@ def load_data(args):
     """-> tokenizer, rows of training and validation, the tokens that end responses, a line."""
     try:
         check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, sees=families.takes_images(args))
+        tokenizer = load_processor(args.model, sees=args.sees_images)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         tools = load_env(args.env).tools if args.env else None
         train_rows, ends, *counts = load_examples(args.train_files, args, tokenizer, tools)

@@ -55,27 +55,22 @@ def decoder(lm):
     return getattr(inner, "model", inner)  # Llama 4's is a whole causal LM
 
 
-def takes_images(args):
-    """Whether the model is shown images: it takes some, and a file of rows has a column of them."""
-    files = (args.data,) if hasattr(args, "data") else (*args.train_files, *args.val_files)
-    return have_images(args.model, files)
-
-
 @cache
-def have_images(model, files):
-    """Whether a model takes images, and one of these files, of parquet or JSON, has some."""
-    found = False
-    for file in filter(None, files):
-        with suppress(OSError, ValueError), open(file, "rb") as rows:  # their reader says what is wrong
-            parquet, text = rows.read(4) == b"PAR1", str(rows.read(2**16))
+def takes_images(model, files):
+    """Whether a model is shown images: it takes some, and one of these files, parquet or JSON, has some."""
+    with suppress(OSError, ValueError):  # whoever reads a file or a model says what is wrong
+        for file in files:
+            with open(file, "rb") as rows:
+                parquet, text = rows.read(4) == b"PAR1", str(rows.read(2**16))
             names = pq.read_schema(file).names if parquet else re.findall(r'"(\w+)"\s*:', text)
-            found |= not {"images", "image"}.isdisjoint(names)
-    return found and wrapped(AutoConfig.from_pretrained(model))
+            if not {"images", "image"}.isdisjoint(names):
+                return wrapped(AutoConfig.from_pretrained(model))
+    return False
 
 
-def unused_weights(lm, args):
+def unused_weights(lm, sees_images):
     """{name: weight} of the encoders of a model that is trained on text alone."""
-    if not wrapped(lm.config) or takes_images(args):
+    if not wrapped(lm.config) or sees_images:
         return {}
     parts = decoder(lm), lm.get_output_embeddings(), getattr(lm, "score", None)
     used = {id(x) for part in parts if part for x in part.state_dict(keep_vars=True).values()}
@@ -147,12 +142,12 @@ def to_files(lm):
     return partial(revert_weight_conversion, lm) if lm._weight_conversions else dict
 
 
-def rounding_limit(lm, args):
+def rounding_limit(lm, dtype, rollout_quantization=None):
     """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
     experts = any(type(layer).__name__.endswith("Experts") for layer in lm.modules())
-    if getattr(args, "rollout_quantization", None):
+    if rollout_quantization:
         return 0.3, experts
-    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[args.compute_dtype], experts
+    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[dtype], experts
 
 
 def dequantised(config):

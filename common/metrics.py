@@ -52,7 +52,7 @@ def data_sheet_speed(dtype):
     return next((DATA_SHEET[word] * 1e12 for word in words if word in DATA_SHEET), None)
 
 
-def step_metrics(rows, load, policy, timing, args, sampled=None):
+def step_metrics(rows, load, policy, timing, dtype, sampled=None):
     """Scores, lengths, balance and time of a step: what all algorithms have.
 
     load: token counts of what each rank, or group of ranks with --sp_size, has trained on.
@@ -66,10 +66,9 @@ def step_metrics(rows, load, policy, timing, args, sampled=None):
     lengths = [a + b for a, b in zip(prompts, responses)]
     metrics = stats("critic/score", [result["score"] for result in results]) | failure_metrics(results)
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
-    metrics |= speed_metrics(lengths, policy, timing, args, sum(map(sum, load)))
+    metrics |= speed_metrics(lengths, policy, timing, dtype, sum(map(sum, load)))
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
-        "prompt_length/clip_ratio": np.mean([n == args.max_prompt_length for n in prompts]),
         "global_seqlen/mean": sum(lengths) / ranks,
         "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
     }
@@ -88,8 +87,11 @@ def failure_metrics(results):
     return counts | {"reward/errors": len(kinds) - sum(counts.values())}
 
 
-def speed_metrics(lengths, policy, timing, args, trained=None):
-    """Time and memory of a step; trained: tokens computed, if texts of these lengths share prompts."""
+def speed_metrics(lengths, policy, timing, dtype, trained=None):
+    """Time and memory of a step; trained: tokens computed, if texts of these lengths share prompts.
+
+    dtype: that of products, for MFU, which counts the weights of the language model.
+    """
     tokens, ranks, config = sum(lengths), dist.get_world_size(), policy.lm.config.get_text_config()
     sampler = torch.cuda.is_available() and sys.modules.get("vllm.device_allocator.cumem")  # torch counts it
     pool = sampler.CuMemAllocator.get_instance().get_current_usage() if sampler else 0
@@ -101,13 +103,13 @@ def speed_metrics(lengths, policy, timing, args, trained=None):
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
     if "update_actor" in timing:  # FLOPs: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2
-        unused = unused_weights(policy.lm, args)
+        unused = unused_weights(policy.lm, sees_images=False)
         parameters = [p for name, p in policy.lm.named_parameters() if name not in unused]
         weights, all_trained = sum(p.numel() for p in parameters), all(p.requires_grad for p in parameters)
         attention = config.num_hidden_layers * config.hidden_size * sum(n * n for n in lengths)
         flops = (6 if all_trained else 4) * (weights * (trained or tokens) + attention)
-        peak = matmul_speed(args.compute_dtype) * ranks
+        peak = matmul_speed(dtype) * ranks
         metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
-        if sheet := data_sheet_speed(args.compute_dtype):
+        if sheet := data_sheet_speed(dtype):
             metrics["perf/mfu_data_sheet/actor"] = flops / timing["update_actor"] / (sheet * ranks)
     return metrics

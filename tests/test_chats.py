@@ -5,7 +5,6 @@ import math
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import partial
-from types import SimpleNamespace
 
 import datasets
 import pandas as pd
@@ -243,10 +242,8 @@ def test_every_script_reads_the_calls_that_were_written(writer, tmp_path, monkey
 def generate_prompts(file, tokenizer, **changes):
     """generate.py's prompts, of a model that takes no images."""
     args = generate.Args(model="none", data=file, output="none", **changes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "AutoConfig", SimpleNamespace(from_pretrained=lambda name: None))
-        patch.setattr(generate, "takes_images", lambda config: False)
-        return generate.load_prompts(args, tokenizer, None)[0]
+    args.sees_images = False
+    return generate.load_prompts(args, tokenizer, None)[0]
 
 
 def test_other_forms_of_calls():

@@ -54,10 +54,8 @@ NANO = {  # lines of grpo_nano.py that a script with options has not, by functio
         "yield from to_files({name: x}).items()",
     ],
     "load_data": [
-        '"""-> tokenizer, reward manager, rows of training and of validation, a line about them."""',
         "tokenizer = load_processor(args.model)",
         'manager = RewardManager("naive", load_rewards(args.reward_fn, (), args.group_size))',
-        "return tokenizer, manager, train_rows, val_rows, summary",
     ],
     "build_engine": ["**families.vllm_options(config, False),"],
     "awake": [
@@ -109,7 +107,7 @@ OWN = {  # scripts that define a name in their own way; all others have copies o
     "build_engine": {"generate.py"},
 }
 TEXT_ONLY = [  # grpo.py takes images, if without adapters
-    "if families.takes_images(args):",
+    "if args.sees_images:",
     'raise ValueError(f"{name} takes images, which only grpo.py and sft.py do")',
 ]
 ALL_RUN = [  # no group without an advantage is left out

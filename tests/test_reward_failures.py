@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from algos import eval as evaluation
-from rewards.manager import RewardManager, check_results, failures, settle
+from rewards.manager import RewardManager, check_failures, check_results, failures
 from rewards.manager.combined import load_rewards
 from rewards.manager.failures import OUTAGE, Failures
 
@@ -148,23 +148,23 @@ def test_when_a_run_ends(steps, ends, monkeypatch):
     for i, results in enumerate(steps):
         if i == ends:
             with pytest.raises(SystemExit, match="the reward failed for all"):
-                settle(rows_of(*results))
+                check_failures(rows_of(*results))
         else:
-            settle(rows_of(*results))
+            check_failures(rows_of(*results))
 
 
 def test_said_once_for_each_kind_and_told_to_the_run(monkeypatch, caplog):
     monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
-    settle(rows_of(GOOD, BUG))
+    check_failures(rows_of(GOOD, BUG))
     assert caplog.text.count("warning: the reward failed for 1 of 2 responses, one with KeyError") == 1
     caplog.clear()
     caplog.set_level("INFO", "rewards")  # as a run has it
     for results in ((GOOD, BUG), (BUG, GOOD, LOST), (GOOD, LOST, BUG)):
-        settle(rows_of(*results))
+        check_failures(rows_of(*results))
     [said] = caplog.records
     assert said.levelname == "WARNING" and "one with TimeoutError: 9 s" in said.getMessage()
     with pytest.raises(SystemExit) as error:
-        settle(rows_of(BUG, BUG))
+        check_failures(rows_of(BUG, BUG))
     last = caplog.records[-1]
     assert (last.levelname, last.getMessage()) == ("INFO", str(error.value))
     assert "the reward failed for all 2 responses, the first with KeyError: 'a'" in str(error.value)
@@ -173,7 +173,7 @@ def test_said_once_for_each_kind_and_told_to_the_run(monkeypatch, caplog):
 def test_an_environment_that_always_fails_ends_the_run():
     rows = [row | dict(failure="error: KeyError: 'x'") for row in rows_of(GOOD, GOOD)]
     with pytest.raises(SystemExit, match="the environment failed for all 2 responses"):
-        settle(rows)
+        check_failures(rows)
 
 
 def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys, caplog):
@@ -234,5 +234,6 @@ def test_no_other_place_calls_a_reward():
     assert {name for name, text in scripts.items() if "load_rewards(" in text} == trainers | {"eval"}
     for name in trainers:
         before, _, body = scripts[name].partition("def score_rows(rows, manager, tokenizer):")
-        assert "return settle(" in body and "manager.score(" not in scripts[name]
+        assert "    check_failures(rows)\n    return demote_failures(rows)\n" in body
+        assert "manager.score(" not in scripts[name]
         assert before.count("score_rows(") == 2  # of validation and of training

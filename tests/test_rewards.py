@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import os
-import re
 import time
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from common.metrics import failure_metrics
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
-from rewards.manager import RewardManager, demote_failures, validation_metrics
+from rewards.manager import RewardManager, demote_failures, validation_metrics, validation_summary
 from rewards.manager.combined import CombinedReward, load_rewards, score_parts
 from rewards.sandbox import SandboxError
 
@@ -374,26 +373,19 @@ def test_validation_without_an_accuracy():
     assert metrics["val-core/arithmetic/acc/mean@2"] == 0.5
 
 
-def test_manager_prints_the_first_samples_as_they_are(capsys):
-    texts = ["[bold]5[/bold] [/nope]", "\x1b[31m 5 \ud800", "x" * 5000 + "5", "unseen"]
-    rows = [make_row(text, prompt_str="2+3=") for text in texts]
-    RewardManager(num_examine=3).score(rows)
-    out = capsys.readouterr().out
-    assert "[bold]5[/bold] [/nope]" in out and "2+3=" in out and out.count("arithmetic: ") == 3
-    assert "\\x1b[31m" in out and "\x1b" not in out and "\\ud800" in out
-    assert "[...]" in out and out.count("x") < 500 and "unseen" not in out
-    assert len(out.splitlines()) == 6
-    RewardManager().score(rows)
-    assert capsys.readouterr().out == ""
-
-
-def test_manager_prints_other_samples_each_time(capsys):
-    rows = [make_row(text, data_source=source) for source in ("gsm8k", "arithmetic") for text in "abc"]
-    manager = RewardManager(compute_score=lambda **_: 0, num_examine=2)
-    for seen in ("ab", "ca", "bc"):
-        manager.score(rows)
-        out = capsys.readouterr().out
-        assert [text for text in re.findall(r"^  (\w) -> ", out, re.MULTILINE)] == [*seen, *seen]
+def test_a_validation_shows_a_response_of_each_source_as_it_is():
+    texts = ["[bold]5[/bold] [/nope]", "\x1b[31m 5 \ud800", "x" * 5000 + "5"]
+    rows = []
+    for source in ("gsm8k", "arithmetic"):
+        for i, text in enumerate(texts):
+            sampled = dict(prompt_str="2+3=", solution_str=text, ground_truth="5")
+            rows.append(dict(data_source=source, index=i, sampled=sampled, reward=dict(score=i, acc=i == 1)))
+    shown = [validation_summary(rows, number)[1].splitlines() for number in range(4)]
+    assert [len(lines) for lines in shown] == [6] * 4 and shown[0] == shown[3]
+    assert shown[0][:2] == ["arithmetic: 2+3= [5]", f"  {texts[0]} -> {{'score': 0, 'acc': False}}"]
+    assert shown[1][3].startswith("  \\x1b[31m 5 \\ud800 -> ") and "\x1b" not in shown[1][3]
+    assert "[...]" in shown[2][1] and shown[2][1].count("x") < 500
+    assert shown[0][4:] == [f"val-core/{source}/acc/mean@1 0.333" for source in ("arithmetic", "gsm8k")]
 
 
 def test_prime_manager_replaces_what_hangs_or_dies():

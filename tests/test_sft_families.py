@@ -9,7 +9,6 @@ from conftest import ROOT, run
 from transformers import AutoConfig
 
 from algos import dpo, rm, sft
-from common import families as common_families
 from tests import families
 
 WORKER = ROOT / "tests/workers/sft_families.py"
@@ -73,9 +72,8 @@ def test_a_run_ends_before_its_first_step(arithmetic, tmp_path):
     [("gpt2", "n_positions"), ("gpt_bigcode", "n_positions"), ("gpt_neo", "max_position_embeddings")]
     + [("opt", "max_position_embeddings"), ("biogpt", "max_position_embeddings")],
 )
-def test_rows_beyond_a_table_of_positions(kind, name, script, monkeypatch):
+def test_rows_beyond_a_table_of_positions(kind, name, script):
     """A run would end at its first long row, whenever that comes; rotary positions have no table."""
-    monkeypatch.setattr(common_families, "takes_images", lambda args: False)
     limits = dict.fromkeys((name, "max_position_embeddings"), 128)
     sizes = dict(vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     sizes |= dict(num_layers=2, attention_types=[[["global"], 2]]) if kind == "gpt_neo" else {}

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from algos import grpo, ppo, rm
 from common.checkpoints import write_hf
-from common.families import auto_class, decoder, hf_overrides, takes_images, unused_weights
+from common.families import auto_class, decoder, hf_overrides, unused_weights
 from data_prep.lib.schema import load_rows
 from tests import families
 
@@ -108,7 +108,7 @@ def test_text_alone_freezes_the_encoders(family, models):
     with torch.device("meta"):
         lm, adapted = (auto_class(config).from_config(config) for _ in range(2))
     args = grpo.Args(model=str(models / family), train_files=(), output_dir="", lora_rank=2)
-    frozen = unused_weights(lm, args)
+    frozen = unused_weights(lm, args.sees_images)
     assert frozen and not any(part in name for name in frozen for part in INSIDE)
     for name, _ in lm.named_parameters():
         assert any(part in name for part in INSIDE) == (name not in frozen), name
@@ -121,7 +121,7 @@ def test_a_file_of_rows_decides(models, arithmetic):
     """No flag, no processor: without images the tokenizer is all that is loaded besides the model."""
     train = str(arithmetic / "train.parquet")
     args = grpo.Args(model=str(models / "gemma3"), train_files=(train,), output_dir="")
-    assert not takes_images(args) and not hasattr(grpo.load_processor(args.model), "image_processor")
+    assert not args.sees_images and not hasattr(grpo.load_processor(args.model), "image_processor")
 
 
 def test_weights_that_the_configuration_ties_wrongly(models, mesh, tmp_path):

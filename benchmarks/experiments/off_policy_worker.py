@@ -33,7 +33,7 @@ def change_sampler(algo, lag, noise, training):
     """
     sync_weights, log, history = algo.sync_weights, algo.Run.log, []
     # it differs on purpose; NaN still stops
-    algo.families.rounding_limit = lambda lm, args: (math.inf, False)
+    algo.families.rounding_limit = lambda *_: (math.inf, False)
 
     def sync(engine, lm, args):
         nonlocal training

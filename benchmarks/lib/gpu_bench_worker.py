@@ -90,7 +90,7 @@ def speed(policy, args, rows, measured):
     trained = sum(row["length"] for row in rows)
     trained += sum({row["group"]: row["prompt_length"] for row in rows}.values())
     timing = dict(step=measured, update_actor=measured)
-    mfu = speed_metrics(lengths, policy, timing, args, trained)["perf/mfu/actor"]
+    mfu = speed_metrics(lengths, policy, timing, args.compute_dtype, trained)["perf/mfu/actor"]
     words = f"{sum(lengths) / measured:.0f} tokens/s, MFU {mfu:.3f}"
     for name, flops in DATA_SHEET.items():
         if CUDA and name in torch.cuda.get_device_name():

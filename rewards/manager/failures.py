@@ -43,14 +43,10 @@ def stop(message):
     fail(text)
 
 
-def settle(rows):
-    """The rows of a step, of all ranks, with failed rewards as the lowest; see `demote_failures`.
-
-    Stops the run where every reward failed, or every environment.
-    """
+def check_failures(rows):
+    """Say which rewards and environments failed, of the rows of all ranks; stop if each did."""
     check_environments(rows)
-    REWARDS.check(failures_of([row["reward"] for row in rows]), len(rows))
-    return demote_failures(rows)
+    check_results([row["reward"] for row in rows])
 
 
 def check_environments(rows):

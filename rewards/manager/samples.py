@@ -2,20 +2,24 @@
 
 import sys
 
-SHOWN_CHARS = 240  # of a text in a printed sample
+SHOWN = "prompt_str", "solution_str", "ground_truth"
+SHOWN_CHARS = 240  # of a text
 
 
-def print_samples(rows, results, num_examine, call):
-    """Print `num_examine` rows of each data source: in the first call the first ones, and so on."""
-    by_source = {}
-    for row, result in zip(rows, results, strict=True):
-        by_source.setdefault(str(row.get("data_source")), []).append((row, result))
-    for source, scored in by_source.items():
-        for i in range(call * num_examine, call * num_examine + min(num_examine, len(scored))):
-            row, result = scored[i % len(scored)]
-            truth = _one_line(row.get("ground_truth"))
-            print(f"{_one_line(source)}: {_one_line(row.get('prompt_str', ''))} [{truth}]")
-            print(f"  {_one_line(row.get('solution_str'))} -> {_one_line(result)}", flush=True)
+def validation_summary(rows, number):
+    """-> `validation_metrics`, and text: of each data source the response of this number, and the means.
+
+    rows: those of the manager's `score_responses`, of all ranks.
+    """
+    metrics, lines = validation_metrics(rows), []
+    for source in sorted({row["data_source"] for row in rows}):
+        some = [row for row in rows if row["data_source"] == source]
+        row = some[number % len(some)]
+        prompt, response, truth = (_one_line(row["sampled"][name]) for name in SHOWN)
+        lines.append(f"{_one_line(source)}: {prompt} [{truth}]")
+        lines.append(f"  {response} -> {_one_line(row['reward'])}")
+    lines += [f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name]
+    return metrics, "\n".join(lines)
 
 
 def _one_line(value):
