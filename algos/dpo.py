@@ -637,7 +637,7 @@ def check_model(config, args):
         lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
         add_adapters(lm, args)
         TokenLogps(lm)  # refuses a bias of the output layer
-    refuse(too_long(lm, args))
+    refuse(too_long(lm, args.max_length))
 
 
 def load_data(args):

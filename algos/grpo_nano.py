@@ -357,7 +357,8 @@ def load_data(args):
     try:
         tokenizer = load_processor(args.model)
         manager = RewardManager("naive", load_rewards(args.reward_fn, (), args.group_size))
-        train_rows, val_rows, summary = load_prompt_files(args, tokenizer)
+        data = args.train_files, args.val_files, args.max_prompt_length
+        train_rows, val_rows, summary = load_prompt_files(tokenizer, args.train_batch_size, *data)
         manager.check(train_rows, val_rows)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))

@@ -474,7 +474,7 @@ def check_model(config, args):
         f"{name} is a classifier with {labels} labels; a reward model has one score": labels != 1,
         f"{name} takes images, which rm.py does not": args.sees_images,
         f"{name} as a classifier has no head `score` without a bias": headless,
-        **too_long(lm, args),
+        **too_long(lm, args.max_length),
     }
     refuse(problems)
 

@@ -840,7 +840,7 @@ def check_model(config, args):
         f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
         f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,
         f"{name} has no kernels for --liger": config.model_type not in known,
-        **too_long(lm, args),
+        **too_long(lm, args.max_length),
     }
     refuse(problems)
 

@@ -166,7 +166,7 @@ VARIANTS = {  # lines of a copy that the longest has not
     ],
     ("load_data", "agent.py"): [
         "def load_data(args, pool):",
-        "train_rows, val_rows, summary = load_prompt_files(args, tokenizer, learn_calls(pool, tokenizer))",
+        "data = args.train_files, args.val_files, args.max_prompt_length, learn_calls(pool, tokenizer)",
     ],
     ("check_model", "dapo.py"): TEXT_ONLY,
     ("check_model", "ppo.py"): TEXT_ONLY,

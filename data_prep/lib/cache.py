@@ -100,14 +100,17 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
     return rows, dropped
 
 
-def load_prompt_files(args, tokenizer, tools=None):
-    """-> rows of training and of validation as `load_prompts` gives them, and a line about them."""
-    train_rows, dropped = load_prompts(args.train_files, tokenizer, args.max_prompt_length, tools)
-    val_rows, val_dropped = load_prompts(args.val_files, tokenizer, args.max_prompt_length, tools)
-    if len(train_rows) < args.train_batch_size:
-        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} prompts")
+def load_prompt_files(tokenizer, batch_size, train_files, val_files, max_length, tools=None):
+    """-> rows of training, of which a batch is filled, and of validation, and a line about them.
+
+    As `load_prompts` gives them.
+    """
+    train_rows, dropped = load_prompts(train_files, tokenizer, max_length, tools)
+    val_rows, val_dropped = load_prompts(val_files, tokenizer, max_length, tools)
+    if len(train_rows) < batch_size:
+        fail(f"--train_batch_size {batch_size} is more than the {len(train_rows)} prompts")
     summary = f"{len(train_rows)} training and {len(val_rows)} validation prompts"
-    dropped = f"{dropped + val_dropped} dropped: empty or over {args.max_prompt_length} tokens"
+    dropped = f"{dropped + val_dropped} dropped: empty or over {max_length} tokens"
     return train_rows, val_rows, f"{summary} ({dropped})"
 
 
@@ -165,14 +168,14 @@ def key_of(paths, tokenizer, about, code):
     return digest.hexdigest()
 
 
-def too_long(lm, args):
+def too_long(lm, max_length):
     """{what is wrong: whether it is} where a row may have more tokens than a table of positions has rows."""
     config = lm.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     tables = [x for name, x in (*lm.named_parameters(), *lm.named_buffers()) if re.search("wpe|pos", name)]
     has_table = any(x.dim() == 2 and len(x) in (limit, limit + 2) for x in tables)  # OPT's has two more
     name = f"{config.name_or_path} ({config.model_type}) has a table of {limit} positions"
-    return {f"{name}, fewer than --max_length {args.max_length}": has_table and args.max_length > limit}
+    return {f"{name}, fewer than --max_length {max_length}": has_table and max_length > limit}
 
 
 def build(entry, *how):
