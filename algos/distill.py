@@ -975,17 +975,16 @@ def check_teacher(args, tokenizer, rows):
     templates = args.teacher_prompt
     empty = [text for text in templates if "{solution}" in text and (no_rule or args.group_size == 1)]
     empty += [text for text in templates if "{feedback}" in text and no_rule]
-    problems = {
-        f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1": not alone,
-        f"{len(missing)} rows have no text in extra_info.answer, first {min(missing, default=0)}": missing,
-        "--teacher_prompt: {solution} needs --group_size above 1, both it and {feedback} a rule": templates
-        and {*templates} <= {*empty},
-        "several --teacher need --kl sampled": several and args.kl == "full",
-        f"{len(args.teacher)} --teacher and {len(sources)} --teacher_sources: give one for each": uneven,
-        f"--teacher_sources: a data_source without a teacher or without rows: {', '.join(odd)}": odd,
-        "--teacher_update_rate needs the --model as --teacher, no --lora_rank": follows and not same,
-    }
-    refuse(problems)
+    idle = templates and {*templates} <= {*empty}
+    refuse(
+        (not alone, f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1"),
+        (missing, f"{len(missing)} rows have no text in extra_info.answer, first {min(missing, default=0)}"),
+        (idle, "--teacher_prompt: {solution} needs --group_size above 1, both it and {feedback} a rule"),
+        (several and args.kl == "full", "several --teacher need --kl sampled"),
+        (uneven, f"{len(args.teacher)} --teacher and {len(sources)} --teacher_sources: give one for each"),
+        (odd, f"--teacher_sources: a data_source without a teacher or without rows: {', '.join(odd)}"),
+        (follows and not same, "--teacher_update_rate needs the --model as --teacher, no --lora_rank"),
+    )
 
 
 def data_rows(prompts, tokenizer, args):

@@ -111,7 +111,7 @@ from common.gpu import compute_device, prepare_layers, send
 from common.log_probs import log_probs
 from common.metrics import speed_metrics, timed
 from common.run import Run, all_reduce, learning_rate, setup_distributed
-from data_prep.lib.cache import BOOLS, IDS, encoded_rows, too_long
+from data_prep.lib.cache import BOOLS, IDS, encoded_rows
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import pair_of
@@ -628,16 +628,15 @@ def check_model(config, args):
     """Stop where the model cannot be trained, by a line, ValueError or ImportError."""
     name = f"{args.model} ({config.model_type})"
     rounded = args.qlora and families.dequantised(config)
-    problems = {
-        f"{name} takes images, which dpo.py does not": args.sees_images,
-        f"--qlora rounds whole weights, and {name} has rounded ones": rounded,
-    }
-    refuse(problems)
+    refuse(
+        (args.sees_images, f"{name} takes images, which dpo.py does not"),
+        (rounded, f"--qlora rounds whole weights, and {name} has rounded ones"),
+    )
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
         add_adapters(lm, args)
         TokenLogps(lm)  # refuses a bias of the output layer
-    refuse(too_long(lm, args.max_length))
+    families.check_positions(lm, args.max_length)
 
 
 def load_data(args):

@@ -86,12 +86,11 @@ def check_paths(args):
     root, inside = Path(args.model), ("", "hf", "checkpoints/latest/hf")  # of a model, a checkpoint, a run
     found = [root / name for name in inside if any((root / name).glob("*.safetensors"))]
     empty = root.is_dir() and not found
-    problems = {
-        f"--output {args.output} exists: choose another, or remove it": os.path.lexists(args.output),
-        f"--model {root}: vLLM finds no files in a path with [ or *: rename it": {*"[*"} & {*str(root)},
-        f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/": empty,
-    }
-    refuse(problems)
+    refuse(
+        (os.path.lexists(args.output), f"--output {args.output} exists: choose another, or remove it"),
+        ({*"[*"} & {*str(root)}, f"--model {root}: vLLM finds no files in a path with [ or *: rename it"),
+        (empty, f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/"),
+    )
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails now, not after hours of sampling
     return str(found[0].resolve()) if found else args.model  # resolved: `latest` moves on while a run trains
 
@@ -101,14 +100,12 @@ def load_prompts(args, tokenizer, tools):
     rows = [row for some in read_rows(args.data, dict(prompt=args.prompt_key)) for row in some]
     table = Source(args.data).table()
     sees = args.sees_images
-    blind = next((i for i, row in enumerate(rows) if row["images"] and not sees), None)
+    blind = [i for i, row in enumerate(rows) if row["images"] and not sees]
     taken = [name for name in COLUMNS if name in table.column_names]
     refuse(
-        {
-            f"{args.data}: it has columns {' '.join(taken)} already: use the file without": taken,
-            f"{args.data}: row {blind} has images, which {args.model} does not take": blind is not None,
-            f"--env {args.env}: {args.model} takes images, which turns do not": sees and args.env,
-        }
+        (taken, f"{args.data}: it has columns {' '.join(taken)} already: use the file without"),
+        (blind, f"{args.data}: row {min(blind, default=0)} has images, which {args.model} does not take"),
+        (sees and args.env, f"--env {args.env}: {args.model} takes images, which turns do not"),
     )
     prompts = {}
     for i, row in enumerate(rows):

@@ -935,13 +935,12 @@ def check_models(args):
     not_each = models and weights not in (0, rules + models)
     no_rule = args.val_files and not rules
     alpha, length = args.lam_alpha, args.max_response_length
-    short = 1 / alpha if alpha else 0  # lambda is 0 for so few tokens
-    problems = {
-        f"--lam_alpha {alpha}: lambda is 0 up to {short:g} tokens, a response has {length}": short >= length,
-        f"{given}: give one for each": not_each,
-        "--val_files without --reward_fn: validation scores by rules, not by reward models": no_rule,
-    }
-    refuse(problems)
+    zero = 1 / alpha if alpha else 0  # tokens with lambda 0
+    refuse(
+        (zero >= length, f"--lam_alpha {alpha}: lambda is 0 up to {zero:g} tokens, a response has {length}"),
+        (not_each, f"{given}: give one for each"),
+        (no_rule, "--val_files without --reward_fn: validation scores by rules, not by reward models"),
+    )
     try:
         names = args.critic_model or args.model, args.model
         configs = [AutoConfig.from_pretrained(name) for name in names]

@@ -100,7 +100,7 @@ from common import families
 from common.gpu import compute_device, prepare_layers, send
 from common.metrics import speed_metrics, timed
 from common.run import Run, all_reduce, learning_rate, setup_distributed
-from data_prep.lib.cache import IDS, encoded_rows, too_long
+from data_prep.lib.cache import IDS, encoded_rows
 from data_prep.lib.columns import opened
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
@@ -470,13 +470,12 @@ def check_model(config, args):
         lm = auto.from_config(config, attn_implementation=args.attn_implementation)
         add_adapters(lm, args)
     headless = getattr(getattr(lm, "score", None), "bias", 0) is not None
-    problems = {
-        f"{name} is a classifier with {labels} labels; a reward model has one score": labels != 1,
-        f"{name} takes images, which rm.py does not": args.sees_images,
-        f"{name} as a classifier has no head `score` without a bias": headless,
-        **too_long(lm, args.max_length),
-    }
-    refuse(problems)
+    refuse(
+        (labels != 1, f"{name} is a classifier with {labels} labels; a reward model has one score"),
+        (args.sees_images, f"{name} takes images, which rm.py does not"),
+        (headless, f"{name} as a classifier has no head `score` without a bias"),
+    )
+    families.check_positions(lm, args.max_length)
 
 
 def load_data(args):

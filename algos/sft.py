@@ -110,7 +110,7 @@ from common.log_probs import log_probs
 from common.metrics import speed_metrics, timed
 from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib import packing
-from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, encoded_rows, too_long
+from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, encoded_rows
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import answer, asked
@@ -834,15 +834,14 @@ def check_model(config, args):
     text_only = text_only or args.truncation == "left" or sp_size > 1
     flags = "--text_key, --messages_key, --lora_rank, --liger, --truncation left and --sp_size"
     undivided = f"{name} has {heads} attention heads, which --sp_size {sp_size} does not divide"
-    problems = {
-        f"--qlora rounds whole weights, and {name} has rounded ones": rounded,
-        f"{name} takes images, which {flags} do not": text_only and args.sees_images,
-        f"{name} has {special}, which --sp_size {sp_size} does not implement": sp_size > 1 and special,
-        f"{undivided}: take --sp_attention ring": args.sp_attention == "ulysses" and heads % sp_size,
-        f"{name} has no kernels for --liger": config.model_type not in known,
-        **too_long(lm, args.max_length),
-    }
-    refuse(problems)
+    refuse(
+        (rounded, f"--qlora rounds whole weights, and {name} has rounded ones"),
+        (text_only and args.sees_images, f"{name} takes images, which {flags} do not"),
+        (sp_size > 1 and special, f"{name} has {special}, which --sp_size {sp_size} does not implement"),
+        (args.sp_attention == "ulysses" and heads % sp_size, f"{undivided}: take --sp_attention ring"),
+        (config.model_type not in known, f"{name} has no kernels for --liger"),
+    )
+    families.check_positions(lm, args.max_length)
 
 
 def load_data(args):

@@ -145,10 +145,11 @@ def fail(message):
     raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
 
 
-def refuse(problems):
-    """Stop with the first message of {message: condition} whose condition is true."""
-    for message in [text for text, is_so in problems.items() if is_so][:1]:
-        fail(message)
+def refuse(*problems):
+    """Stop at the first pair of a condition that is true and a message."""
+    for wrong, message in problems:
+        if wrong:
+            fail(message)
 
 
 def unusable(values, defaults):

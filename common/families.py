@@ -6,6 +6,7 @@ Of a model with encoders, of images for instance, text trains the language model
 import copy
 import inspect
 import json
+import math
 import re
 import shutil
 import sys
@@ -66,6 +67,17 @@ def takes_images(model, files):
             if not {"images", "image"}.isdisjoint(names):
                 return wrapped(AutoConfig.from_pretrained(model))
     return False
+
+
+def check_positions(lm, max_length):
+    """Stop if a row may have more tokens than a table of positions has rows."""
+    config = lm.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    tables = [x for name, x in (*lm.named_parameters(), *lm.named_buffers()) if re.search("wpe|pos", name)]
+    has_table = any(x.dim() == 2 and len(x) in (limit, limit + 2) for x in tables)  # OPT's has two more
+    if has_table and max_length > limit:
+        name = f"{config.name_or_path} ({config.model_type}) has a table of {limit} positions"
+        fail(f"{name}, fewer than --max_length {max_length}")
 
 
 def unused_weights(lm, sees_images):

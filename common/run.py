@@ -144,6 +144,7 @@ class Run:
         self.unsaved = None  # the state of the last whole step that is in no checkpoint yet
         self.seconds = {}  # of the last checkpoint, for the timing of the step after it
         self.signal = self.signalled = 0  # its number, and the time of the first one
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first step there is nothing to save
 
     def load(self, models, optimizers, tokenizer, whole_weights):
         """Load the checkpoint to go on from -> the state that `updated` was given, {} in a new run.
@@ -173,10 +174,10 @@ class Run:
             clean(self.out, self.step, self.args)
             self.track = open_tracker(self.args, self.step)
         origin = f"\nresumed from {self.checkpoint}" if self.checkpoint else ""
-        self.say(f"{summary}\n{total_steps} steps, {ranks_on(lm, self.args)}{origin}")
+        self.say(f"{summary}\n{total_steps} steps, {ranks_on(lm)}{origin}")
 
     def steps(self):
-        """Each step that is left, and a dict for the seconds of its parts; after a signal it is the last."""
+        """Each step that is left, and a dict for the seconds of its parts."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         for step in range(self.step + 1, self.total + 1):
@@ -185,7 +186,9 @@ class Run:
             faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)
             self.begin, timing, self.seconds = time.perf_counter(), self.seconds, {}
             yield step, timing
-            if self.last:
+            [signalled] = all_reduce([self.signal], dist.ReduceOp.MAX)
+            if signalled:
+                self.signal = int(signalled)
                 return
 
     def on_signal(self, number, _):
@@ -205,9 +208,6 @@ class Run:
         state: what `load` returns to a run that resumes here.
         """
         self.unsaved = dict(state, step=self.step, content=self.content)
-        [signalled] = all_reduce([self.signal], dist.ReduceOp.MAX)
-        self.signal = int(signalled)
-        self.last = self.signal > 0 or self.step == self.total
 
     def forget(self):
         """An update has begun: until `updated` the weights belong to no step, and are not saved."""
@@ -215,7 +215,7 @@ class Run:
 
     def due(self, freq):
         """Whether something is done in this step that is done in every freq-th and in the last one."""
-        return self.last or (freq and self.step % freq == 0)
+        return self.step == self.total or (freq and self.step % freq == 0)
 
     def dump(self, rows, kind="step"):
         """With --rollout_dump: scored rows, one JSON line each. kind val: a tracker has some of them, too."""
@@ -358,8 +358,8 @@ def leave(code=0):
     os._exit(code)
 
 
-def ranks_on(lm, args):
-    """A run's first lines: how many ranks on what, and what they train; what would be faster."""
+def ranks_on(lm):
+    """A run's first lines: how many ranks on what, and what they train."""
     ranks, threads = dist.get_world_size(), torch.get_num_threads()
     device = compute_device().type
     here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
@@ -370,6 +370,4 @@ def ranks_on(lm, args):
     trained = {name: p.numel() for name, p in lm.named_parameters() if p.requires_grad}
     layers = " ".join(sorted({n.split(".lora_")[0].rpartition(".")[2] for n in trained if ".lora_" in n}))
     part = f"{sum(trained.values()) / 1e6:.3g}M of {sum(p.numel() for p in lm.parameters()) / 1e6:.4g}M"
-    text += f"\nLoRA trains {part} weights: {layers}" if layers else f"\ntrains {part} weights"
-    faster = "; faster, with more memory: --gradient_checkpointing none"
-    return text + faster * (args.gradient_checkpointing != "none")
+    return text + (f"\nLoRA trains {part} weights: {layers}" if layers else f"\ntrains {part} weights")

@@ -43,7 +43,7 @@ def of_rewards():
 
 
 def messages():
-    """What `fail` gets, the keys of what `refuse` gets, what `impossible` returns; and `of_rewards`."""
+    """What `fail` gets, the messages that `refuse` gets, what `impossible` returns; and `of_rewards`."""
     found = of_rewards()
     cache = ROOT / "data_prep/lib/cache.py"
     for path in sorted([*(ROOT / "algos").glob("**/*.py"), *(ROOT / "common").glob("*.py"), cache]):
@@ -57,10 +57,8 @@ def messages():
             if function.name.startswith("wrong_"):  # flags together: `impossible` of common/arguments.py
                 found |= {skeleton(x.value, names) for x in nodes if isinstance(x, ast.Return)}
             found |= {skeleton(x.args[0], names) for x in calls if ast.unparse(x.func) == "fail"}
-            if any(ast.unparse(x.func) == "refuse" for x in calls):
-                dicts = [x.value for x in sets] + [x.args[0] for x in calls if x.args]
-                keys = [key for x in dicts if isinstance(x, ast.Dict) for key in x.keys]
-                found |= {skeleton(key, names) for key in keys}
+            pairs = [pair for x in calls if ast.unparse(x.func) == "refuse" for pair in x.args]
+            found |= {skeleton(pair.elts[1], names) for pair in pairs if isinstance(pair, ast.Tuple)}
     return {" ".join(message.split()) for message in found - {None}}
 
 

@@ -45,7 +45,7 @@ def test_two_ranks_and_a_resumed_one_agree_with_the_sampler(trained):
     log = (trained / "log.txt").read_text()
     assert list(steps) == [1, 2] and "resumed from" in log
     layers = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
-    assert f"weights: {layers}; faster, with more memory: --gradient_checkpointing none\n" in log
+    assert f"weights: {layers}\n" in log
     assert all(math.isfinite(x) for m in steps.values() for x in m.values())
     assert max(m["training/rollout_logp_diff_mean"] for m in steps.values()) < 1e-5
     assert min(m["actor/grad_norm"] for m in steps.values()) > 0

@@ -7,9 +7,7 @@ a hash of all that the entry depends on.
 import hashlib
 import inspect
 import json
-import math
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -166,16 +164,6 @@ def key_of(paths, tokenizer, about, code):
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
     return digest.hexdigest()
-
-
-def too_long(lm, max_length):
-    """{what is wrong: whether it is} where a row may have more tokens than a table of positions has rows."""
-    config = lm.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
-    tables = [x for name, x in (*lm.named_parameters(), *lm.named_buffers()) if re.search("wpe|pos", name)]
-    has_table = any(x.dim() == 2 and len(x) in (limit, limit + 2) for x in tables)  # OPT's has two more
-    name = f"{config.name_or_path} ({config.model_type}) has a table of {limit} positions"
-    return {f"{name}, fewer than --max_length {max_length}": has_table and max_length > limit}
 
 
 def build(entry, *how):
