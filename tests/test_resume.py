@@ -36,7 +36,7 @@ def changed(args, name):
     if name in OTHER:
         return replace(args, **{name: OTHER[name]})
     kinds = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value / 2 + 0.1}
-    kinds |= {tuple: lambda: (*value, *value[:1]) or ("1.0",), str: lambda: f"{value}x", type(None): lambda: 1}
+    kinds |= {tuple: lambda: (*value, *value[:1]) or ("1",), str: lambda: f"{value}x", type(None): lambda: 1}
     return replace(args, **{name: kinds[type(value)]()})
 
 
