@@ -22,7 +22,10 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("family", RIGHT)
 def test_sampler_and_trainer_agree(found, family):
-    """Scales and caps of logits, windows, experts, weights in buffers, states; after a second sync, too."""
+    """Scales and caps of logits, windows, experts, weights in buffers, states; after a second sync, too.
+
+    A sync brings all that a sleep of level 2 drops, whatever the family.
+    """
     assert found[family].startswith("right ")
 
 

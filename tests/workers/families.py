@@ -1,12 +1,16 @@
-"""Sampler against trainer for families of models, after two syncs: DIRECTORY FAMILY[:ATTENTION[:DTYPE]]...
+"""Sampler against trainer for families of models: DIRECTORY FAMILY[:ATTENTION[:DTYPE]]...
 
+Twice the sampler loses its weights, and a sync brings them back.
 Prints for each what the check of a step says: "right" and the largest mean gap of its log-probs, or the line
 that the run stops with.
 """
 
 import dataclasses
+import math
 import os
 import sys
+
+import torch
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 sys.path.insert(0, __file__.rsplit("/workers/", 1)[0])
@@ -14,6 +18,16 @@ from families import write
 
 from algos import grpo
 from common.run import leave
+
+
+def sleep(model):
+    """A sampler's weights are lost, as a GPU's are: all but registered buffers, which vLLM keeps."""
+    kept = {x.untyped_storage().data_ptr() for x in model.buffers()}
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False)) | vars(module)
+        for x in [x for name, x in own.items() if torch.is_tensor(x) and name != "kv_cache"]:
+            if x.is_floating_point() and x.untyped_storage().data_ptr() not in kept:
+                x.data.fill_(math.nan)
 
 
 def check(directory, family, mesh, device, engines, attention="sdpa", dtype="float32"):
@@ -26,6 +40,7 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
         policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
         prompts = [dict(prompt_ids=list(range(8, 12 + i)), index=i, group=i) for i in range(2)]
         for step in (1, 2):
+            engines[-1].apply_model(sleep)
             with grpo.awake(engines[-1], [policy], None, args, {}):
                 sampling = dict(temperature=1.0, max_tokens=8, stop_token_ids=[1])
                 rows = grpo.rollout(engines[-1], args, prompts, step, 2, **sampling)
