@@ -11,24 +11,13 @@ from collections import Counter
 from functools import lru_cache
 
 from common import cpu
-from data_prep.lib.templates import render, shows_tools
+from data_prep.lib.templates import TOOLS, Talk, render, shows_tools
 from data_prep.lib.turns import turn
 from envs import messages as plain_messages
 from envs import one_line
 from envs.messages import special_tokens
 from envs.tools import UNREADABLE, harmony
 
-TYPES = dict(text="string", number="integer", names="array", on="boolean")
-TOOL = {  # of every type; no text of a template has its name
-    "name": "zqtool",
-    "description": "zq",
-    "parameters": {
-        "type": "object",
-        "properties": {name: {"type": kind, "description": "zq"} for name, kind in TYPES.items()},
-        "required": [*TYPES],
-    },
-}
-TOOL["parameters"]["properties"]["names"]["items"] = {"type": "string"}
 ONE = "zqtool", dict(text="New York, NY", number=3, names=["a", "b c"], on=True)
 HARD = "zqtool", dict(text='L\'Aquila "x"\nis <b>北京', number=-1, names=[], on=False)
 TRIES = ("", [ONE]), ("", [HARD]), ("I look it up.", [ONE]), ("", [ONE, HARD])  # the first one must be read
@@ -99,11 +88,10 @@ def find_reader(tokenizer, tools, name=None):
         if read("zq"):
             raise ValueError(f"--tool_parser {name}: vLLM's parser of this name reads no text")
         return name, read, stop_ids
-    schema = [dict(type="function", function=TOOL)]
     right = {}
     for key, parser in classes.items():
         pairs = [(*said, calls) for said, (_, calls) in zip(written, TRIES) if said[0]]
-        right[key] = [reader(parser, marked, schema, "", end)(text) == calls for text, end, calls in pairs]
+        right[key] = [reader(parser, marked, TOOLS, "", end)(text) == calls for text, end, calls in pairs]
     names = Counter(classes.values())
     best = max(classes, key=lambda key: (right[key][0], sum(right[key]), names[classes[key]]))
     if not right[best][0]:
@@ -151,7 +139,7 @@ def written_call(content, calls, tokenizer):
     None, "": the template cannot write it.
     """
     try:
-        _, text, *_ = turn(called(content, calls), 1, tokenizer, [dict(type="function", function=TOOL)])
+        _, text = turn(Talk(called(content, calls), tokenizer, TOOLS), 1)
     except ValueError:
         return None, ""
     text = text.rstrip()
@@ -166,8 +154,7 @@ def end_of_call(tokenizer, template, names):
     text, _ = written_call("", calls, tokenizer)
     if text is None:
         return None
-    tools = [dict(type="function", function=TOOL)]
-    alone = render(called("", calls), tokenizer, tools, prompted=False)
+    alone = render(called("", calls), tokenizer, TOOLS, prompted=False)
     return text.rpartition("zqvaluez")[2], alone.rpartition("zqvaluez")[2]
 
 
