@@ -147,9 +147,9 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
         pairs = [pair for i in wanted for pair in marked_turn(talk, i)]
     else:
         pairs = [turn(talk, i) for i in wanted]
-    rows = []
-    for prompt, text in pairs:
-        ids, trained = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"], []
+    rows, prompts = [], ids_of([prompt for prompt, _ in pairs], tokenizer) if pairs else []
+    for ids, (prompt, text) in zip(prompts, pairs):
+        trained = []
         if rows and (size := shared(rows[-1][0], ids, tokenizer)):
             trained = rows.pop()[1][:size]
         trained += [False] * (len(ids) - len(trained))
@@ -180,16 +180,20 @@ def ids_after(prompt, text, tokenizer):
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
     parts = [match.start() for match in special_tokens(tokenizer).finditer(prompt)]
     end = prompt[parts[-1] if parts else 0 :]
-    ids_of = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    given, whole = ids_of(end), ids_of(end + text)
+    given, whole = ids_of([end, end + text], tokenizer)
     if whole[: len(given)] == given:
         return whole[len(given) :]
     for before in (end[-1:], "\n", ":", "x", tokenizer.eos_token):
-        alone, whole = ids_of(before), ids_of(before + text)
+        alone, whole = ids_of([before, before + text], tokenizer)
         found = whole[len(alone) :]
         if whole[: len(alone)] == alone and tokenizer.decode(given + found) == tokenizer.decode(given) + text:
             return found
-    return ids_of(text)
+    return ids_of([text], tokenizer)[0]
+
+
+def ids_of(texts, tokenizer):
+    """Ids of each text: what a template wrote has its BOS."""
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def answer_ids(prompt_ids, answer, tokenizer):
