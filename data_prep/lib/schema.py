@@ -20,15 +20,9 @@ import pyarrow.parquet as pq
 
 from common.files import replacing
 from data_prep.lib.chats import say_unknown, storable
-from data_prep.lib.columns import TALKS, opened, read, shown, talk_of, used
+from data_prep.lib.columns import FIELDS, TALKS, opened, read, shown, talk_of, used
 from data_prep.lib.source import by_bytes
 
-FIELDS = {
-    "data_source": str,
-    "ability": str,
-    "reward_model": dict,
-    "extra_info": dict,
-}
 OPTIONAL = ("images", "tools", "chat_template_kwargs")  # where it is missing or null, a row has none
 KINDS = {  # columns of a file
     "RL": ("data_source", "prompt", "ability", "reward_model", "extra_info"),

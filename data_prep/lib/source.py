@@ -42,7 +42,8 @@ class Source:
                 reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
                 raise ValueError(f"{path}: {reason}") from None
             self.names, self.empty = file.schema_arrow.names, not file.metadata.num_rows
-            self.media = [field.name for field in file.schema_arrow if is_medium(field.type)]
+            kinds = {field.name: getattr(field.type, "value_type", field.type) for field in file.schema_arrow}
+            self.media = [name for name, kind in kinds.items() if is_medium(kind)]
         else:
             first = next(self.batches(), [])
             known = [row for row in first if isinstance(row, dict)]
@@ -191,6 +192,5 @@ def as_text(value):
 
 
 def is_medium(kind):
-    """Whether a type of Arrow is {bytes, path}, or a list of such: pictures, sounds or films."""
-    kind = getattr(kind, "value_type", kind)
+    """Whether a type of Arrow is {bytes, path}: pictures, sounds or films."""
     return isinstance(kind, pa.StructType) and {field.name for field in kind} == {"bytes", "path"}
