@@ -8,7 +8,6 @@ import json
 import logging
 import re
 from collections import Counter
-from functools import lru_cache
 
 from common import cpu
 from data_prep.lib.templates import TOOLS, Talk, render, shows_tools
@@ -147,34 +146,25 @@ def written_call(content, calls, tokenizer):
     return text.removesuffix(last), last
 
 
-@lru_cache(1000)
-def end_of_call(tokenizer, template, names):
-    """What the template writes after the last argument, up to the token that ends the turn; and all of it."""
-    calls = [(name, dict(x="zqvaluez")) for name in names]
-    text, _ = written_call("", calls, tokenizer)
-    if text is None:
-        return None
-    alone = render(called("", calls), tokenizer, TOOLS, prompted=False)
-    return text.rpartition("zqvaluez")[2], alone.rpartition("zqvaluez")[2]
-
-
 def after_calls(tokenizer, messages, tools):
     """What the template writes after a turn of calls, with the results that answer it, and without them.
 
     None: they are no results, or the template does not write calls like these.
     """
-    names = tuple(message.get("name", "tool") for message in messages if message["role"] == "tool")
-    end = len(names) == len(messages) and end_of_call(tokenizer, str(tokenizer.chat_template), names)
-    if not end:
+    names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
+    calls = [(name, dict(x="zqvaluez")) for name in names]
+    written = len(names) == len(messages) and written_call("", calls, tokenizer)[0]
+    if not written:
         return None
-    chat = called("", [(name, dict(x="zqvaluez")) for name in names])
     results = [message | dict(tool_call_id=f"callzq{i:03}") for i, message in enumerate(messages)]
     try:
-        text = render(chat + results, tokenizer, tools).rpartition("zqvaluez")[2]
+        answered = render(called("", calls) + results, tokenizer, tools)
     except ValueError:
         return None
-    closing, alone = end
-    return (text.removeprefix(closing), alone.removeprefix(closing)) if text.startswith(closing) else None
+    alone = render(called("", calls), tokenizer, TOOLS, prompted=False)
+    closing, answered, alone = (text.rpartition("zqvaluez")[2] for text in (written, answered, alone))
+    if answered.startswith(closing):
+        return answered.removeprefix(closing), alone.removeprefix(closing)
 
 
 def reader(parser, tokenizer, tools, begin="", end=""):

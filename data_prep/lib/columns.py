@@ -94,6 +94,7 @@ def read(record, columns):
 
     Messages are as chat templates read them. ValueError, in one line, for what is missing or refused.
     """
+    check_fields(record, columns.values())
     row, system = shown(record)
     for what, column in columns.items():
         value = value_of(record, column)
@@ -109,6 +110,22 @@ def read(record, columns):
     if not row["images"] and any(has_mark(m) for what in TALKS for m in row.get(what) or ()):
         raise ValueError(f"it has the mark {MARK}, and no picture in 'images' or 'image'")
     return row
+
+
+def check_fields(row, names=FIELDS):
+    """ValueError if a row is no object, or one of its columns for rewards is not as defined above."""
+    if isinstance(row, ValueError) or not isinstance(row, dict):
+        raise ValueError(f"no JSON of an object: {row!s:.200}")
+    for name, kind in FIELDS.items():
+        if name in row and name in names and not isinstance(row[name], kind):
+            raise ValueError(f"{name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
+    if "reward_model" in row and "reward_model" in names:
+        style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
+        # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
+        if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
+            raise ValueError(f"'reward_model.style' is {style!r}; use 'rule' or 'model'")
+        if style != "model" and truth is None:
+            raise ValueError("'reward_model.ground_truth' is missing; a rule compares with it")
 
 
 def talk_of(value, what, column):

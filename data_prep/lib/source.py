@@ -164,9 +164,9 @@ def plain_rows(table):
     """
     rows = table.to_pylist(maps_as_pydicts="strict")
     for field in table.schema:
-        convert = _tidy if pa.types.is_nested(field.type) else None
+        convert = tidy if pa.types.is_nested(field.type) else None
         if field.name in FOR_REWARDS and NO_JSON.search(str(field.type)):
-            convert = lambda value: json.loads(json.dumps(_tidy(value), default=as_text))
+            convert = lambda value: json.loads(json.dumps(tidy(value), default=as_text))
         if isinstance(field.type, pa.JsonType):
             convert = json.loads
         for row in rows if convert else ():
@@ -174,13 +174,13 @@ def plain_rows(table):
     return rows
 
 
-def _tidy(value, inside=False):
-    """A value without nulls in messages, which are a list of dicts with a role."""
+def tidy(value, inside=False):
+    """A value without nulls in messages, which are a list of dicts with a role; inside: in all dicts."""
     if isinstance(value, list):
         inside = inside or any(isinstance(x, dict) and {"role", "from"} & x.keys() for x in value)
-        return [_tidy(x, inside) for x in value]
+        return [tidy(x, inside) for x in value]
     if isinstance(value, dict):
-        return {name: _tidy(x, inside) for name, x in value.items() if x is not None or not inside}
+        return {name: tidy(x, inside) for name, x in value.items() if x is not None or not inside}
     return value
 
 
