@@ -138,13 +138,17 @@ def parsed(value, where, kind, form):
     return found
 
 
+def in_text(call):
+    """A call with its arguments as JSON text."""
+    function = call.get("function", call)
+    function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
+    return call | dict(function=function) if "function" in call else function
+
+
 def storable(messages):
     """Messages as they are written, arguments as JSON text: a file has one struct for those of all tools."""
-    messages = [dict(message) for message in messages]
-    for message in messages:
-        for i, call in enumerate(message.get("tool_calls", ())):
-            function = call.get("function", call)
-            function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-            call = call | dict(function=function) if "function" in call else function
-            message["tool_calls"] = [*message["tool_calls"][:i], call, *message["tool_calls"][i + 1 :]]
-    return messages
+    found = [dict(message) for message in messages]
+    for message in found:
+        if "tool_calls" in message:
+            message["tool_calls"] = [*map(in_text, message["tool_calls"])]
+    return found

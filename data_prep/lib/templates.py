@@ -12,6 +12,7 @@ from pathlib import Path
 from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from data_prep.lib.chats import in_text
 from data_prep.lib.thoughts import MARK_OF_THOUGHT, thought_apart
 from envs import one_line
 from envs.messages import RENDER_ERRORS, without_special
@@ -184,12 +185,8 @@ def formed(message, parts, text, none):
         message = message | dict(content=[dict(type="text", text=message["content"])])
     if not message.get("tool_calls"):
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        if text:
-            function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-        calls.append(dict(type="function") | call | dict(function=function))
+    calls = map(in_text, message["tool_calls"]) if text else message["tool_calls"]
+    calls = [dict(type="function") | call | dict(function=call.get("function", call)) for call in calls]
     return message | dict(tool_calls=calls, content=message["content"] or (None if none else ""))
 
 
