@@ -102,7 +102,6 @@ def maj_at_k(answers, correct, k):
 
 def load_responses(path, key):
     """Rows of a file with `texts`, the responses: a list of strings, of one length in the whole file."""
-    load_rows(path, [key])  # stops at a file that cannot be read, and names it
     there = set(Source(path).names)
     if clash := there & {"scores", "results"}:
         raise ValueError(f"{path}: it has a column {min(clash)!r} already; use the file without")

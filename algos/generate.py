@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -97,18 +98,16 @@ def check_paths(args):
 
 def load_prompts(args, tokenizer, tools):
     """Ids and images of the prompts within --max_prompt_length, by row number, and the whole table."""
-    rows = [row for some in read_rows(args.data, dict(prompt=args.prompt_key)) for row in some]
-    table = Source(args.data).table()
-    sees = args.sees_images
-    blind = [i for i, row in enumerate(rows) if row["images"] and not sees]
-    taken = [name for name in COLUMNS if name in table.column_names]
+    source, sees, prompts = Source(args.data), args.sees_images, {}
+    taken = [name for name in COLUMNS if name in source.names]
     refuse(
         (taken, f"{args.data}: it has columns {' '.join(taken)} already: use the file without"),
-        (blind, f"{args.data}: row {min(blind, default=0)} has images, which {args.model} does not take"),
         (sees and args.env, f"--env {args.env}: {args.model} takes images, which turns do not"),
     )
-    prompts = {}
-    for i, row in enumerate(rows):
+    batches = read_rows(args.data, dict(prompt=args.prompt_key))
+    for i, row in enumerate(chain.from_iterable(batches)):
+        if row["images"] and not sees:
+            fail(f"{args.data}: row {i} has images, which {args.model} does not take")
         try:
             asked(row["prompt"])
             own = given_by(row, tools, tokenizer)
@@ -119,7 +118,7 @@ def load_prompts(args, tokenizer, tools):
             prompts[i] = prompt | (dict(images=row["images"]) if sees else {})
     if not prompts:
         fail(f"{args.data}: no prompt of 1 to {args.max_prompt_length} tokens (--max_prompt_length)")
-    return prompts, table
+    return prompts, source.table()
 
 
 def plan_shards(args, prompts, rows):

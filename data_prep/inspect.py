@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.pretty import Pretty
 
 from common.arguments import no_model
-from data_prep.lib.columns import ANSWER, PAIR, columns_of, opened
-from data_prep.lib.schema import KINDS, read_row
+from data_prep.lib.columns import ANSWER, PAIR, columns_of, opened, read
+from data_prep.lib.schema import KINDS
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render, use_template
 from data_prep.prepare import prompt_key, repeated_prompts, run
@@ -50,7 +50,7 @@ class Args:
     """Values of the template's variables, as JSON: {"enable_thinking": false}."""
 
 
-def read(path):
+def read_file(path):
     """Kind of a file, its first record, the rows as trainers read them, and the lines of the others."""
     names, good, lines, first = Source(path).names, [], [], None
     for kind, wanted in FORMS.items():  # noqa: B007
@@ -64,7 +64,7 @@ def read(path):
     for where, record in source.rows():
         first = first or record
         try:
-            good.append(read_row(record, columns))
+            good.append(read(record, columns))
         except ValueError as error:
             lines.append(f"{where}: {error}")
     return kind, first, good, lines
@@ -116,7 +116,7 @@ def main(args):
         tokenizer = load_tokenizer(args.tokenizer)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
     for path in args.files:
-        kind, first, rows, lines = read(path)
+        kind, first, rows, lines = read_file(path)
         sources = Counter(str(row.get("data_source")) for row in rows)
         about = ", ".join(f"{name} {n}" for name, n in sources.most_common())
         print(f"{path}: {kind}, {len(rows) + len(lines)} rows ({about})")

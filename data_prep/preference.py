@@ -45,10 +45,11 @@ def read_dialogue(value):
 
 def make_row(record, split, index, dataset):
     """One row of the schema."""
-    record.update({name: read_dialogue(record[name]) for name in ("chosen", "rejected")})
-    if record["chosen"] == record["rejected"]:
+    columns = columns_of(record, PAIR)
+    record.update({name: read_dialogue(record[name]) for name in (columns["chosen"], columns["rejected"])})
+    found = read(record, columns)
+    if found["chosen"] == found["rejected"]:
         raise prepare.LeftOut("both replies are the same")
-    found = read(record, columns_of(record, PAIR))
     row = {"data_source": dataset, "extra_info": {"split": split, "index": index}}
     for name, said in zip(PAIR, pair_of(*(found[name] for name in PAIR))):
         row[name] = [{key: x[key] for key in FIELDS if key in x} for x in said]

@@ -1,6 +1,9 @@
 """What becomes of each column and key that other libraries document for a row: read, named, or refused.
 
-Libraries: v verl, t TRL, l LlamaFactory, a axolotl, s ms-swift, o OpenRLHF.
+Libraries and their pages: v verl (docs/preparation/prepare_data.rst, verl/utils/dataset/
+multiturn_sft_dataset.py), t TRL (docs/source/dataset_formats.md), l LlamaFactory (data/README.md), a axolotl
+(docs/dataset-formats/*.qmd, docs/rlhf.qmd), s ms-swift (docs/source_en/Customization/Custom-dataset.md),
+o OpenRLHF (README.md, openrlhf/datasets/).
 """
 
 import io
@@ -55,14 +58,25 @@ BESIDE = {  # columns beside what is trained: the libraries, what becomes of the
     "audios": ("l s", ["a.wav"], REFUSED),
     "audio": ("t", dict(bytes=b"x", path="a.wav"), REFUSED),
     "photo": ("any", [PICTURE], REFUSED + "name it 'images'"),
-    "objects": ("s", [dict(bbox=[1, 2, 3, 4])], REFUSED),
-    "functions": ("a", [SCHEMA], REFUSED + "write them in a column 'tools'"),
+    "objects": ("s", dict(ref=["a dog"], bbox=[[1, 2, 3, 4]]), REFUSED),
+    "functions": ("any", [SCHEMA], REFUSED + "write them in a column 'tools'"),
     "documents": ("t", [dict(title="a", text="b")], REFUSED),
+    "context": ("a", "an article", REFUSED + "write them in the prompt"),
+    "article": ("a", "an article", REFUSED + "write them in the prompt"),
+    "choices": ("a", ["3", "4"], REFUSED + "write them in the prompt"),
     "history": ("l s", [["1+1=", "2"]], REFUSED + "write the turns in a column 'messages'"),
     "segments": ("a", [dict(label=True, text="b")], REFUSED),
     "label": ("t s", False, REFUSED + "keep the good completions"),
     "kto_tag": ("l", True, REFUSED),
-    "label of a class": ("o", "3", NAMED),
+    "label of a class": ("s", [1, 3], NAMED),
+    "label that is a score": ("s", 0.8, NAMED),
+    "labels": ("t", [True, False], NAMED),
+    "text": ("t l", "1+2=3", NAMED),
+    "reflection": ("a", "So", NAMED),
+    "category": ("a", "sums", NAMED),
+    "answers": ("a", [dict(answer="3", rank=1)], NAMED),
+    "responses": ("any", ["3"], NAMED),
+    "data_source": ("v", "arithmetic", SPOKEN),
     "rejected_response": ("s", "4", NAMED),
     "rejected_messages": ("s", [says("4")], NAMED),
     "agent_name": ("v", "tool_agent", NAMED),
@@ -76,6 +90,7 @@ KEYS = {  # of a message of the assistant, whose words are "3"
     "weight": ("a t", 0, ""),
     "loss": ("s", False, ""),
     "loss_scale": ("s", 0.3, "write 'train', 1 or 0"),
+    "train_detail": ("a", [dict(begin_offset=0)], "write 'train', 1 or 0"),
     "training_detail": ("a", [dict(begin_offset=0)], "write 'train', 1 or 0"),
     "train": ("a", True, "3<|eos|>"),
     "reasoning_content": ("v t s", "So ", "So 3<|eos|>"),
@@ -98,6 +113,8 @@ FORMS = {  # a row for SFT as libraries write it: what is trained, and before it
     "s query": dict(query="1+2=", response="3"),
     "o input": dict(input="1+2=", output="3"),
     "a question": dict(question="1+2=", answer="3"),
+    "a instruction": dict(instruction="1+2=", input="", response="3"),
+    "o question": dict(question="1+2=", response="3"),
 }
 PAIRS = {
     "t": dict(prompt="1+2=", chosen="3", rejected="4"),
@@ -108,6 +125,8 @@ PAIRS = {
         chosen={"from": "gpt", "value": "3"}, rejected={"from": "gpt", "value": "4"},
     ),
     "a question": dict(question="1+2=", chosen="3", rejected="4"),
+    "a input": dict(input="1+2=", chosen="3", rejected="4"),
+    "a instruction": dict(instruction="1+2=", chosen_response="3", rejected_response="4"),
     "text of the question": dict(
         prompt="1+2=", chosen=[user("1+2="), says("3")], rejected=[user("1+2="), says("4")]
     ),
@@ -155,7 +174,7 @@ def test_columns_beside(script, name, tmp_path, capsys):
         first(script, path, tokenizer_with(TEMPLATE))  # from the cache
         assert (f"not read: {column}\n" in capsys.readouterr().err) == named
     else:
-        with pytest.raises(ValueError, match=r"rows.parquet: row 0[ :]") as error:
+        with pytest.raises(ValueError, match=r"rows.parquet: (row 0|the column 'photo')[ :]") as error:
             first(script, path, tokenizer_with(TEMPLATE))
         assert outcome in str(error.value) and "\n" not in str(error.value)
 
@@ -212,6 +231,9 @@ def test_two_that_say_different_things(tmp_path):
         (dict(messages=[user("What?\n<image>"), says("3")]), "has the mark <image>, and no picture"),
         (dict(text="1+2=3"), "no column 'prompt'; it has text; plain texts: --text_key text"),
         (dict(prompt="1+2=", chosen="3"), "no column 'extra_info'; it has prompt, chosen"),
+        (dict(prompt="1+2=", generation="3"), "no column 'extra_info'; it has prompt, generation"),
+        (dict(conversation=[dict(human="1+2=", assistant="3")]), "no column 'prompt'; it has conversation"),
+        (dict(messages=[user("1+2="), dict(role="tool_call", content="{}")]), "role' is 'tool_call'; use"),
     ):
         with pytest.raises(ValueError, match=problem):
             first("sft", written(tmp_path, row), tokenizer_with(TEMPLATE))

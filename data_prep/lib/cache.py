@@ -28,7 +28,8 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
 from common.arguments import fail
-from data_prep.lib import chats, columns, images, replies, schema, source, templates, thoughts, turns
+from data_prep.lib import chats, columns, images, replies, schema, source, templates
+from envs import messages
 
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
@@ -150,17 +151,17 @@ def encoded_rows(paths, tokenizer, wanted, fields, encode, about, code=()):
 
 
 def key_of(paths, tokenizer, about, code):
-    """Hash of the files and their endings, the tokenizer and its chat template, other arguments, and code."""
+    """Hash of the files and their endings, the tokenizer and its chat template, code, and other arguments."""
     about = *about, transformers.__version__, tokenizers.__version__, pa.__version__
     about += tuple(str(Path(path).suffixes[-2:]) for path in paths)
-    ours = chats, columns, images, replies, schema, source, templates, thoughts, turns
-    about += tuple(map(inspect.getsource, (sys.modules[__name__], *ours, *code)))
+    about += tuple(map(inspect.getsource, code))
     if "strftime_now" in str(tokenizer.chat_template):
         about += (date.today(),)  # which the template writes into the prompt
     digest = xxhash.xxh3_128(repr(about).encode())
     with tempfile.TemporaryDirectory() as state:
         tokenizer.save_pretrained(state)
-        for path in [*paths, *sorted(path for path in Path(state).rglob("*") if path.is_file())]:
+        ours = messages.__file__, *Path(__file__).parent.glob("*.py")
+        for path in [*paths, *sorted(map(str, ours)), *sorted(filter(Path.is_file, Path(state).rglob("*")))]:
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
     return digest.hexdigest()

@@ -8,27 +8,15 @@ import json
 import logging
 import re
 from collections import Counter
-from functools import lru_cache
 
 from common import cpu
-from data_prep.lib.templates import render, shows_tools
+from data_prep.lib.templates import TOOLS, Talk, render, shows_tools
 from data_prep.lib.turns import turn
 from envs import messages as plain_messages
 from envs import one_line
 from envs.messages import special_tokens
 from envs.tools import UNREADABLE, harmony
 
-TYPES = dict(text="string", number="integer", names="array", on="boolean")
-TOOL = {  # of every type; no text of a template has its name
-    "name": "zqtool",
-    "description": "zq",
-    "parameters": {
-        "type": "object",
-        "properties": {name: {"type": kind, "description": "zq"} for name, kind in TYPES.items()},
-        "required": [*TYPES],
-    },
-}
-TOOL["parameters"]["properties"]["names"]["items"] = {"type": "string"}
 ONE = "zqtool", dict(text="New York, NY", number=3, names=["a", "b c"], on=True)
 HARD = "zqtool", dict(text='L\'Aquila "x"\nis <b>北京', number=-1, names=[], on=False)
 TRIES = ("", [ONE]), ("", [HARD]), ("I look it up.", [ONE]), ("", [ONE, HARD])  # the first one must be read
@@ -99,11 +87,10 @@ def find_reader(tokenizer, tools, name=None):
         if read("zq"):
             raise ValueError(f"--tool_parser {name}: vLLM's parser of this name reads no text")
         return name, read, stop_ids
-    schema = [dict(type="function", function=TOOL)]
     right = {}
     for key, parser in classes.items():
         pairs = [(*said, calls) for said, (_, calls) in zip(written, TRIES) if said[0]]
-        right[key] = [reader(parser, marked, schema, "", end)(text) == calls for text, end, calls in pairs]
+        right[key] = [reader(parser, marked, TOOLS, "", end)(text) == calls for text, end, calls in pairs]
     names = Counter(classes.values())
     best = max(classes, key=lambda key: (right[key][0], sum(right[key]), names[classes[key]]))
     if not right[best][0]:
@@ -151,7 +138,7 @@ def written_call(content, calls, tokenizer):
     None, "": the template cannot write it.
     """
     try:
-        _, text, *_ = turn(called(content, calls), 1, tokenizer, [dict(type="function", function=TOOL)])
+        _, text = turn(Talk(called(content, calls), tokenizer, TOOLS), 1)
     except ValueError:
         return None, ""
     text = text.rstrip()
@@ -159,35 +146,25 @@ def written_call(content, calls, tokenizer):
     return text.removesuffix(last), last
 
 
-@lru_cache(1000)
-def end_of_call(tokenizer, template, names):
-    """What the template writes after the last argument, up to the token that ends the turn; and all of it."""
-    calls = [(name, dict(x="zqvaluez")) for name in names]
-    text, _ = written_call("", calls, tokenizer)
-    if text is None:
-        return None
-    tools = [dict(type="function", function=TOOL)]
-    alone = render(called("", calls), tokenizer, tools, prompted=False)
-    return text.rpartition("zqvaluez")[2], alone.rpartition("zqvaluez")[2]
-
-
 def after_calls(tokenizer, messages, tools):
     """What the template writes after a turn of calls, with the results that answer it, and without them.
 
     None: they are no results, or the template does not write calls like these.
     """
-    names = tuple(message.get("name", "tool") for message in messages if message["role"] == "tool")
-    end = len(names) == len(messages) and end_of_call(tokenizer, str(tokenizer.chat_template), names)
-    if not end:
+    names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
+    calls = [(name, dict(x="zqvaluez")) for name in names]
+    written = len(names) == len(messages) and written_call("", calls, tokenizer)[0]
+    if not written:
         return None
-    chat = called("", [(name, dict(x="zqvaluez")) for name in names])
     results = [message | dict(tool_call_id=f"callzq{i:03}") for i, message in enumerate(messages)]
     try:
-        text = render(chat + results, tokenizer, tools).rpartition("zqvaluez")[2]
+        answered = render(called("", calls) + results, tokenizer, tools)
     except ValueError:
         return None
-    closing, alone = end
-    return (text.removeprefix(closing), alone.removeprefix(closing)) if text.startswith(closing) else None
+    alone = render(called("", calls), tokenizer, TOOLS, prompted=False)
+    closing, answered, alone = (text.rpartition("zqvaluez")[2] for text in (written, answered, alone))
+    if answered.startswith(closing):
+        return answered.removeprefix(closing), alone.removeprefix(closing)
 
 
 def reader(parser, tokenizer, tools, begin="", end=""):

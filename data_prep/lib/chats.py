@@ -9,6 +9,8 @@ import json
 import sys
 from collections import Counter
 
+from data_prep.lib.source import tidy
+
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = dict(human="user", gpt="assistant", observation="tool", function_response="tool")  # its roles
@@ -99,20 +101,13 @@ def tools_of(value, where="tools"):
     """JSON schemas of tools, from a column or its JSON text; without what Arrow fills in."""
     tools = []
     for i, tool in enumerate(parsed(value or [], where, list, "a list of JSON schemas")):
-        tool = _known(parsed(tool, f"{where}[{i}]", dict, "a JSON schema"))
+        tool = tidy(parsed(tool, f"{where}[{i}]", dict, "a JSON schema"), inside=True)
         tools.append(tool if "function" in tool else dict(type="function", function=tool))
         function = tools[-1]["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             problem = f"must be a JSON schema with the name of a tool, not {tool!r:.60}"
             raise ValueError(f"'{where}[{i}]' {problem}")
     return tools
-
-
-def _known(value):
-    """A value without nulls, at any depth."""
-    if isinstance(value, dict):
-        return {key: _known(x) for key, x in value.items() if x is not None}
-    return [_known(x) for x in value] if isinstance(value, list) else value
 
 
 def _call(value, where):
@@ -143,13 +138,17 @@ def parsed(value, where, kind, form):
     return found
 
 
+def in_text(call):
+    """A call with its arguments as JSON text."""
+    function = call.get("function", call)
+    function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
+    return call | dict(function=function) if "function" in call else function
+
+
 def storable(messages):
     """Messages as they are written, arguments as JSON text: a file has one struct for those of all tools."""
-    messages = [dict(message) for message in messages]
-    for message in messages:
-        for i, call in enumerate(message.get("tool_calls", ())):
-            function = call.get("function", call)
-            function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-            call = call | dict(function=function) if "function" in call else function
-            message["tool_calls"] = [*message["tool_calls"][:i], call, *message["tool_calls"][i + 1 :]]
-    return messages
+    found = [dict(message) for message in messages]
+    for message in found:
+        if "tool_calls" in message:
+            message["tool_calls"] = [*map(in_text, message["tool_calls"])]
+    return found

@@ -1,7 +1,7 @@
 """The columns of a row: what each says, under the names that libraries give it.
 
-A column is read, or says nothing to a model (NOTES), or is named in the first lines of a run as not read.
-One that would change what the model is shown is refused where a row fills it in.
+A column is read, or is for rewards (FIELDS), or is named in the first lines of a run as not read. One that
+would change what the model is shown is refused where a row fills it in.
 """
 
 import os
@@ -16,7 +16,10 @@ NAMES = {  # what a row says: the columns that may say it, the first that a file
     "messages": ("messages", "conversations"),
     "prompt": ("prompt", "instruction", "question", "query", "input"),
     "completion": ("completion", "response", "output", "answer"),
-} | dict(chosen=("chosen",), rejected=("rejected",))
+    "chosen": ("chosen", "chosen_response"),
+    "rejected": ("rejected", "rejected_response"),
+}
+FIELDS = dict(data_source=str, ability=str, reward_model=dict, extra_info=dict)  # see schema.py
 ANSWER = dict(prompt="prompt", completion="extra_info.answer")  # the defaults of sft.py, columns of RL
 TALKS = "messages", "prompt", "chosen", "rejected"
 PAIR = dict(prompt="prompt", chosen="chosen", rejected="rejected")
@@ -26,15 +29,13 @@ FORMS = {  # where a file lacks the columns of a script's defaults: what it may 
 }
 SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read in any row
 ALPACA = "instruction", "input"  # the second is part of the first
-NOTES = "data_source ability reward_model extra_info responses response_tokens finish_reasons".split()
-NOTES += "episodes", "scores", "results"  # what rewards, people and our own scripts read
 KTO = "label", "kto_tag"  # whether a completion is a good one
 SAID = set()  # the first lines of this process
 REFUSED = {  # what libraries show a model, and nothing here does
     **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages'"),
     "functions": "write them in a column 'tools'",
     "enable_thinking": "write it in a column 'chat_template_kwargs'",
-    "documents": "write them in the prompt",
+    **dict.fromkeys(("documents", "context", "article", "choices"), "write them in the prompt"),
     **dict.fromkeys(KTO, "keep the good completions, and drop the column"),
     **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), "drop the column"),
 }
@@ -63,8 +64,11 @@ def opened(path, wanted, say=True):
         if name not in source.names:
             remedy = "; plain texts: --text_key text" if source.names == ["text"] else ""
             raise ValueError(f"{path}: no column {name!r}; it has {', '.join(source.names)}{remedy}")
+    for name in [name for name in source.media if name not in (*SHOWN, *REFUSED)]:
+        remedy = "name it 'images' if these are pictures, or drop the column"
+        raise ValueError(f"{path}: the column {name!r} is not read: {remedy}")
     roots = roots_of(columns)
-    rest = [name for name in source.names if name not in (*roots, *SHOWN, *NOTES)]
+    rest = [name for name in source.names if name not in (*roots, *SHOWN, *FIELDS)]
     lines = [f"rows of {', '.join(x for x in source.names if x in roots)}"] * (columns != wanted)
     lines += [f"not read: {', '.join(rest)}"] * bool(rest)
     for line in (f"note: {path}: {line}" for line in lines):
@@ -82,7 +86,7 @@ def roots_of(columns):
 
 def used(source, columns):
     """The columns of a file to read: those in `columns`, of any row, and those that may be refused."""
-    return [x for x in source.names if x in (*roots_of(columns), *SHOWN, *REFUSED, *source.media)]
+    return [x for x in source.names if x in (*roots_of(columns), *SHOWN, *REFUSED)]
 
 
 def read(record, columns):
@@ -90,6 +94,7 @@ def read(record, columns):
 
     Messages are as chat templates read them. ValueError, in one line, for what is missing or refused.
     """
+    check_fields(record, columns.values())
     row, system = shown(record)
     for what, column in columns.items():
         value = value_of(record, column)
@@ -105,6 +110,22 @@ def read(record, columns):
     if not row["images"] and any(has_mark(m) for what in TALKS for m in row.get(what) or ()):
         raise ValueError(f"it has the mark {MARK}, and no picture in 'images' or 'image'")
     return row
+
+
+def check_fields(row, names=FIELDS):
+    """ValueError if a row is no object, or one of its columns for rewards is not as defined above."""
+    if isinstance(row, ValueError) or not isinstance(row, dict):
+        raise ValueError(f"no JSON of an object: {row!s:.200}")
+    for name, kind in FIELDS.items():
+        if name in row and name in names and not isinstance(row[name], kind):
+            raise ValueError(f"{name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
+    if "reward_model" in row and "reward_model" in names:
+        style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
+        # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
+        if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
+            raise ValueError(f"'reward_model.style' is {style!r}; use 'rule' or 'model'")
+        if style != "model" and truth is None:
+            raise ValueError("'reward_model.ground_truth' is missing; a rule compares with it")
 
 
 def talk_of(value, what, column):
@@ -150,9 +171,8 @@ def shown(record):
     """
     for name, value in record.items():
         filled = value not in (None, "", [], {}) and (name not in KTO or isinstance(value, bool))
-        if filled and (name in REFUSED or (is_medium(value) and name not in SHOWN)):
-            remedy = REFUSED.get(name, "name it 'images' if these are pictures, or drop the column")
-            raise ValueError(f"the column {name!r} is not read: {remedy}")
+        if filled and name in REFUSED:
+            raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}")
     system = record.get("system") or record.get("system_prompt") or ""
     if not isinstance(system, str):
         raise ValueError(f"'system' must be a string, not {system!r:.60}")
@@ -161,12 +181,6 @@ def shown(record):
     options = {name: x for name, x in options if x not in (None, "", [], {})}
     tools = tools_of(record.get("tools"))
     return dict(images=images_of(record), tools=tools, chat_template_kwargs=options), system
-
-
-def is_medium(value):
-    """Whether a value is a picture, a sound or a film, as `datasets` stores them, or a list of such."""
-    value = value[0] if isinstance(value, list) and value else value
-    return isinstance(value, dict) and {*value} == {"bytes", "path"}
 
 
 def images_of(record):

@@ -20,15 +20,9 @@ import pyarrow.parquet as pq
 
 from common.files import replacing
 from data_prep.lib.chats import say_unknown, storable
-from data_prep.lib.columns import TALKS, opened, read, shown, talk_of, used
+from data_prep.lib.columns import TALKS, check_fields, opened, read, shown, talk_of, used
 from data_prep.lib.source import by_bytes
 
-FIELDS = {
-    "data_source": str,
-    "ability": str,
-    "reward_model": dict,
-    "extra_info": dict,
-}
 OPTIONAL = ("images", "tools", "chat_template_kwargs")  # where it is missing or null, a row has none
 KINDS = {  # columns of a file
     "RL": ("data_source", "prompt", "ability", "reward_model", "extra_info"),
@@ -63,17 +57,11 @@ def read_rows(path, wanted, say=True):
         rows = []
         for record in batch:
             try:
-                rows.append(read_row(record, columns))
+                rows.append(read(record, columns))
             except ValueError as error:
                 raise ValueError(f"{path}: row {first + len(rows)}: {error}") from None
         yield rows
         first += len(rows)
-
-
-def read_row(record, columns):
-    """`columns.read` of a record whose columns for rewards are as defined above."""
-    check_fields(record, columns.values())
-    return read(record, columns)
 
 
 def write_parquet(rows, path):
@@ -145,22 +133,6 @@ def check_row(row, where):
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return row | talks | {name: beside[name] for name in OPTIONAL if name in row}
-
-
-def check_fields(row, names=FIELDS):
-    """ValueError if a row is no object, or one of its columns for rewards is not as defined above."""
-    if isinstance(row, ValueError) or not isinstance(row, dict):
-        raise ValueError(f"no JSON of an object: {row!s:.200}")
-    for name, kind in FIELDS.items():
-        if name in row and name in names and not isinstance(row[name], kind):
-            raise ValueError(f"{name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
-    if "reward_model" in row and "reward_model" in names:
-        style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
-        # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
-        if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
-            raise ValueError(f"'reward_model.style' is {style!r}; use 'rule' or 'model'")
-        if style != "model" and truth is None:
-            raise ValueError("'reward_model.ground_truth' is missing; a rule compares with it")
 
 
 def _names(row):

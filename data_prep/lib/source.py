@@ -42,7 +42,8 @@ class Source:
                 reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
                 raise ValueError(f"{path}: {reason}") from None
             self.names, self.empty = file.schema_arrow.names, not file.metadata.num_rows
-            self.media = [field.name for field in file.schema_arrow if is_medium(field.type)]
+            kinds = {field.name: getattr(field.type, "value_type", field.type) for field in file.schema_arrow}
+            self.media = [name for name, kind in kinds.items() if is_medium(kind)]
         else:
             first = next(self.batches(), [])
             known = [row for row in first if isinstance(row, dict)]
@@ -163,9 +164,9 @@ def plain_rows(table):
     """
     rows = table.to_pylist(maps_as_pydicts="strict")
     for field in table.schema:
-        convert = _tidy if pa.types.is_nested(field.type) else None
+        convert = tidy if pa.types.is_nested(field.type) else None
         if field.name in FOR_REWARDS and NO_JSON.search(str(field.type)):
-            convert = lambda value: json.loads(json.dumps(_tidy(value), default=as_text))
+            convert = lambda value: json.loads(json.dumps(tidy(value), default=as_text))
         if isinstance(field.type, pa.JsonType):
             convert = json.loads
         for row in rows if convert else ():
@@ -173,13 +174,13 @@ def plain_rows(table):
     return rows
 
 
-def _tidy(value, inside=False):
-    """A value without nulls in messages, which are a list of dicts with a role."""
+def tidy(value, inside=False):
+    """A value without nulls in messages, which are a list of dicts with a role; inside: in all dicts."""
     if isinstance(value, list):
         inside = inside or any(isinstance(x, dict) and {"role", "from"} & x.keys() for x in value)
-        return [_tidy(x, inside) for x in value]
+        return [tidy(x, inside) for x in value]
     if isinstance(value, dict):
-        return {name: _tidy(x, inside) for name, x in value.items() if x is not None or not inside}
+        return {name: tidy(x, inside) for name, x in value.items() if x is not None or not inside}
     return value
 
 
@@ -191,6 +192,5 @@ def as_text(value):
 
 
 def is_medium(kind):
-    """Whether a type of Arrow is {bytes, path}, or a list of such: pictures, sounds or films."""
-    kind = getattr(kind, "value_type", kind)
+    """Whether a type of Arrow is {bytes, path}: pictures, sounds or films."""
     return isinstance(kind, pa.StructType) and {field.name for field in kind} == {"bytes", "path"}

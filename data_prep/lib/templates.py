@@ -5,24 +5,32 @@ Which form, and what of a message is shown, is tried on marks in the place of wh
 
 import json
 import re
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 
 from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from data_prep.lib.thoughts import MARK_OF_THOUGHT
+from data_prep.lib.chats import in_text
+from data_prep.lib.thoughts import MARK_OF_THOUGHT, thought_apart
 from envs import one_line
 from envs.messages import RENDER_ERRORS, without_special
 
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
 PARTS = re.compile(f"({MARK_OF_THOUGHT.pattern})")
-TOOL = {  # one of which no text speaks
+TYPES = dict(text="string", number="integer", names="array", on="boolean")
+TOOL = {  # with parameters of every type; no text of a template has its name
     "name": "zqtool",
     "description": "zq",
-    "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "zq"}}},
+    "parameters": {
+        "type": "object",
+        "properties": {name: {"type": kind, "description": "zq"} for name, kind in TYPES.items()},
+        "required": [*TYPES],
+    },
 }
+TOOL["parameters"]["properties"]["names"]["items"] = {"type": "string"}
+TOOLS = [dict(type="function", function=TOOL)]
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
 OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that are given anyway
 
@@ -93,8 +101,7 @@ def variables(template):
 
 def shows_tools(tokenizer):
     """Whether the chat template shows the tools that it is given."""
-    probe = [dict(role="user", content="zq")], tokenizer, [dict(type="function", function=TOOL)]
-    return TOOL["name"] in render(*probe)
+    return TOOL["name"] in render([dict(role="user", content="zq")], tokenizer, TOOLS)
 
 
 def given_by(row, tools, tokenizer):
@@ -112,19 +119,44 @@ def given_by(row, tools, tokenizer):
 
 
 def render(messages, tokenizer, tools=None, prompted=True):
-    """The text of messages, with the generation prompt; tools: JSON schemas, or what `given_by` gives.
-
-    ValueError, in one line, if the template cannot write them, or leaves out what somebody says or calls.
-    """
-    messages = plain(messages, tokenizer)
-    form, *_ = tried(kinds(messages), tokenizer, tools, prompted)
-    return written([formed(x, *form) for x in messages], tokenizer, tools, prompted)
+    """The text of messages, with the generation prompt; tools: JSON schemas, or what `given_by` gives."""
+    return Talk(messages, tokenizer, tools).text(None, prompted)
 
 
-def written(messages, tokenizer, tools, prompted, spans=None):
+class Talk:
+    """A conversation under a chat template: the text of its beginnings, and the same on marks."""
+
+    def __init__(self, messages, tokenizer, tools=None):
+        if tokenizer.chat_template is None:
+            raise ValueError("the model has no chat template; give one by --chat_template FILE")
+        self.messages, self.tokenizer = plain(messages, tokenizer), tokenizer
+        self.given = tools if isinstance(tools, dict) else dict(tools=tools)
+        self.kinds = kinds(self.messages)
+        given = json.dumps(self.given | dict(tools=bool(self.given["tools"])))
+        self.about = tokenizer, str(tokenizer.chat_template), given
+
+    @cached_property
+    def apart(self):
+        """The same, with thoughts at the beginning of a turn as its reasoning."""
+        return Talk(map(thought_apart, self.messages), self.tokenizer, self.given)
+
+    def marked(self, end, prompted):
+        """Of the messages up to `end`: see `tried`."""
+        return tried(self.kinds[:end], *self.about, prompted)
+
+    def text(self, end, prompted, spans=None):
+        """What the template writes for them. spans: a list for what it marks as trained.
+
+        ValueError, in one line, if it cannot write them, or leaves out what somebody says or calls.
+        """
+        form, *_ = self.marked(end, prompted)
+        messages = [formed(message, *form) for message in self.messages[:end]]
+        return written(messages, self.tokenizer, self.given, prompted, spans)
+
+
+def written(messages, tokenizer, given, prompted, spans=None):
     """What the template writes; Unwritten where it cannot. spans: a list for what it marks as trained."""
-    given = dict(tools) if isinstance(tools, dict) else dict(tools=tools)
-    given |= dict(tools=given["tools"] or None, add_generation_prompt=prompted)
+    given = given | dict(tools=given["tools"] or None, add_generation_prompt=prompted)
     try:
         if spans is None:
             return tokenizer.apply_chat_template(messages, tokenize=False, **given)
@@ -153,12 +185,8 @@ def formed(message, parts, text, none):
         message = message | dict(content=[dict(type="text", text=message["content"])])
     if not message.get("tool_calls"):
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        if text:
-            function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-        calls.append(dict(type="function") | call | dict(function=function))
+    calls = map(in_text, message["tool_calls"]) if text else message["tool_calls"]
+    calls = [dict(type="function") | call | dict(function=call.get("function", call)) for call in calls]
     return message | dict(tool_calls=calls, content=message["content"] or (None if none else ""))
 
 
@@ -202,17 +230,8 @@ def in_marks(i, kind):
     return message, marks
 
 
-def tried(about, tokenizer, tools, prompted):
-    """`tried_once`, for messages of these kinds and what a template is given."""
-    given = dict(tools) if isinstance(tools, dict) else dict(tools=tools)
-    given["tools"] = bool(given["tools"])
-    if tokenizer.chat_template is None:
-        raise ValueError("the model has no chat template; give one by --chat_template FILE")
-    return tried_once(about, tokenizer, str(tokenizer.chat_template), json.dumps(given), prompted)
-
-
 @lru_cache(10000)
-def tried_once(about, tokenizer, template, given, prompted):
+def tried(about, tokenizer, template, given, prompted):
     """The form in which a template shows messages like these, tried on marks; the text, and its spans.
 
     All but the assistant's words must be shown, which a template may rewrite; see turns.py.
@@ -223,7 +242,7 @@ def tried_once(about, tokenizer, template, given, prompted):
         messages.append(message)
         own = {x: what for x, what in found.items() if "call" in what} if kind[0] == "assistant" else found
         marks |= own
-    given["tools"] = given["tools"] and [dict(type="function", function=TOOL)]
+    given["tools"] = given["tools"] and TOOLS
     # a list only where text will not do, and other calls only where there are any
     forms, problem = [*product((False, True), repeat=3)], None
     for form in forms if any(calls for _, _, _, calls, *_ in about) else forms[::4]:

@@ -12,11 +12,11 @@ Turns share a row as long as the ids of the next prompt begin with it. {% genera
 """
 
 import re
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import groupby
 
-from data_prep.lib.templates import MARKED, formed, in_marks, kinds, plain, render, tried, written
-from data_prep.lib.thoughts import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought, thought_apart
+from data_prep.lib.templates import MARKED, Talk, in_marks, tried
+from data_prep.lib.thoughts import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought
 from envs.messages import special_tokens
 
 ELSE = "take a model whose template shows it, or another by --chat_template"
@@ -38,15 +38,15 @@ def places(prompt, upto, history, last=1):
     return dict(history=given.join(parts[-last:])) if len(parts) > last else {}
 
 
-def place(messages, i, tokenizer, tools):
-    """Of turn i, with marks in the place of what is said: where it begins, and after which prompt.
+@lru_cache(10000)
+def place(kinds, *about):
+    """Of the last turn, with marks in the place of what is said: where it begins, and after which prompt.
 
     None: it is not shown in full there, or a thought twice. And what the template writes around it.
     """
-    about = kinds(messages[: i + 1])
-    turn, own = in_marks(i, about[i])
-    prompt, history = (tried(about[:i], tokenizer, tools, x)[1] or "" for x in (True, False))
-    upto = tried(about, tokenizer, tools, False)[1]
+    turn, own = in_marks(len(kinds) - 1, kinds[-1])
+    prompt, history = (tried(kinds[:-1], *about, x)[1] or "" for x in (True, False))
+    upto = tried(kinds, *about, False)[1]
     if upto is None:  # the template takes no marks
         return "prompt", 1, "", ""
     shown = sorted((upto.find(mark), mark) for mark in own if mark in upto) or [(len(upto), "")]
@@ -72,55 +72,53 @@ def own_text(message, i, prompt, template):
     return answer_after(prompt, said)
 
 
-def turn(messages, i, tokenizer, tools):
+def turn(talk, i):
     """Prompt and text of turn i, which ends behind EOS, or the last special token; if it has none: EOS."""
-    message, special, ends = messages[i], special_tokens(tokenizer), []
+    message, special, ends = talk.messages[i], special_tokens(talk.tokenizer), []
+    eos_token = talk.tokenizer.eos_token
     alone = not message.keys() & {"tool_calls", "reasoning_content"} and special.search(message["content"])
     for apart in (False, True):
-        said = [*map(thought_apart, messages[: i + 1])] if apart else messages[: i + 1]
-        prompt = render(said[:i], tokenizer, tools)
-        where, last, begun, end = place(plain(said, tokenizer), i, tokenizer, tools)
+        said = talk.apart if apart else talk
+        prompt, now = said.text(i, True), said.messages[i]
+        where, last, begun, end = place(said.kinds[: i + 1], *said.about)
         ends.append((prompt, end))
         if alone and special.search(MARK_OF_THOUGHT.sub("", begun)):  # as a model wrote it: gpt-oss
             text = message["content"] + end
             break
         check_thought(message["content"], prompt)
-        if said[i].get("reasoning_content") and MARK_OF_THOUGHT.search(said[i]["content"]):
+        if now.get("reasoning_content") and MARK_OF_THOUGHT.search(now["content"]):
             raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
-        upto = render(said, tokenizer, tools, prompted=False)
-        history = partial(render, said[:i], tokenizer, tools, prompted=False)
-        text = places(prompt, upto, history, last).get(where)
+        text = places(prompt, said.text(i + 1, False), partial(said.text, i, False), last).get(where)
         if text is not None:
             break
     else:
         prompt, end = ends[0]
-        text = own_text(message, i, prompt, str(tokenizer.chat_template)) + end
+        text = own_text(message, i, prompt, str(talk.tokenizer.chat_template)) + end
     last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
     ends = [match.end() for match in special.finditer(text, last.search(text).start())]
     if not ends:
-        return prompt, (text.rpartition(tokenizer.eos_token)[0] or text) + tokenizer.eos_token
-    eos = [end for end in ends if text.endswith(tokenizer.eos_token, 0, end)]
+        return prompt, (text.rpartition(eos_token)[0] or text) + eos_token
+    eos = [end for end in ends if text.endswith(eos_token, 0, end)]
     return prompt, text[: eos[0] if eos else ends[-1]]
 
 
-def marked_turn(messages, i, tokenizer, tools):
+def marked_turn(talk, i):
     """[(text before, text)] of each part of turn i that a template marks by {% generation %}."""
-    said, spans, special = plain(messages[: i + 1], tokenizer), [], special_tokens(tokenizer)
-    about = kinds(said)
-    _, _, past = tried(about[:i], tokenizer, tools, False)
-    form, text, own = tried(about, tokenizer, tools, False)
-    upto = written([formed(x, *form) for x in said], tokenizer, tools, False, spans)
+    spans, special = [], special_tokens(talk.tokenizer)
+    _, _, past = talk.marked(i, False)
+    _, text, own = talk.marked(i + 1, False)
+    upto = talk.text(i + 1, False, spans)
     spans = [(a, b) for a, b in spans[len(past or ()) :] if upto[a:b].strip()]
     if not spans:
         raise ValueError("the chat template marks nothing by {% generation %}: put it around the turns")
     trained = "".join(text[a:b] for a, b in own[len(past or ()) :]) if text else upto
-    lost = [what for mark, what in in_marks(i, about[i])[1].items() if text and mark not in trained]
+    lost = [what for mark, what in in_marks(i, talk.kinds[i])[1].items() if text and mark not in trained]
     if lost:
         raise ValueError(f"the chat template leaves out {lost[0]}; {ELSE}")
     begin, end = spans[-1]
     if not re.search(rf"(?:{special.pattern})\s*$", upto[begin:end]):
         token = special.match(upto[end:].lstrip())
-        token = token[0] if token else tokenizer.eos_token
+        token = token[0] if token else talk.tokenizer.eos_token
         remedy = "put what ends a turn in it"
         raise ValueError(f"the chat template's {{% generation %}} ends before {token}: {remedy}")
     return [(upto[:a], upto[a:b]) for a, b in spans]
@@ -144,13 +142,14 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
     if wanted[:1] == [0]:
         remedy = "drop it, or say that it is not trained by 'train': false"
         raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
+    talk = Talk(messages, tokenizer, tools)
     if MARKED.search(str(tokenizer.chat_template)):
-        pairs = [pair for i in wanted for pair in marked_turn(messages, i, tokenizer, tools)]
+        pairs = [pair for i in wanted for pair in marked_turn(talk, i)]
     else:
-        pairs = [turn(messages, i, tokenizer, tools) for i in wanted]
-    rows = []
-    for prompt, text in pairs:
-        ids, trained = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"], []
+        pairs = [turn(talk, i) for i in wanted]
+    rows, prompts = [], ids_of([prompt for prompt, _ in pairs], tokenizer) if pairs else []
+    for ids, (prompt, text) in zip(prompts, pairs):
+        trained = []
         if rows and (size := shared(rows[-1][0], ids, tokenizer)):
             trained = rows.pop()[1][:size]
         trained += [False] * (len(ids) - len(trained))
@@ -181,16 +180,20 @@ def ids_after(prompt, text, tokenizer):
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
     parts = [match.start() for match in special_tokens(tokenizer).finditer(prompt)]
     end = prompt[parts[-1] if parts else 0 :]
-    ids_of = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    given, whole = ids_of(end), ids_of(end + text)
+    given, whole = ids_of([end, end + text], tokenizer)
     if whole[: len(given)] == given:
         return whole[len(given) :]
     for before in (end[-1:], "\n", ":", "x", tokenizer.eos_token):
-        alone, whole = ids_of(before), ids_of(before + text)
+        alone, whole = ids_of([before, before + text], tokenizer)
         found = whole[len(alone) :]
         if whole[: len(alone)] == alone and tokenizer.decode(given + found) == tokenizer.decode(given) + text:
             return found
-    return ids_of(text)
+    return ids_of([text], tokenizer)[0]
+
+
+def ids_of(texts, tokenizer):
+    """Ids of each text: what a template wrote has its BOS."""
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def answer_ids(prompt_ids, answer, tokenizer):
@@ -221,8 +224,7 @@ def stops(ids, trained, tokenizer):
 
 def check_scored(messages, first, tokenizer, tools):
     """ValueError if turns from `first` on, scored with their conversation, are not shown in full."""
-    about = kinds(plain(messages, tokenizer))
-    _, text, _ = tried(about, tokenizer, tools, False)
+    _, text, _ = Talk(messages, tokenizer, tools).marked(None, False)
     for i, message in enumerate(messages[first:], first):
         if not message.get("train", True):
             raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
