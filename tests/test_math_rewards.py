@@ -10,8 +10,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rewards import compute_score
 from rewards.boxed import last_boxed
@@ -378,44 +376,3 @@ def test_from_other_threads():
     for thread in threads:
         thread.join()
     assert results == {0: [True, False, True], 1: [True, False, True]}
-
-
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "\\boxed{",
-        "\\boxed ",
-        "\\boxed{1}",
-        "{",
-        "}",
-        "\\",
-        "$",
-        "$1",
-        "Answer: ",
-        "answer is ",
-        "</think>",
-        " ",
-    ]
-    + ["1", "1,", "1 ", "\\frac", "^", "(", "\\text{", "\n", "<think>", "\\begin{", "1\\,", "or "],
-)
-def test_is_linear(unit):
-    """Ends in less than a second; a quadratic scan takes hours."""
-    text = unit * (1_000_000 // len(unit))
-    forms = ("\\boxed{{{}}}", "Answer: \\boxed{{{}", "{}", "<think></think>\\boxed{{{}}}")
-    for source, form in zip(SOURCES, forms):
-        score(source, form.format(text), "5")
-
-
-@given(
-    st.text() | st.text(alphabet="0123456789xi+-*/^_=<>,.;:()[]{}\\$% \n"), st.text(alphabet="12x+^{}\\,(]")
-)
-@settings(max_examples=60, deadline=None)
-def test_never_raises(text, truth):
-    for source, bad in (
-        ("lighteval/MATH", 0),
-        ("aime24", -1),
-        ("numina_cn_k12", 0),
-        ("hiyouga/geometry3k", 0),
-    ):
-        for form in ("{}", "\\boxed{{{}}}", "Answer: {}", "<think></think>\\boxed{{{}", "the answer is ${}$"):
-            assert score(source, form.format(text), truth) in (bad, 0.1, 0.9, 1)
