@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -291,19 +290,8 @@ def test_results_for_metrics():
 )
 def test_equal_answers_have_one_spelling(source, texts):
     assert len({compute_score(source, text, "7")["pred"] for text in texts}) == 1
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("lighteval/MATH", "no box"),
-        ("aime24", "57"),
-        ("numina_olympiads", "none"),
-        ("hiyouga/geometry3k", "x"),
-    ],
-)
-def test_no_answer_has_no_spelling(source, text):
-    assert compute_score(source, text, "7")["pred"] == ""
+    for none in ("no answer", ""):
+        assert compute_score(source, none, "7")["pred"] == ""
 
 
 HOSTILE = [
@@ -362,17 +350,3 @@ def test_no_text_is_evaluated(tmp_path, monkeypatch):
 def test_the_trainer_does_not_import_sympy():
     code = "import sys, rewards.math, rewards.geo3k, rewards.math_dapo; assert 'sympy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
-
-
-def test_from_other_threads():
-    results = {}
-
-    def work(name):
-        results[name] = [equal("x+x", "2x"), equal("9^{9^{9^9}}", "6"), equal("\\frac{2}{4}x", "0.5x")]
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {0: [True, False, True], 1: [True, False, True]}

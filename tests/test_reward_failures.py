@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from algos import eval as evaluation
-from rewards.manager import RewardManager, check_results, failures, settle
+from rewards.manager import RewardManager, failures, settle
 from rewards.manager.combined import load_rewards
 from rewards.manager.failures import OUTAGE, Failures
 
@@ -187,11 +187,6 @@ def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys, caplog):
     assert "warning: the reward failed for 1 of 2 responses, one with ValueError" in caplog.text
     with pytest.raises(SystemExit, match=r"all 2 .*the first with KeyError: 'level' \(mine.py, line 3\)"):
         evaluation.main(evaluation.Args(**flags, reward_fn=(write(tmp_path, "return extra_info['level']"),)))
-
-
-def test_check_results_is_silent_about_good_ones(capsys):
-    assert check_results([GOOD] * 3) == [GOOD] * 3
-    assert capsys.readouterr() == ("", "")
 
 
 FIVE = {  # a reward that fails for every response: what the error says
