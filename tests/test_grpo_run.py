@@ -103,8 +103,7 @@ def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_p
     run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 3, *rewards), ranks=2)
     same(straight, tmp_path, [1], 1e-4)
     run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 4, *rewards))
-    assert list(metrics(tmp_path)) == [0, 1, 2, 3, 4]
-    assert metrics(tmp_path)[4]["training/rollout_probs_diff_max"] < 1e-4
+    assert list(healthy(tmp_path)) == [0, 1, 2, 3, 4]
 
 
 def test_several_rewards_own_variants_and_the_off_policy_mask(tiny, arithmetic, tmp_path):
