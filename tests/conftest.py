@@ -102,6 +102,26 @@ def documented(name):
     return any(fnmatch(name, pattern) or fnmatch(pattern, name) for pattern in patterns)
 
 
+def hf(out):
+    return Path(out) / "checkpoints/latest/hf"
+
+
+def losses(out):
+    return [m["train/loss"] for step, m in metrics(out).items() if step]
+
+
+def state(out, step):
+    return json.loads((out / f"checkpoints/step_{step:06d}/trainer_state.json").read_text())
+
+
+def offline_flags(model, data, out, **changes):
+    """Of a run of sft.py, dpo.py or rm.py over eight steps, with two checkpoints."""
+    values = dict(model=model, output_dir=out, total_steps=8, max_length=32, max_tokens_per_microbatch=64)
+    values |= dict(train_batch_size=15, lr=3e-3, warmup_steps=2, save_freq=4, keep_checkpoints=0, test_freq=4)
+    values |= dict(train_files=data / "train.parquet", val_files=data / "val.parquet") | changes
+    return [*(word for name, value in values.items() for word in (f"--{name}", value))]
+
+
 def rollouts(out, step):
     return [
         json.loads(x) for x in (Path(out) / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()

@@ -46,7 +46,7 @@ class Judge(ThreadingHTTPServer):
             return 200, json.dumps(dict(reason="obeyed", grades=[10]))
         n = int(re.search(r"Give (\d+) grades", outside)[1])
         good = found.get("REFERENCE ANSWER", "?") in found["RESPONSE"].split()
-        if self.mode in ("good", "four") or self.mode == "second" and len(self.requests) % 2 == 0:
+        if self.mode in ("good", "four"):
             return 200, json.dumps(dict(reason="by rule", grades=[10 * good] * n))
         return {
             "text": (200, "I would say 10 out of 10."),
@@ -60,7 +60,6 @@ class Judge(ThreadingHTTPServer):
             "nan": (200, '{"reason": "", "grades": [NaN]}'),
             "empty": (200, ""),
             "null": (200, None),
-            "second": (503, "starting"),
             "busy": (429, "busy"),
             "down": (503, "starting"),
             "key": (401, "wrong key"),

@@ -5,9 +5,7 @@ spellings).  Values are exact and compared with ==, so no value near is the valu
 person would call ambiguous: 1,234 for a decimal, 1/2x, or a bare 30 for 30 %.
 """
 
-import operator
 import random
-from contextlib import suppress
 from fractions import Fraction
 
 import sympy
@@ -210,53 +208,6 @@ def surd(rng):
     return right, [value(*x) for x in near if value(*x)[0] != right[0]], spell
 
 
-@kind
-def multiple(rng):
-    """A fraction of pi, e or a logarithm."""
-    name = rng.choice([r"\pi", r"\pi", "e", r"\ln 2", r"\sqrt[3]{5}"])
-
-    def spell(value):
-        p, q = value.numerator, value.denominator
-        yield from (rf"\frac{{{times(p, name)}}}{{{q}}}", rf"\frac{{{p}}}{{{q}}}{name}")
-        yield rf"\frac{{{p} {name}}}{{{q}}}"
-        yield from (rf"{p}\cdot\frac{{{name}}}{{{q}}}", rf"\left(\frac{{{p}}}{{{q}}}\right) \cdot {name}")
-        if name == r"\pi":
-            yield from (f"{times(p, 'π')}/{q}", f"{times(p, name)}/{q}")
-            yield rf"{sign_of(p)}\frac{{{abs(p)}}}{{{q}}}π"
-        if q == 1:
-            yield from (times(p, name), rf"{p} \times {name}", rf"x={times(p, name)}")
-
-    value = Fraction(rng.choice([-1, 1]) * rng.randint(1, 20), rng.choice([1, 2, 3, 4, 6, 12]))
-    return value, fractions_near(value), spell
-
-
-@kind
-def logarithm(rng):
-    """a log_base(b)"""
-
-    def spell(value):
-        _, (a, b, base) = value
-        log = r"\ln" if base == "e" else rf"\log_{{{base}}}"
-        yield from (times(a, rf"{log} {b}"), times(a, f"{log}({b})"), times(a, rf"{log}\left({b}\right)"))
-        yield rf"{log} {b**a}"
-        yield from (rf"{log} {b}^{{{a}}}", rf"{a} \cdot {log}{{{b}}}", rf"-{log}\frac{{1}}{{{b**a}}}")
-        yield times(a, f"ln({b})") if base == "e" else rf"\frac{{{a}\ln {b}}}{{\ln {base}}}"
-
-    def value(a, b, base):
-        return a * sympy.log(b, sympy.E if base == "e" else base).expand(force=True), (a, b, base)
-
-    a, b, base = rng.randint(1, 5), rng.choice([3, 5, 6, 7, 12]), rng.choice(["e", 2, 10, 11])
-    near = [
-        (a + 1, b, base),
-        (a, b + 1, base),
-        (a, b, 13 if base == "e" else base + 1),
-        (a, 10 * b, base),
-        (a * 10, b, base),
-    ]
-    right = value(a, b, base)
-    return right, [value(*x) for x in near if sympy.N(value(*x)[0] - right[0], 30)], spell
-
-
 # several numbers
 
 
@@ -337,23 +288,6 @@ def tuple_of_numbers(rng):
 
 
 @kind
-def matrix(rng):
-    def spell(value):
-        texts = [[respelled(rng, x) for x in row] for row in value.tolist()]
-        for joint, end in ((" & ", r" \\ "), ("&", r"\\"), (" & ", r" \\[4pt] "), ("& ", "\\\\\n")):
-            body = end.join(joint.join(row) for row in texts)
-            yield from (rf"\begin{{{name}}}{body}\end{{{name}}}" for name in ("pmatrix", "bmatrix"))
-            yield rf"\left(\begin{{array}}{{{'c' * value.cols}}} {body} \\ \end{{array}}\right)"
-
-    shape = rng.choice([(1, 2), (2, 1), (2, 2), (2, 3), (3, 3)])
-    entries = numbers(rng, shape[0] * shape[1])
-    value = sympy.ImmutableMatrix(*shape, entries)
-    near = [sympy.ImmutableMatrix(*shape, x) for x in lists_near(rng, entries) if len(x) == len(entries)]
-    near += [value.T, value[::-1, :], value[:, ::-1], -value, value.reshape(len(entries), 1)]
-    return value, near + ([value**2, value**-1] if shape == (2, 2) and value.det() else []), spell
-
-
-@kind
 def interval(rng):
     flipped = {r"\le": r"\ge", "<": ">"}
 
@@ -395,7 +329,6 @@ UNITS = {
     "kg": "kilograms",
     "hr": "hours",
 }
-FACTORS = {"": 1, "hundred": 100, "thousand": 1000, "million": 10**6, "tenths": Fraction(1, 10), "dozen": 12}
 
 
 @kind
@@ -423,179 +356,3 @@ def unit(rng):
         (-number, name, power),
     ]
     return (number, name, power), near, spell
-
-
-@kind
-def word_of_a_number(rng):
-    """5 million, 5 tenths: the word is no unit."""
-
-    def spell(value):
-        n, word = value
-        yield from (f"{n} {word}".strip(), rf"{n}\text{{ {word}}}" if word else f"{n}.0")
-        if word not in ("tenths", "dozen"):
-            yield str(n * FACTORS[word])
-
-    n, (word, *others) = rng.randint(2, 99), rng.sample([*FACTORS], len(FACTORS))
-    return (n, word), [(n, other) for other in others] + [(n + 1, word)], spell
-
-
-# expressions: a tree (operator, parts), written with the freedom that TeX gives
-
-SUM, TERM, PRODUCT, FACTOR, ATOM = range(5)
-POINTS = [{"x": sympy.Rational(a, 7), "y": sympy.Rational(b, 11)} for a, b in ((9, 16), (23, 5), (3, 47))]
-FUNCTIONS = {"sin": sympy.sin, "cos": sympy.cos, "tan": sympy.tan, "ln": sympy.log}
-OPERATORS = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "^": operator.pow,
-}
-OPERATORS |= {"neg": operator.neg, "abs": abs, "sqrt": lambda a, n: a ** (1 / n), **FUNCTIONS}
-
-
-class Tree:
-    """An expression; two are equal when their values are, to 30 digits."""
-
-    def __init__(self, parts):
-        self.parts = parts
-        symbols = {part for part in nodes(parts) if part in ("x", "y")}
-        self.values = [evaluate(parts, point) for point in (POINTS if symbols else POINTS[:1])]
-
-    def __eq__(self, other):
-        mine, theirs = (x.values * (3 // len(x.values)) for x in (self, other))
-        return all(abs(a - b) <= 1e-30 * (1 + abs(a)) for a, b in zip(mine, theirs, strict=True))
-
-
-def nodes(parts):
-    yield parts
-    for part in parts[1:] if isinstance(parts, tuple) else ():
-        yield from nodes(part)
-
-
-def evaluate(parts, point):
-    """The value at a point; ValueError where a part is not real, or huge, or tiny."""
-    if not isinstance(parts, tuple):
-        return sympy.N(point.get(parts, parts), 40)
-    name, a, *b = parts[0], *(evaluate(part, point) for part in parts[1:])
-    if name in ("sqrt", "ln") and a <= 0 or name == "/" and b[0] == 0:
-        raise ValueError(name)
-    value = sympy.N(OPERATORS[name](a, *b), 40)
-    if not (value.is_real and (value == 0 or 1e-6 < abs(value) < 1e9)):
-        raise ValueError(name)
-    return value
-
-
-def tree(rng, depth, leaves):
-    if depth == 0 or rng.random() < 0.15:
-        return rng.choice(leaves)
-    name = rng.choice([*"++--**//", "^", "sqrt", "sqrt", "neg", "abs", *FUNCTIONS])
-    part = tree(rng, depth - 1, leaves)
-    if name == "^":
-        return name, part, rng.choice([2, 3, -1, -2, ("/", 1, 2), 10])
-    if name == "sqrt":
-        return name, part, rng.choice([2, 2, 3])
-    return (name, part, tree(rng, depth - 1, leaves)) if name in "+-*/" else (name, part)
-
-
-def slips(parts):
-    """The same tree with one node that is changed."""
-    if isinstance(parts, int):
-        yield from (parts + 1, -parts, parts * 10)
-        return
-    if isinstance(parts, str):
-        yield from ("y" if parts == "x" else "x", ("neg", parts))
-        return
-    name, *inner = parts
-    yield from (inner[0], ("neg", parts))
-    if name in "+-*/":
-        yield from ((other, *inner) for other in "+-*/" if other != name)
-        yield (name, inner[1], inner[0])
-    elif name in FUNCTIONS:
-        yield from ((other, *inner) for other in FUNCTIONS if other != name)
-    elif isinstance(inner[0], tuple) and inner[0][0] in "+-*/":  # the root of a alone in a + b
-        yield (inner[0][0], (name, inner[0][1], *inner[1:]), inner[0][2])
-        yield (inner[0][0], inner[0][1], (name, inner[0][2], *inner[1:]))
-    for i, part in enumerate(inner):
-        yield from ((name, *inner[:i], other, *inner[i + 1 :]) for other in slips(part))
-
-
-def write(parts, rng):
-    """(text, level): what is around a text of a lower level puts brackets around it."""
-    if not isinstance(parts, tuple):
-        return str(parts), TERM if isinstance(parts, int) and parts < 0 else ATOM
-
-    def at(part, level):
-        text, own = write(part, rng)
-        left, right = rng.choice([("(", ")"), (r"\left(", r"\right)"), ("( ", " )")])
-        return text if own >= level else left + text + right
-
-    name, a, *b = parts
-    blank, inside = rng.choice(["", " "]), write(a, rng)[0]
-    if name in ("+", "-"):
-        return f"{at(a, SUM)}{blank}{name}{blank}{at(b[0], PRODUCT)}", SUM
-    if name == "neg":
-        return f"-{at(a, PRODUCT)}", TERM
-    if name == "*":
-        sign = rng.choice([r"\cdot ", r"\times ", "·", "*"])
-        if isinstance(a, int) and a > 0 and b[0] in ("x", "y"):
-            sign = rng.choice(["", " ", sign])
-        return f"{at(a, PRODUCT)}{sign}{at(b[0], FACTOR)}", PRODUCT
-    if name == "/" and rng.random() < 0.2:
-        return f"{at(a, FACTOR)}/{at(b[0], ATOM)}", TERM
-    if name == "/":
-        x, y = (
-            text if len(text) == 1 and rng.random() < 0.5 else f"{{{text}}}"
-            for text in (inside, write(b[0], rng)[0])
-        )
-        return rng.choice(["\\frac ", "\\dfrac "]) + x + y, FACTOR
-    if name == "^":
-        exponent = write(b[0], rng)[0]
-        return f"{at(a, ATOM)}^" + (
-            exponent if len(exponent) == 1 and rng.random() < 0.5 else f"{{{exponent}}}"
-        ), FACTOR
-    if name == "sqrt" and b[0] == 2:
-        return rng.choice(
-            [rf"\sqrt{{{inside}}}", f"√({inside})", f"sqrt({inside})"]
-            + [rf"\sqrt {inside}"] * (len(inside) == 1)
-        ), ATOM
-    if name == "sqrt":
-        return rf"\sqrt[{b[0]}]{{{inside}}}", ATOM
-    if name == "abs":
-        return (
-            rf"\sqrt{{({inside})^2}}"
-            if "|" in inside
-            else rng.choice([f"|{inside}|", rf"\left|{inside}\right|"])
-        ), ATOM
-    if len(inside) == 1 and rng.random() < 0.5:
-        return rf"\{name} {inside}", TERM
-    return rng.choice([rf"\{name}({inside})", rf"\{name}\left({inside}\right)"]), FACTOR
-
-
-def expression(rng, leaves):
-    def spell(value):
-        return [write(value.parts, rng)[0] for _ in range(6)]
-
-    while True:
-        parts = tree(rng, 3, leaves)
-        try:
-            value = Tree(parts)
-        except ValueError:
-            continue
-        if isinstance(parts, tuple) and ("x" in leaves) == (len(value.values) > 1):
-            break
-    near = []
-    for other in pick(rng, slips(parts), 12):
-        with suppress(ValueError):
-            near.append(Tree(other))
-    return value, near, spell
-
-
-@kind
-def closed_expression(rng):
-    return expression(rng, [*range(1, 13), 64])
-
-
-@kind
-def expression_in_x(rng):
-    return expression(rng, ["x", "x", "x", "y", 1, 2, 3, 10])

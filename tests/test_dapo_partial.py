@@ -1,11 +1,9 @@
 """DAPO with --partial_rollout: responses that several weights sampled, in runs and in the loss."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, changed, healthy, metrics, rollouts, run, same
+from conftest import ROOT, changed, healthy, metrics, rollouts, run, same, state
 from transformers import AutoModelForCausalLM
 
 from algos import dapo
@@ -19,10 +17,6 @@ def flags(tiny, arithmetic, out, *more):
     rest = "--max_staleness 2 --lr 3e-3 --total_steps 8 --save_freq 1 --keep_checkpoints 0".split()
     rest += "--rollout_dump", "--reward_fn", f"{ROOT}/tests/dapo_reward.py:coin", "--output_dir", out
     return ["--model", tiny, "--train_files", arithmetic / "train.parquet", *sizes, *rest, *more]
-
-
-def state(out, step):
-    return json.loads((out / f"checkpoints/step_{step:06d}/trainer_state.json").read_text())
 
 
 def unfinished(out, step):

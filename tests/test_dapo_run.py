@@ -1,7 +1,6 @@
 """DAPO from end to end, and its sampling loop with a made-up sampler."""
 
 import ast
-import json
 from itertools import groupby
 
 import pytest
@@ -12,11 +11,13 @@ from conftest import (
     check_advantages,
     column,
     healthy,
+    hf,
     load_weights,
     metrics,
     rollouts,
     run,
     same,
+    state,
 )
 
 from algos.dapo import group_advantages, overlong_penalty
@@ -33,14 +34,6 @@ def flags(tiny, arithmetic, out, *more):
     rest = "--lr 3e-3 --warmup_steps 2 --total_steps 6 --save_freq 3 --test_freq 3 --rollout_dump".split()
     reward = "--keep_checkpoints", 0, "--reward_fn", f"{ROOT}/tests/dapo_reward.py:mixed"
     return ["--model", tiny, "--output_dir", out, *files, *sizes, *rest, *reward, *more]
-
-
-def hf(out):
-    return out / "checkpoints/latest/hf"
-
-
-def state(out, step):
-    return json.loads((out / f"checkpoints/step_{step:06d}/trainer_state.json").read_text())
 
 
 def groups(out, step):

@@ -10,7 +10,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conftest import ROOT, changed, healthy, killed_at_a_checkpoint, load_weights, metrics, run, same
+from conftest import (
+    ROOT,
+    changed,
+    healthy,
+    hf,
+    killed_at_a_checkpoint,
+    load_weights,
+    losses,
+    metrics,
+    offline_flags,
+    run,
+    same,
+)
 from test_sft import MESSAGES, conversation_tokenizer
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,6 +36,7 @@ SCRIPT, STEPS, NAMES = ROOT / "algos/dpo.py", 8, ("prompt", "chosen", "rejected"
 
 
 make_args = partial(conftest.make_args, dpo)
+flags = partial(offline_flags, train_batch_size=9)
 
 
 def pair(question, chosen, rejected):
@@ -59,20 +72,6 @@ def test_losses_by_hand(changes, losses, rewards):
     loss_n, reward_n2 = dpo.preference_loss(make_args(**changes), logp_n2, reference_n2, tokens_n2)
     assert loss_n.tolist() == pytest.approx(losses, rel=1e-5)
     assert reward_n2.tolist() == [pytest.approx(row, abs=1e-6) for row in rewards]
-
-
-def test_a_micro_batch_has_its_share_of_all_metrics():
-    """Two pairs of four; the chosen responses of all have 20 tokens."""
-    rows = [dict(reference=[-11.0, -11.0], tokens=[2, 4]), dict(reference=[-4.0, -3.0], tokens=[1, 3])]
-    logp_n2 = torch.tensor([[-10.0, -12.0], [-4.0, -3.0]])
-    terms = dpo.objective(make_args(nll_coef=0.5), rows, logp_n2, 4, 20)
-    expected = {"loss": (softplus(-0.2) + math.log(2)) / 4 + 0.5 * 14 / 20, "nll_loss": 14 / 20}
-    expected |= {"rewards/chosen": 0.1 / 4, "rewards/rejected": -0.1 / 4, "rewards/margins": 0.2 / 4}
-    expected |= {"rewards/accuracies": 1 / 4}  # equal rewards are not right
-    expected |= {"logps/chosen": -14 / 4, "logps/rejected": -15 / 4}
-    assert {name: value.item() for name, value in terms.items()} == pytest.approx(expected)
-    empty = dpo.objective(make_args(nll_coef=0.5), [], torch.zeros(0, 2, requires_grad=True) * 1, 4, 20)
-    assert {value.item() for value in empty.values()} == {0.0} and empty["loss"].requires_grad
 
 
 # ---- what is a pair
@@ -154,23 +153,12 @@ def data(tmp_path_factory):
     return out
 
 
-def flags(model, data, out, *more):
-    values = dict(model=model, output_dir=out, total_steps=STEPS, max_length=32, max_tokens_per_microbatch=64)
-    values |= dict(train_batch_size=9, lr=3e-3, warmup_steps=2, save_freq=STEPS // 2, keep_checkpoints=0)
-    values |= dict(train_files=data / "train.parquet", val_files=data / "val.parquet", test_freq=4)
-    return [*(str(word) for name, value in values.items() for word in (f"--{name}", value)), *map(str, more)]
-
-
 @pytest.fixture(scope="module")
 def straight(tiny, data, tmp_path_factory):
     """A run on one rank, with many micro-batches in a step, and without a warning."""
     out = tmp_path_factory.mktemp("dpo") / "straight"
     assert "Warning: " not in run(SCRIPT, *flags(tiny, data, out)).stderr
     return out
-
-
-def losses(out):
-    return [m["train/loss"] for step, m in metrics(out).items() if step]
 
 
 def references(out):
@@ -204,10 +192,6 @@ def test_it_learns(straight, tiny):
     assert by_step[STEPS]["val/rewards/accuracies"] > 0.55
     assert [m["training/epoch"] for s, m in by_step.items() if s] == [0] * 4 + [1] * 4  # 40 pairs, 9 a step
     assert changed(tiny, hf(straight)) == load_weights(tiny).keys()
-
-
-def hf(out):
-    return out / "checkpoints/latest/hf"
 
 
 def check_last_validation(out, policy, tiny, data):
@@ -244,7 +228,7 @@ def test_killed_and_resumed_equals_straight(straight, tiny, data, tmp_path):
 
 def test_two_ranks_and_padded_rows_change_nothing(straight, tiny, data, tmp_path):
     """Eager attention knows no texts that share a row."""
-    run(SCRIPT, *flags(tiny, data, tmp_path, "--attn_implementation", "eager"), ranks=2)
+    run(SCRIPT, *flags(tiny, data, tmp_path, attn_implementation="eager"), ranks=2)
     assert losses(tmp_path) == pytest.approx(losses(straight), abs=1e-5)
     one, two = metrics(straight), metrics(tmp_path)
     assert two[1]["rewards/margins"] == two[0]["val/rewards/margins"] == 0.0
@@ -253,7 +237,7 @@ def test_two_ranks_and_padded_rows_change_nothing(straight, tiny, data, tmp_path
 
 
 def test_adapters_begin_as_the_reference(straight, tiny, data, tmp_path):
-    run(SCRIPT, *flags(tiny, data, tmp_path, "--lora_rank", 4, "--lr", 3e-2))
+    run(SCRIPT, *flags(tiny, data, tmp_path, lora_rank=4, lr=3e-2))
     by_step, first = metrics(tmp_path), references(straight)
     assert by_step[1]["rewards/margins"] == by_step[0]["val/rewards/margins"] == 0.0
     assert all(np.allclose(x, first[name], atol=1e-4) for name, x in references(tmp_path).items())

@@ -21,38 +21,18 @@ def first_word(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.mark.parametrize(
-    ("n", "c", "k", "expected"),
-    [
-        (1, 0, 1, 0),
-        (1, 1, 1, 1),
-        (4, 2, 2, 5 / 6),  # 1 - C(2,2) / C(4,2)
-        (5, 2, 3, 9 / 10),  # 1 - C(3,3) / C(5,3)
-        (5, 3, 3, 1),  # only two are wrong
-        (4, 0, 4, 0),
-        (10_000, 1, 5_000, 1 / 2),  # C(10000, 5000) is no float
-    ],
-)
-def test_pass_at_k(n, c, k, expected):
-    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
-
-
 @given(st.integers(1, 40), st.data())
 def test_pass_at_k_is_the_binomial_quotient(n, data):
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), abs=1e-12)
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(1 / 2, abs=1e-12)  # C(10000, 5000) is no float
 
 
 @pytest.mark.parametrize(
     ("answers", "right", "k", "expected"),
     [
         ("aab", "a", 2, 2 / 3),  # aa 1, ab 1/2, ab 1/2
-        ("aab", "b", 2, 1 / 3),
-        ("aabb", "a", 4, 1 / 2),  # a tie
-        ("aabc", "a", 3, 2 / 3),  # aab 1, aac 1, abc 1/3, abc 1/3
         ("a....", "a", 5, 1),  # . is no vote: four without an answer do not outvote the one
-        ("aa.b", "a", 2, 2 / 3),  # aa 1, a. 1, ab 1/2, .b 0
-        ("...", "a", 2, 0),
         ("a" * 600 + "b" * 400, "a", 1000, 1),
         ("a" * 500 + "b" * 500, "a", 500, 1 / 2),  # by symmetry; C(1000, 500) subsets
     ],
@@ -60,11 +40,6 @@ def test_pass_at_k_is_the_binomial_quotient(n, data):
 def test_maj_at_k(answers, right, k, expected):
     votes = [None if answer == "." else answer for answer in answers]
     assert maj_at_k(votes, [a == right for a in answers], k) == pytest.approx(expected, abs=1e-12)
-
-
-def test_maj_at_k_takes_the_mean_of_an_answer():
-    """One answer, right in one wording and wrong in the other."""
-    assert maj_at_k(["a", "a", "b"], [1, 0, 0], 3) == pytest.approx(1 / 2)
 
 
 ANSWERS = st.tuples(st.sampled_from("abcd"), st.floats(0, 1)) | st.just((None, 0.0))

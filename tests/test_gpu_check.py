@@ -9,7 +9,6 @@ from conftest import ROOT, run
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_check
-import gpu_memory
 
 STEP = {"actor/grad_norm": 1.0, "actor/skipped_updates": 0.0, "actor/entropy": 4.0, "perf/throughput": 100.0}
 STEP |= {"response_length/mean": 16.0, "training/rollout_logp_diff_mean": 1e-9, "perf/mfu/actor": 0.3}
@@ -98,10 +97,3 @@ def test_a_launch_that_fails_fails_its_lines_and_no_others():
     assert all("no_such_script" in text for text in bad.values())
     table = gpu_check.markdown([*lines.values()], "here")
     assert table.count("\n") == len(lines) + 3 and table.count("| FAIL |") == 2
-
-
-def test_memory_of_a_7b_model():
-    """With LoRA weights take 2 bytes in place of 12, and there are hardly any gradients."""
-    model = gpu_memory.qwen2("7B")
-    assert [round(x, 1) for x in gpu_memory.memory(model, 8)] == [10.6, 24.2, 14.2]
-    assert [round(x, 1) for x in gpu_memory.memory(model, 8, lora=True)] == [1.8, 8.8, 14.2]

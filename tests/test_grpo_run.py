@@ -15,6 +15,7 @@ from conftest import (
     check_advantages,
     column,
     healthy,
+    hf,
     load_weights,
     metrics,
     rollouts,
@@ -40,10 +41,6 @@ def flags(tiny, arithmetic, out, *more):
     return ["--model", tiny, "--output_dir", out, *files, *sizes, *rest, *budget, *reward, *more]
 
 
-def hf(out):
-    return out / "checkpoints/latest/hf"
-
-
 @pytest.fixture(scope="module")
 def straight(tiny, arithmetic, tmp_path_factory):
     """Six steps on one rank, undisturbed, and without a warning."""
@@ -59,10 +56,6 @@ def test_it_learns_and_reports(straight, tiny):
     assert [steps[step]["actor/lr"] for step in range(1, 7)] == [1.5e-3, *[3e-3] * 5]  # of the optimizer
     assert steps[6]["val-core/arithmetic/reward/mean@1"] > steps[0]["val-core/arithmetic/reward/mean@1"]
     assert changed(tiny, hf(straight)) == load_weights(tiny).keys()
-
-
-def test_sampler_and_trainer_agree_every_step(straight):
-    assert all(m["training/rollout_probs_diff_max"] < 1e-4 for s, m in metrics(straight).items() if s)
 
 
 def test_advantages_are_those_of_the_groups(straight):
@@ -110,8 +103,7 @@ def test_two_ranks_equal_one_and_resume_on_one(straight, tiny, arithmetic, tmp_p
     run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 3, *rewards), ranks=2)
     same(straight, tmp_path, [1], 1e-4)
     run(GRPO, *flags(tiny, arithmetic, tmp_path, "--total_steps", 4, *rewards))
-    assert list(metrics(tmp_path)) == [0, 1, 2, 3, 4]
-    assert metrics(tmp_path)[4]["training/rollout_probs_diff_max"] < 1e-4
+    assert list(healthy(tmp_path)) == [0, 1, 2, 3, 4]
 
 
 def test_several_rewards_own_variants_and_the_off_policy_mask(tiny, arithmetic, tmp_path):

@@ -120,15 +120,13 @@ def test_a_verdict_may_be_wrapped(judge, mode):
     assert verdict == ("", [7.0])
 
 
-@pytest.mark.parametrize("mode", ["busy", "down"])
-def test_a_judge_that_is_not_ready_is_asked_until_the_time_is_up(judge, mode):
+@pytest.mark.parametrize(("mode", "status"), [("busy", "429"), ("down", "503"), ("hang", None)])
+def test_a_judge_that_is_not_ready_is_asked_until_the_time_is_up(judge, mode, status):
     judge.mode = mode
     [result] = scores(judge, row("Lima"), timeout_s=2)
-    assert result["failure"].startswith(
-        "TimeoutError: no result after 2 s (--reward_timeout_s): the judge at"
-    )
-    assert result["failure"].rpartition(": HTTP ")[2][:3] == dict(busy="429", down="503")[mode]
-    assert len(judge.requests) > 1
+    assert result["failure"].startswith("TimeoutError: no result after 2 s (--reward_timeout_s)")
+    assert status is None or result["failure"].rpartition(": HTTP ")[2][:3] == status
+    assert status is None or len(judge.requests) > 1
 
 
 def test_as_many_requests_at_once_as_the_server_takes(judge):
@@ -136,17 +134,6 @@ def test_as_many_requests_at_once_as_the_server_takes(judge):
     results = scores(judge, *(row(f"Lima {i}") for i in range(64)), timeout_s=60)
     assert [x["score"] for x in results] == [1] * 64
     assert len(judge.requests) < 5 * 64
-
-
-def test_it_tries_again(judge):
-    judge.mode = "second"
-    assert scores(judge, row("Lima"))[0]["score"] == 1 and len(judge.requests) == 2
-
-
-def test_a_slow_judge_is_a_time_out(judge):
-    judge.mode = "hang"
-    [result] = scores(judge, row("Lima"), timeout_s=0.5)
-    assert result["failure"].startswith("TimeoutError: no result after 0.5 s (--reward_timeout_s)")
 
 
 def test_a_judge_that_is_away_and_comes_back(judge):

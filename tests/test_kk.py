@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rewards.kk import compute_score
 
@@ -77,21 +75,3 @@ def test_extra_keys():
 def test_broken_truth(truth):
     with pytest.raises(ValueError, match="ground truth"):
         compute_score("kk", "x", truth)
-
-
-@pytest.mark.parametrize(
-    "unit",
-    ["User:\n", "Assistant:\n", "<think>", "</answer>", " ", "a ", "a\n", ":", "1.", "is a knight ", " is a"],
-)
-def test_is_linear(unit):
-    """Ends in less than a second; a quadratic scan takes hours."""
-    flood = unit * (1_000_000 // len(unit))
-    score(flood)
-    score("<think></think><answer>" + flood + "knight is a knave</answer>")
-    score("<think></think><answer>Ann is" + flood + "a knight. Bo is a" + flood + "knave</answer>")
-
-
-@given(st.text(), st.text())
-def test_never_raises(head, answer):
-    assert score(head + answer) in (3, -0.5, -1, -3)
-    assert score(f"<think>{head}</think><answer>{answer}</answer>") in (3, -0.5, -1, -3)

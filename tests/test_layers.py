@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
 from test_packing import Gpu, flash
 from torch.nn.attention import varlen
@@ -100,13 +99,6 @@ STATES = families.STATES - {"qwen3_5_moe_text"} | {"qwen3_5", "qwen3_5_moe"}
 
 PACKED = "llama qwen2 qwen3 granite cohere minicpm3 mixtral qwen3_moe glm4_moe deepseek_v3".split()
 PACKED += ["mistral3", "qwen3_vl"]  # without images
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_which_layers_are_special(family):
-    name, fields = FAMILIES[family]
-    special = families.special_layers(getattr(transformers, f"{name}Config")(**fields))
-    assert bool(special) == (family not in [*PACKED, "phi"])
 
 
 def on_a_gpu(module, query, *others, **segments):

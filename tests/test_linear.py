@@ -19,11 +19,12 @@ CLOCK_S = 0.2  # what is so fast that the clock is too coarse for a ratio
 MARKS = """
     a A. 1 1, 1. 0 - -- 1- * ** [ ] [] ( ) { } < << >> <<1 > $ $1 $$ # #### \\ \\\\ \\boxed{ \\boxed{1} \\frac
     \\text{ ^ _ ` ``` " ' : ; | & / = é ½ ٣ 漢 <think> </think> <answer> <tool_call> </tool_call> <function=
-    <parameter= <function=f> [TOOL_CALLS] f[ARGS]{ f(a= [f( [- {[ f{ {"a":
+    <parameter= <function=f> [TOOL_CALLS] f[ARGS]{ f(a= [f( [- {[ f{ {"a": . 1+ 1\\, \\begin{
 """
 WORDS = [*MARKS.split(), "\n", " ", "\r\n", "\t", "\u2028", "\u0301", "* a", "- a", "#### 1 ", "\\boxed "]
 WORDS += ["```\n", "```python\n", "Answer: ", "answer is ", "or ", "and ", "is a knight", "\nA is a knave"]
 WORDS += ["User:\n", "Assistant:\n", "P.S. ", "p. ", '{"name": ', "lambda ", "not ", "; "]
+WORDS += ["1 ", "a ", "a\n", " is a", "#### " + " " * 50]
 KNIGHTS = "(1) A is a knight\n(2) B is a knave"
 
 

@@ -96,22 +96,6 @@ class Gpu(torch.Tensor):
     is_cuda, dtype = True, torch.bfloat16
 
 
-@pytest.mark.parametrize("on_a_gpu", (False, True))
-def test_a_token_sees_its_own_text(on_a_gpu, monkeypatch):
-    """The row of test_a_tree_by_hand, by plain softmax; two heads of queries have one of keys."""
-    monkeypatch.setattr(varlen, "varlen_attn", flash)
-    torch.manual_seed(0)
-    inputs, _ = one_row([[7, 8], [7, 8], [9]], [[1, 2], [3], [4]])
-    layout = {name: inputs[name] for name in ("kv_index", "shapes", "longest", "cu_seqlens")}
-    query, key, value = (torch.randn(1, heads, 7, 8) for heads in (2, 1, 1))
-    asked = query.as_subclass(Gpu) if on_a_gpu else query
-    out, _ = packed_attention(None, asked, key, value, None, scaling=0.7, **layout)
-    seen = [[0], [0, 1], [2], [2, 3], [0, 1, 4], [0, 1, 5], [0, 1, 5, 6]]
-    for t, s in enumerate(seen):
-        weights = (0.7 * query[0, :, t] @ key[0, 0, s].t()).softmax(-1)
-        torch.testing.assert_close(out[0, t].as_subclass(torch.Tensor), weights @ value[0, 0, s])
-
-
 def test_attention_in_bfloat16_is_computed_in_float32():
     """Two segments of 8 queries and 16 keys; a CPU's backward pass in bfloat16 takes over twice as long."""
     torch.manual_seed(0)
@@ -120,22 +104,6 @@ def test_attention_in_bfloat16_is_computed_in_float32():
     wide = segment_attention(query.float(), key.float(), value.float(), np.array([(8, 16)] * 2), 0.2)
     assert out.dtype is torch.bfloat16 and wide.dtype is torch.float32
     assert torch.equal(out, wide.bfloat16())
-
-
-@pytest.mark.parametrize("window", (None, 1, 3, 99))
-def test_windows(window):
-    """A text of five tokens, then two responses of two tokens to the first four: plain softmax."""
-    torch.manual_seed(0)
-    shapes = np.array([(5, 5), (2, 6), (2, 6)])
-    query, key, value = torch.randn(9, 4, 8), torch.randn(17, 2, 8), torch.randn(17, 2, 8)
-    found, q, k = segment_attention(query, key, value, shapes, 0.3, window).split([5, 2, 2]), 0, 0
-    for out, (t, s) in zip(found, shapes.tolist(), strict=True):
-        keys, values = (x[k : k + s].repeat_interleave(2, 1) for x in (key, value))
-        scores = 0.3 * torch.einsum("thd,shd->hts", query[q : q + t], keys)
-        behind = torch.arange(s - t, s)[:, None] - torch.arange(s)
-        scores = scores.masked_fill((behind < 0) | (behind >= (window or s)), -torch.inf)
-        torch.testing.assert_close(out, torch.einsum("hts,shd->thd", scores.softmax(-1), values))
-        q, k = q + t, k + s
 
 
 def head_sizes(config):

@@ -44,13 +44,6 @@ def test_a_masked_token_is_as_good_as_none(tokens):
         assert torch.allclose(with_nt[:, keep_t], without_nt, atol=1e-5)
 
 
-@given(st.lists(st.tuples(*[st.floats(-3, 3)] * 2), min_size=1, max_size=8))
-def test_lambda_one_gives_the_returns(tokens):
-    reward_nt, value_nt = f64(*zip(*tokens))[:, None]
-    _, return_nt = ppo.gae(reward_nt, value_nt, torch.ones_like(value_nt), 1.0, 1.0)
-    assert torch.allclose(return_nt, reward_nt.flip(-1).cumsum(-1).flip(-1))
-
-
 def test_lambda_adapts_to_the_length():
     # alpha = .5: 1 - 1/(.5 l) of 4, 2 (the masked token is none of them), 1 and 8 tokens: .5, 0, -1 -> 0, .75
     mask_nt = torch.tensor([[1] * 4 + [0] * 4, [1, 0, 1] + [0] * 5, [1] + [0] * 7, [1] * 8]).bool()
@@ -172,13 +165,6 @@ def test_adaptive_kl():
     for kl, n, expected in ((2.2, 50, 0.105), (10, 50, 0.1155), (0, 100, 0.0924)):  # +10 %, at most +-20 %
         weight = ppo.adapted(weight, kl, 2.0, n, horizon=100)
         assert weight == pytest.approx(expected)
-
-
-@given(st.floats(0, 10), st.integers(1, 10**6), st.floats(0.1, 1e5))
-def test_adaptive_kl_stays_positive(kl, n, horizon):
-    """However large a step is: it changes the weight by 20 % at most."""
-    weight = ppo.adapted(0.1, kl, 2.0, n, horizon)
-    assert 0.08 - 1e-9 <= weight <= 0.12 + 1e-9
 
 
 @pytest.mark.parametrize(

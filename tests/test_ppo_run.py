@@ -111,9 +111,8 @@ def test_adapters_of_the_actor(flags, tiny, tmp_path):
     """The actor without its adapters is the reference; hf/ has them in its weights; the critic is whole."""
     one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--critic_warmup", 0, "--warmup_steps", 0
     run(PPO, *flags(tmp_path, *one, "--lora_rank", 4))
-    first, second = (metrics(tmp_path)[step]["actor/reward_kl_penalty"] for step in (1, 2))
+    first, second = (healthy(tmp_path)[step]["actor/reward_kl_penalty"] for step in (1, 2))
     assert first == 0 and second > 1e-6
-    assert metrics(tmp_path)[2]["training/rollout_probs_diff_max"] < 1e-4
     base, critic = load_weights(tiny), load_weights(at(tmp_path, 2, "critic"))
     assert changed(tiny, at(tmp_path, 2)) == {name for name in base if name.endswith("proj.weight")}
     assert all(not torch.equal(base[name], x) for name, x in critic.items() if name in base)

@@ -177,6 +177,7 @@ CASES = [
     (distill, "--group_size 1 --teacher_prompt {{solution}}", "{{solution}} needs --group_size above 1"),
     (distill, "--teacher_update_rate 0.5 --teacher {twin}", "--teacher_update_rate needs the --model"),
     (distill, "--teacher_update_rate 1 --lora_rank 4", "--teacher_update_rate needs the --model"),
+    (sft, "--train_batch_size 65 --max_length 32", "--train_batch_size 65 is more than the 64 training rows"),
     (dpo, "--train_batch_size 5", "--train_batch_size 5 is more than the 4 training pairs"),
     (rm, "--train_batch_size 5", "--train_batch_size 5 is more than the 4 training pairs"),
     (dpo, "--train_batch_size 4 --val_files {equal_parquet}", "row 1: 'chosen' and 'rejected' are equal"),

@@ -16,7 +16,7 @@ from conftest import ROOT, documented, run
 
 from algos import grpo
 from algos import report as report_script
-from algos.report import CHECKS, LIMIT, Args, Run, spread, thin, write
+from algos.report import CHECKS, LIMIT, Args, Run, thin, write
 
 SAMPLE = ROOT / "tests/fixtures/report"  # ten steps of the demo, and two of its dumped steps
 ONE = dict(train_batch_size=32, ppo_mini_batch_size=32, ppo_epochs=1)  # one optimizer step a rollout
@@ -305,11 +305,6 @@ def test_thin_keeps_extremes():
     assert thin([[1, math.inf]], [4, 8], 10) == dict(x=[4, 8], y=[1, None])  # one run has no band
 
 
-def test_spread_begins_everywhere():
-    assert spread([*range(8)]) == [0, 4, 2, 6, 1, 5, 3, 7] and spread([]) == []
-    assert sorted(spread([*range(11)])) == [*range(11)]
-
-
 # ---- the page
 class Page(HTMLParser):
     """What a browser would make of the file: attributes that fetch, scripts, texts."""
@@ -457,17 +452,6 @@ def test_killed_and_resumed_and_half_written(tmp_path):
     assert [*zip(*run.curve("train/loss"))] == [(1, 5), (2, 4), (3, 30), (4, 20)]
     assert run.broken == 1 and run.args == {}
     assert "lines that could not be read: 1" in report(tmp_path, path).text
-
-
-def test_ten_thousand_steps(tmp_path):
-    lines = (SAMPLE / "metrics.jsonl").read_text().splitlines()
-    table = [json.loads(lines[1 + i % 10]) | {"training/global_step": i + 1} for i in range(10_000)]
-    table[7777]["actor/grad_norm"] = 1e4
-    paths = [make_run(tmp_path / f"run_{i}", table, dict(seed=i, lr=i // 2)) for i in range(2)]
-    page = report(tmp_path, *paths)
-    norm = page.charts["actor/grad_norm"][0]
-    assert len(norm["x"]) == 400 and max(norm["high"]) == 1e4
-    assert page.verdicts["gradient-spikes"] == WRONG and "step 7778" in page.text
 
 
 NASTY = "</script><script>document.body.remove()</script><!-- \0 \u202e \ud800 \u2028 & @@DATA@@ ]]> é 漢"

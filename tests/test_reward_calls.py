@@ -38,13 +38,6 @@ async def meet(data_source, solution_str, ground_truth, extra_info=None):
         await asyncio.sleep(0.001)
     return 1.0
 
-class Judge:
-    async def __call__(self, **row):
-        await asyncio.sleep(0)
-        return len(row["solution_str"])
-
-instance = Judge()
-
 def rank(data_sources, solution_strs, ground_truths, extra_infos):
     """The place by length, from 0 for the longest, and what it saw."""
     order = sorted(solution_strs, key=len, reverse=True)
@@ -88,14 +81,6 @@ def score(file, names, texts, groups=None, weights=(), mode="naive", extra=None,
     reward = load_rewards([f"{file}:{name}" for name in names.split()], weights)
     rows = [dict(data_source="x", solution_str=t, ground_truth="4", extra_info=extra or {}) for t in texts]
     return RewardManager(mode, reward, **options).score(rows, groups)
-
-
-@pytest.mark.parametrize("mode", ["naive", "prime"])
-def test_async_rewards_are_awaited(file, mode):
-    results = score(file, "judge", ["a", "bad", "ccc"], mode=mode)
-    assert [result["score"] for result in results] == [1, 0, 3]
-    assert results[1]["failure"].startswith("ValueError: bad (mine.py, line ")
-    assert [x["score"] for x in score(file, "instance", ["a", "bb"], mode=mode)] == [1, 2]
 
 
 def test_all_wait_at_the_same_time_up_to_a_limit(file):

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from algos import eval as evaluation
-from rewards.manager import RewardManager, check_failures, check_results, failures
+from rewards.manager import RewardManager, check_failures, failures
 from rewards.manager.combined import load_rewards
 from rewards.manager.failures import OUTAGE, Failures
 
@@ -189,27 +189,12 @@ def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys, caplog):
         evaluation.main(evaluation.Args(**flags, reward_fn=(write(tmp_path, "return extra_info['level']"),)))
 
 
-def test_check_results_is_silent_about_good_ones(capsys):
-    assert check_results([GOOD] * 3) == [GOOD] * 3
-    assert capsys.readouterr() == ("", "")
-
-
-FIVE = {  # a reward that fails for every response: what the error says
-    "raise KeyError('x')": "KeyError: 'x' .mine.py, line 3",
-    "return": "TypeError: the reward returned None",
-    "return float('nan')": "ValueError: the reward returned nan",
-    "return '1.0'": "TypeError: the reward returned '1.0' .str",
-    "while True: pass": "TimeoutError: no result after 1 s",
-}
 TRAINERS = "agent", "dapo", "distill", "grpo", "ppo"
 
 
-@pytest.mark.parametrize("body", FIVE)
-def test_every_trainer_and_eval_ends_with_a_broken_reward(body, tmp_path, monkeypatch):
+def test_every_trainer_ends_with_a_broken_reward(tmp_path, monkeypatch):
     """A trainer has rows scored by `score_rows` alone, in training and in validation."""
-    says = f"the reward failed for all 2 responses, the first with {FIVE[body]}"
-    mode, spec = "prime" if "while" in body else "naive", write(tmp_path, body)
-    manager = RewardManager(mode, load_rewards([spec], []), timeout_s=1)
+    manager = RewardManager("naive", load_rewards([write(tmp_path, "return")], []))
     row = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
     row |= dict(reward_model=dict(style="rule", ground_truth="4"))
     sampled = dict(response_ids=[1, 2], finish_reason="stop", group=0)
@@ -218,13 +203,8 @@ def test_every_trainer_and_eval_ends_with_a_broken_reward(body, tmp_path, monkey
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     for name in TRAINERS:
         monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
-        with pytest.raises(SystemExit, match=says):
+        with pytest.raises(SystemExit, match=r"failed for all 2 responses, .* TypeError: the reward"):
             importlib.import_module(f"algos.{name}").score_rows(rows, manager, tokenizer)
-    pq.write_table(pa.Table.from_pylist([row | dict(responses=["4", "5"])]), tmp_path / "responses.parquet")
-    flags = dict(data=(str(tmp_path / "responses.parquet"),), output=str(tmp_path / "eval"))
-    monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
-    with pytest.raises(SystemExit, match=says):
-        evaluation.main(evaluation.Args(**flags, reward_fn=(spec,), reward_manager=mode, reward_timeout_s=1))
 
 
 def test_no_other_place_calls_a_reward():

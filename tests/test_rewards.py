@@ -108,24 +108,6 @@ def test_gsm8k_votes_by_value(text, pred):
     assert compute_score("arithmetic", text, "7")["pred"] == pred
 
 
-@pytest.mark.parametrize("method", ["strict", "flexible"])
-@pytest.mark.parametrize(
-    "unit",
-    ["#### ", "#", "1", "1,", "-", ".", " ", "$", "</think>", "#### 1 ", "####" + " " * 50, "1+", "\u0301"],
-)
-def test_gsm8k_is_linear(unit, method):
-    text = "#### " + unit * (1_000_000 // len(unit)) + "5"
-    start = time.process_time()
-    score(text, text[:100_000], method)
-    assert time.process_time() - start < 5  # about 0.3 s of this process; a quadratic scan takes hours
-
-
-@given(st.text(), st.text(), st.sampled_from(["strict", "flexible"]))
-def test_gsm8k_never_raises(text, truth, method):
-    for prefix in ("", "#### ", "#### 1"):
-        assert score(prefix + text, truth, method) in (0.0, 1.0)
-
-
 @given(
     st.text(alphabet="abc xyz\n", max_size=50),
     st.integers(-(10**12), 10**12),
@@ -192,34 +174,6 @@ def make_row(text, **extra):
     return row | extra
 
 
-def test_manager_scores_and_survives_bad_rows():
-    def reward(data_source, solution_str, ground_truth, extra_info=None):
-        return eval(solution_str)
-
-    texts = [
-        "1",
-        "True",
-        "{'score': 0.5, 'acc': 1}",
-        "float('nan')",
-        "'1'",
-        "None",
-        "{}",
-        "len(3)",
-        "10**999",
-        "1/0",
-    ]
-    results = RewardManager("naive", reward).score([make_row(text) for text in texts] + [{}])
-    assert results[:3] == [{"score": 1.0}, {"score": 1.0}, {"score": 0.5, "acc": 1}]
-    for result in results[3:]:
-        assert result["score"] == 0.0
-    names = [result["failure"].split(":")[0] for result in results[3:]]
-    assert names == ["ValueError", "TypeError", "TypeError", "ValueError", "TypeError", "OverflowError"] + [
-        "ZeroDivisionError",
-        "KeyError",
-    ]
-    assert all(type(result["score"]) is float and math.isfinite(result["score"]) for result in results)
-
-
 class Odd:
     def __str__(self):
         return "odd"
@@ -256,23 +210,6 @@ def test_results_are_plain(mode):
             assert (results[1]["score"], results[1]["score/a"]) == (3 * plain, plain)
 
 
-@pytest.mark.parametrize("acc", ["yes", math.nan, [1], np.ones(2)])
-def test_an_accuracy_is_a_finite_number(acc):
-    [result] = RewardManager("naive", lambda **_: {"score": 1, "acc": acc}).score([make_row("5")])
-    assert result["score"] == 0 and "failure" in result
-
-
-def test_failure_is_the_manager_s_own_key():
-    def reward(data_source, solution_str, ground_truth, extra_info=None):
-        return {"score": float(solution_str), "error": 0.25, "failure": "mine"}
-
-    for mode in ("naive", "prime"):
-        results = RewardManager(mode, reward).score([make_row("1"), make_row("x")])
-        assert results[0] == {"score": 1.0, "error": 0.25}
-        assert set(results[1]) == {"score", "failure"} and results[1]["failure"].startswith("ValueError")
-        assert failure_metrics(results) == {"reward/timeouts": 0, "reward/crashes": 0, "reward/errors": 1}
-
-
 def failed(score=0.0):
     return {"score": score, "failure": "TimeoutError: no result after 30 s"}
 
@@ -285,11 +222,14 @@ def failed(score=0.0):
         (["failed", "failed"], [0, 0], [0, 0]),
         (["failed", -3, "failed", -0.5, 1, "failed"], [7, 7, 5, 5, 7, 7], [-3, -3, -0.5, -0.5, 1, -3]),
         (["failed", -1], [0, 1], [0, -1]),
+        ([failed(-2.0), -1], [0, 0], [-2, -1]),  # a trainer has changed it, as PPO with its reward model's
+        ([failed(-2.0), "failed"], [0, 0], [-2, 0]),
         ([], [], []),
     ],
 )
 def test_demote_failures(scores, groups, expected):
-    results = [failed() if score == "failed" else {"score": score, "pred": "4"} for score in scores]
+    results = [{"score": x, "pred": "4"} if isinstance(x, int | float) else x for x in scores]
+    results = [failed() if result == "failed" else result for result in results]
     rows = [dict(group=group, reward=result) for group, result in zip(groups, results, strict=True)]
     before = copy.deepcopy(rows)
     demoted = demote_failures(rows)
@@ -299,14 +239,6 @@ def test_demote_failures(scores, groups, expected):
     assert demote_failures(demoted) == demoted
 
 
-def test_demote_failures_never_promotes():
-    """Scores of failed ones that a trainer has changed, as PPO with its reward model's."""
-    rows = [dict(group=0, reward=result) for result in (failed(-2.0), {"score": -1.0})]
-    assert demote_failures(rows)[0]["reward"]["score"] == -2
-    rows = [dict(group=0, reward=result) for result in (failed(-2.0), failed(0.0))]
-    assert demote_failures(rows) == rows
-
-
 def test_a_failure_is_as_wrong_as_the_worst_of_its_group():
     """DAPO goes by accuracy: a group of wrong ones and a failure has no spread."""
     wrong = {"score": -1.0, "acc": 0.0}
@@ -314,63 +246,47 @@ def test_a_failure_is_as_wrong_as_the_worst_of_its_group():
     assert demote_failures(rows)[1]["reward"] == failed() | wrong
 
 
+def answers(preds, accs):
+    return [dict(score=2 * acc - 1, acc=acc, pred=pred) for pred, acc in zip(preds, accs, strict=True)]
+
+
 @pytest.mark.parametrize(
-    ("results", "expected"),
+    ("results", "n", "expected"),
     [
+        ([{"score": 1.0}, failed(), {"score": -1.0}, failed()], 2, {"reward/mean": 0, "reward/best": 0.5}),
+        ([failed()] * 4, 2, {"reward/mean": 0, "reward/best": 0}),
         (
-            [{"score": 1.0}, failed(), {"score": -1.0}, failed()],
-            {"reward/mean@2": (0.5 - 0.5) / 2, "reward/best@2": 0.5},
+            [answers("4", [1])[0], failed(), answers([None], [0])[0], failed()],
+            2,
+            {"acc/mean": 0.25, "acc/best": 0.5, "acc/maj": 0.5},
         ),
-        (
-            [
-                {"score": 1.0, "acc": 1.0, "pred": "4"},
-                failed(),
-                {"score": -1.0, "acc": 0.0, "pred": None},
-                failed(),
-            ],
-            {"acc/mean@2": 0.25, "acc/best@2": 0.5, "acc/maj@2": 0.5},
-        ),
-        ([failed()] * 4, {"reward/mean@2": 0, "reward/best@2": 0}),
+        (answers(["1/2", "1/2", "7"], [1, 1, 0]), 3, {"acc/maj": 1}),
+        (answers([None, None, None, "4"], [0, 0, 0, 1]), 4, {"acc/maj": 1}),  # no answer is no vote
+        (answers([None, None], [0, 0]), 2, {"acc/maj": 0}),
+        (answers(["7", "4", "4"], [1, 0, 0]), 3, {"acc/maj": 0}),
+        ([{"score": 1.0, "acc": 1.0}, {"score": 1.0}], 2, {"acc/mean": 0.5}),  # one without an accuracy
     ],
 )
-def test_validation_counts_a_failure_as_0(results, expected):
-    rows = [dict(data_source="x", index=i // 2, reward=result) for i, result in enumerate(results)]
-    assert validation_metrics(rows) == {f"val-core/x/{name}": value for name, value in expected.items()}
+def test_a_validation(results, n, expected):
+    """A failure counts 0."""
+    rows = [dict(data_source="x", index=i // n, reward=result) for i, result in enumerate(results)]
+    found = validation_metrics(rows)
+    assert found | {f"val-core/x/{name}@{n}": value for name, value in expected.items()} == found
+    assert {name.split("/")[2] for name in found} == {next(iter(expected)).split("/")[0]}
 
 
 @pytest.mark.parametrize(
-    ("preds", "accs", "expected"),
+    ("more", "kept"),
     [
-        (["1/2", "1/2", "7"], [1, 1, 0], 1),
-        ([None, None, None, "4"], [0, 0, 0, 1], 1),  # no answer is no vote
-        ([None, None], [0, 0], 0),
-        (["7", "4", "4"], [1, 0, 0], 0),
+        *((dict(pred=x), dict(pred=None)) for x in ("", " \n", None)),
+        *((dict(pred=x), dict(pred=text)) for x, text in ((" a ", "a"), (0, "0"), ([1], "[1]"))),
+        *((dict(acc=x), {} if x is None else dict(acc=1.0)) for x in (None, np.bool_(True))),
+        (dict(error=0.25, failure="mine"), dict(error=0.25)),  # that key is the manager's own
     ],
 )
-def test_votes_of_a_validation(preds, accs, expected):
-    results = [dict(score=acc, acc=acc, pred=pred) for pred, acc in zip(preds, accs, strict=True)]
-    rows = [dict(data_source="x", index=0, reward=result) for result in results]
-    assert validation_metrics(rows)[f"val-core/x/acc/maj@{len(preds)}"] == expected
-
-
-@pytest.mark.parametrize(
-    ("pred", "vote"),
-    [("", None), (" \n", None), (None, None), (" a ", "a"), (0, "0"), ([1], "[1]"), ("None", "None")],
-)
-def test_an_answer_is_a_text_or_none(pred, vote):
-    [result] = RewardManager("naive", lambda **_: {"score": 1, "pred": pred}).score([make_row("5")])
-    assert result == {"score": 1.0, "pred": vote}
-
-
-def test_validation_without_an_accuracy():
-    def reward(data_source, solution_str, ground_truth, extra_info=None):
-        return {"score": 1, "acc": None if solution_str == "?" else np.bool_(True), "pred": None}
-
-    rows = [make_row("5"), make_row("?")]
-    rewards = RewardManager("naive", reward).score(rows)
-    assert rewards == [{"score": 1, "acc": 1, "pred": None}, {"score": 1, "pred": None}]
-    metrics = validation_metrics([dict(row, index=0, reward=r) for row, r in zip(rows, rewards, strict=True)])
-    assert metrics["val-core/arithmetic/acc/mean@2"] == 0.5
+def test_what_is_kept_of_a_result(more, kept):
+    [result] = RewardManager("naive", lambda **_: {"score": 1} | more).score([make_row("5")])
+    assert result == {"score": 1.0} | kept
 
 
 def test_a_validation_shows_a_response_of_each_source_as_it_is():
@@ -400,29 +316,6 @@ def test_prime_manager_replaces_what_hangs_or_dies():
             assert result["score"] == 0.0 and result["failure"].startswith(kind)
     assert failure_metrics(results) == {"reward/timeouts": 3, "reward/crashes": 1, "reward/errors": 1}
     assert manager.score([]) == [] and manager.score([{}])[0]["failure"].startswith("KeyError")
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        *(None, "text", [], {}, {"score": "1"}, {"score": None}, {"score": math.nan}, {"score": 1e999}),
-        *({"score": [1]}, {"score": {"a": 1}}, {"score": 1, "acc": "yes"}, {"score": 1, "acc": math.inf}),
-    ],
-)
-def test_a_process_that_is_taken_over_sends_what_is_no_result(reply, monkeypatch):
-    for answer in (reply, [reply], [{"score": 1}, reply]):
-        monkeypatch.setattr("rewards.manager.Worker.call", lambda *_, answer=answer, **__: answer)
-        [result] = RewardManager("prime", hostile_reward, workers=1).score([make_row("1")])
-        assert set(result) == {"score", "failure"}
-        assert result["score"] == 0 and isinstance(result["failure"], str)
-
-
-def test_a_process_that_is_taken_over_names_its_failure(monkeypatch):
-    reply = [{"score": 99, "acc": 1, "failure": ["TimeoutError"]}]
-    monkeypatch.setattr("rewards.manager.Worker.call", lambda *_, **__: reply)
-    assert RewardManager("prime", hostile_reward, workers=1).score([make_row("1")]) == [
-        {"score": 0.0, "failure": "['TimeoutError']"}
-    ]
 
 
 KEYS = st.sampled_from(["score", "acc", "pred", "failure"])

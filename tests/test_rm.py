@@ -7,7 +7,8 @@ from functools import partial
 import conftest
 import pytest
 import torch
-from conftest import ROOT, changed, cut_back, healthy, load_weights, metrics, run
+from conftest import ROOT, changed, cut_back, healthy, hf, load_weights, losses, metrics, run
+from conftest import offline_flags as flags
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -181,27 +182,12 @@ def data(tmp_path_factory):
     return out
 
 
-def flags(model, data, out, **changes):
-    values = dict(model=model, output_dir=out, total_steps=STEPS, max_length=32, max_tokens_per_microbatch=64)
-    values |= dict(train_batch_size=15, lr=3e-3, warmup_steps=2, save_freq=STEPS // 2, keep_checkpoints=0)
-    values |= dict(train_files=data / "train.parquet", val_files=data / "val.parquet", test_freq=4) | changes
-    return [*(word for name, value in values.items() for word in (f"--{name}", value))]
-
-
 @pytest.fixture(scope="module")
 def straight(tiny, data, tmp_path_factory):
     """A run on one rank, with many micro-batches in a step, and without a warning."""
     out = tmp_path_factory.mktemp("rm") / "straight"
     assert "arning" not in run(SCRIPT, *flags(tiny, data, out)).stderr
     return out
-
-
-def hf(out):
-    return out / "checkpoints/latest/hf"
-
-
-def losses(out):
-    return [m["train/loss"] for step, m in metrics(out).items() if step]
 
 
 def test_it_learns(straight, tiny):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, changed, healthy, load_weights, metrics, run, start
+from conftest import ROOT, changed, healthy, hf, load_weights, losses, metrics, offline_flags, run, start
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -27,6 +27,7 @@ PROMPT, RESPONSE = "<|user|>37+85=<|assistant|>", "122<|eos|>"
 
 
 make_args = partial(conftest.make_args, sft)
+flags = partial(offline_flags, max_tokens_per_microbatch=32)
 
 
 @pytest.fixture
@@ -76,19 +77,6 @@ def test_response_and_eos_are_trained_and_nothing_else(pad, packed):
     at_next_position, target = spy.asked
     assert tokenizer.decode(target) == "3<|eos|>" + RESPONSE + "<|eos|>"  # an empty response is its EOS
     assert at_next_position == target
-
-
-def test_loss_by_hand():
-    logp_nt, trained_nt = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, 0.0, 0.0]]), torch.ones(2, 3)
-    trained_nt[0, 2] = 0  # a tool's token
-    assert sft.sft_loss(logp_nt, trained_nt, 3).item() == 2.0
-
-
-def test_decay_in_the_last_steps():
-    rates = [sft.learning_rate(1.0, step, 10, 2, "linear", 3) for step in range(1, 11)]
-    assert rates == pytest.approx([1 / 2] + [1] * 7 + [2 / 3, 1 / 3])
-    rates = [sft.learning_rate(1.0, step, 10, 2, "linear") for step in range(3, 11)]
-    assert rates == pytest.approx([1 - i / 8 for i in range(8)])
 
 
 CONVERSATION = """\
@@ -211,28 +199,12 @@ def test_texts_are_cut_and_packed(tmp_path):
 # ---- whole runs
 
 
-def flags(model, data, out, **changes):
-    values = dict(model=model, output_dir=out, total_steps=STEPS, max_length=32, max_tokens_per_microbatch=32)
-    values |= dict(train_batch_size=15, lr=3e-3, warmup_steps=2, save_freq=STEPS // 2, keep_checkpoints=0)
-    values |= dict(test_freq=4) | changes
-    values = dict(train_files=data / "train.parquet", val_files=data / "val.parquet") | values
-    return [*(word for name, value in values.items() for word in (f"--{name}", value))]
-
-
 @pytest.fixture(scope="module")
 def straight(tiny, arithmetic, tmp_path_factory):
     """A run on one rank, with many micro-batches in a step, and without a warning."""
     out = tmp_path_factory.mktemp("sft") / "straight"
     assert "Warning: " not in run(SCRIPT, *flags(tiny, arithmetic, out)).stderr
     return out
-
-
-def hf(out):
-    return out / "checkpoints/latest/hf"
-
-
-def losses(out):
-    return [m["train/loss"] for step, m in metrics(out).items() if step]
 
 
 def test_it_learns(straight, tiny, arithmetic):
@@ -328,12 +300,6 @@ def test_sigint_saves(tiny, arithmetic, tmp_path):
     last = max(metrics(tmp_path / "run"))
     assert (tmp_path / "run/checkpoints/latest").resolve().name == f"step_{last:06d}"
     assert load_weights(hf(tmp_path / "run"))
-
-
-def test_errors_are_one_line(tiny, arithmetic, tmp_path):
-    done = run(SCRIPT, *flags(tiny, arithmetic, tmp_path / "run", train_batch_size=65), check=False)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert "--train_batch_size 65 is more than the 64 training rows" in done.stderr
 
 
 def test_heads_that_ranks_do_not_divide(tiny):

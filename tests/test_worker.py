@@ -212,11 +212,6 @@ def test_slow_calls_are_told():
     assert slow == [1]
 
 
-def test_function_of_a_file(tmp_path):
-    (tmp_path / "mine.py").write_text("def f(x):\n    return x + 1\n")
-    assert call_in_worker(load_reward_fn(f"{tmp_path}/mine.py:f"), 1, timeout_s=5) == 2
-
-
 def test_a_worker_does_not_outlive_its_thread_or_its_caller():
     pids = []
     thread = threading.Thread(target=lambda: pids.append(call_in_worker(pid, timeout_s=5)))

@@ -1,11 +1,10 @@
 """Models with a vision tower, trained on text: the language model learns, the rest stays as it was."""
 
 import json
-import math
 
 import pytest
 import torch
-from conftest import ROOT, changed, cut_back, load_weights, metrics, run, same
+from conftest import ROOT, changed, cut_back, healthy, load_weights, run, same
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from algos import grpo, ppo, rm
@@ -41,13 +40,11 @@ def trained(models, arithmetic, tmp_path_factory):
 
 
 def test_two_ranks_and_a_resumed_one_agree_with_the_sampler(trained):
-    steps = metrics(trained)
+    steps = healthy(trained)
     log = (trained / "log.txt").read_text()
     assert list(steps) == [1, 2] and "resumed from" in log
     layers = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
     assert f"weights: {layers}\n" in log
-    assert all(math.isfinite(x) for m in steps.values() for x in m.values())
-    assert max(m["training/rollout_logp_diff_mean"] for m in steps.values()) < 1e-5
     assert min(m["actor/grad_norm"] for m in steps.values()) > 0
 
 
