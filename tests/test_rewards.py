@@ -69,6 +69,7 @@ RULES = [
     ("5 apples are left", "5", "flexible", 1), ("#### 5 metres", "5", "strict", 1),
     ("so ...5", "5", "flexible", 1), ("x = .5", "0.5", "flexible", 1),
     ("<think>it is 9</think>I do not know", "9", "flexible", 0),
+    ("<|channel|>final<|message|>5", "5", "flexible", 1), ("x<sub>5", "5", "flexible", 0),
 ]  # fmt: skip
 
 
