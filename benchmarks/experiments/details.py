@@ -1,0 +1,98 @@
+"""Which details of GRPO matter? One is changed at a time, with the same seeds and the same SFT model.
+
+    python benchmarks/experiments/sums.py      # data and model
+    python benchmarks/experiments/details.py   # two hours on one core
+
+A detail's effect is the difference of the accuracy on held-out questions, mean over the validations of a run,
+from that of the defaults with the same seed. Writes runs/details: results.json, and a run directory each;
+what is there already is not run again.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.lib.stages import ROOT, run
+from benchmarks.lib.workload import curve, save
+from common.arguments import command_line
+
+# four optimizer steps for each step, so that clips and old policies matter
+DEFAULTS = "--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 8"
+DEFAULTS += " --group_size 8 --lr 1e-4 --weight_decay 0 --total_epochs 9 --total_steps 60 --test_freq 5"
+DEFAULTS += " --save_freq 0 --gradient_checkpointing none"
+DETAILS = {  # what is changed: flags
+    "advantage by batch (REINFORCE++)": "--adv_estimator reinforce_plus_plus_baseline",
+    "advantage without the std (Dr. GRPO)": "--adv_estimator dr_grpo",
+    "leave-one-out baseline (RLOO)": "--adv_estimator rloo",
+    "mean over responses": "--loss_agg seq-mean-token-mean",
+    "sum over tokens, constant norm": "--loss_agg seq-mean-token-sum-norm",
+    "clip higher (0.28)": "--clip_ratio_high 0.28",
+    "no clip": "--clip_ratio_low 1 --clip_ratio_high 1e9",
+    "GSPO": "--policy_loss gspo",
+    "CISPO": "--policy_loss cispo",
+    "KL loss, 0.001": "--use_kl_loss",
+    "KL loss, 0.05": "--use_kl_loss --kl_loss_coef 0.05",
+    "entropy bonus, 0.01": "--entropy_coeff 0.01",
+    "one optimizer step a step": "--ppo_mini_batch_size 32",
+    "two passes over the responses": "--ppo_epochs 2",
+    "64 prompts x 4": "--train_batch_size 64 --ppo_mini_batch_size 16 --group_size 4",
+    "16 prompts x 16": "--train_batch_size 16 --ppo_mini_batch_size 4 --group_size 16",
+    "bfloat16, importance weights": "--compute_dtype bfloat16",
+    "bfloat16, no importance weights": "--compute_dtype bfloat16 --rollout_is None",
+    "bfloat16, masked importance weights": "--compute_dtype bfloat16 --rollout_is None --rollout_rs token"
+    " --rollout_rs_threshold 2",
+    "constant groups sampled again (DAPO)": "",
+}
+
+
+@dataclass
+class Args:
+    sums: Path = ROOT / "runs/sums"
+    """Directory of sums.py, for its data and its SFT model."""
+    output_dir: Path = ROOT / "runs/details"
+    """Directory of the runs."""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """Seeds of a run's data order and sampling."""
+
+
+def train(args, name, flags, seed):
+    """Accuracy on held-out questions of one run, mean over its validations after the first."""
+    out = args.output_dir / f"{name.replace(' ', '_')}_{seed}"
+    script = "algos/dapo.py" if "DAPO" in name else "algos/grpo.py"
+    if not (out / "done").exists():
+        files = ["--model", args.sums / "sft/checkpoints/latest/hf", "--output_dir", out, "--seed", seed]
+        for split in ("train", "val"):
+            files += [f"--{split}_files", args.sums / f"data/{split}.parquet"]
+        run(name, {}, script, *files, *DEFAULTS.split(), *flags.split(), ranks=1)
+        (out / "done").touch()
+    return float(np.mean(curve(out, "val-core/arithmetic/acc/mean@1")[1][1:]))
+
+
+def interval(differences):
+    """Half of a 95 % interval of the mean, by Student's t."""
+    n = len(differences)
+    quantile = np.quantile(np.random.default_rng(0).standard_t(n - 1, 10**6), 0.975)
+    return quantile * np.std(differences, ddof=1) / np.sqrt(n)
+
+
+def main():
+    args, found = command_line(Args), {}
+    for seed in args.seeds:  # seed by seed: a run that is stopped has whole ones
+        for name, flags in {"defaults": "", **DETAILS}.items():
+            found.setdefault(name, []).append(train(args, name, flags, seed))
+    base, table = np.array(found["defaults"]), Table("", "accuracy", "effect", "95 %")
+    for name, values in found.items():
+        effect = np.array(values) - base
+        half = f"± {100 * interval(effect):.1f}" if len(base) > 1 and effect.any() else ""
+        table.add_row(name, f"{np.mean(values):.1%}", f"{100 * effect.mean():+.1f}", half)
+    Console().print(table)
+    save(args.output_dir / "results.json", args, dict(accuracy=found))
+
+
+if __name__ == "__main__":
+    main()
