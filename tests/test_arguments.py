@@ -77,7 +77,6 @@ ALL = f"{RL} {OFFLINE}"
 BOUNDS = "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH;"
 BOUNDS += " with off_policy one value, at least 0"
 SHORT = "--max_tokens_per_microbatch 63 is less than"
-PLUS = "reinforce_plus_plus_baseline"
 ROW = "--max_tokens_per_microbatch %d is less than a row, %d tokens"
 TOP_P = "--top_p 0.9: pass --rollout_is None and no --rollout_rs"
 TEXTS = "--text_key: pass no --messages_key and no --env"
@@ -117,11 +116,6 @@ TOGETHER = (  # scripts, their flags, what is said
     *((RL, rejects("geometric", *x), None) for x in ((1,), (0, 0.5), (2, 2))),
     (RL, rejects("off_policy", 0.0), None),
     ("dapo", dict(group_size=1), "--group_size 1: one response has no spread, so its group would be dropped"),
-    ("grpo agent", dict(group_size=1, adv_estimator="maxrl"), "--adv_estimator maxrl needs"),
-    ("grpo agent", dict(group_size=2, adv_estimator="maxrl"), None),
-    ("grpo agent", alone | dict(group_size=1, adv_estimator=PLUS), f"--adv_estimator {PLUS} needs"),
-    ("grpo", alone | dict(group_size=2, adv_estimator=PLUS), None),
-    ("grpo", alone | dict(group_size=1), None),
     ("dapo", dict(overlong_buffer=1025), "--overlong_buffer 1025 is not within --max_response_length"),
     ("dapo", dict(overlong_buffer=1024), None),
     ("dapo", dict(partial_rollout=True, max_staleness=0), "--partial_rollout needs"),

@@ -144,9 +144,6 @@ def test_pairs(right, wrong, most):
     for side, responses in zip(zip(*made), (right, wrong)):
         uses = [side.count(i) for i in range(responses)]
         assert max(uses) - min(uses) <= 1
-
-
-def test_pairs_by_hand():
     assert rejection.pairs("ab", "xyz", 5) == [*map(tuple, ("ax", "by", "az", "bx", "ay"))]
 
 

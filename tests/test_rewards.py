@@ -57,17 +57,10 @@ def test_ground_truths_that_are_no_answers():
     assert compute_score("apps", "print(input())", tests)["score"] == 1  # JSON that is no list
 
 
-RULES = [
-    ("#### -$1,234.50", "-1234.5", "strict", 1), ("#### 1,23,456", "123456", "strict", 0),
-    ("#### 5 * 3", "5", "strict", 0), ("#### 5²", "5", "strict", 0),
-    ("#### 42\n\n#### Explanation\nwe added", "42", "strict", 1), ("#### -0", "0", "strict", 1),
-    ("#### 7", "no number", "strict", 0), ("#### 7", 7, "strict", 1), ("答案是-48", "-48", "flexible", 1),
-    ("the answer is 67e3", "3", "flexible", 0), ("it is 3/4", "4", "flexible", 0),
-    ("5+122", "122", "flexible", 0), ("37+85=122", "122", "flexible", 1),
-    ("Step 2: 45", "45", "flexible", 1), ("the sides are 3,4,5", "5", "flexible", 1),
-    ("<b>5</b>", "5", "flexible", 1), ("\\boxed{5}", "5", "flexible", 1),
-    ("5 apples are left", "5", "flexible", 1), ("#### 5 metres", "5", "strict", 1),
-    ("so ...5", "5", "flexible", 1), ("x = .5", "0.5", "flexible", 1),
+RULES = [  # beside those of the golden cases
+    ("#### 5²", "5", "strict", 0), ("#### 42\n\n#### Explanation\nwe added", "42", "strict", 1),
+    ("#### 7", "no number", "strict", 0), ("#### 7", 7, "strict", 1), ("so ...5", "5", "flexible", 1),
+    ("the sides are 3,4,5", "5", "flexible", 1), ("5 apples are left", "5", "flexible", 1),
     ("<think>it is 9</think>I do not know", "9", "flexible", 0),
     ("<|channel|>final<|message|>5", "5", "flexible", 1), ("x<sub>5", "5", "flexible", 0),
 ]  # fmt: skip
