@@ -19,6 +19,8 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_prep import environment
+from data_prep.lib.schema import KINDS, load_rows
 from envs import load_env
 from envs.pool import EnvPool, _checked
 from envs.tools import UNREADABLE, ToolEnv, Turn, harmony, parse_calls
@@ -805,6 +807,24 @@ def test_reward_of_the_environment():
     first, second, third = manager.score(rows)
     assert (first["score"], second["score"], second["last"]) == (0.25, 1.0, "x")
     assert third["score"] == 0 and third["failure"].startswith("ValueError: the environment gave no reward")
+
+
+def test_prompts_of_the_environment(tmp_path, file):
+    (tmp_path / "mine.py").write_text(
+        "class Env:\n    step = None.__class__\n    @staticmethod\n    def rows():\n"
+        "        for i in range(5):\n            yield [dict(role='user', content=f'{i}?')], dict(seed=i)\n"
+    )
+    args = environment.Args(f"{tmp_path}/mine.py:Env", str(tmp_path), train_size=9, test_size=2)
+    environment.main(args)
+    rows = {name: load_rows(tmp_path / f"{name}.parquet", KINDS["RL"]) for name in ("test", "train")}
+    assert {name: [row["extra_info"]["seed"] for row in rows[name]] for name in rows} == {
+        "test": [0, 1],
+        "train": [2, 3, 4],
+    }
+    with pytest.raises(ValueError, match="has no `rows`"):
+        environment.main(environment.Args(f"{file}:Env"))
+    with pytest.raises(ValueError, match="set OPENENV_URL"):
+        load_env(f"{ROOT}/envs/openenv.py:Remote")
 
 
 def test_examples_of_the_docs(tmp_path):
