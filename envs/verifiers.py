@@ -39,11 +39,10 @@ def __getattr__(taskset):
         env = load_environment(resolve_env_config(dict(taskset=config)))
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(one_line(error)) from None
-    task, ours = type(env.taskset).task_type(), (vf.Task.setup, vf.Task.finalize, vf.Env.finalize)
-    if task.NEEDS_CONTAINER or (task.setup, task.finalize, type(env).finalize) != ours:
-        raise ValueError(f"{taskset}: a container, setup and finalize are not supported")
-    if len(agent_config_fields(env.config)) > 1:
-        raise ValueError(f"{taskset}: several agents are not supported")
+    task, ours = type(env.taskset).task_type(), (vf.Task.setup, vf.Task.finalize, vf.Env.finalize, 1)
+    has = task.setup, task.finalize, type(env).finalize, len(agent_config_fields(env.config))
+    if task.NEEDS_CONTAINER or has != ours:
+        raise ValueError(f"{taskset}: a container, setup, finalize and several agents are not supported")
     mcp, tools = MCPServer(taskset), []
     for name, function in functions_of(servers_of(env)).items():
         mcp.add_tool(function, name, description=function.__doc__)
@@ -71,10 +70,9 @@ class Dialogue:
         data = task_type.data_type().model_validate_json(extra_info["task"])
         self.task, self.state = task_type(data, self.env.config.taskset.task), state_cls(task_type)()
         self.said, self.score, self.functions = [[]], 0.0, functions_of(servers)
-        if any("runtime" in inspect.signature(fn).parameters for fn in self.task.hooks("reward")):
-            raise ValueError("a reward that needs a runtime is not supported")
-        if self.task.hooks("stop") or discover_decorated(self.task, "intercept"):
-            raise ValueError("stop and intercept are not supported")
+        bound = [fn for fn in self.task.hooks("reward") if "runtime" in inspect.signature(fn).parameters]
+        if bound or self.task.hooks("stop") or discover_decorated(self.task, "intercept"):
+            raise ValueError("stop, intercept and rewards that need a runtime are not supported")
         for server in servers:
             server._inert_state = self.state  # which a tool has outside a rollout of the package
             awaited(server.setup())

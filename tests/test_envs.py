@@ -810,21 +810,19 @@ def test_reward_of_the_environment():
 
 
 def test_prompts_of_the_environment(tmp_path, file):
-    (tmp_path / "mine.py").write_text(
-        "class Env:\n    step = None.__class__\n    @staticmethod\n    def rows():\n"
-        "        for i in range(5):\n            yield [dict(role='user', content=f'{i}?')], dict(seed=i)\n"
-    )
-    args = environment.Args(f"{tmp_path}/mine.py:Env", str(tmp_path), train_size=9, test_size=2)
-    environment.main(args)
-    rows = {name: load_rows(tmp_path / f"{name}.parquet", KINDS["RL"]) for name in ("test", "train")}
-    assert {name: [row["extra_info"]["seed"] for row in rows[name]] for name in rows} == {
-        "test": [0, 1],
-        "train": [2, 3, 4],
-    }
-    with pytest.raises(ValueError, match="has no `rows`"):
-        environment.main(environment.Args(f"{file}:Env"))
-    with pytest.raises(ValueError, match="set OPENENV_URL"):
-        load_env(f"{ROOT}/envs/openenv.py:Remote")
+    row = "([dict(role='user', content=f'{i}?')], dict(seed=i))"
+    text = f"class Env:\n    step = len\n    rows = lambda: ({row} for i in range(5))\n"
+    (tmp_path / "mine.py").write_text(text)
+    environment.main(environment.Args(f"{tmp_path}/mine.py:Env", str(tmp_path), train_size=9, test_size=2))
+    for split, seeds in (("test", [0, 1]), ("train", [2, 3, 4])):
+        rows = load_rows(tmp_path / f"{split}.parquet", KINDS["RL"])
+        assert [row["extra_info"]["seed"] for row in rows] == seeds
+    for spec, what in (
+        (f"{file}:Env", "has no `rows`"),
+        (f"{ROOT}/envs/openenv.py:Remote", "set OPENENV_URL"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            environment.main(environment.Args(spec))
 
 
 def test_examples_of_the_docs(tmp_path):
@@ -833,6 +831,7 @@ def test_examples_of_the_docs(tmp_path):
     game = load_env(f"{tmp_path}/mine.py:Countdown")({"left": 2})
     assert game.step("go") == [{"role": "user", "content": "1 left"}] and game.reward() == 0
     assert game.step("go") is None and game.reward() == 1
+    assert load_env(f"{tmp_path}/mine.py:Multiply")({}).step("<<37*85>>")[0]["content"] == "3145"
     tools = load_env(f"{tmp_path}/mine.py:TOOLS")
     assert tools.tools[0]["function"]["parameters"]["required"] == ["city"]
     assert tools({}).step(hermes("temperature", city="Rome"))[0]["content"] == "21.5"
