@@ -19,6 +19,8 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_prep import environment
+from data_prep.lib.schema import KINDS, load_rows
 from envs import load_env
 from envs.pool import EnvPool, _checked
 from envs.tools import UNREADABLE, ToolEnv, Turn, harmony, parse_calls
@@ -807,12 +809,29 @@ def test_reward_of_the_environment():
     assert third["score"] == 0 and third["failure"].startswith("ValueError: the environment gave no reward")
 
 
+def test_prompts_of_the_environment(tmp_path, file):
+    row = "([dict(role='user', content=f'{i}?')], dict(seed=i))"
+    text = f"class Env:\n    step = len\n    rows = lambda: ({row} for i in range(5))\n"
+    (tmp_path / "mine.py").write_text(text)
+    environment.main(environment.Args(f"{tmp_path}/mine.py:Env", str(tmp_path), train_size=9, test_size=2))
+    for split, seeds in (("test", [0, 1]), ("train", [2, 3, 4])):
+        rows = load_rows(tmp_path / f"{split}.parquet", KINDS["RL"])
+        assert [row["extra_info"]["seed"] for row in rows] == seeds
+    for spec, what in (
+        (f"{file}:Env", "has no `rows`"),
+        (f"{ROOT}/envs/openenv.py:Remote", "set OPENENV_URL"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            environment.main(environment.Args(spec))
+
+
 def test_examples_of_the_docs(tmp_path):
     page = (ROOT / "docs/guides/environments.md").read_text()
     (tmp_path / "mine.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     game = load_env(f"{tmp_path}/mine.py:Countdown")({"left": 2})
     assert game.step("go") == [{"role": "user", "content": "1 left"}] and game.reward() == 0
     assert game.step("go") is None and game.reward() == 1
+    assert load_env(f"{tmp_path}/mine.py:Multiply")({}).step("<<37*85>>")[0]["content"] == "3145"
     tools = load_env(f"{tmp_path}/mine.py:TOOLS")
     assert tools.tools[0]["function"]["parameters"]["required"] == ["city"]
     assert tools({}).step(hermes("temperature", city="Rome"))[0]["content"] == "21.5"

@@ -29,7 +29,8 @@ def skeleton(node, names):
 def of_rewards():
     """What a reward, an environment or a variant is refused with, or fails with for every response."""
     files = [*(ROOT / "rewards").glob("*.py"), *(ROOT / "rewards/manager").glob("*.py")]
-    files += [ROOT / f"envs/{name}.py" for name in ("__init__", "pool", "search", "tools")]
+    envs = "__init__", "openenv", "pool", "search", "tools", "verifiers"
+    files += [ROOT / f"envs/{name}.py" for name in envs]
     files.append(ROOT / "algos/variants/__init__.py")
     found = set()
     for path in files:

@@ -88,7 +88,7 @@ class RewardManager:
                 data_source=row["data_source"],
                 prompt_str=row["prompt"][-1]["content"],
                 solution_str=tokenizer.decode(text),
-                ground_truth=row["reward_model"]["ground_truth"],
+                ground_truth=row["reward_model"].get("ground_truth"),
                 extra_info=row["extra_info"],
             )
             for row, text in zip(rows, texts, strict=True)
@@ -115,7 +115,7 @@ class RewardManager:
         return [result for _, result in sorted(by_row, key=lambda pair: pair[0])]
 
     def _check_row(self, checks, row):
-        source, truth = row["data_source"], row["reward_model"]["ground_truth"]
+        source, truth = row["data_source"], row["reward_model"].get("ground_truth")
         try:
             if checks[source]:
                 checks[source](source, truth, row["extra_info"])
