@@ -76,6 +76,7 @@ FLAGS = {
 }
 KNOWN = {flag: known for known, flags in FLAGS.items() for flag in flags.split()}
 MODELS = [flag for flag, known in KNOWN.items() if known.content == "weights"]
+PAGES = Path(__file__).parents[1] / "docs/reference"  # among them those on other libraries
 HUB = {  # what an error of the hub's client means, or the first class above it that is here
     "HFValidationError": "and no name of the hub",
     "GatedRepoError": "and gated on the hub: accept the licence on its page there, then `hf auth login`",
@@ -90,16 +91,42 @@ def parse(args_class, words=None, unknown=None):
 
     unknown: a function of {flag: value}, which says what a script does not know, or None.
     """
-    rank = int(os.environ.get("RANK", 0))
-    groups = command_line(in_groups(args_class), words)
-    flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
-    defaults = {field.name: field.default for field in fields(args_class)}
-    problem = (
-        unusable(flags, defaults) or impossible(flags) or (unknown and unknown(flags)) or no_model(flags)
-    )
+    problem = foreign(fields(args_class), sys.argv[1:] if words is None else words)
+    if not problem:
+        groups = command_line(in_groups(args_class), words)
+        flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+        defaults = {field.name: field.default for field in fields(args_class)}
+        problem = unusable(flags, defaults) or impossible(flags)
+        problem = problem or (unknown and unknown(flags)) or no_model(flags)
     if problem:  # the first rank of each machine says what it lacks
+        rank = os.environ.get("RANK", 0)
         raise SystemExit(1 if int(os.environ.get("LOCAL_RANK", rank)) else f"error: {problem}")
     return flags
+
+
+def foreign(flags, words):
+    """What is wrong with words of a command line that TRL or verl would read otherwise."""
+    switches = {flag.name for flag in flags if flag.default is False}
+    for word, value in zip(words, [*words[1:], ""]):
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if name in switches and value.lower() in ("true", "false"):
+            return f"--{name} takes no value: leave {value if value.lower() == 'true' else f'--{name}'} out"
+        if (word.startswith("--") or "=" in word) and name not in {flag.name for flag in flags}:
+            for page in sorted(PAGES.glob("from-*.md")):
+                if here := translated(name, page):
+                    return f"{word} is no flag: here it is {here} (docs/reference/{page.name})"
+
+
+def translated(name, page):
+    """What an option of another library is here, by the tables of a page about it, or None."""
+    name = name.rpartition(".")[2]
+    for theirs, ours in re.findall(r"^\| (`.+?) \| (.+) \|$", page.read_text(), re.MULTILINE):
+        names = [x.rpartition(".")[2] for x in re.findall(r"`([\w.]+)[`=]", theirs)]
+        if name in names:
+            each = re.sub(r"`|\[([^]]+)\]\([^)]+\)", r"\1", ours)
+            if len(flags := each.split(", ")) == len(names) and all(re.fullmatch(r"--\w+", x) for x in flags):
+                return flags[names.index(name)]
+            return each
 
 
 def command_line(program, words=None):

@@ -9,7 +9,7 @@ import runpy
 import ssl
 import subprocess
 import sys
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -23,7 +23,8 @@ from conftest import ROOT
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils._http import default_client_factory
 
-from common.arguments import FLAGS, KNOWN, MODELS, impossible, no_model, parse, unusable
+from algos import grpo
+from common.arguments import FLAGS, KNOWN, MODELS, foreign, impossible, no_model, parse, unusable
 from common.metrics import data_sheet_speed
 from common.run import Run, open_run, open_tracker, ranks_on
 
@@ -220,6 +221,27 @@ def test_values_out_of_range_and_flags_without_effect(values, line):
     defaults = dict(kl_loss_coef=0.001, decay_steps=0, train_files=MISSING, val_files=())
     found = unusable(values, defaults)
     assert found is None if line is None else found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--learning_rate 1e-6", "--learning_rate is no flag: here it is --lr (docs/reference/from-trl.md)"),
+        ("--lr_scheduler_type=cosine", "here it is --lr_schedule ("),
+        ("--num-generations 8", "--num-generations is no flag: here it is --group_size ("),
+        ("--scale_rewards none", "here it is --adv_estimator dr_grpo ("),
+        ("--vllm_mode colocate", "here it is always; --gpu_memory_utilization, --tp_size ("),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "here it is --lr (docs/reference/from-verl.md)"),
+        ("trainer.save_freq=20", "here it is --save_freq ("),
+        ("--use_kl_loss True", "--use_kl_loss takes no value: leave True out"),
+        ("--use_kl_loss false", "--use_kl_loss takes no value: leave --use_kl_loss out"),
+        ("--output_dir a=lr=1", None),
+        ("--weight_decay=0.1 --beta2 x --no_use_kl_loss", None),
+    ],
+)
+def test_words_of_other_libraries(words, said):
+    found = foreign(fields(grpo.Args), words.split())
+    assert found == said if said is None else said in found
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -47,7 +47,7 @@ def test_imports_go_downwards():
 def test_common_is_small():
     """What knows no algorithm: flags, a run's log and checkpoints, CPUs, families of models."""
     lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")}
-    assert sum(lines.values()) <= 1580
+    assert sum(lines.values()) <= 1607
     assert set(lines) == {
         *("__init__.py", "arguments.py", "checkpoints.py", "cpu.py"),
         *("families.py", "files.py", "gpu.py", "log_probs.py", "metrics.py", "run.py"),
