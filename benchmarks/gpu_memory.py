@@ -1,6 +1,7 @@
-"""GiB that GRPO takes of a GPU, computed: the tables of docs/guides/memory.md and docs/guides/recipes.md.
+"""Does it fit? What GRPO takes of a GPU, computed; no GPU is needed.
 
-python benchmarks/gpu_memory.py
+python benchmarks/gpu_memory.py --model Qwen/Qwen3-8B --gpu_gib 24 48 --max_response_length 4096
+python benchmarks/gpu_memory.py    # the tables of docs/guides/memory.md and docs/guides/recipes.md
 """
 
 import sys
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import command_line
+from common.arguments import command_line, fail, no_model
 
 # sizes of Qwen2.5: width, MLP, layers, heads, KV heads, vocabulary
 SIZES = {
@@ -25,6 +26,22 @@ GIB = 2**30
 
 
 @dataclass
+class Args:
+    model: str | None = None
+    """Directory or hub name of a model, of which its configuration is read; None: the tables of the pages."""
+    gpus: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of GPUs."""
+    gpu_gib: tuple[int, ...] = (24, 48, 80)
+    """Memory of a GPU, as its name has it."""
+    max_prompt_length: int = 512
+    """As in grpo.py."""
+    max_response_length: int = 1024
+    """As in grpo.py."""
+    lora_rank: int = 16
+    """As in grpo.py, for the last column."""
+
+
+@dataclass
 class Model:
     """Sizes of a model, and numbers of its parameters."""
 
@@ -35,7 +52,7 @@ class Model:
     block: int  # parameters of the largest block
     root: int  # of the output layer, which is gathered apart from an embedding of its own
     total: int  # of the language model
-    adapters: int  # of LoRA of rank 16
+    adapters: int  # of LoRA, of rank 16 if nothing else is said
     tower: int = 0  # of a vision tower, which text leaves frozen and out of the sampler
     eager_heads: int = 0  # heads of eager attention, whose scores exist
 
@@ -83,12 +100,12 @@ def configuration(name):
     return t.GptOssConfig(num_hidden_layers=24, num_local_experts=32, num_experts_per_tok=4)
 
 
-def published(name):
+def published(name, lora_rank=16):
     """A published model, its parameters counted by transformers without memory for them."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = configuration(name)
+    config = configuration(name) if name in RECIPES else AutoConfig.from_pretrained(name)
     text, count = config.get_text_config(), lambda module: sum(p.numel() for p in module.parameters())
     with torch.device("meta"):
         lm, whole = AutoModelForCausalLM.from_config(text), None
@@ -105,7 +122,7 @@ def published(name):
         block=max(map(count, blocks)),
         root=total - inside - (not text.tie_word_embeddings) * count(lm.get_input_embeddings()),
         total=total,
-        adapters=16 * sum(layer.in_features + layer.out_features for layer in linear),
+        adapters=lora_rank * sum(layer.in_features + layer.out_features for layer in linear),
         tower=count(whole) - total if whole else 0,
         eager_heads=text.num_attention_heads if text.model_type == "gpt_oss" else 0,
     )
@@ -135,19 +152,21 @@ def memory(m, gpus, lora=False, tokens=8192, row=1536, chunk=1024, hosted=False)
     return rest / GIB, update / GIB, 2 * m.total / GIB
 
 
-def verdict(m, gpus, lora=False, gpu=79.6, share=0.5, asleep=3.0, cache=4.0):
-    """Flags with which GRPO fits GPUs of `gpu` GiB, 5 % of it spare, if a sleeping vLLM keeps `asleep`."""
+def verdict(m, gpus, lora=False, gpu=79.6, row=1536, share=0.5, asleep=3.0, cache=4.0):
+    """Flags with which GRPO fits GPUs of `gpu` GiB, 5 % of it spare, if a sleeping vLLM keeps `asleep`.
+
+    row: tokens of the longest row, which a micro-batch must hold.
+    """
     rest, _, sampler = memory(m, gpus, lora)
-    hosted = memory(m, gpus, lora, tokens=2048)[1] + asleep > 0.95 * gpu
+    hosted = memory(m, gpus, lora, max(2048, row), row)[1] + asleep > 0.95 * gpu
     # a rank's part of the sampler's weights and at least `cache` must fit the sampler's share
     fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp + cache <= share * gpu]
-    budgets = [
-        n for n in (8192, 4096, 2048) if memory(m, gpus, lora, n, hosted=hosted)[1] + asleep <= 0.95 * gpu
-    ]
+    budgets = [n for n in (8192, 4096, 2048) if n >= row] or [row]
+    budgets = [n for n in budgets if memory(m, gpus, lora, n, row, hosted=hosted)[1] + asleep <= 0.95 * gpu]
     flags = [f"`--tp_size {tp}`" for tp in fitting[:1] if tp > 1]
     if rest + share * gpu + asleep > 0.95 * gpu:
         flags += [f"`--offload {'always' if hosted else 'sampling'}`"]
-    flags += [f"`--max_tokens_per_microbatch {n}`" for n in budgets[:1] if n < 8192]
+    flags += [f"`--max_tokens_per_microbatch {n}`" for n in budgets[:1] if n != 8192]
     return (" ".join(flags) or "yes") if fitting and budgets else "no"
 
 
@@ -163,10 +182,26 @@ def table(models=None, gpus=(1, 2, 4, 8, 16)):
     return "\n".join(lines)
 
 
-def main():
+def fits(args):
+    """Markdown: the flags with which one model fits, for all weights and with LoRA."""
+    m, row = published(args.model, args.lora_rank), args.max_prompt_length + args.max_response_length
+    lines = [f"| GPUs | GiB each | All weights | `--lora_rank {args.lora_rank}` |", "|---|---|---|---|"]
+    for n in args.gpus:
+        for gib in args.gpu_gib:
+            both = (verdict(m, n, lora, 0.995 * gib, row) for lora in (False, True))
+            lines.append(f"| {n} | {gib} | {' | '.join(both)} |")
+    return "\n".join(lines)
+
+
+def main(args):
+    if args.model:
+        if problem := no_model(vars(args)):
+            fail(problem)
+        print(fits(args))
+        return
     print(table(), "\n")
     print(table({name: published(name) for name in RECIPES}, gpus=(1, 2, 4, 8)))
 
 
 if __name__ == "__main__":
-    command_line(main)
+    main(command_line(Args))
