@@ -18,7 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -340,7 +340,7 @@ def update_actor(policy, optimizer, mini_batches, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    args = Args(**with_defaults(asdict(args), clip=policy_loss))
+    args = with_defaults(args, clip=policy_loss)
     run = Run(args)
     try:
         pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s, args.tool_parser)

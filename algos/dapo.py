@@ -17,7 +17,7 @@ import math
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -316,7 +316,7 @@ def update_actor(policy, optimizer, mini_batches, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    args = Args(**with_defaults(asdict(args), clip=partial(policy_loss, clip_high=CLIP_HIGH)))
+    args = with_defaults(args, clip=partial(policy_loss, clip_high=CLIP_HIGH))
     run = Run(args)
     tokenizer, manager, train_rows, val_rows, summary = load_data(args)
     check_layout(args)

@@ -17,7 +17,7 @@ import math
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -278,7 +278,7 @@ def update_actor(policy, optimizer, mini_batches, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    args = Args(**with_defaults(asdict(args), clip=policy_loss))
+    args = with_defaults(args, clip=policy_loss)
     run = Run(args)
     tokenizer, manager, train_rows, val_rows, summary = load_data(args)
     steps_per_epoch = len(train_rows) // args.train_batch_size

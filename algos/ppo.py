@@ -19,7 +19,7 @@ import math
 import sys
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -347,7 +347,7 @@ def update(model, optimizer, mini_batches, token_loss, name, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    args = Args(**with_defaults(asdict(args), clip=policy_loss))
+    args = with_defaults(args, clip=policy_loss)
     reward_tokenizers = check_models(args)
     run = Run(args)
     tokenizer, manager, train_rows, val_rows, summary = load_data(rules_alone(args))

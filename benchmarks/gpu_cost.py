@@ -103,7 +103,7 @@ def make_args(sizes, directory, **flags):
     config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads)
     Qwen2Config(**config, tie_word_embeddings=False, dtype="bfloat16").save_pretrained(directory)
     args = grpo.Args(model=directory, train_files=(), output_dir="", compute_dtype="bfloat16", **flags)
-    return grpo.Args(**grpo.with_defaults(vars(args), clip=grpo.policy_loss))
+    return grpo.with_defaults(args, clip=grpo.policy_loss)
 
 
 @contextmanager

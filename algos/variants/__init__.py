@@ -14,6 +14,7 @@ def mine(score_n, group_n, length_n, parts):  # score, group number and trained 
 
 import ast
 import inspect
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -81,12 +82,12 @@ def check_loss(loss, spec):
         raise ValueError(f"{what} must return three tensors [N, T], first a loss with a gradient")
 
 
-def with_defaults(flags, clip):
-    """{flag: value} -> the same with the defaults of --policy_loss, for flags that are None.
+def with_defaults(args, clip):
+    """The arguments with the defaults of --policy_loss, for flags that are None.
 
     clip: the function of --policy_loss clip. A variant that cannot be used stops the script with one line.
     """
-    spec = flags["policy_loss"]
+    flags, spec = asdict(args), args.policy_loss
     try:
         if flags.get("adv_estimator", "grpo") not in OF_SCRIPTS["adv_estimator"]:
             load_variant("adv_estimator", flags["adv_estimator"])
@@ -102,4 +103,4 @@ def with_defaults(flags, clip):
     defaults["loss_agg"] = average = has.get("loss_agg", "token-mean")
     if average not in AVERAGES or (average != "token-mean" and "loss_agg" not in flags):
         fail(f"--policy_loss {spec} averages by {average}, which this script does not know")
-    return flags | {flag: value for flag, value in defaults.items() if flags.get(flag, 0) is None}
+    return replace(args, **{flag: x for flag, x in defaults.items() if flags.get(flag, 0) is None})

@@ -67,7 +67,7 @@ def peak():
 
 def make_args(model, **flags):
     args = grpo.Args(model=str(model), train_files=(), output_dir="", **flags)
-    return grpo.Args(**grpo.with_defaults(vars(args), clip=grpo.policy_loss))
+    return grpo.with_defaults(args, clip=grpo.policy_loss)
 
 
 def make_rows(vocabulary, repeated=False):

@@ -155,7 +155,7 @@ def main(model, train_files, work, prompt_length, response_length):
     lengths = dict(max_prompt_length=2 * int(prompt_length), max_response_length=int(response_length))
     sizes = dict(group_size=GROUP, train_batch_size=PROMPTS, ppo_mini_batch_size=PROMPTS)
     args = grpo.Args(model=model, train_files=(), output_dir="", **lengths, **sizes)
-    args = grpo.Args(**grpo.with_defaults(vars(args), clip=grpo.policy_loss))
+    args = grpo.with_defaults(args, clip=grpo.policy_loss)
     run = together if grpo.os.environ.get("RANK") else partial(alone, train_files=train_files)
     run(args, work=Path(work))
 

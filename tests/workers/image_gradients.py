@@ -101,7 +101,7 @@ def main(model, file, out):
     device, mesh = grpo.setup_distributed(1)
     how = dict(model=model, train_files=(file,), output_dir="", attn_implementation="sdpa")
     args = grpo.Args(**how, entropy_coeff=0.01, group_size=3, ppo_mini_batch_size=1, temperature=0.7)
-    args = grpo.Args(**grpo.with_defaults(vars(args), clip=grpo.policy_loss))
+    args = grpo.with_defaults(args, clip=grpo.policy_loss)
     args = dataclasses.replace(args, grad_clip=1e9, gradient_checkpointing="full")
     sft_args = sft.Args(**how, grad_clip=1e9)
     results, policy = {}, grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
