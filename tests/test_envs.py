@@ -482,13 +482,6 @@ def test_methods_may_be_async(async_file, pools):
     assert answer["failure"].startswith("error: TypeError: step returned <async_generator object")
 
 
-@pytest.mark.parametrize("name", "LIST_agen LIST_gen LIST_rows TrlYields LIST_partial LIST_object".split())
-def test_what_is_no_function_or_yields_is_refused(async_file, name):
-    with pytest.raises(ValueError, match=r"must be a function that returns|no list of functions") as error:
-        load_env(f"{async_file}:{name}")
-    assert "\n" not in str(error.value)
-
-
 def test_a_class_of_tools_is_refused_where_a_list_is(async_file):
     module = load_file(async_file, "async_tools")
     for tool in (module.twice, module.Object().method, module.wrapped):
@@ -498,7 +491,10 @@ def test_a_class_of_tools_is_refused_where_a_list_is(async_file):
             module.of_class(*getattr(module, f"LIST_{tools}"))
 
 
-def test_load_env(file, tmp_path):
+def test_load_env(file, async_file, tmp_path):
+    for i, line in enumerate(("import sys; sys.exit(0)", "raise SystemExit", "import nowhere")):
+        (tmp_path / f"{i}.py").write_text(line)
+    kinds = "LIST_agen LIST_gen LIST_rows TrlYields LIST_partial LIST_object".split()
     assert load_env(f"{file}:Env").tools[0]["type"] == "function"
     assert issubclass(load_env(f"{file}:TOOLS"), ToolEnv)
     for spec, what in (
@@ -510,19 +506,14 @@ def test_load_env(file, tmp_path):
         (f"{file}:NONE", "'NONE' is no class"),
         (f"{file}:add", "'add' is no class"),
         (f"{file}:BAD_TOOLS", "undocumented"),
+        *((f"{tmp_path}/{i}.py:Env", rf"--env .*{i}.py cannot be loaded: \w+") for i in range(3)),
+        *((f"{async_file}:{kind}", "must be a function that returns|no list of functions") for kind in kinds),
     ):
         with pytest.raises(ValueError, match=what) as error:
             EnvPool(spec, 1, 1)
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="above 0"):
         EnvPool(f"{file}:Env", 0, 1)
-
-
-@pytest.mark.parametrize("line", ["import sys; sys.exit(0)", "raise SystemExit", "import nowhere"])
-def test_a_file_that_ends_python_is_refused(tmp_path, line):
-    (tmp_path / "mine.py").write_text(f"{line}\n")
-    with pytest.raises(ValueError, match=r"--env .*mine.py cannot be loaded: \w+"):
-        EnvPool(f"{tmp_path}/mine.py:Env", 1, 1)
 
 
 def test_no_torch_in_a_worker(file):
