@@ -193,7 +193,7 @@ def main(args):
     out, loaded = Path(args.output), {}
     try:
         reward_fn = load_rewards(args.reward_fn, args.reward_weights)
-        manager = RewardManager(args.reward_manager, reward_fn, args.reward_timeout_s, args.reward_workers)
+        manager = RewardManager(args.reward_manager, reward_fn, 1, args.reward_timeout_s, args.reward_workers)
         if len(args.data) > len(ascii_uppercase):
             raise ValueError(f"--data: {len(args.data)} files, at most {len(ascii_uppercase)}")
         for path in args.data:

@@ -585,7 +585,7 @@ def load_data(args):
         tokenizer = load_processor(args.model, sees=args.sees_images)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
-        manager = RewardManager(args.reward_manager, reward_fn, args.reward_timeout_s)
+        manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         data = args.train_files, args.val_files, args.max_prompt_length
         train_rows, val_rows, summary = load_prompt_files(tokenizer, args.train_batch_size, *data)
         manager.check(train_rows, val_rows)

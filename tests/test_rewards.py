@@ -288,7 +288,7 @@ def test_a_validation_shows_a_response_of_each_source_as_it_is():
     rows = []
     for source in ("gsm8k", "arithmetic"):
         for i, text in enumerate(texts):
-            sampled = dict(prompt_str="2+3=", solution_str=text, ground_truth="5")
+            sampled = dict(data_source=source, prompt_str="2+3=", solution_str=text, ground_truth="5")
             rows.append(dict(data_source=source, index=i, sampled=sampled, reward=dict(score=i, acc=i == 1)))
     shown = [validation_summary(rows, number)[1].splitlines() for number in range(4)]
     assert [len(lines) for lines in shown] == [6] * 4 and shown[0] == shown[3]
@@ -296,6 +296,15 @@ def test_a_validation_shows_a_response_of_each_source_as_it_is():
     assert shown[1][3].startswith("  \\x1b[31m 5 \\ud800 -> ") and "\x1b" not in shown[1][3]
     assert "[...]" in shown[2][1] and shown[2][1].count("x") < 500
     assert shown[0][4:] == [f"val-core/{source}/acc/mean@1 0.333" for source in ("arithmetic", "gsm8k")]
+
+
+def test_the_manager_prints_rows_of_each_source(capsys):
+    rows = [make_row(text, data_source=source) for text in "567" for source in ("gsm8k", "arithmetic")]
+    RewardManager("naive", lambda **_: 0, 2).score(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:6] for line in lines[1::2]] == ["  5 ->", "  6 ->"] * 2 and lines[0].startswith("gsm8k: ")
+    RewardManager("naive", lambda **_: 0).score(rows)
+    assert capsys.readouterr().out == ""
 
 
 def test_prime_manager_replaces_what_hangs_or_dies():

@@ -12,7 +12,7 @@ from rewards.manager.calls import call_here, call_once, sees_group, sent
 from rewards.manager.combined import parts_of
 from rewards.manager.failures import check_environments, check_failures, check_results, demote_failures
 from rewards.manager.results import failed, received
-from rewards.manager.samples import validation_metrics, validation_summary
+from rewards.manager.samples import print_samples, validation_metrics, validation_summary
 from rewards.manager.worker import Worker
 
 __all__ = ["RewardManager", "check_environments", "check_failures", "check_results", "demote_failures"]
@@ -31,15 +31,16 @@ class RewardManager:
     mode: "naive" scores in this process, one call after the other; only an `async def` has a time-out.
         "prime" makes `workers` calls at a time, each in a process that is killed and replaced when it takes
         over timeout_s seconds or dies.  Slow calls do not hold up the others: several time out at once.
+    num_examine: rows of each data source that `score` prints, the first ones.
     """
 
-    def __init__(self, mode="naive", compute_score=compute_score, timeout_s=30.0, workers=4):
+    def __init__(self, mode="naive", compute_score=compute_score, num_examine=0, timeout_s=30.0, workers=4):
         if mode not in ("naive", "prime"):
             raise ValueError(f"unknown reward manager {mode!r}; known: naive, prime")
         if workers < 1 or not timeout_s > 0:
             raise ValueError(f"reward manager with {workers} workers, {timeout_s} s: both must be above 0")
-        self.mode, self.compute_score, self.timeout_s, self.workers = mode, compute_score, timeout_s, workers
-        self._places = threading.Semaphore(workers)
+        self.mode, self.compute_score, self.num_examine = mode, compute_score, num_examine
+        self.timeout_s, self.workers, self._places = timeout_s, workers, threading.Semaphore(workers)
         if mode == "prime":
             self._check_process()
 
@@ -60,7 +61,7 @@ class RewardManager:
     def score(self, rows, groups=None):
         """Score dicts with data_source, solution_str, ground_truth, extra_info.
 
-        They may have `prompt`, chat messages for a reward that asks for them.
+        They may have `prompt`, chat messages for a reward that asks for them, and prompt_str, to be shown.
         groups: number of the prompt of each row; none: each row is a group.
         Returns one dict a row, in their order: `score` (float) and the extra keys of the reward, as JSON has
         them (`acc` a float; `pred` a text, None: no answer).  A reward that fails gives score 0.0 and
@@ -73,7 +74,9 @@ class RewardManager:
         found = {}  # the results of each part
         for name, function in combine.functions.items():
             found[name] = self._score_part(function, rows, groups, combine.of(found, len(rows)))
-        return combine.of(found, len(rows))
+        results = combine.of(found, len(rows))
+        print_samples(rows, results, self.num_examine)
+        return results
 
     def score_responses(self, rows, tokenizer):
         """Score a trainer's rows -> the rows with `sampled`, what was scored, and `reward`.

@@ -2,8 +2,22 @@
 
 import sys
 
-SHOWN = "prompt_str", "solution_str", "ground_truth"
 SHOWN_CHARS = 240  # of a text
+
+
+def print_samples(rows, results, num_examine):
+    """Print the first rows of each data source."""
+    for source in dict.fromkeys(row.get("data_source") for row in rows):
+        pairs = [pair for pair in zip(rows, results) if pair[0].get("data_source") == source]
+        for row, result in pairs[:num_examine]:
+            print(sample_text(row, result), flush=True)
+
+
+def sample_text(row, result):
+    """Two lines for a row that was scored."""
+    names = "data_source", "prompt_str", "ground_truth", "solution_str"
+    source, prompt, truth, response = (_one_line(row.get(name, "")) for name in names)
+    return f"{source}: {prompt} [{truth}]\n  {response} -> {_one_line(result)}"
 
 
 def validation_summary(rows, number):
@@ -11,15 +25,13 @@ def validation_summary(rows, number):
 
     rows: those of the manager's `score_responses`, of all ranks.
     """
-    metrics, lines = validation_metrics(rows), []
+    metrics, texts = validation_metrics(rows), []
     for source in sorted({row["data_source"] for row in rows}):
         some = [row for row in rows if row["data_source"] == source]
         row = some[number % len(some)]
-        prompt, response, truth = (_one_line(row["sampled"][name]) for name in SHOWN)
-        lines.append(f"{_one_line(source)}: {prompt} [{truth}]")
-        lines.append(f"  {response} -> {_one_line(row['reward'])}")
-    lines += [f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name]
-    return metrics, "\n".join(lines)
+        texts.append(sample_text(row["sampled"], row["reward"]))
+    texts += [f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name]
+    return metrics, "\n".join(texts)
 
 
 def _one_line(value):
