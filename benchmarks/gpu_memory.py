@@ -139,8 +139,9 @@ def verdict(m, gpus, lora=False, gpu=79.6, share=0.5, asleep=3.0, cache=4.0):
     """Flags with which GRPO fits GPUs of `gpu` GiB, 5 % of it spare, if a sleeping vLLM keeps `asleep`."""
     rest, _, sampler = memory(m, gpus, lora)
     hosted = memory(m, gpus, lora, tokens=2048)[1] + asleep > 0.95 * gpu
-    # a rank's part of the sampler's weights and at least `cache` must fit the sampler's share
-    fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp + cache <= share * gpu]
+    # a rank's part of the sampler's weights must fit its share with `cache`, and the GPU at the sync
+    room = min(share * gpu - cache, 0.95 * gpu - asleep - (not hosted) * rest)
+    fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp <= room]
     budgets = [
         n for n in (8192, 4096, 2048) if memory(m, gpus, lora, n, hosted=hosted)[1] + asleep <= 0.95 * gpu
     ]
