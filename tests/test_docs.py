@@ -20,12 +20,13 @@ from data_prep.lib.schema import KINDS, load_rows
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
-FOREIGN = set(  # of torchrun, Slurm, pip and other programs
+FOREIGN = set(  # of torchrun, Slurm, Docker, pip and other programs
     "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
     " --shutdown-timeout --standalone --no-deps --no-build-isolation --pid --nodes --ntasks-per-node"
     " --gpus-per-node --signal --time --requeue --open-mode"
     " --security-opt --num_processes --served-model-name --max-model-len"
-    " --enforce-eager --dtype --system-prompt --private --structured-outputs-config".split()
+    " --enforce-eager --dtype --system-prompt --private --structured-outputs-config"
+    " --gpus --ipc --outfile --outtype".split()
 )
 METRIC = re.compile(
     r"(actor|critic|rewards?|rollout_corr|logps|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
