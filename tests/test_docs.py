@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
+from unicodedata import east_asian_width
 
 import pytest
 import tyro
@@ -101,6 +102,14 @@ def test_the_chinese_readme_has_the_same_commands():
         return blocks, cells, links
 
     assert parts("README.md") == parts("README.zh-CN.md")
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_code_fits_the_width_of_the_page(name):
+    """838 pixels at GitHub: about 98 columns, of which a Chinese character takes two."""
+    code = "".join(CODE.findall((ROOT / name).read_text()))
+    width = lambda line: sum(1 + (east_asian_width(c) in "WF") for c in line)
+    assert not [line for line in code.splitlines() if width(line) > 96]
 
 
 def test_headers_train_models_tiny():
