@@ -375,7 +375,7 @@ def lines():
             found = [micro_batches(*rows(), ranks) for ranks in (1, 8)]
             words = [f"{number}, {fill:.0%} full, {more:.2f}" for number, fill, more in found]
             yield f"micro-batches and tokens over the fewest, {name}, 1 GPU; 8 GPUs", "; ".join(words)
-        yield "FLOPs a token over N, 7B", for_each(partial(flops_a_token, size), ".2f")
+        yield "FLOPs per token over N, 7B", for_each(partial(flops_a_token, size), ".2f")
         costs = {recompute: update_costs(recompute) for recompute in RECOMPUTE}
         each, step, layer = costs["full"]
         yield "operators a layer and micro-batch", for_each(lambda recompute: costs[recompute][2], ".0f")

@@ -159,8 +159,9 @@ def verdict(m, gpus, lora=False, gpu=79.6, row=1536, share=0.5, asleep=3.0, cach
     """
     rest, _, sampler = memory(m, gpus, lora)
     hosted = memory(m, gpus, lora, max(2048, row), row)[1] + asleep > 0.95 * gpu
-    # a rank's part of the sampler's weights and at least `cache` must fit the sampler's share
-    fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp + cache <= share * gpu]
+    # a rank's part of the sampler's weights must fit its share with `cache`, and the GPU at the sync
+    room = min(share * gpu - cache, 0.95 * gpu - asleep - (not hosted) * rest)
+    fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp <= room]
     budgets = [n for n in (8192, 4096, 2048) if n >= row] or [row]
     budgets = [n for n in budgets if memory(m, gpus, lora, n, row, hosted=hosted)[1] + asleep <= 0.95 * gpu]
     flags = [f"`--tp_size {tp}`" for tp in fitting[:1] if tp > 1]

@@ -282,7 +282,7 @@ def no_model(values, flags=MODELS, file="config.json"):
         value = values.get(flag) or ()
         for name in (value,) if isinstance(value, str) else value:
             if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
-                return f"--{flag} {name}: adapters alone: merge them into their model, or name that model"
+                return f"--{flag} {name}: adapters alone: merge them first, see docs/guides/lora.md"
             if "data" not in values and os.path.isdir(f"{name}/checkpoints/latest/hf"):
                 return f"--{flag} {name}: a run; its model is {name}/checkpoints/latest/hf"
             import huggingface_hub as hub  # takes 0.5 s

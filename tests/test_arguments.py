@@ -512,7 +512,7 @@ def test_adapters_and_runs_are_no_models(flag, tmp_path):
     adapters, run = tmp_path / "adapters", tmp_path / "run"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text("{}")
-    line = f"--{flag} {adapters}: adapters alone: merge them into their model, or name that model"
+    line = f"--{flag} {adapters}: adapters alone: merge them first, see docs/guides/lora.md"
     assert no_model({flag: str(adapters)}) == no_model({flag: (str(ROOT), str(adapters))}) == line
     (adapters / "config.json").write_text("{}")
     assert no_model({flag: str(adapters)}) is None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
+from unicodedata import east_asian_width
 
 import pytest
 import tyro
@@ -20,12 +21,13 @@ from data_prep.lib.schema import KINDS, load_rows
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 CODE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
-FOREIGN = set(  # of torchrun, Slurm, pip and other programs
+FOREIGN = set(  # of torchrun, Slurm, Docker, pip and other programs
     "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max-restarts"
     " --shutdown-timeout --standalone --no-deps --no-build-isolation --pid --nodes --ntasks-per-node"
     " --gpus-per-node --signal --time --requeue --open-mode"
     " --security-opt --num_processes --served-model-name --max-model-len"
-    " --enforce-eager --dtype --system-prompt --private --structured-outputs-config".split()
+    " --enforce-eager --dtype --system-prompt --private --structured-outputs-config"
+    " --gpus --ipc --outfile --outtype".split()
 )
 METRIC = re.compile(
     r"(actor|critic|rewards?|rollout_corr|logps|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
@@ -100,6 +102,14 @@ def test_the_chinese_readme_has_the_same_commands():
         return blocks, cells, links
 
     assert parts("README.md") == parts("README.zh-CN.md")
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_code_fits_the_width_of_the_page(name):
+    """838 pixels at GitHub: about 98 columns, of which a Chinese character takes two."""
+    code = "".join(CODE.findall((ROOT / name).read_text()))
+    width = lambda line: sum(1 + (east_asian_width(c) in "WF") for c in line)
+    assert not [line for line in code.splitlines() if width(line) > 96]
 
 
 def test_headers_train_models_tiny():

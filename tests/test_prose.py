@@ -36,6 +36,8 @@ AVOID = {  # pattern: better
     r"\bthe other way round\b": "name the thing",
     r"% right\b|\bright (answer|response|one)s?\b": "correct",
     r"\bhalf right\b|\ball right\b": "correct",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\b(bytes|FLOPs|pages|process|rank|responses|seconds|tokens) a (GPU|rank|second|step)\b": "per",
     r"(?<![\w.*])[+-]?\.\d": "0.05, not .05",
 }
 SECTIONS = [

@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, load_weights, metrics, same
 from conftest import changed as differ
 from conftest import run as launch
+from test_flags import flags
 
 from algos import grpo
 from common import checkpoints, files, run
@@ -44,23 +45,17 @@ PAGE = ROOT / "docs/guides/resume.md"
 
 
 def table():
-    """Rows of the page: the flags of grpo.py by what a resume says to a change."""
-    names = [field.name for field in fields(grpo.Args)]
-    free = [name for name in names if name in run.MAY_CHANGE]
-    content = [name for name in names if name in (*run.MODELS, *run.FILES)]
-    kinds = {
-        "must agree; the line names the flag, its value there and now": [
-            name for name in names if name not in (*free, *content)
-        ],
-        "may change": free,
-        "may move; the content must agree": content,
-    }
-    return [f"| {', '.join(f'`--{name}`' for name in some)} | {what} |" for what, some in kinds.items()]
+    """Rows of the page: flags of grpo.py that may change when it resumes, by their section."""
+    sections = {}
+    for section, name, *_ in flags(ROOT / "algos/grpo.py"):
+        if name in run.MAY_CHANGE:
+            sections.setdefault(section, []).append(f"`--{name}`")
+    return "".join(f"| {section} | {', '.join(names)} |\n" for section, names in sections.items())
 
 
 def test_the_page_has_the_table():
-    """`python tests/test_resume.py` writes it."""
-    assert "\n".join(table()) in PAGE.read_text()
+    """`PYTHONPATH=. python tests/test_resume.py` writes it."""
+    assert f"|---|---|\n{table()}\n" in PAGE.read_text()
 
 
 @pytest.fixture
@@ -277,10 +272,5 @@ def test_a_run_without_a_checkpoint_may_have_other_flags(begun, tmp_path):
 
 
 if __name__ == "__main__":
-    before, _, after = PAGE.read_text().partition("|---|---|\n<!-- table -->\n")
-    rows = "\n".join(table())
-    if after:
-        PAGE.write_text(f"{before}|---|---|\n{rows}\n{after}")
-    else:
-        old = re.search(r"(\| Flags \|.*\n\|---\|---\|\n)((?:\|.*\n)+)", before)
-        PAGE.write_text(before.replace(old[2], rows + "\n"))
+    old = re.search(r"\| Section \|.*\n\|---\|---\|\n((?:\|.*\n)+)", PAGE.read_text())
+    PAGE.write_text(PAGE.read_text().replace(old[1], table()))

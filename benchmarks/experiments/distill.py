@@ -95,7 +95,7 @@ def main():
     right = np.array(held_out(args, [out for outs in runs.values() for out in outs])).reshape(len(runs), -1)
     teacher = json.loads((args.demo / "summary.json").read_text())["accuracy_after"]  # on the same rows
     plot(runs, teacher, right[-1].mean(), args.output_dir / "distill.png")
-    columns = *(f"seed {seed}" for seed in args.seeds), "mean", "deviation", "seconds a step"
+    columns = *(f"seed {seed}" for seed in args.seeds), "mean", "deviation", "seconds per step"
     results, table = (
         {},
         Table(f"teacher {teacher:.1%}", *columns),
