@@ -29,7 +29,7 @@ try:
     from common.arguments import fail, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
-from algos.variants import load_variant, token_loss, unknown, with_defaults
+from algos.variants import load_variant, named_loss, unknown, with_defaults
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -197,7 +197,7 @@ def kl_estimate(logp_nt, ref_logp_nt, kind):
 def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and the dual clip decided. mask_nt is for other losses.
+    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: for algos/variants/.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
@@ -235,7 +235,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     """
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    loss_nt, clipped_nt, lower_nt = token_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
+    loss_nt, clipped_nt, lower_nt = named_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
     # difference 3 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -299,7 +299,7 @@ def turn_metrics(rows):
 
 
 def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps."""
+    """One optimizer step for each mini-batch of `distribute` -> mean metrics."""
     sums, norms = defaultdict(float), []
     for sequences, totals in mini_batches * args.ppo_epochs:
         for rows in micro_batches(policy, sequences, args):
@@ -321,7 +321,7 @@ def update_actor(policy, optimizer, mini_batches, args):
                 for name, x_nt in terms.items():
                     sums[name] += (average_nt * x_nt.detach()).sum()
             for row, logp_t in zip(rows, logp_nt.detach()):
-                if "old_logp_t" not in row:  # of the first update; `check_sampler` reads them
+                if "old_logp_t" not in row:  # of the first update: the old policy
                     row["old_logp_t"] = logp_t[: row["length"]]
         norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
         norms.append(norm)
@@ -329,7 +329,8 @@ def update_actor(policy, optimizer, mini_batches, args):
             optimizer.step()
         optimizer.zero_grad()
     totals = dict(zip(sums, all_reduce(torch.stack([*sums.values()]).tolist())))
-    ran = totals.pop("ran")  # share of the tokens that were run, summed over the steps
+    # rows that were not run are 0 in a mean loss, and in no other mean
+    ran = totals.pop("ran")  # share of the tokens, summed over the steps
     count = {name: len(norms) if name.endswith("loss") else ran for name in totals}
     metrics = {f"actor/{name}": total / max(count[name], 1e-9) for name, total in totals.items()}
     return metrics | {
@@ -379,9 +380,9 @@ def main(args):
         run.log(validate())
 
     for step, timing in run.steps():
-        epoch, number = divmod(step - 1, steps_per_epoch)
+        epoch, batch = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
         prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
         # ---- rollout: the sampler wakes with the trainer's weights, answers and sleeps again
         with awake(engine, models, optimizer, args, timing), timed(timing, "gen"):
@@ -400,7 +401,7 @@ def main(args):
             adv_n = advantages(args, score_n, group_n, tokens_n, parts)
             for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
                 row["adv_t"] = np.full(row["length"], adv, np.float32)
-                row["constant"] = adv == 0 and not (args.use_kl_loss or args.entropy_coeff or args.echo_coef)
+                row["no_grad"] = adv == 0 and not (args.use_kl_loss or args.entropy_coeff or args.echo_coef)
             if args.echo_coef:
                 echo_weights(rows, args.ppo_mini_batch_size * args.group_size)
             mini_batches, own_rows, load = distribute(rows, policy.packed, args)
@@ -412,8 +413,8 @@ def main(args):
             with timed(timing, "ref"), without_adapters(reference.lm):
                 store_logps(reference, mini_batches, "ref_logp_t", args)
         # ---- update
-        schedule = args.warmup_steps, args.lr_schedule
-        lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, step, total_steps, *schedule)
+        lr = learning_rate(args.lr, step, total_steps, args.warmup_steps, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = lr
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
         run.updated()
@@ -874,7 +875,7 @@ def distribute(rows, packed, args):
                     sequences.append([])
                 sequences[-1].append(row)
         # a group without an advantage has no gradient; one stays for `check_sampler` where all have none
-        sequences = [s for s in sequences if not all(row.get("constant") for row in s)] or sequences[:1]
+        sequences = [s for s in sequences if not all(row.get("no_grad") for row in s)] or sequences[:1]
         lengths = [token_count(sequence) for sequence in sequences]
         parts = balance(lengths, ranks)
         for tokens, part in zip(load, parts):

@@ -29,7 +29,7 @@ try:
     from common.arguments import fail, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
-from algos.variants import token_loss, unknown, with_defaults
+from algos.variants import named_loss, unknown, with_defaults
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -188,7 +188,7 @@ def overlong_penalty(length_n, max_length, buffer):
 def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and the dual clip decided. mask_nt is for other losses.
+    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: for algos/variants/.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
@@ -226,7 +226,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     """
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    loss_nt, clipped_nt, lower_nt = token_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
+    loss_nt, clipped_nt, lower_nt = named_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
     # difference 2 of the header: the sampler rounds differently, and may have had older weights
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -281,7 +281,7 @@ def assign_advantages(rows, args):
 
 
 def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps."""
+    """One optimizer step for each mini-batch of `distribute` -> mean metrics."""
     sums, norms = defaultdict(float), []
     for sequences, totals in mini_batches * args.ppo_epochs:
         for rows in micro_batches(policy, sequences, args):
@@ -298,7 +298,7 @@ def update_actor(policy, optimizer, mini_batches, args):
                 for name, x_nt in terms.items():
                     sums[name] += (average_nt * x_nt.detach()).sum()
             for row, logp_t in zip(rows, logp_nt.detach()):
-                if "old_logp_t" not in row:  # of the first update; `check_sampler` reads them
+                if "old_logp_t" not in row:  # of the first update: the old policy
                     row["old_logp_t"] = logp_t[: row["length"]]
         norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
         norms.append(norm)
@@ -387,8 +387,8 @@ def main(args):
             with timed(timing, "old_log_prob"):
                 store_logps(policy, mini_batches[1:], "old_logp_t", args)
         # ---- update
-        schedule = args.warmup_steps, args.lr_schedule
-        lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, step, total_steps, *schedule)
+        lr = learning_rate(args.lr, step, total_steps, args.warmup_steps, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = lr
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
         if state["drawn"] >= max_prompts:
@@ -768,14 +768,14 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
     rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
     options = dict(max_tokens=args.max_response_length, detokenize=False)
     options |= dict(logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY) | sampling
-    waiting = [*range(len(rows))][::-1]
+    waiting = [*enumerate(rows)][::-1]  # a request holds its images
     at_once = engine.vllm_config.scheduler_config.max_num_seqs
     while waiting or engine.has_unfinished_requests():
         while waiting and engine.get_num_unfinished_requests() < at_once:
-            row = rows[waiting[-1]]
+            i, row = waiting.pop()
             seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
             params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
-            engine.add_request(str(waiting.pop()), request(row), params)
+            engine.add_request(str(i), request(row), params)
         for answer in engine.step():  # converted at once: vLLM's lists take 200 bytes a token
             row = rows[int(answer.request_id)]
             [response] = answer.outputs

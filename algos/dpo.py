@@ -327,12 +327,13 @@ def main(args):
         run.log(evaluate(policy, val_rows, val_reference, args))
 
     for step, timing in run.steps():
-        epoch, number = divmod(step - 1, steps_per_epoch)
-        numbers = order_of(epoch)[number * args.train_batch_size :][: args.train_batch_size]
+        epoch, batch = divmod(step - 1, steps_per_epoch)
+        numbers = order_of(epoch)[batch * args.train_batch_size :][: args.train_batch_size]
         [rows] = in_steps(train_rows, numbers, args, reference=reference)
         # ---- update
         schedule = args.warmup_steps, args.lr_schedule, args.decay_steps
-        lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, step, total_steps, *schedule)
+        lr = learning_rate(args.lr, step, total_steps, *schedule)
+        optimizer.param_groups[0]["lr"] = lr
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args)
         run.updated()

@@ -28,7 +28,7 @@ try:
     from common.arguments import fail, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
-from algos.variants import load_variant, token_loss, unknown, with_defaults
+from algos.variants import load_variant, named_loss, unknown, with_defaults
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -186,7 +186,7 @@ def kl_estimate(logp_nt, ref_logp_nt, kind):
 def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and the dual clip decided. mask_nt is for other losses.
+    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: for algos/variants/.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
@@ -224,7 +224,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     """
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    loss_nt, clipped_nt, lower_nt = token_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
+    loss_nt, clipped_nt, lower_nt = named_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
     # difference 3 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -241,7 +241,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
 
 # ---- The step --------------------------------------------------------------------------
 def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps."""
+    """One optimizer step for each mini-batch of `distribute` -> mean metrics."""
     sums, norms = defaultdict(float), []
     for sequences, totals in mini_batches * args.ppo_epochs:
         for rows in micro_batches(policy, sequences, args):
@@ -259,7 +259,7 @@ def update_actor(policy, optimizer, mini_batches, args):
                 for name, x_nt in terms.items():
                     sums[name] += (average_nt * x_nt.detach()).sum()
             for row, logp_t in zip(rows, logp_nt.detach()):
-                if "old_logp_t" not in row:  # of the first update; `check_sampler` reads them
+                if "old_logp_t" not in row:  # of the first update: the old policy
                     row["old_logp_t"] = logp_t[: row["length"]]
         norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
         norms.append(norm)
@@ -267,7 +267,8 @@ def update_actor(policy, optimizer, mini_batches, args):
             optimizer.step()
         optimizer.zero_grad()
     totals = dict(zip(sums, all_reduce(torch.stack([*sums.values()]).tolist())))
-    ran = totals.pop("ran")  # share of the tokens that were run, summed over the steps
+    # rows that were not run are 0 in a mean loss, and in no other mean
+    ran = totals.pop("ran")  # share of the tokens, summed over the steps
     count = {name: len(norms) if name.endswith("loss") else ran for name in totals}
     metrics = {f"actor/{name}": total / max(count[name], 1e-9) for name, total in totals.items()}
     return metrics | {
@@ -313,9 +314,9 @@ def main(args):
         run.log(validate())
 
     for step, timing in run.steps():
-        epoch, number = divmod(step - 1, steps_per_epoch)
+        epoch, batch = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
         prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
         # ---- rollout: the sampler wakes with the trainer's weights, answers and sleeps again
         with awake(engine, models, optimizer, args, timing), timed(timing, "gen"):
@@ -332,7 +333,7 @@ def main(args):
             adv_n = advantages(args, score_n, group_n, tokens_n, parts)
             for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
                 row["adv_t"] = np.full(row["length"], adv, np.float32)
-                row["constant"] = adv == 0 and not (args.use_kl_loss or args.entropy_coeff)
+                row["no_grad"] = adv == 0 and not (args.use_kl_loss or args.entropy_coeff)
             mini_batches, own_rows, load = distribute(rows, policy.packed, args)
         # ---- log-probs: those of the first mini-batch are made by its own update
         if len(mini_batches) > 1:
@@ -342,8 +343,8 @@ def main(args):
             with timed(timing, "ref"), without_adapters(reference.lm):
                 store_logps(reference, mini_batches, "ref_logp_t", args)
         # ---- update
-        schedule = args.warmup_steps, args.lr_schedule
-        lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, step, total_steps, *schedule)
+        lr = learning_rate(args.lr, step, total_steps, args.warmup_steps, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = lr
         with timed(timing, "update_actor"):
             metrics = update_actor(policy, optimizer, mini_batches, args)
         run.updated()
@@ -691,14 +692,14 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
     options |= dict(logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY) | sampling
     if args.sees_images:
         options["logit_bias"] = dict.fromkeys(image_token_ids(engine.model_config.hf_config), -100.0)
-    waiting = [*range(len(rows))][::-1]
+    waiting = [*enumerate(rows)][::-1]  # a request holds its images
     at_once = engine.vllm_config.scheduler_config.max_num_seqs
     while waiting or engine.has_unfinished_requests():
         while waiting and engine.get_num_unfinished_requests() < at_once:
-            row = rows[waiting[-1]]
+            i, row = waiting.pop()
             seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
             params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
-            engine.add_request(str(waiting.pop()), request(row), params)
+            engine.add_request(str(i), request(row), params)
         for answer in engine.step():  # converted at once: vLLM's lists take 200 bytes a token
             row = rows[int(answer.request_id)]
             [response] = answer.outputs
@@ -749,7 +750,7 @@ def distribute(rows, packed, args):
                     sequences.append([])
                 sequences[-1].append(row)
         # a group without an advantage has no gradient; one stays for `check_sampler` where all have none
-        sequences = [s for s in sequences if not all(row.get("constant") for row in s)] or sequences[:1]
+        sequences = [s for s in sequences if not all(row.get("no_grad") for row in s)] or sequences[:1]
         lengths = [token_count(sequence) for sequence in sequences]
         parts = balance(lengths, ranks)
         for tokens, part in zip(load, parts):

@@ -117,7 +117,7 @@ def group_advantages(score_n, group_n, norm_by_std=True):
 def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and the dual clip decided. mask_nt is for other losses.
+    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: for algos/variants/.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
@@ -131,7 +131,7 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0
 
 # ---- The step --------------------------------------------------------------------------
 def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch -> metrics, averaged over the steps."""
+    """One optimizer step for each mini-batch of `distribute` -> mean metrics."""
     sums, norms = defaultdict(float), []
     for sequences, (tokens, _) in mini_batches:
         for rows in micro_batches(policy, sequences, args):
@@ -141,9 +141,9 @@ def update_actor(policy, optimizer, mini_batches, args):
             old_nt = batch.get("old_logp_nt", logp_nt.detach())
             clip = args.clip_ratio_low, args.clip_ratio_high
             loss_nt, clipped_nt, _ = policy_loss(logp_nt, old_nt, batch["adv_nt"], batch["mask_nt"], *clip)
-            # the sampler rounds differently from the trainer
-            ratio_nt = (old_nt - batch["rollout_logp_nt"]).clamp(-20, 20).exp()
-            loss_nt = loss_nt * ratio_nt.clamp(max=2.0)  # eq: grpo.tis
+            # the sampler rounds differently from the trainer: importance weights, truncated at 2
+            tis_nt = (old_nt - batch["rollout_logp_nt"]).clamp(-20, 20).exp().clamp(max=2.0)
+            loss_nt = loss_nt * tis_nt  # eq: grpo.tis
             # tokens are of all ranks and micro-batches: no split of the work changes the gradient
             weight_nt = batch["mask_nt"].float() / max(tokens, 1)  # eq: grpo.aggregation
             # FSDP averages gradients over the ranks, but the tokens already count all ranks
@@ -152,7 +152,7 @@ def update_actor(policy, optimizer, mini_batches, args):
             means = dict(pg_loss=loss_nt, pg_clipfrac=clipped_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
             for name, x_nt in means.items():
                 sums[name] += (weight_nt * x_nt.detach()).sum()
-            for row, logp_t in zip(rows, logp_nt.detach()):  # of the first update; `check_sampler` reads them
+            for row, logp_t in zip(rows, logp_nt.detach()):  # for `check_sampler`
                 row.setdefault("old_logp_t", logp_t[: row["length"]])
         norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
         norms.append(norm)
@@ -179,10 +179,11 @@ def main(args):
     run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
     run.start(args.total_steps, summary, policy.lm)
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
+    greedy = sampling | dict(temperature=0.0)
 
     def validate():
         with awake(engine, policy, args, timing={}):
-            rows = rollout(engine, args, val_rows, step=0, group_size=1, **sampling | dict(temperature=0.0))
+            rows = rollout(engine, args, val_rows, step=0, group_size=1, **greedy)
         metrics, text = validation_summary(score_rows(rows, manager, tokenizer), run.step)
         run.say(text)
         return metrics
@@ -191,9 +192,9 @@ def main(args):
         run.log(validate())
 
     for step, timing in run.steps():
-        epoch, number = divmod(step - 1, steps_per_epoch)
+        epoch, batch = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
         prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
         # ---- rollout: the sampler wakes with the trainer's weights, answers and sleeps again
         with awake(engine, policy, args, timing), timed(timing, "gen"):

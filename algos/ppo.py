@@ -30,7 +30,7 @@ try:
     from common.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
-from algos.variants import token_loss, unknown, with_defaults
+from algos.variants import named_loss, unknown, with_defaults
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -208,7 +208,7 @@ def adapted(kl_coef, kl, target, n, horizon=10_000):
 def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and the dual clip decided. mask_nt is for other losses.
+    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: for algos/variants/.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
@@ -241,7 +241,7 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
     """
     mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    loss_nt, clipped_nt, lower_nt = token_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
+    loss_nt, clipped_nt, lower_nt = named_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
     # difference 4 of the header: the sampler rounds differently from the trainer
     weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
     loss_nt = loss_nt * weight_nt
@@ -387,9 +387,9 @@ def main(args):
         run.log(validate())
 
     for step, timing in run.steps():
-        epoch, number = divmod(step - 1, steps_per_epoch)
+        epoch, batch = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
         prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
         # ---- rollout: the sampler wakes with the trainer's weights, answers and sleeps again
         with awake(engine, models, optimizer, args, timing), timed(timing, "gen"):
@@ -429,7 +429,8 @@ def main(args):
                 optimizer.state.clear()  # a checkpoint of the warm-up left zeros that count as a step
             # warm-up and decay count only steps in which the actor learns
             own = step - args.critic_warmup, total_steps - args.critic_warmup
-            lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, *own, *schedule)
+            lr = learning_rate(args.lr, *own, *schedule)
+            optimizer.param_groups[0]["lr"] = lr
             with timed(timing, "update_actor"):
                 metrics |= update(policy, optimizer, mini_batches, actor_loss, "actor", args)
             metrics["actor/lr"] = lr
@@ -763,14 +764,14 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
     rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
     options = dict(max_tokens=args.max_response_length, detokenize=False)
     options |= dict(logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY) | sampling
-    waiting = [*range(len(rows))][::-1]
+    waiting = [*enumerate(rows)][::-1]  # a request holds its images
     at_once = engine.vllm_config.scheduler_config.max_num_seqs
     while waiting or engine.has_unfinished_requests():
         while waiting and engine.get_num_unfinished_requests() < at_once:
-            row = rows[waiting[-1]]
+            i, row = waiting.pop()
             seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
             params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
-            engine.add_request(str(waiting.pop()), request(row), params)
+            engine.add_request(str(i), request(row), params)
         for answer in engine.step():  # converted at once: vLLM's lists take 200 bytes a token
             row = rows[int(answer.request_id)]
             [response] = answer.outputs

@@ -234,13 +234,14 @@ def main(args):
         run.log(evaluate(policy, val_rows, args))
 
     for step, timing in run.steps():
-        epoch, number = divmod(step - 1, steps_per_epoch)
+        epoch, batch = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[number * args.train_batch_size :][: args.train_batch_size]
+        chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
         rows = [train_rows[i] for i in chosen]
         # ---- update
         schedule = args.warmup_steps, args.lr_schedule, args.decay_steps
-        lr = optimizer.param_groups[0]["lr"] = learning_rate(args.lr, step, total_steps, *schedule)
+        lr = learning_rate(args.lr, step, total_steps, *schedule)
+        optimizer.param_groups[0]["lr"] = lr
         with timed(timing, "update_actor"):
             metrics = update(policy, optimizer, rows, args, step, total_steps)
         run.updated()

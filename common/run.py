@@ -71,13 +71,13 @@ def open_run(args):
 
 def differences(checkpoint, args, may):
     """What differs between the run of a checkpoint and this one, except flags that may."""
-    saved, then, now, found = {}, {}, json.loads(json.dumps(asdict(args))), []
+    saved, saved_content, found = {}, {}, []
     with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
-        then = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
+        saved_content = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
         saved = json.loads((checkpoint.parents[1] / "args.json").read_text())
-    here = contents(args)
+    now, content_now = json.loads(json.dumps(asdict(args))), contents(args)
     for flag in [flag for flag in now if flag not in may]:
-        one, other = (then, here) if flag in (*MODELS, *FILES) else (saved, now)
+        one, other = (saved_content, content_now) if flag in (*MODELS, *FILES) else (saved, now)
         if flag not in other or one.get(flag, other[flag]) == other[flag]:
             continue
         what = f"{saved.get(flag, now[flag])} there, {now[flag]} now"
@@ -156,8 +156,8 @@ class Run:
         for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.forget())
         state = load_checkpoint(self.checkpoint, models, optimizers) if self.checkpoint else dict(step=0)
-        self.step, _ = state.pop("step"), state.pop("content", None)
-        return state
+        self.step = state.pop("step")
+        return {name: value for name, value in state.items() if name != "content"}
 
     def start(self, total_steps, summary, lm):
         """Write what a run has from its start, and say what it is about to do."""
@@ -177,14 +177,15 @@ class Run:
         self.say(f"{summary}\n{total_steps} steps, {ranks_on(lm)}{origin}")
 
     def steps(self):
-        """Each step that is left, and a dict for the seconds of its parts."""
+        """Each step that is left, and a dict for the seconds of its parts; none after any rank's signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         for step in range(self.step + 1, self.total + 1):
             self.step = step
             # stacks of all ranks, in turn, of a step that hangs
             faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)
-            self.begin, timing, self.seconds = time.perf_counter(), self.seconds, {}
+            self.begin = time.perf_counter()
+            timing, self.seconds = self.seconds, {}
             yield step, timing
             [signalled] = all_reduce([self.signal], dist.ReduceOp.MAX)
             if signalled:
@@ -242,9 +243,8 @@ class Run:
 
     def log(self, metrics, **shown):
         """One dict a step; shown: metrics at the progress bar, under shorter names."""
-        metrics = {name: float(value) for name, value in metrics.items()} | {
-            "training/global_step": self.step
-        }
+        metrics = {name: float(value) for name, value in metrics.items()}
+        metrics["training/global_step"] = self.step
         if any(n for name, n in metrics.items() if name.endswith("skipped_updates")):
             self.say(f"warning: step {self.step}: updates were skipped, their gradients are not finite")
         metrics["training/nonfinite"] = sum(not math.isfinite(value) for value in metrics.values())
@@ -287,7 +287,7 @@ class Run:
 
 
 def clean(out, step, args):
-    """Make the directory of a run what it was after `step`: what was done after that is done again."""
+    """Make the directory of a run what it was after `step`, with args.json of now: later steps come again."""
     for checkpoint in out.glob("checkpoints/step_*"):
         if not (checkpoint / "trainer_state.json").exists():  # its last file: a kill left it unfinished
             shutil.rmtree(checkpoint)

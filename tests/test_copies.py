@@ -72,7 +72,6 @@ NANO = {  # lines of grpo_nano.py that a script with options has not, by functio
         '"""Let the sampler answer this rank\'s share of the prompts of all ranks -> its rows."""',
         "rows = [dict(p, sample=g, rank=rank) for p in prompts[rank::world] for g in range(group_size)]",
         "for i, row in enumerate(rows):",
-        "engine.add_request(str(i), request(row), params)",
         "while engine.has_unfinished_requests():",
         "return rows",
     ],

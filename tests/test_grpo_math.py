@@ -426,11 +426,11 @@ def test_rows_are_dealt_once_each_in_their_own_mini_batch(script, monkeypatch):
         monkeypatch.setattr(script.dist, "get_world_size", lambda: 1)
         monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
         for without, left in (((0,), {1, 2, 3}), ((0, 1), {0, 2, 3}), ((0, 1, 2, 3), {0, 2})):
-            rows = [row | dict(constant=row["group"] in without) for row in rows]
+            rows = [row | dict(no_grad=row["group"] in without) for row in rows]
             mini_batches, own_rows, _ = script.distribute(rows, True, args)
             assert {row["group"] for row in own_rows} == left
             assert [totals for _, totals in mini_batches] == [(8, 5), (11, 6)]  # all count
-        rows = [row | dict(constant=row["number"] == 0) for row in rows]  # one response, at the mean
+        rows = [row | dict(no_grad=row["number"] == 0) for row in rows]  # one response, at the mean
         assert len(script.distribute(rows, True, args)[1]) == 12
 
 
@@ -537,7 +537,7 @@ def test_a_constant_group_has_exactly_no_advantage(estimator, score):
 @each(grpo, agent)
 def test_a_row_is_constant_only_if_its_whole_loss_is(script):
     """With a KL loss or an entropy bonus a response without an advantage has a gradient all the same."""
-    [expression] = re.findall(r'row\["constant"\] = (.+)', inspect.getsource(script.main))
+    [expression] = re.findall(r'row\["no_grad"\] = (.+)', inspect.getsource(script.main))
     for adv, kl, entropy in ((0.0, False, 0.0), (0.0, True, 0.0), (0.0, False, 0.1), (1e-9, False, 0.0)):
         flags = SimpleNamespace(use_kl_loss=kl, entropy_coeff=entropy, echo_coef=0.0)
         assert bool(eval(expression, dict(adv=adv, args=flags))) == (not (adv or kl or entropy))

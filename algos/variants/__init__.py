@@ -60,7 +60,7 @@ def load_variant(flag, spec):
     return function
 
 
-def token_loss(args, clip):
+def named_loss(args, clip):
     """The function of --policy_loss, with the bounds that flags give it; clip: that of `clip`."""
     loss = clip if args.policy_loss == "clip" else load_variant("policy_loss", args.policy_loss)
     bounds = {name: getattr(args, flag) for flag, name in CLIPS.items()}

@@ -171,7 +171,7 @@ def check_constant(base, policies):
             rows = [row for row in make_rows() if kept or row["group"] not in groups]
             for row in rows:
                 if row["group"] in groups:
-                    row |= dict(adv_t=row["adv_t"] * 0, constant=constant)
+                    row |= dict(adv_t=row["adv_t"] * 0, no_grad=constant)
             handle = policy.register_forward_pre_hook(count, with_kwargs=True)
             found.append(update(policy, trained(policy), args, rows) if rows else None)
             handle.remove()
