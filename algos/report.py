@@ -92,6 +92,49 @@ def share(bad, n, warning, wrong, text):
     return Verdict(grade(len(bad), warning * n, wrong * n), says, bad[0] if len(bad) else None)
 
 
+def fit_sigmoid(x, y, level=None):
+    """The best r, a, log middle, log slope of y = r + (a - r) / (1 + (middle / x)^slope); its squared error.
+
+    level: a, where it is given. By Levenberg and Marquardt's method, from the best of a grid.
+    """
+    power = lambda p: np.exp(np.clip(p[3], -5, 5)) * (p[2] - np.log(x))
+    sigmoid = lambda p: p[0] + (p[1] - p[0]) / (1 + np.exp(np.clip(power(p), -50, 50)))
+    error = lambda p: ((y - sigmoid(p)) ** 2).sum()
+    middles, slopes = np.log(np.geomspace(x[0], 10 * x[-1], 30)), np.log(np.geomspace(0.5, 8, 8))
+    a = y[-len(y) // 10 :].mean() if level is None else level
+    best = min((np.array([y[0], a, m, s]) for m in middles for s in slopes), key=error)
+    moves = 1e-5 * np.eye(4)[[0, 1, 2, 3] if level is None else [0, 2, 3]]
+    damping = 1.0
+    for _ in range(200):
+        jacobian = np.stack([sigmoid(best + e) - sigmoid(best - e) for e in moves], 1) / 2e-5
+        square = jacobian.T @ jacobian + 1e-12 * np.eye(len(moves))
+        step = np.linalg.solve(
+            square + damping * np.diag(square.diagonal()), jacobian.T @ (y - sigmoid(best))
+        )
+        new = best + 1e5 * step @ moves
+        better = error(new) < error(best)
+        best, damping = (new, damping / 3) if better else (best, min(damping * 2, 1e9))
+    return best, error(best)
+
+
+def level(steps, values, within):
+    """Where a curve levels off (ScaleRL, 2510.13786, eq. 1), and the limits of that; None if it is open.
+
+    Means of up to 100 parts are fitted. A limit is the first value, in tenths of `within`, to which the best
+    fit is worse than noise explains, at 95 %; open: none is within.
+    """
+    parts = np.array_split(np.arange(len(steps)), min(len(steps), 100))
+    x, y = (np.array([curve[part].mean() for part in parts]) for curve in (steps, values))
+    (_, a, *_), least = fit_sigmoid(x, y)
+    limits = []
+    for sign in (-1, 1):
+        for far in within * np.linspace(0.1, 1, 10):
+            if fit_sigmoid(x, y, a + sign * far)[1] > least * (1 + 3.84 / (len(x) - 4)):
+                limits.append(a + sign * far)
+                break
+    return (a, *limits) if len(limits) == 2 else None
+
+
 # ---- A run and its checks ------------------------------------------------------------------------------
 class Run:
     """The files of a run. A method check_* is a check; guides/report.md and the page have its docstring."""
@@ -405,6 +448,17 @@ class Run:
                 return Verdict("wrong", f"{name} is 0 in all steps", steps[-1])
         need(names, "no such metric")
         return Verdict("ok", "they move")
+
+    def check_levels_off(self):
+        """From 50 steps on, where a sigmoid through the scores levels off; there in mid-run: warning"""
+        steps, means, _, width = self.scores(least=50)
+        first, last = ends(means)
+        need(last - first > 0.1 * width, "the score rises by less than a tenth of its range")
+        found = level(steps, means, 0.1 * width)
+        need(found, "too short, or too noisy, to say where the score levels off")
+        middle, far = len(means) // 2, len(means) // 20
+        word = "warning" if means[middle - far : middle + far].mean() > found[1] else "ok"
+        return Verdict(word, "at {:.3g}, with 95 % between {:.3g} and {:.3g}".format(*found), steps[-1])
 
     def check_pairs(self):
         """From 20 steps on, accuracy at the end: under 0.55 warning, under 0.45 or a margin under 0 wrong"""

@@ -10,13 +10,14 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, documented, run
 
 from algos import grpo
 from algos import report as report_script
-from algos.report import CHECKS, LIMIT, Args, Run, thin, write
+from algos.report import CHECKS, LIMIT, Args, Run, level, thin, write
 
 SAMPLE = ROOT / "tests/fixtures/report"  # ten steps of the demo, and two of its dumped steps
 ONE = dict(train_batch_size=32, ppo_mini_batch_size=32, ppo_epochs=1)  # one optimizer step a rollout
@@ -49,6 +50,12 @@ def rows(metrics, steps=None):
 def line(first, last, steps=60):
     """A straight curve."""
     return [first + (last - first) * i / (steps - 1) for i in range(steps)]
+
+
+def sigmoid(level, middle, steps):
+    """ScaleRL's curve from 0.2 with noise."""
+    noise = np.random.default_rng(0).normal(0, 0.02, steps)
+    return [0.2 + (level - 0.2) / (1 + (middle / x) ** 1.5) + n for x, n in enumerate(noise, 1)]
 
 
 FALLS = SCORES | {"critic/score/mean": line(0.4, 0.3)}
@@ -104,6 +111,10 @@ CASES = [
         2,
     ),
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, NO, None),
+    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 30, 300)}, {}, OK, 300),
+    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 3, 300)}, {}, WARNING, 300),
+    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 300, 300)}, {}, NO, None),
+    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 3, 40)}, {}, NO, None),
     ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.2)}, {}, OK, 60),
     ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.05)}, {}, WARNING, 60),
     ("entropy-collapse", {"actor/entropy": line(0.6, 0), "response_length/mean": 3}, {}, WRONG, 60),
@@ -550,3 +561,9 @@ def test_browser_draws_every_chart_and_lists_rollouts(tmp_path):
     assert "⟨0000⟩" in dom.text and "⟨202e⟩" in dom.text and "</script><script>document" in dom.text
     assert [a.get("class") for tag, a in dom.tags if tag == "svg"].count("bars") == 1
     assert "next to step" in dom.text
+
+
+@pytest.mark.parametrize("true", [0.3, 0.6, 0.9])
+def test_where_a_score_levels_off(true):
+    found, low, high = level(np.arange(1, 301), np.array(sigmoid(true, 30, 300)), 0.1)
+    assert low < true < high < low + 0.1 and abs(found - true) < 0.03
