@@ -112,7 +112,7 @@ CASES = [
     ),
     ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, NO, None),
     ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 30, 300)}, {}, OK, 300),
-    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 3, 300)}, {}, WARNING, 300),
+    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 8, 300)}, {}, WARNING, 300),
     ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 300, 300)}, {}, NO, None),
     ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 3, 40)}, {}, NO, None),
     ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.2)}, {}, OK, 60),
