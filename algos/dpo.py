@@ -4,7 +4,8 @@ h = log(p(chosen) / ref(chosen)) - log(p(rejected) / ref(rejected)), where ref i
 Differences from the paper with the default flags:
 1. The reference runs once, before training. Its log-probs are kept in output_dir: no second model.
 2. The optimizer is AdamW, not RMSprop.
-IPO (2310.12036) and SimPO (2405.14734, no reference): --loss. An NLL term (2404.19733): --nll_coef.
+IPO (2310.12036), SimPO (2405.14734, no reference), KTO (2402.01306, single responses with a label): --loss.
+An NLL term (2404.19733): --nll_coef.
 LoRA (2106.09685): --lora_rank. QLoRA (2305.14314): --qlora.
 
 CPU:        python algos/dpo.py --model models/tiny --train_files data/train.parquet --output_dir runs/dpo
@@ -19,6 +20,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +33,7 @@ except ModuleNotFoundError as error:
 # Shapes: n pairs, N = 2 n responses, T response tokens, V vocabulary. A suffix names the axes
 # (logp_nt, reward_n2). T is aligned with the response: column t belongs to response token t.
 # A row is a dict of one pair: prompt_ids, and ids of both responses and which of them are trained.
+# KTO has one response a row: chosen if desirable, else rejected; the ids of the other are empty.
 
 
 @dataclass(kw_only=True)
@@ -46,7 +49,7 @@ class Args:
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
-    train_files: tuple[str, ...]  # parquet files of training pairs
+    train_files: tuple[str, ...]  # parquet files of training pairs; kto: or of responses with a label
     val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
     chosen_key: str = "chosen"  # column of the chosen response: messages, or a string (the assistant's)
@@ -70,7 +73,7 @@ class Args:
     lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
     qlora: bool = False  # frozen weights in 4 bits, whole on every rank; needs lora_rank
     # ---- optimizer
-    train_batch_size: int = 64  # pairs of a step, over all ranks
+    train_batch_size: int = 64  # pairs of a step, over all ranks; kto: responses
     lr: float = 1e-6  # peak learning rate
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 after the last step
     warmup_steps: int = 10  # steps of linear warm-up
@@ -78,10 +81,13 @@ class Args:
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
-    loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"  # loss of a pair; sigmoid: DPO
+    # loss of a pair; sigmoid: DPO; kto: loss of a response that is desirable or not
+    loss: Literal["sigmoid", "ipo", "simpo", "kto"] = "sigmoid"
     beta: float = 0.1  # weight of the implicit reward; ipo: the paper's tau; simpo: its paper has 2 to 10
-    label_smoothing: float = 0.0  # share of pairs whose label is taken to be wrong; not with ipo
+    label_smoothing: float = 0.0  # share of pairs whose label is taken to be wrong; sigmoid, simpo
     simpo_gamma: float = 0.5  # margin between the rewards of chosen and rejected that simpo wants
+    desirable_weight: float = 1.0  # weight of kto's desirable responses
+    undesirable_weight: float = 1.0  # weight of kto's other responses
     nll_coef: float = 0.0  # weight of the negative log-likelihood of the chosen responses
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
@@ -112,6 +118,7 @@ from common.log_probs import log_probs
 from common.metrics import speed_metrics, timed
 from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import BOOLS, IDS, encoded_rows
+from data_prep.lib.columns import KTO
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import pair_of
@@ -122,11 +129,12 @@ RESPONSES = "chosen", "rejected"  # of a pair
 
 
 # ---- The mathematics -------------------------------------------------------------------
-def preference_loss(args, logp_n2, reference_n2, tokens_n2):
+def preference_loss(args, logp_n2, reference_n2, tokens_n2, z=0.0):
     """Log-probs of chosen and rejected responses -> the loss of each pair, rewards of its responses.
 
     beta 0.1, log-probs -10 -12, reference -11 -11: rewards 0.1 -0.1, sigmoid -log sigma(0.2) = 0.598;
     2 and 4 tokens: ipo (1/2 + 1/4 - 5)^2 = 18.06, simpo rewards -0.5 -0.3, -log sigma(-0.7) = 1.103.
+    kto, the first alone (the other has 0 tokens), z 2: 1 - sigma(0.1 - 0.2) = 0.525.
     """
     ratio_n2 = logp_n2 - reference_n2
     reward_n2 = args.beta * ratio_n2  # eq: dpo.reward
@@ -135,55 +143,31 @@ def preference_loss(args, logp_n2, reference_n2, tokens_n2):
         return (mean_n2[:, 0] - mean_n2[:, 1] - 1 / (2 * args.beta)) ** 2, reward_n2  # eq: dpo.ipo
     if args.loss == "simpo":
         reward_n2 = args.beta * logp_n2 / tokens_n2  # eq: dpo.simpo
+    if args.loss == "kto":  # z takes the place of the response that a row lacks
+        reward_n2 = reward_n2.where(tokens_n2 > 0, args.beta * z)
     h_n = reward_n2[:, 0] - reward_n2[:, 1] - args.simpo_gamma * (args.loss == "simpo")
+    if args.loss == "kto":
+        weight_n = torch.where(tokens_n2[:, 0] > 0, args.desirable_weight, args.undesirable_weight)
+        return weight_n * (1 - h_n.sigmoid()), reward_n2  # eq: dpo.kto
     e, log_sigma = args.label_smoothing, nn.functional.logsigmoid
     return -(1 - e) * log_sigma(h_n) - e * log_sigma(-h_n), reward_n2  # eq: dpo.sigmoid
 
 
 # ---- The step --------------------------------------------------------------------------
-def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
-    """Messages, or strings -> a row: ids of the prompt and both responses; which of these are trained.
-
-    ValueError where there is nothing to prefer. The assistant's turns of a response are trained.
-    """
-    prompt, *replies = pair_of(prompt, chosen, rejected)
-    row = dict(tokens=[])
-    for name, reply in zip(RESPONSES, replies):
-        if says_nothing(reply):
-            raise ValueError(f"{name!r} is empty, or has an empty turn")
-        found = encode_messages(prompt + reply, tokenizer, tools, first=len(prompt))
-        if len(found) != 1:
-            several = f"the chat template rewrites a turn of {name!r} when another follows"
-            raise ValueError(several if found else f"{name!r} has no turn of the assistant that is trained")
-        [(ids, trained)] = found
-        if len(ids) > max_length:
-            size = f"{len(ids)} tokens with its prompt"
-            raise ValueError(f"{name!r} has {size}, over --max_length {max_length}")
-        text = split(ids, trained)
-        if text["prompt_ids"] != row.setdefault("prompt_ids", text["prompt_ids"]):
-            raise ValueError("the prompts of 'chosen' and 'rejected' differ after the chat template")
-        row[f"{name}_ids"] = text["response_ids"]
-        row[f"{name}_trained"] = text["trained"]
-        row["tokens"].append(sum(text["trained"]))
-    if row["chosen_ids"] == row["rejected_ids"]:
-        raise ValueError("'chosen' and 'rejected' are equal")
-    return row
-
-
 def responses(pairs):
-    """Chosen and rejected response of each pair, as rows with prompt_ids, response_ids and trained."""
+    """Responses to pairs, as rows: prompt_ids, response_ids, trained, and their place among all [N]."""
     rows = []
-    for pair in pairs:
-        for name in RESPONSES:
+    for place, (pair, name) in enumerate(product(pairs, RESPONSES)):
+        if pair[f"{name}_ids"]:  # KTO has one of the two
             text = dict(response_ids=pair[f"{name}_ids"], trained=pair[f"{name}_trained"])
-            rows.append(text | dict(prompt_ids=pair["prompt_ids"]))
+            rows.append(text | dict(prompt_ids=pair["prompt_ids"], place=place))
     return rows
 
 
 def pair_sizes(rows, packed):
     """Tokens of each pair in the layout of the model, padding of its shorter response included."""
     sizes = [[len(row[f"{name}_ids"]) for name in ("prompt", *RESPONSES)] for row in rows]
-    return [p + a + b if packed else 2 * (p + max(a, b)) for p, a, b in sizes]
+    return [p + a + b if packed else (bool(a) + bool(b)) * (p + max(a, b)) for p, a, b in sizes]
 
 
 def micro_batches(policy, rows, args):
@@ -196,42 +180,69 @@ def micro_batches(policy, rows, args):
 
 
 def pair_logps(policy, pairs, args):
-    """Sums of the log-probs of trained tokens: logp_n2; of no pairs [0, 2], with a gradient of 0."""
+    """Sums of the log-probs of trained tokens: logp_n2; of no pairs [0, 2], with a gradient of 0.
+
+    0 for a response that a row lacks.
+    """
     texts = responses(pairs)
     [logp_nt] = token_logps(policy, texts, args)
     trained_nt = send(pad([text["trained"] for text in texts] or [[False]]), logp_nt.device)
-    return (logp_nt * trained_nt).sum(-1).view(-1, 2)
+    place_n = send(torch.tensor([text["place"] for text in texts]).long(), logp_nt.device)
+    sums_n = (logp_nt * trained_nt).sum(-1)
+    return sums_n.new_zeros(2 * len(pairs)).scatter(0, place_n, sums_n).view(-1, 2)
 
 
-def objective(args, rows, logp_n2, pairs, tokens):
-    """What a micro-batch adds to loss and metrics: sums over `pairs`, the number of pairs of the step.
+@torch.no_grad()
+def reference_point(policy, steps, args):
+    """KTO's z: the mean log-ratio of responses to prompts of other rows, at least 0; else 0.
 
-    tokens: number of trained tokens of all chosen responses.
+    A number of all rows of the steps, and so independent of ranks and micro-batches.
+    """
+    if args.loss != "kto":
+        return 0.0
+    total, size = 0.0, 0
+    for rows in steps:
+        size += len(rows)
+        others = [row["other"] | dict(reference=row["other_reference"]) for row in rows]
+        for batch in micro_batches(policy, others, args):
+            reference_n2 = torch.tensor(np.array([row["reference"] for row in batch])).view(-1, 2)
+            total += (pair_logps(policy, batch, args).cpu() - reference_n2).sum().item()
+    [total] = all_reduce([total])
+    return max(0.0, total / size)  # eq: dpo.z
+
+
+def objective(args, rows, logp_n2, tokens_b2, z):
+    """What a micro-batch adds to loss and metrics: its part of the means over the step.
+
+    tokens_b2: trained tokens of all responses of the step; 0: a row lacks the response.
     """
     columns = (np.array([row[name] for row in rows]) for name in ("reference", "tokens"))
     reference_n2, tokens_n2 = (send(torch.tensor(x).float().view(-1, 2), logp_n2.device) for x in columns)
-    loss_n, reward_n2 = preference_loss(args, logp_n2, reference_n2, tokens_n2)
-    nll = -logp_n2[:, 0].sum() / tokens  # eq: dpo.nll
-    loss = loss_n.sum() / pairs + args.nll_coef * nll  # eq: dpo.loss
-    chosen_n, rejected_n = reward_n2.unbind(1)
-    sums = {
-        "rewards/chosen": chosen_n,
-        "rewards/rejected": rejected_n,
-        "rewards/accuracies": chosen_n > rejected_n,
-        "rewards/margins": chosen_n - rejected_n,
-        "logps/chosen": logp_n2[:, 0],
-        "logps/rejected": logp_n2[:, 1],
+    loss_n, reward_n2 = preference_loss(args, logp_n2, reference_n2, tokens_n2, z)
+    nll = -logp_n2[:, 0].sum() / max(tokens_b2[:, 0].sum(), 1)  # eq: dpo.nll
+    loss = loss_n.sum() / len(tokens_b2) + args.nll_coef * nll  # eq: dpo.loss
+    count_2 = torch.tensor((tokens_b2 > 0).sum(0)).clamp(min=1)  # 1: its sum is 0
+    sums = (x * (tokens_n2 > 0) / send(count_2, x.device) for x in (reward_n2, logp_n2))
+    (chosen, rejected), (logp_chosen, logp_rejected) = (x.sum(0) for x in sums)
+    kto = dict(kl=loss.new_tensor(z * len(rows) / len(tokens_b2))) if args.loss == "kto" else {}
+    return dict(loss=loss, nll_loss=nll, **kto) | {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (reward_n2[:, 0] > reward_n2[:, 1]).sum() / len(tokens_b2),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": logp_chosen,
+        "logps/rejected": logp_rejected,
     }
-    return dict(loss=loss, nll_loss=nll) | {name: x.sum() / pairs for name, x in sums.items()}
 
 
 def update(policy, optimizer, rows, args):
     """One optimizer step -> metrics. Every rank knows all rows, and so the denominators."""
     sums = 0.0
-    tokens = sum(row["tokens"][0] for row in rows)
+    tokens_b2 = np.array([row["tokens"] for row in rows])
+    z = reference_point(policy, [rows], args)
     for batch in micro_batches(policy, rows, args):
         logp_n2 = pair_logps(policy, batch, args)
-        terms = objective(args, batch, logp_n2, len(rows), tokens)
+        terms = objective(args, batch, logp_n2, tokens_b2, z)
         # FSDP averages gradients over the ranks, but the denominators already count all ranks
         (terms["loss"] * dist.get_world_size()).backward()
         sums += torch.stack([*terms.values()]).detach()
@@ -253,13 +264,14 @@ def in_steps(rows, order, args, **columns):
 
 @torch.no_grad()
 def evaluate(policy, rows, reference, args):
-    """Loss and metrics over all rows, each pair weighing the same."""
+    """Loss and metrics over all rows, each pair weighing the same. reference: of `before_training`."""
     sums = 0.0
-    tokens = sum(chosen for chosen, _ in rows.column("tokens").to_pylist())
-    for step in in_steps(rows, range(len(rows)), args, reference=reference):
+    tokens_b2 = np.array(rows.column("tokens").to_pylist())
+    z = reference_point(policy, in_steps(rows, range(len(rows)), args, **reference), args)
+    for step in in_steps(rows, range(len(rows)), args, **reference):
         for batch in micro_batches(policy, step, args):
             logp_n2 = pair_logps(policy, batch, args)
-            terms = objective(args, batch, logp_n2, len(rows), tokens)
+            terms = objective(args, batch, logp_n2, tokens_b2, z)
             sums += torch.stack([*terms.values()])
     return {f"val/{name}": value for name, value in zip(terms, all_reduce(sums.tolist()))}
 
@@ -277,6 +289,8 @@ def reference_logps(policy, rows, order, args):
         column = rows.column(name)
         for part in (pc.list_flatten(column), pc.list_value_length(column)):
             digest.update(part.to_numpy().tobytes())
+    if isinstance(rows, Mismatched):
+        digest.update(rows.before)
     path = Path(args.output_dir, f"reference/{digest.hexdigest()[:32]}.npy")
     rank = dist.get_rank()
     found = [None]
@@ -299,6 +313,15 @@ def reference_logps(policy, rows, order, args):
     return logp_n2.numpy()
 
 
+def before_training(policy, rows, order, args):
+    """Columns of the rows that only the model as it was loaded can make, by `reference_logps`."""
+    columns = dict(reference=reference_logps(policy, rows, order, args))
+    if args.loss == "kto" and rows:
+        other = Mismatched(rows, np.array(order))
+        columns |= dict(other=other, other_reference=reference_logps(policy, other, order, args))
+    return columns
+
+
 def main(args):
     # ---- arguments and data: checked before anything slow
     run = Run(args)
@@ -314,8 +337,8 @@ def main(args):
     policy = load_policy(args, mesh, device)
     check_layout(policy, train_rows, args)
     # CAREFUL: the weights are the reference's only until a checkpoint is loaded
-    reference = reference_logps(policy, train_rows, order_of(0), args)
-    val_reference = reference_logps(policy, val_rows, range(len(val_rows)), args)
+    reference = before_training(policy, train_rows, order_of(0), args)
+    val_reference = before_training(policy, val_rows, range(len(val_rows)), args)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
@@ -329,7 +352,7 @@ def main(args):
     for step, timing in run.steps():
         epoch, batch = divmod(step - 1, steps_per_epoch)
         numbers = order_of(epoch)[batch * args.train_batch_size :][: args.train_batch_size]
-        [rows] = in_steps(train_rows, numbers, args, reference=reference)
+        [rows] = in_steps(train_rows, numbers, args, **reference)
         # ---- update
         schedule = args.warmup_steps, args.lr_schedule, args.decay_steps
         lr = learning_rate(args.lr, step, total_steps, *schedule)
@@ -650,10 +673,42 @@ def load_data(args):
         val_rows, val_dropped = load_pairs(args.val_files, args, tokenizer)
     except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
+    kind = "responses" if args.loss == "kto" else "pairs"
     if len(train_rows) < args.train_batch_size:
-        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training pairs")
-    summary = f"{len(train_rows)} training and {len(val_rows)} validation pairs"
+        fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training {kind}")
+    summary = f"{len(train_rows)} training and {len(val_rows)} validation {kind}"
     return tokenizer, train_rows, val_rows, f"{summary} ({dropped + val_dropped} dropped)"
+
+
+def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
+    """Messages, or strings -> a row: ids of the prompt and both responses; which of these are trained.
+
+    None for one of the two: a row of KTO. The assistant's turns of a response are trained.
+    ValueError where there is nothing to prefer.
+    """
+    given = {name: x for name, x in zip(RESPONSES, (chosen, rejected)) if x is not None}
+    prompt, *replies = pair_of(prompt, *given.values())
+    row = {f"{name}_{what}": [] for name in RESPONSES for what in ("ids", "trained")}
+    for field, reply in zip(given, replies):
+        name = field if len(given) == 2 else "completion"
+        if says_nothing(reply):
+            raise ValueError(f"{name!r} is empty, or has an empty turn")
+        found = encode_messages(prompt + reply, tokenizer, tools, first=len(prompt))
+        if len(found) != 1:
+            several = f"the chat template rewrites a turn of {name!r} when another follows"
+            raise ValueError(several if found else f"{name!r} has no turn of the assistant that is trained")
+        [(ids, trained)] = found
+        if len(ids) > max_length:
+            size = f"{len(ids)} tokens with its prompt"
+            raise ValueError(f"{name!r} has {size}, over --max_length {max_length}")
+        text = split(ids, trained)
+        if text["prompt_ids"] != row.setdefault("prompt_ids", text["prompt_ids"]):
+            raise ValueError("the prompts of 'chosen' and 'rejected' differ after the chat template")
+        row[f"{field}_ids"] = text["response_ids"]
+        row[f"{field}_trained"] = text["trained"]
+    if row["chosen_ids"] == row["rejected_ids"]:
+        raise ValueError("'chosen' and 'rejected' are equal")
+    return row | dict(tokens=[sum(row[f"{name}_trained"]) for name in RESPONSES])
 
 
 def split(ids, trained):
@@ -663,15 +718,44 @@ def split(ids, trained):
     return dict(prompt_ids=ids[:first], response_ids=ids[first:last], trained=trained[first:last])
 
 
+class Mismatched:
+    """KTO: each prompt of the rows with the response to the row before it in an order."""
+
+    def __init__(self, rows, order):
+        self.rows, self.before = rows, np.empty(len(rows), np.int64)
+        self.before[order] = np.roll(order, 1)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[self.before[i]] | dict(prompt_ids=self.rows[i]["prompt_ids"])
+
+    def column(self, name):
+        return self.rows.column(name)  # in the order of the rows
+
+
+def alone(row, name):
+    """Of a row this response alone, as KTO takes it."""
+    [other] = {*RESPONSES} - {name}
+    tokens = [n * (x == name) for x, n in zip(RESPONSES, row["tokens"])]
+    return row | {f"{other}_ids": [], f"{other}_trained": [], "tokens": tokens}
+
+
 def load_pairs(paths, args, tokenizer):
-    """-> rows as `encode_pair` makes them, and how many --bad_pairs dropped."""
+    """-> rows as `encode_pair` makes them, and how many --bad_pairs dropped. KTO reads pairs too."""
     columns = dict(prompt=args.prompt_key, chosen=args.chosen_key, rejected=args.rejected_key)
+    if args.loss == "kto":
+        columns = KTO | dict(prompt=args.prompt_key)
 
     def example(record, _):
         try:
-            texts = [record[name] for name in columns]
+            replies = [record.get(name) for name in RESPONSES]
+            if "label" in record:
+                replies = [record["completion"], None] if record["label"] else [None, record["completion"]]
             tools = given_by(record, None, tokenizer)
-            return [encode_pair(*texts, tokenizer, args.max_length, tools)]
+            row = encode_pair(record["prompt"], *replies, tokenizer, args.max_length, tools)
+            return [alone(row, x) for x in RESPONSES if row[f"{x}_ids"]] if args.loss == "kto" else [row]
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             if args.bad_pairs == "drop":
                 return []
@@ -681,7 +765,7 @@ def load_pairs(paths, args, tokenizer):
     fields = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids", "tokens"), IDS)
     fields |= dict.fromkeys(("chosen_trained", "rejected_trained"), BOOLS)
     about = args.max_length, args.bad_pairs
-    code = load_pairs, encode_pair, split
+    code = load_pairs, encode_pair, split, alone
     rows, dropped = encoded_rows(paths, tokenizer, columns, fields, partial(map, example), about, code)
     if paths and not rows:
         raise ValueError(f"{', '.join(paths)}: --bad_pairs drop leaves no pair")

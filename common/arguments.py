@@ -23,6 +23,7 @@ atexit.register(gc.freeze)  # the search at Python's end would take a second
 
 INF = math.inf
 COUNT, NOT_NEGATIVE, POSITIVE = (1, INF, "at least 1"), (0, INF, "at least 0"), (1e-9, INF, "above 0")
+SIGMOID, IPO, SIMPO, KTO = (("loss", name) for name in ("sigmoid", "ipo", "simpo", "kto"))
 SHARE, PART = (0, 1, "at least 0 and at most 1"), (1e-9, 1, "above 0 and at most 1")
 
 
@@ -40,8 +41,8 @@ FLAGS = {
     Known(content="weights"): "model critic_model reward_model teacher",
     Known(resume="may begin", content="file"): "train_files reward_fn env",
     Known(content="file"): "chat_template policy_loss adv_estimator",
-    Known(resume="may begin"): "prompt_key response_key messages_key text_key chosen_key rejected_key"
-    " reward_weights",
+    Known(resume="may begin"): "prompt_key response_key messages_key text_key reward_weights",
+    Known(idle=(KTO,), resume="may begin"): "chosen_key rejected_key",
     Known(NOT_NEGATIVE, resume="may begin"): "seed",
     Known(resume="may change"): "output_dir resume lr_schedule tracker val_files rollout_dump sp_attention"
     " packing gradient_checkpointing attn_implementation",
@@ -71,8 +72,9 @@ FLAGS = {
     Known(POSITIVE, (("rollout_is", None),)): "rollout_is_threshold",
     Known(idle=(("rollout_rs", None),)): "rollout_rs_threshold",
     Known(SHARE, (("value_quantiles", 1),)): "uncertainty_bonus",
-    Known(NOT_NEGATIVE, (("loss", "sigmoid"), ("loss", "ipo"))): "simpo_gamma",
-    Known((0, 0.5 - 1e-9, "at least 0 and below 0.5"), (("loss", "ipo"),)): "label_smoothing",
+    Known(NOT_NEGATIVE, (SIGMOID, IPO, KTO)): "simpo_gamma",
+    Known(NOT_NEGATIVE, (SIGMOID, IPO, SIMPO)): "desirable_weight undesirable_weight",
+    Known((0, 0.5 - 1e-9, "at least 0 and below 0.5"), (IPO, KTO)): "label_smoothing",
 }
 KNOWN = {flag: known for known, flags in FLAGS.items() for flag in flags.split()}
 MODELS = [flag for flag, known in KNOWN.items() if known.content == "weights"]
@@ -215,14 +217,11 @@ def wrong_sizes(flags):
         return f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}: pass {fits}"
     budget, length, ranks = get("max_tokens_per_microbatch", INF), get("max_length", 2), get("sp_size", 1)
     row = math.ceil((get("max_prompt_length", 0) + get("max_response_length", 0)) / ranks)  # of it on a rank
-    pair = 2 * length
     short = f"--max_tokens_per_microbatch {budget}"
     if budget < row:
         return f"{short} is less than a row, {row} tokens"
-    if "loss" in flags and budget < pair:
-        return f"{short} is less than a pair of responses of --max_length {length}, {pair} tokens"
-    if "chosen_key" in flags and budget < pair:
-        return f"{short} is less than {pair}, twice --max_length"
+    if "chosen_key" in flags and get("loss") != "kto" and budget < 2 * length:
+        return f"{short} is less than {2 * length}, twice --max_length"
     if budget * ranks < length:
         return f"{short} times --sp_size {ranks} is less than --max_length {length}"
     if length < 2:

@@ -66,7 +66,7 @@ BESIDE = {  # columns beside what is trained: the libraries, what becomes of the
     "choices": ("a", ["3", "4"], REFUSED + "write them in the prompt"),
     "history": ("l s", [["1+1=", "2"]], REFUSED + "write the turns in a column 'messages'"),
     "segments": ("a", [dict(label=True, text="b")], REFUSED),
-    "label": ("t s", False, REFUSED + "keep the good completions"),
+    "label": ("t s", False, REFUSED + "dpo.py --loss kto reads it"),
     "kto_tag": ("l", True, REFUSED),
     "label of a class": ("s", [1, 3], NAMED),
     "label that is a score": ("s", 0.8, NAMED),
@@ -131,6 +131,15 @@ PAIRS = {
         prompt="1+2=", chosen=[user("1+2="), says("3")], rejected=[user("1+2="), says("4")]
     ),
 }  # fmt: skip
+
+
+LABELLED = {  # for KTO
+    "t": dict(prompt="1+2=", completion="3", label=True),
+    "t conversations": dict(prompt=[user("1+2=")], completion=[says("3")], label=1),
+    "l Alpaca": dict(instruction="1+2=", input="", output="3", kto_tag=True),
+    "l s messages": dict(messages=[user("1+2="), says("3")], label=True),
+    "o input": dict(input="1+2=", output="3", label=True),
+}
 
 
 def written(folder, row, lines=False):
@@ -216,6 +225,28 @@ def test_forms_are_read_without_a_flag(form, lines, tmp_path, capsys):
     if "Alpaca" in form:
         path = written(tmp_path, row | dict(input="2+2="), lines)
         assert first(script, path, tokenizer_with(TEMPLATE))[0] == "<|user|>1+2=\n2+2=<|assistant|>"
+
+
+@pytest.mark.parametrize("form", LABELLED | {f"pair {name}": row for name, row in PAIRS.items()})
+def test_kto_reads_labels_and_pairs(form, tmp_path):
+    """A pair is two rows; a row has one response, and nothing else is read as a label."""
+    args, tokenizer = dpo.Args(model="", train_files=(), output_dir="", loss="kto"), tokenizer_with(TEMPLATE)
+    read = lambda row: [*dpo.load_pairs([written(tmp_path, row)], args, tokenizer)[0]]
+    texts = lambda row: [tokenizer.decode(row[f"{x}_ids"]) for x in ("prompt", "chosen", "rejected")]
+    if "pair" in form:
+        good, bad = read(PAIRS[form[5:]])[:2]
+    else:
+        row, label = LABELLED[form], [*LABELLED[form]][-1]
+        good, bad = read(row)[0], read(row | {label: type(row[label])(0)})[0]
+        for value, problem in (
+            (0.8, f"'{label}' must be true or false, not 0.8"),
+            (None, "is missing or null"),
+        ):
+            with pytest.raises(ValueError, match=problem):
+                read(row | {label: value})
+    assert texts(good) == [SPOKEN, "3<|eos|>", ""] and good["tokens"] == [2, 0]
+    assert texts(bad) == [SPOKEN, "", "4<|eos|>" if "pair" in form else "3<|eos|>"]
+    assert bad["tokens"] == [0, 2]
 
 
 def test_two_that_say_different_things(tmp_path):

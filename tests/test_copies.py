@@ -83,7 +83,7 @@ LIMITS = {  # of a trainer: lines above the banner "The system", lines in all, f
     "ppo.py": (460, 1200, 68),
     "sft.py": (310, 1040, 42),
     "rm.py": (303, 620, 35),
-    "dpo.py": (385, 780, 40),
+    "dpo.py": (385, 780, 42),
     "agent.py": (455, 1065, 65),
     "distill.py": (415, 1070, 58),
 }

@@ -74,6 +74,40 @@ def test_losses_by_hand(changes, losses, rewards):
     assert reward_n2.tolist() == [pytest.approx(row, abs=1e-6) for row in rewards]
 
 
+def test_kto_is_trls(monkeypatch):
+    """Numbers of trl 1.16: KTOTrainer._compute_loss, with a model that returns these log-probs.
+
+    That is loss, its gradient, and the metrics kl, rewards/chosen, rewards/rejected, rewards/margins.
+    """
+    logp, reference = [-10.0, -12, -4, -3, -7.5], [-11.0, -11, -4, -5.5, -6]
+    other, other_reference = [-10.0, -9, -8, -7, -6], [-12.0, -9.5, -8, -9, -7]
+    place = lambda x, good: [x, 0] if good else [0, x]
+    monkeypatch.setattr(dpo, "micro_batches", lambda policy, rows, args: (rows[:2], rows[2:]))
+    logps = lambda policy, rows, args: torch.tensor([row["logp"] for row in rows]).view(-1, 2)
+    monkeypatch.setattr(dpo, "pair_logps", logps)
+    monkeypatch.setattr(dpo, "all_reduce", lambda values: values)
+    found = {}
+    for flags in ((0.1, 1, 1), (0.5, 1.5, 0.75), (0.1, 1, 1, "below")):
+        args = dict(zip(("beta", "desirable_weight", "undesirable_weight"), flags))
+        args, rows, ends = make_args(loss="kto", **args), [], (other_reference, other)
+        for i, good in enumerate((True, False, True, False, False)):
+            lower, upper = (x[i] for x in (ends[::-1] if flags[3:] else ends))
+            row = dict(tokens=place(1, good), reference=place(reference[i], good))
+            rows.append(row | dict(other=dict(logp=place(upper, good)), other_reference=place(lower, good)))
+        logp_n2 = torch.tensor([place(x, row["tokens"][0]) for x, row in zip(logp, rows)], requires_grad=True)
+        z = dpo.reference_point(None, [rows[:3], rows[3:]], args)
+        terms = dpo.objective(args, rows, logp_n2, np.array([row["tokens"] for row in rows]), z)
+        terms["loss"].backward()
+        names = "loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins"
+        found[flags] = [terms[x].item() for x in names] + logp_n2.grad.sum(1).tolist()
+    trl = [0.48959428, 1.1, 0.05, 0, 0.05, -0.00499988, 0.00494528, -0.00498491, 0.00497558, 0.00491644]
+    assert found[0.1, 1, 1] == pytest.approx(trl, abs=1e-6)
+    trl = [0.51522654, 1.1, 0.25, 0, 0.25, -0.03747657, 0.01440206, -0.03480115, 0.01662847, 0.01262238]
+    assert found[0.5, 1.5, 0.75] == pytest.approx(trl, abs=1e-6)
+    trl = [0.49495769, 0, 0.05, 0, 0.05, -0.00498752, 0.00498752, -0.005, 0.00492268, 0.00497198]
+    assert found[0.1, 1, 1, "below"] == pytest.approx(trl, abs=1e-6)
+
+
 # ---- what is a pair
 
 

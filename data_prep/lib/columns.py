@@ -18,32 +18,35 @@ NAMES = {  # what a row says: the columns that may say it, the first that a file
     "completion": ("completion", "response", "output", "answer"),
     "chosen": ("chosen", "chosen_response"),
     "rejected": ("rejected", "rejected_response"),
+    "label": ("label", "kto_tag"),  # whether a completion is a good one
 }
 FIELDS = dict(data_source=str, ability=str, reward_model=dict, extra_info=dict)  # see schema.py
 ANSWER = dict(prompt="prompt", completion="extra_info.answer")  # the defaults of sft.py, columns of RL
 TALKS = "messages", "prompt", "chosen", "rejected"
 PAIR = dict(prompt="prompt", chosen="chosen", rejected="rejected")
+KTO = dict(prompt="prompt", completion="completion", label="label")
+PAIRS = (*PAIR,), ("messages", "chosen", "rejected"), ("chosen", "rejected")
 FORMS = {  # where a file lacks the columns of a script's defaults: what it may have in their place
     (*ANSWER,): (("messages",), ("prompt", "completion")),
-    (*PAIR,): ((*PAIR,), ("messages", "chosen", "rejected"), ("chosen", "rejected")),
+    (*PAIR,): PAIRS,
+    (*KTO,): ((*KTO,), ("messages", "label"), *PAIRS),
 }
 SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read in any row
 ALPACA = "instruction", "input"  # the second is part of the first
-KTO = "label", "kto_tag"  # whether a completion is a good one
 SAID = set()  # the first lines of this process
 REFUSED = {  # what libraries show a model, and nothing here does
     **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages'"),
     "functions": "write them in a column 'tools'",
     "enable_thinking": "write it in a column 'chat_template_kwargs'",
     **dict.fromkeys(("documents", "context", "article", "choices"), "write them in the prompt"),
-    **dict.fromkeys(KTO, "keep the good completions, and drop the column"),
+    **dict.fromkeys(NAMES["label"], "dpo.py --loss kto reads it; else keep good completions, and drop it"),
     **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), "drop the column"),
 }
 
 
 def columns_of(names, wanted):
     """{what: column} of a file with these names; it is `wanted`, or where it has defaults, another form."""
-    forms = FORMS.get((*wanted,), ()) if wanted in (ANSWER, PAIR) else ()
+    forms = FORMS.get((*wanted,), ()) if wanted in (ANSWER, PAIR, KTO) else ()
     roots = {column.partition(".")[0] for column in wanted.values()}
     if not forms or roots <= {*names}:
         return wanted
@@ -95,13 +98,19 @@ def read(record, columns):
     Messages are as chat templates read them. ValueError, in one line, for what is missing or refused.
     """
     check_fields(record, columns.values())
-    row, system = shown(record)
+    row, system = shown(record, columns.values())
     for what, column in columns.items():
         value = value_of(record, column)
         spoken = what in TALKS or (what == "completion" and isinstance(value, list | dict))
         row[what] = talk_of(value, what, column) if spoken else value
     if columns.get("prompt") == ALPACA[0] and (more := record.get(ALPACA[1])):
         row["prompt"] = [dict(row["prompt"][0], content=f"{row['prompt'][0]['content']}\n{more}")]
+    if "label" in row:
+        if row["label"] not in (0, 1):
+            raise ValueError(f"{columns['label']!r} must be true or false, not {row['label']!r:.60}")
+        if "messages" in row:
+            *row["prompt"], row["completion"] = row.pop("messages")
+            row["completion"] = [row["completion"]]
     if "chosen" in row:  # see `pair_of`
         row["prompt"] = row.pop("messages", None) or row.get("prompt")
     for what in [x for x in TALKS if row.get(x)] if system else ():
@@ -164,14 +173,15 @@ def after(system, messages):
     return messages
 
 
-def shown(record):
+def shown(record, columns=()):
     """Of a record: dict(images, tools, chat_template_kwargs), and the words of its system.
 
-    ValueError if it fills in a column that nothing here reads and that others show a model.
+    ValueError if it fills in a column that others show a model, and that is none of `columns`.
     """
     for name, value in record.items():
-        filled = value not in (None, "", [], {}) and (name not in KTO or isinstance(value, bool))
-        if filled and name in REFUSED:
+        label = name in NAMES["label"] and not isinstance(value, bool)  # of a class, or a score
+        filled = value not in (None, "", [], {}) and not label
+        if filled and name in REFUSED and name not in columns:
             raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}")
     system = record.get("system") or record.get("system_prompt") or ""
     if not isinstance(system, str):

@@ -25,17 +25,18 @@ def asked(prompt):
     return prompt
 
 
-def pair_of(prompt, chosen, rejected):
-    """-> the messages of a prompt and of two replies to it; each may be a string.
+def pair_of(prompt, *replies):
+    """-> the messages of a prompt and of the replies to it, two or one; each may be a string.
 
     Replies may be whole conversations, which have the prompt, and perhaps turns before it.
     """
+    names = ("chosen", "rejected") if len(replies) == 2 else ("completion",)
     given = [
         spoken(reply, "assistant", name) if isinstance(reply, str) else reply
-        for name, reply in (("chosen", chosen), ("rejected", rejected))
+        for name, reply in zip(names, replies)
     ]
     prompt, size = asked(prompt) if prompt else [], 0  # size: of what both begin with
-    while size < min(map(len, given)) and given[0][size] == given[1][size]:
+    while size < min(map(len, given)) and given[0][size] == given[-1][size]:
         size += 1
     same, words = (
         [(m["role"], m["content"].strip(), m.get("tool_calls")) for m in messages]
@@ -52,8 +53,9 @@ def pair_of(prompt, chosen, rejected):
             prompt = system + given[0][: len(same)]
         given = [reply[len(same) :] for reply in given]
     if not prompt or any(reply[0]["role"] != "assistant" for reply in given):
+        said = "'chosen' and 'rejected' are not two replies" if names[1:] else "'completion' is no reply"
         begin = "each begins with a turn of the assistant, or with all that was said before it"
-        raise ValueError(f"'chosen' and 'rejected' are not two replies to one prompt: {begin}")
+        raise ValueError(f"{said} to one prompt: {begin}")
     return [prompt, *given]
 
 

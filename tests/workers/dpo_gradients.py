@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from common.run import leave
 # tokens of prompt, chosen and rejected response: very unequal, and two neighbours with one prompt
 LENGTHS = [(5, 40, 10), (30, 1, 20), (3, 2, 2), (60, 3, 8), (8, 25, 30), (8, 7, 25)]
 SMOOTH = dict(loss="sigmoid", label_smoothing=0.1, nll_coef=0.2)
-LOSSES = dict(sigmoid=SMOOTH, ipo=dict(loss="ipo"), simpo=dict(loss="simpo", beta=2.0))
+KTO = dict(loss="kto", desirable_weight=1.5, undesirable_weight=0.7, nll_coef=0.2)
+LOSSES = dict(sigmoid=SMOOTH, ipo=dict(loss="ipo"), simpo=dict(loss="simpo", beta=2.0), kto=KTO)
 KERNELS = dict(padded="sdpa", one_row="packed")
 
 
@@ -40,30 +42,49 @@ def make_rows():
     return rows
 
 
-def naive(lm, loss, beta=0.1, label_smoothing=0.0, nll_coef=0.0):
-    """Each response alone, with plain logits, and the formulas of the papers."""
-    total, rows = 0.0, make_rows()
+def kto_rows():
+    """Responses alone, five undesirable, each with a response to another row; z is about 4."""
+    rows = [dpo.alone(row, name) for row in make_rows() for name in dpo.RESPONSES][:-1]
     for row in rows:
-        ratios, means = [], []
-        for name, n, ref in zip(("chosen", "rejected"), row["tokens"], row["reference"]):
-            ids, response = row["prompt_ids"] + row[f"{name}_ids"], row[f"{name}_ids"]
-            logits = lm(input_ids=torch.tensor([ids])).logits[0, len(row["prompt_ids"]) - 1 : -1]
-            kept = [t for t, on in enumerate(row[f"{name}_trained"]) if on]
-            logp = sum(logits.log_softmax(-1)[t, response[t]] for t in kept)
-            ratios.append(logp - ref)
-            means.append((logp if loss == "simpo" else logp - ref) / n)
-            if name == "chosen":
-                total = total - nll_coef * logp / sum(row["tokens"][0] for row in rows)
-        if loss == "ipo":
-            total = total + (means[0] - means[1] - 1 / (2 * beta)) ** 2 / len(rows)
-            continue
+        row["reference"] = [x * (n > 0) for x, n in zip(row["reference"], row["tokens"])]
+    others = dpo.Mismatched(rows, np.random.default_rng(0).permutation(len(rows)))
+    lower = [[x - 4 * (x < 0) for x in other["reference"]] for other in others]
+    return [row | dict(other=x, other_reference=y) for row, x, y in zip(rows, others, lower)]
+
+
+def log_prob(lm, row, name):
+    """One response alone, with plain logits."""
+    ids, response = row["prompt_ids"] + row[f"{name}_ids"], row[f"{name}_ids"]
+    logits = lm(input_ids=torch.tensor([ids])).logits[0, len(row["prompt_ids"]) - 1 : -1]
+    kept = [t for t, on in enumerate(row[f"{name}_trained"]) if on]
+    return sum(logits.log_softmax(-1)[t, response[t]] for t in kept)
+
+
+def naive(lm, loss, beta=0.1, label_smoothing=0.0, nll_coef=0.0, **weights):
+    """The formulas of the papers."""
+    rows, values = kto_rows() if loss == "kto" else make_rows(), []
+    for row in rows:
+        logps = [log_prob(lm, row, name) for name in dpo.RESPONSES]
+        ratios = [x - ref for x, ref in zip(logps, row["reference"])]
+        means = [x / max(n, 1) for x, n in zip(logps if loss == "simpo" else ratios, row["tokens"])]
         h = beta * (ratios[0] - ratios[1]) if loss == "sigmoid" else beta * (means[0] - means[1]) - 0.5
-        e = label_smoothing
-        total = total - ((1 - e) * logsigmoid(h) + e * logsigmoid(-h)) / len(rows)
-    total.backward()
+        e, nll = label_smoothing, -nll_coef * logps[0] / sum(row["tokens"][0] for row in rows)
+        if loss == "kto":
+            other = sum(log_prob(lm, row["other"], name) for name in dpo.RESPONSES).item()
+            values.append((sum(ratios), nll, row["tokens"][0] > 0, other - sum(row["other_reference"])))
+        elif loss == "ipo":
+            values.append((means[0] - means[1] - 1 / (2 * beta)) ** 2 / len(rows))
+        else:
+            values.append(nll - ((1 - e) * logsigmoid(h) + e * logsigmoid(-h)) / len(rows))
+    if loss == "kto":
+        z, good, bad = np.mean([other for *_, other in values]), *weights.values()
+        losses = [(good, r - z) if desirable else (bad, z - r) for r, _, desirable, _ in values]
+        losses = [w * (1 - torch.sigmoid(beta * x)) / len(rows) for w, x in losses]
+        values = [*losses, *(nll for _, nll, *_ in values)]
+    sum(values).backward()
     grads = [p.grad.clone() for p in trained(lm)]
     lm.zero_grad()
-    return total.item(), grads
+    return sum(values).item(), grads
 
 
 class Rows(list):
@@ -76,7 +97,7 @@ class Rows(list):
 def main(model, out, replicas):
     device, mesh = dpo.setup_distributed(int(replicas))
     base = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa", grad_clip=1e9)
-    results, rows = {}, Rows(make_rows())
+    results = {}
     for lora_rank in (0, 4):
         args = dpo.Args(**base, lora_rank=lora_rank, train_batch_size=4)
         policy = dpo.load_policy(args, mesh, device)
@@ -86,13 +107,14 @@ def main(model, out, replicas):
         dpo.add_adapters(plain, args)
         fill_adapters(plain)
         for name in LOSSES if not lora_rank else ("sigmoid",):
+            rows = Rows(kto_rows() if name == "kto" else make_rows())
             for layout, budget in product(KERNELS, (140, 100_000)):
                 policy.packed = layout == "one_row"
                 policy.lm.set_attn_implementation(KERNELS[layout])
                 args_now = replace(args, **LOSSES[name], max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained(policy), lr=1.0)
                 found = dpo.update(policy, optimizer, rows, args_now)
-                val = dpo.evaluate(policy, rows, [row["reference"] for row in rows], args_now)
+                val = dpo.evaluate(policy, rows, {}, args_now)
                 results[lora_rank, name, layout, budget] = found, val, optimizer.grads
             if dist.get_world_size() == 1:
                 results[lora_rank, name, "naive"] = naive(plain, **LOSSES[name])

@@ -17,7 +17,8 @@ from tests.workers import dapo_loop
 
 SFT = "--max_length 32 --warmup_steps 0 --lr 1e-2"
 RL = "--ppo_mini_batch_size 2 --group_size 4 --max_prompt_length 16 --max_response_length 4 --lr 1e-2"
-FLAGS = dict(sft=SFT, rm=SFT, dpo=SFT, grpo=RL, grpo_nano=RL, dapo=RL, agent=f"{RL} --env none")
+FLAGS = dict(sft=SFT, rm=SFT, grpo=RL, grpo_nano=RL, dapo=RL, agent=f"{RL} --env none")
+FLAGS["dpo"] = f"{SFT} --loss kto"
 FLAGS["ppo"] = f"{RL} --critic_warmup 2 --kl_coef 0.1 --kl_target 0.01"
 FLAGS["distill"] = f"{RL} --teacher MODEL --kl full --teacher_update_rate 0.1"
 STEPS, at, ended = 20, None, []  # steps: more than there are such statements; at: the one to end at
