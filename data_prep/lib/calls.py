@@ -10,7 +10,8 @@ import re
 from collections import Counter
 
 from common import cpu
-from data_prep.lib.templates import TOOLS, Talk, render, shows_tools
+from data_prep.lib.marks import TOOLS
+from data_prep.lib.templates import Talk, render, shows_tools
 from data_prep.lib.turns import turn
 from envs import messages as plain_messages
 from envs import one_line
