@@ -63,6 +63,7 @@ RULES = [  # beside those of the golden cases
     ("the sides are 3,4,5", "5", "flexible", 1), ("5 apples are left", "5", "flexible", 1),
     ("<think>it is 9</think>I do not know", "9", "flexible", 0),
     ("<|channel|>final<|message|>5", "5", "flexible", 1), ("x<sub>5", "5", "flexible", 0),
+    ("final<|message|> 5", "5", "flexible", 1), ("2+<｜Assistant｜> 5", "5", "flexible", 1),
 ]  # fmt: skip
 
 
