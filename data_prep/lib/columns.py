@@ -31,13 +31,13 @@ SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kw
 ALPACA = "instruction", "input"  # the second is part of the first
 KTO = "label", "kto_tag"  # whether a completion is a good one
 SAID = set()  # the first lines of this process
-REFUSED = {  # what libraries show a model, and nothing here does
-    **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages'"),
-    "functions": "write them in a column 'tools'",
-    "enable_thinking": "write it in a column 'chat_template_kwargs'",
-    **dict.fromkeys(("documents", "context", "article", "choices"), "write them in the prompt"),
-    **dict.fromkeys(KTO, "keep the good completions, and drop the column"),
-    **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), "drop the column"),
+REFUSED = {  # what libraries show a model, and nothing here does; what to do before the column is dropped
+    **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages', and "),
+    "functions": "write them in a column 'tools', and ",
+    "enable_thinking": "write it in a column 'chat_template_kwargs', and ",
+    **dict.fromkeys(("documents", "context", "article", "choices"), "write them in the prompt, and "),
+    **dict.fromkeys(KTO, "keep the good completions, and "),
+    **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), ""),
 }
 
 
@@ -172,7 +172,7 @@ def shown(record):
     for name, value in record.items():
         filled = value not in (None, "", [], {}) and (name not in KTO or isinstance(value, bool))
         if filled and name in REFUSED:
-            raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}")
+            raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}drop the column")
     system = record.get("system") or record.get("system_prompt") or ""
     if not isinstance(system, str):
         raise ValueError(f"'system' must be a string, not {system!r:.60}")
