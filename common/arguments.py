@@ -108,15 +108,16 @@ def parse(args_class, words=None, unknown=None):
 
 def foreign(flags, words):
     """What is wrong with words of a command line that TRL or verl would read otherwise."""
-    switches = {flag.name for flag in flags if flag.default is False}
-    for word, value in zip(words, [*words[1:], ""]):
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if name in switches and value.lower() in ("true", "false"):
+    named = {field.name: field for field in flags}
+    for before, word, after in zip(["", *words], words, [*words[1:], ""]):
+        name, given, value = word.lstrip("-").partition("=")
+        name, value = name.replace("-", "_"), value if given else after
+        verl = re.match(r"[\w.]+=", word) and not before.startswith("--") and not Path(word).exists()
+        if name in named and named[name].default is False and value.lower() in ("true", "false"):
             return f"--{name} takes no value: leave {value if value.lower() == 'true' else f'--{name}'} out"
-        if (word.startswith("--") or "=" in word) and name not in {flag.name for flag in flags}:
-            for page in sorted(PAGES.glob("from-*.md")):
-                if here := translated(name, page):
-                    return f"{word} is no flag: here it is {here} (docs/reference/{page.name})"
+        for page in sorted(PAGES.glob("from-*.md")) if verl or word.startswith("--") else ():
+            if name not in named and (here := translated(name, page)):
+                return f"{word} is no flag: here it is {here} (docs/reference/{page.name})"
 
 
 def translated(name, page):

@@ -225,13 +225,12 @@ class Run:
             self.track({"val/texts": [[str(text[key]) for key in TEXTS] for text in texts[:8]]}, self.step)
         if not self.rank0 or not self.args.rollout_dump:
             return
-        lines = []
-        for row in rows:
-            where = {name: row[name] for name in ("index", "sample", "finish_reason")}
-            ids = dict(response_ids=row["response_ids"].tolist())
-            lines.append(json_line(row["sampled"] | row["reward"] | where | ids))
         (self.out / "rollouts").mkdir(exist_ok=True)
-        (self.out / f"rollouts/{kind}_{self.step:06d}.jsonl").write_text("".join(lines))
+        with (self.out / f"rollouts/{kind}_{self.step:06d}.jsonl").open("w") as file:
+            for row in rows:
+                where = {name: row[name] for name in ("index", "sample", "finish_reason")}
+                ids = dict(response_ids=row["response_ids"].tolist())
+                file.write(json_line(row["sampled"] | row["reward"] | where | ids))
 
     def say(self, message, in_terminal=True):
         """A line for people, in the terminal and in log.txt."""
@@ -283,7 +282,7 @@ class Run:
         self.say(f"step {self.step} of {self.total}, {done}")
         self.say(f"weights: {weights if weights.exists() else self.args.model}")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
-        leave(128 + self.signal if self.signal else 0)
+        leave(128 + self.signal if self.signal and self.step < self.total else 0)
 
 
 def clean(out, step, args):

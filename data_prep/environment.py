@@ -2,7 +2,7 @@
 
     python data_prep/environment.py --env envs/verifiers.py:TASKSET --local_save_dir data/TASKSET
 
-Train has the first tasks, test those after them. Train with --reward_fn rewards/env.py:compute_score.
+Test has the first tasks, train those after them. Train with --reward_fn rewards/env.py:compute_score.
 """
 
 import os
@@ -12,7 +12,7 @@ HERE = os.path.dirname(os.path.realpath(__file__))  # CAREFUL: its math, code an
 sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.realpath(path) != HERE)]
 
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from data_prep import prepare
 from envs import load_env
@@ -27,7 +27,7 @@ class Args:
     train_size: int = 1000
     """Tasks of train; fewer if the environment has no more."""
     test_size: int = 100
-    """Tasks of test."""
+    """Tasks of test; 0: train.parquet alone."""
 
 
 def make_row(record, split, index):
@@ -46,10 +46,12 @@ def main(args):
     if not hasattr(env, "rows"):
         raise ValueError(f"--env {args.env} has no `rows`: write the prompts by a script of your own")
     records = ((f"{args.env} task {i}", row) for i, row in enumerate(env.rows()))
-    test = [*islice(records, args.test_size)]
-    prepare.write_splits(
-        args.local_save_dir, {"test": test, "train": islice(records, args.train_size)}, make_row
-    )
+    first = [*islice(records, args.test_size + 1)]
+    if len(first) <= args.test_size:
+        raise ValueError(f"--test_size {args.test_size}: {len(first)} tasks leave none to train")
+    train = islice(chain(first[-1:], records), args.train_size)
+    splits = dict(test=first[:-1], train=train) if args.test_size else dict(train=train)
+    prepare.write_splits(args.local_save_dir, splits, make_row)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ BEGAN = (
     r"|nearly|almost|half of|twice|cannot be)|n't(?: be)?)[ \t$]{1,3}",
 )
 GOES_ON, BEGAN = re.compile("|".join(GOES_ON)), re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
-TAG = re.compile(r"(?:.*<\|[^<>|]*\||<[^<>]*)>$", re.DOTALL)  # <answer>5; a template's: final<|message|>5
+TAG = re.compile(r"(?:.*<[|｜][^<>]*[|｜]>[ \t]*|<[^<>]*>)$", re.DOTALL)  # final<|message|> 5; <answer>5
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

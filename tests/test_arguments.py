@@ -236,7 +236,9 @@ def test_values_out_of_range_and_flags_without_effect(values, line):
         ("trainer.save_freq=20", "here it is --save_freq ("),
         ("--use_kl_loss True", "--use_kl_loss takes no value: leave True out"),
         ("--use_kl_loss false", "--use_kl_loss takes no value: leave --use_kl_loss out"),
-        ("--output_dir a=lr=1", None),
+        ("--use_kl_loss=False", "--use_kl_loss takes no value: leave --use_kl_loss out"),
+        ("--output_dir a=lr=1 --model runs/x.lr=1e-6", None),  # values, not words of verl
+        ("--output_dir rollout.n=8 --train_files a x/data.n=8.parquet", None),
         ("--weight_decay=0.1 --beta2 x --no_use_kl_loss", None),
     ],
 )

@@ -808,12 +808,15 @@ def test_prompts_of_the_environment(tmp_path, file):
     for split, seeds in (("test", [0, 1]), ("train", [2, 3, 4])):
         rows = load_rows(tmp_path / f"{split}.parquet", KINDS["RL"])
         assert [row["extra_info"]["seed"] for row in rows] == seeds
+    environment.main(environment.Args(f"{tmp_path}/mine.py:Env", str(tmp_path / "all"), test_size=0))
+    assert len(load_rows(tmp_path / "all/train.parquet", KINDS["RL"])) == 5
     for spec, what in (
         (f"{file}:Env", "has no `rows`"),
+        (f"{tmp_path}/mine.py:Env", "--test_size 100: 5 tasks leave none to train"),
         (f"{ROOT}/envs/openenv.py:Remote", "set OPENENV_URL"),
     ):
         with pytest.raises(ValueError, match=what):
-            environment.main(environment.Args(spec))
+            environment.main(environment.Args(spec, str(tmp_path / "none")))
 
 
 def test_examples_of_the_docs(tmp_path):

@@ -63,6 +63,7 @@ RULES = [  # beside those of the golden cases
     ("the sides are 3,4,5", "5", "flexible", 1), ("5 apples are left", "5", "flexible", 1),
     ("<think>it is 9</think>I do not know", "9", "flexible", 0),
     ("<|channel|>final<|message|>5", "5", "flexible", 1), ("x<sub>5", "5", "flexible", 0),
+    ("final<|message|> 5", "5", "flexible", 1), ("2+<｜Assistant｜> 5", "5", "flexible", 1),
 ]  # fmt: skip
 
 
@@ -290,11 +291,13 @@ def test_a_validation_shows_a_response_of_each_source_as_it_is():
         for i, text in enumerate(texts):
             sampled = dict(data_source=source, prompt_str="2+3=", solution_str=text, ground_truth="5")
             rows.append(dict(data_source=source, index=i, sampled=sampled, reward=dict(score=i, acc=i == 1)))
-    shown = [validation_summary(rows, number)[1].splitlines() for number in range(4)]
-    assert [len(lines) for lines in shown] == [6] * 4 and shown[0] == shown[3]
-    assert shown[0][:2] == ["arithmetic: 2+3= [5]", f"  {texts[0]} -> {{'score': 0, 'acc': False}}"]
-    assert shown[1][3].startswith("  \\x1b[31m 5 \\ud800 -> ") and "\x1b" not in shown[1][3]
-    assert "[...]" in shown[2][1] and shown[2][1].count("x") < 500
+    shown = [validation_summary(rows, number)[1].splitlines() for number in range(20)]
+    assert [len(lines) for lines in shown] == [6] * 20 and len({*map(tuple, shown)}) > 5
+    lines = {line for lines in shown for line in lines}
+    assert {"arithmetic: 2+3= [5]", f"  {texts[0]} -> {{'score': 0, 'acc': False}}"} < lines
+    assert any(line.startswith("  \\x1b[31m 5 \\ud800 -> ") for line in lines)
+    assert not any("\x1b" in line or line.count("x") > 500 for line in lines)
+    assert any("[...]" in line for line in lines)
     assert shown[0][4:] == [f"val-core/{source}/acc/mean@1 0.333" for source in ("arithmetic", "gsm8k")]
 
 

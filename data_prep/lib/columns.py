@@ -34,13 +34,13 @@ FORMS = {  # where a file lacks the columns of a script's defaults: what it may 
 SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read in any row
 ALPACA = "instruction", "input"  # the second is part of the first
 SAID = set()  # the first lines of this process
-REFUSED = {  # what libraries show a model, and nothing here does
-    **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages'"),
-    "functions": "write them in a column 'tools'",
-    "enable_thinking": "write it in a column 'chat_template_kwargs'",
-    **dict.fromkeys(("documents", "context", "article", "choices"), "write them in the prompt"),
-    **dict.fromkeys(NAMES["label"], "dpo.py --loss kto reads it; else keep good completions, and drop it"),
-    **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), "drop the column"),
+REFUSED = {  # what libraries show a model, and nothing here does; what to do before the column is dropped
+    **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages', and "),
+    "functions": "write them in a column 'tools', and ",
+    "enable_thinking": "write it in a column 'chat_template_kwargs', and ",
+    **dict.fromkeys(("documents", "context", "article", "choices"), "write them in the prompt, and "),
+    **dict.fromkeys(NAMES["label"], "dpo.py --loss kto reads it; else keep the good completions, and "),
+    **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), ""),
 }
 
 
@@ -182,7 +182,7 @@ def shown(record, columns=()):
         label = name in NAMES["label"] and not isinstance(value, bool)  # of a class, or a score
         filled = value not in (None, "", [], {}) and not label
         if filled and name in REFUSED and name not in columns:
-            raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}")
+            raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}drop the column")
     system = record.get("system") or record.get("system_prompt") or ""
     if not isinstance(system, str):
         raise ValueError(f"'system' must be a string, not {system!r:.60}")

@@ -1,5 +1,6 @@
 """What people read of scored responses: a few in the terminal, means over a validation."""
 
+import random
 import sys
 
 SHOWN_CHARS = 240  # of a text
@@ -21,14 +22,14 @@ def sample_text(row, result):
 
 
 def validation_summary(rows, number):
-    """-> `validation_metrics`, and text: of each data source the response of this number, and the means.
+    """-> `validation_metrics`, and text: of each data source a response, drawn by `number`, and the means.
 
     rows: those of the manager's `score_responses`, of all ranks.
     """
     metrics, texts = validation_metrics(rows), []
     for source in sorted({row["data_source"] for row in rows}):
         some = [row for row in rows if row["data_source"] == source]
-        row = some[number % len(some)]
+        row = random.Random(number).choice(some)
         texts.append(sample_text(row["sampled"], row["reward"]))
     texts += [f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name]
     return metrics, "\n".join(texts)
