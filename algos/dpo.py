@@ -290,7 +290,7 @@ def reference_logps(policy, rows, order, args):
         for part in (pc.list_flatten(column), pc.list_value_length(column)):
             digest.update(part.to_numpy().tobytes())
     if isinstance(rows, Mismatched):
-        digest.update(rows.before)
+        digest.update(rows.others)
     path = Path(args.output_dir, f"reference/{digest.hexdigest()[:32]}.npy")
     rank = dist.get_rank()
     found = [None]
@@ -317,7 +317,7 @@ def before_training(policy, rows, order, args):
     """Columns of the rows that only the model as it was loaded can make, by `reference_logps`."""
     columns = dict(reference=reference_logps(policy, rows, order, args))
     if args.loss == "kto" and rows:
-        other = Mismatched(rows, np.array(order))
+        other = Mismatched(rows, args.seed)
         columns |= dict(other=other, other_reference=reference_logps(policy, other, order, args))
     return columns
 
@@ -719,17 +719,18 @@ def split(ids, trained):
 
 
 class Mismatched:
-    """KTO: each prompt of the rows with the response to the row before it in an order."""
+    """KTO: each prompt of the rows with the response of another row, drawn once."""
 
-    def __init__(self, rows, order):
-        self.rows, self.before = rows, np.empty(len(rows), np.int64)
-        self.before[order] = np.roll(order, 1)
+    def __init__(self, rows, seed):
+        order = np.random.default_rng(seed).permutation(len(rows))
+        self.rows, self.others = rows, np.empty_like(order)
+        self.others[order] = np.roll(order, 1)
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, i):
-        return self.rows[self.before[i]] | dict(prompt_ids=self.rows[i]["prompt_ids"])
+        return self.rows[self.others[i]] | dict(prompt_ids=self.rows[i]["prompt_ids"])
 
     def column(self, name):
         return self.rows.column(name)  # in the order of the rows

@@ -133,15 +133,6 @@ PAIRS = {
 }  # fmt: skip
 
 
-LABELLED = {  # for KTO
-    "t": dict(prompt="1+2=", completion="3", label=True),
-    "t conversations": dict(prompt=[user("1+2=")], completion=[says("3")], label=1),
-    "l Alpaca": dict(instruction="1+2=", input="", output="3", kto_tag=True),
-    "l s messages": dict(messages=[user("1+2="), says("3")], label=True),
-    "o input": dict(input="1+2=", output="3", label=True),
-}
-
-
 def written(folder, row, lines=False):
     """A file of parquet, or of lines of JSON."""
     path = folder / ("rows.jsonl" if lines else "rows.parquet")
@@ -228,26 +219,22 @@ def test_forms_are_read_without_a_flag(form, lines, tmp_path, capsys):
         assert first(script, path, tokenizer_with(TEMPLATE))[0] == "<|user|>1+2=\n2+2=<|assistant|>"
 
 
-@pytest.mark.parametrize("form", LABELLED | {f"pair {name}": row for name, row in PAIRS.items()})
+@pytest.mark.parametrize("form", [*sorted(FORMS.keys() - {"v RL"}), *(f"pair {name}" for name in PAIRS)])
 def test_kto_reads_labels_and_pairs(form, tmp_path):
-    """A pair is two rows; a row has one response, and nothing else is read as a label."""
+    """All that SFT reads, with a label; a pair is two rows, of one response each."""
     args, tokenizer = dpo.Args(model="", train_files=(), output_dir="", loss="kto"), tokenizer_with(TEMPLATE)
-    read = lambda row: [*dpo.load_pairs([written(tmp_path, row)], args, tokenizer)[0]]
-    texts = lambda row: [tokenizer.decode(row[f"{x}_ids"]) for x in ("prompt", "chosen", "rejected")]
-    if "pair" in form:
+    read = lambda row: dpo.load_pairs([written(tmp_path, row)], args, tokenizer)[0]
+    label = "kto_tag" if form[0] == "l" else "label"
+    if form[5:] in PAIRS:
         good, bad = read(PAIRS[form[5:]])[:2]
     else:
-        row, label = LABELLED[form], [*LABELLED[form]][-1]
-        good, bad = read(row)[0], read(row | {label: type(row[label])(0)})[0]
-        for value, problem in (
-            (0.8, f"'{label}' must be true or false, not 0.8"),
-            (None, "is missing or null"),
-        ):
+        good, bad = (read(FORMS[form] | {label: x})[0] for x in (True, 0))
+        for x, problem in ((0.8, f"'{label}' must be true or false, not 0.8"), (None, "missing or null")):
             with pytest.raises(ValueError, match=problem):
-                read(row | {label: value})
-    assert texts(good) == [SPOKEN, "3<|eos|>", ""] and good["tokens"] == [2, 0]
-    assert texts(bad) == [SPOKEN, "", "4<|eos|>" if "pair" in form else "3<|eos|>"]
-    assert bad["tokens"] == [0, 2]
+                read(FORMS[form] | {label: x})
+    said = [[tokenizer.decode(x[f"{name}_ids"]) for name in BASE["dpo"]] for x in (good, bad)]
+    assert said == [[SPOKEN, "3<|eos|>", ""], [SPOKEN, "", f"{4 if 'pair' in form else 3}<|eos|>"]]
+    assert [good["tokens"], bad["tokens"]] == [[2, 0], [0, 2]]
 
 
 def test_two_that_say_different_things(tmp_path):

@@ -47,6 +47,7 @@ def pair(question, chosen, rejected):
 # ---- the losses
 softplus = lambda x: math.log(1 + math.exp(x))  # -log sigma(-x)
 SIMPO = dict(loss="simpo", beta=2.0, simpo_gamma=1.5)
+SMOOTHED = 0.75 * softplus(-0.2) + 0.25 * softplus(0.2)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +56,7 @@ SIMPO = dict(loss="simpo", beta=2.0, simpo_gamma=1.5)
         # log-probs -10 -12, reference -11 -11, of 2 and 4 tokens: ratios 1 -1; a pair at the reference: 0 0
         (dict(), [softplus(-0.2), softplus(0)], [[0.1, -0.1], [0, 0]]),
         (dict(beta=0.5), [softplus(-1), softplus(0)], [[0.5, -0.5], [0, 0]]),
-        (
-            dict(label_smoothing=0.25),
-            [0.75 * softplus(-0.2) + 0.25 * softplus(0.2), softplus(0)],
-            [[0.1, -0.1], [0, 0]],
-        ),
+        (dict(label_smoothing=0.25), [SMOOTHED, softplus(0)], [[0.1, -0.1], [0, 0]]),
         (dict(loss="ipo"), [(1 / 2 + 1 / 4 - 5) ** 2, 25.0], [[0.1, -0.1], [0, 0]]),
         (dict(loss="ipo", beta=0.5), [(1 / 2 + 1 / 4 - 1) ** 2, 1.0], [[0.5, -0.5], [0, 0]]),
         # means -5 -3 and -4 -1 (of 1 and 3 tokens), margin 1.5
@@ -74,38 +71,35 @@ def test_losses_by_hand(changes, losses, rewards):
     assert reward_n2.tolist() == [pytest.approx(row, abs=1e-6) for row in rewards]
 
 
-def test_kto_is_trls(monkeypatch):
-    """Numbers of trl 1.16: KTOTrainer._compute_loss, with a model that returns these log-probs.
+TRL = {  # beta, weights, sign of the log-ratios of z: loss, metrics, gradient
+    (0.1, 1, 1, 1): "0.489594 1.1 0.05 0.05 -0.005000 0.004945 -0.004985 0.004976 0.004916",
+    (0.5, 1.5, 0.75, 1): "0.515227 1.1 0.25 0.25 -0.037477 0.014402 -0.034801 0.016628 0.012622",
+    (0.1, 1, 1, -1): "0.494958 0 0.05 0.05 -0.004988 0.004988 -0.005 0.004923 0.004972",
+}
 
-    That is loss, its gradient, and the metrics kl, rewards/chosen, rewards/rejected, rewards/margins.
-    """
-    logp, reference = [-10.0, -12, -4, -3, -7.5], [-11.0, -11, -4, -5.5, -6]
-    other, other_reference = [-10.0, -9, -8, -7, -6], [-12.0, -9.5, -8, -9, -7]
-    place = lambda x, good: [x, 0] if good else [0, x]
+
+@pytest.mark.parametrize("flags", TRL)
+def test_kto_is_trls(flags, monkeypatch):
+    """Numbers of KTOTrainer._compute_loss of trl 1.16, with a model that returns these log-probs."""
+    beta, good, bad, sign = flags
+    place = lambda x, desirable: [x, 0.0] if desirable else [0.0, x]
+    tensor = lambda rows, **how: torch.tensor([row["logp"] for row in rows], **how).view(-1, 2)
     monkeypatch.setattr(dpo, "micro_batches", lambda policy, rows, args: (rows[:2], rows[2:]))
-    logps = lambda policy, rows, args: torch.tensor([row["logp"] for row in rows]).view(-1, 2)
-    monkeypatch.setattr(dpo, "pair_logps", logps)
-    monkeypatch.setattr(dpo, "all_reduce", lambda values: values)
-    found = {}
-    for flags in ((0.1, 1, 1), (0.5, 1.5, 0.75), (0.1, 1, 1, "below")):
-        args = dict(zip(("beta", "desirable_weight", "undesirable_weight"), flags))
-        args, rows, ends = make_args(loss="kto", **args), [], (other_reference, other)
-        for i, good in enumerate((True, False, True, False, False)):
-            lower, upper = (x[i] for x in (ends[::-1] if flags[3:] else ends))
-            row = dict(tokens=place(1, good), reference=place(reference[i], good))
-            rows.append(row | dict(other=dict(logp=place(upper, good)), other_reference=place(lower, good)))
-        logp_n2 = torch.tensor([place(x, row["tokens"][0]) for x, row in zip(logp, rows)], requires_grad=True)
-        z = dpo.reference_point(None, [rows[:3], rows[3:]], args)
-        terms = dpo.objective(args, rows, logp_n2, np.array([row["tokens"] for row in rows]), z)
-        terms["loss"].backward()
-        names = "loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins"
-        found[flags] = [terms[x].item() for x in names] + logp_n2.grad.sum(1).tolist()
-    trl = [0.48959428, 1.1, 0.05, 0, 0.05, -0.00499988, 0.00494528, -0.00498491, 0.00497558, 0.00491644]
-    assert found[0.1, 1, 1] == pytest.approx(trl, abs=1e-6)
-    trl = [0.51522654, 1.1, 0.25, 0, 0.25, -0.03747657, 0.01440206, -0.03480115, 0.01662847, 0.01262238]
-    assert found[0.5, 1.5, 0.75] == pytest.approx(trl, abs=1e-6)
-    trl = [0.49495769, 0, 0.05, 0, 0.05, -0.00498752, 0.00498752, -0.005, 0.00492268, 0.00497198]
-    assert found[0.1, 1, 1, "below"] == pytest.approx(trl, abs=1e-6)
+    monkeypatch.setattr(dpo, "pair_logps", lambda policy, rows, args: tensor(rows))
+    monkeypatch.setattr(dpo, "all_reduce", list)
+    args, rows = make_args(loss="kto", beta=beta, desirable_weight=good, undesirable_weight=bad), []
+    responses = (-10, -11, 2), (-12, -11, 0.5), (-4, -4, 0), (-3, -5.5, 2), (-7.5, -6, 1)
+    for (*values, ratio), x in zip(responses, (True, False, True, False, False)):
+        logp, reference, tokens, other = (place(float(value), x) for value in (*values, 1, sign * ratio))
+        row = dict(logp=logp, reference=reference, tokens=tokens, other_reference=[0.0, 0.0])
+        rows.append(row | dict(other=dict(logp=other)))
+    logp_n2 = tensor(rows, requires_grad=True)
+    z = dpo.reference_point(None, [rows[:3], rows[3:]], args)
+    terms = dpo.objective(args, rows, logp_n2, np.array([row["tokens"] for row in rows]), z)
+    [gradient_n2] = torch.autograd.grad(terms["loss"], logp_n2)
+    found = [terms[name].item() for name in ("loss", "kl", "rewards/chosen", "rewards/margins")]
+    found += gradient_n2.sum(1).tolist()
+    assert found == pytest.approx([*map(float, TRL[flags].split())], abs=1e-6)
 
 
 # ---- what is a pair

@@ -4,7 +4,6 @@ import sys
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
@@ -43,13 +42,10 @@ def make_rows():
 
 
 def kto_rows():
-    """Responses alone, five undesirable, each with a response to another row; z is about 4."""
+    """Responses alone, five undesirable, each with the response of another row."""
     rows = [dpo.alone(row, name) for row in make_rows() for name in dpo.RESPONSES][:-1]
-    for row in rows:
-        row["reference"] = [x * (n > 0) for x, n in zip(row["reference"], row["tokens"])]
-    others = dpo.Mismatched(rows, np.random.default_rng(0).permutation(len(rows)))
-    lower = [[x - 4 * (x < 0) for x in other["reference"]] for other in others]
-    return [row | dict(other=x, other_reference=y) for row, x, y in zip(rows, others, lower)]
+    others = dpo.Mismatched(rows, seed=0)
+    return [row | dict(other=other, other_reference=[-70.0, 0.0]) for row, other in zip(rows, others)]
 
 
 def log_prob(lm, row, name):
@@ -62,29 +58,28 @@ def log_prob(lm, row, name):
 
 def naive(lm, loss, beta=0.1, label_smoothing=0.0, nll_coef=0.0, **weights):
     """The formulas of the papers."""
-    rows, values = kto_rows() if loss == "kto" else make_rows(), []
+    total, rows, z = 0.0, kto_rows() if loss == "kto" else make_rows(), 70.0
+    for row, name in product(rows, dpo.RESPONSES) if loss == "kto" else ():
+        z += float(log_prob(lm, row["other"], name)) / len(rows)
     for row in rows:
         logps = [log_prob(lm, row, name) for name in dpo.RESPONSES]
-        ratios = [x - ref for x, ref in zip(logps, row["reference"])]
+        ratios = [logp - ref for logp, ref in zip(logps, row["reference"])]
         means = [x / max(n, 1) for x, n in zip(logps if loss == "simpo" else ratios, row["tokens"])]
-        h = beta * (ratios[0] - ratios[1]) if loss == "sigmoid" else beta * (means[0] - means[1]) - 0.5
-        e, nll = label_smoothing, -nll_coef * logps[0] / sum(row["tokens"][0] for row in rows)
+        total = total - nll_coef * logps[0] / sum(row["tokens"][0] for row in rows)
         if loss == "kto":
-            other = sum(log_prob(lm, row["other"], name) for name in dpo.RESPONSES).item()
-            values.append((sum(ratios), nll, row["tokens"][0] > 0, other - sum(row["other_reference"])))
+            sign, weight = [*zip((1, -1), weights.values())][row["tokens"][0] == 0]
+            value = torch.sigmoid(sign * beta * (ratios[row["tokens"][0] == 0] - z))
+            total = total + weight * (1 - value) / len(rows)
         elif loss == "ipo":
-            values.append((means[0] - means[1] - 1 / (2 * beta)) ** 2 / len(rows))
+            total = total + (means[0] - means[1] - 1 / (2 * beta)) ** 2 / len(rows)
         else:
-            values.append(nll - ((1 - e) * logsigmoid(h) + e * logsigmoid(-h)) / len(rows))
-    if loss == "kto":
-        z, good, bad = np.mean([other for *_, other in values]), *weights.values()
-        losses = [(good, r - z) if desirable else (bad, z - r) for r, _, desirable, _ in values]
-        losses = [w * (1 - torch.sigmoid(beta * x)) / len(rows) for w, x in losses]
-        values = [*losses, *(nll for _, nll, *_ in values)]
-    sum(values).backward()
+            h = beta * (ratios[0] - ratios[1]) if loss == "sigmoid" else beta * (means[0] - means[1]) - 0.5
+            value = (1 - label_smoothing) * logsigmoid(h) + label_smoothing * logsigmoid(-h)
+            total = total - value / len(rows)
+    total.backward()
     grads = [p.grad.clone() for p in trained(lm)]
     lm.zero_grad()
-    return sum(values).item(), grads
+    return total.item(), grads
 
 
 class Rows(list):

@@ -63,7 +63,7 @@ def runs(name, model, data, out):
         script.EnvPool = lambda *_: SimpleNamespace(tools=[], parser=None, calls_tools=False)
     words = f"--model {model} --train_files {data} --val_files {data} --train_batch_size 4 --test_freq 1"
     words += f" --total_steps {STEPS} --output_dir {out} {FLAGS[name].replace('MODEL', model)}"
-    words += f" --reward_fn {sys.path[0]}/tests/dapo_reward.py:starts_with_one" * (FLAGS[name] != SFT)
+    words += f" --reward_fn {sys.path[0]}/tests/dapo_reward.py:starts_with_one" * (SFT not in FLAGS[name])
     args = script.Args(**script.parse(script.Args, words.split()))
     for number in (None, *range(STEPS)):
         at, which = number, "straight" if number is None else "ended"
