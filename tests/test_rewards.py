@@ -292,7 +292,7 @@ def test_a_validation_shows_a_response_of_each_source_as_it_is():
             sampled = dict(data_source=source, prompt_str="2+3=", solution_str=text, ground_truth="5")
             rows.append(dict(data_source=source, index=i, sampled=sampled, reward=dict(score=i, acc=i == 1)))
     shown = [validation_summary(rows, number)[1].splitlines() for number in range(20)]
-    assert [len(lines) for lines in shown] == [6] * 20 and len({*map(tuple, shown)}) > 5
+    assert [len(lines) for lines in shown] == [6] * 20 and len({*map(tuple, shown)}) == 3
     lines = {line for lines in shown for line in lines}
     assert {"arithmetic: 2+3= [5]", f"  {texts[0]} -> {{'score': 0, 'acc': False}}"} < lines
     assert any(line.startswith("  \\x1b[31m 5 \\ud800 -> ") for line in lines)
