@@ -99,7 +99,6 @@ TOGETHER = (  # scripts, their flags, what is said
     ("dapo", few(768, **two), None),
     ("dpo rm", few(63, max_length=32), f"{SHORT} 64, twice --max_length"),
     ("dpo", few(31, max_length=32, loss="kto"), "--max_tokens_per_microbatch 31 times --sp_size 1 is"),
-    ("dpo", few(32, max_length=32, loss="kto"), None),
     ("dpo rm", few(64, max_length=32), None),
     ("sft", few(15, **two, max_length=32), "--max_tokens_per_microbatch 15 times --sp_size 2 is"),
     ("sft", few(16, **two, max_length=32), None),
