@@ -98,7 +98,7 @@ def check_paths(args):
 
 def load_prompts(args, tokenizer, tools):
     """Ids and images of the prompts within --max_prompt_length, by row number, and the whole table."""
-    source, sees, prompts = Source(args.data), args.sees_images, {}
+    source, sees, prompts = Source(args.data), takes_images(args.model, (args.data,)), {}
     taken = [name for name in COLUMNS if name in source.names]
     refuse(
         (taken, f"{args.data}: it has columns {' '.join(taken)} already: use the file without"),
@@ -140,7 +140,7 @@ def plan_shards(args, prompts, rows):
 def build_engine(args):
     """A vLLM engine in this process, with the model's weights."""
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
-    config, sees = AutoConfig.from_pretrained(args.model), args.sees_images
+    config, sees = AutoConfig.from_pretrained(args.model), takes_images(args.model, (args.data,))
     quantized = hasattr(config, "quantization_config")
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet
@@ -275,7 +275,7 @@ def generate(engine, rows, prompts, args, tokenizer, pool, about):
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     sampling["stop_token_ids"] = pool.ends if pool else [tokenizer.eos_token_id]
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
-    if args.sees_images:
+    if takes_images(args.model, (args.data,)):
         sampling["logit_bias"] = dict.fromkeys(image_token_ids(engine.model_config.hf_config), -100.0)
     talks = [dict(prompts[i], extra_info=about[i], entropy=(args.seed, 0, i, n)) for i, n in jobs]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
@@ -300,8 +300,7 @@ def main(args):
     rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
     try:
         args.model = check_paths(args)
-        args.sees_images = takes_images(args.model, (args.data,))
-        tokenizer = load_processor(args.model, sees=args.sees_images)
+        tokenizer = load_processor(args.model, sees=takes_images(args.model, (args.data,)))
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         options = ENV_WORKERS, args.env_timeout_s, args.tool_parser
         pool = EnvPool(args.env, *options) if args.env else None

@@ -180,13 +180,13 @@ class Run:
         """Each step that is left, and a dict for the seconds of its parts; none after any rank's signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
-        for step in range(self.step + 1, self.total + 1):
-            self.step = step
+        while self.step < self.total:  # which may fall, where data end
+            self.step += 1
             # stacks of all ranks, in turn, of a step that hangs
             faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)
             self.begin = time.perf_counter()
             timing, self.seconds = self.seconds, {}
-            yield step, timing
+            yield self.step, timing
             [signalled] = all_reduce([self.signal], dist.ReduceOp.MAX)
             if signalled:
                 self.signal = int(signalled)

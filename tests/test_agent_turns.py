@@ -236,7 +236,6 @@ def test_a_text_is_all_that_was_written_but_its_end(text, end, script, monkeypat
     score = RewardManager(compute_score=scored)
     if script == "generate":
         args = generate.Args(model="", data="", output="", max_response_length=limit)
-        args.sees_images = False
         opens = tokenizer.encode("<|im_start|>assistant\n<think>\n")  # a thought
         closed = "</think>" in text
         for prompt_ids, reason in (([5], "stop"), (opens, "stop" if closed else "thought")):

@@ -242,7 +242,6 @@ def test_every_script_reads_the_calls_that_were_written(writer, tmp_path, monkey
 def generate_prompts(file, tokenizer, **changes):
     """generate.py's prompts, of a model that takes no images."""
     args = generate.Args(model="none", data=file, output="none", **changes)
-    args.sees_images = False
     return generate.load_prompts(args, tokenizer, None)[0]
 
 

@@ -5,6 +5,7 @@ norms of these rows with one and with two copies of the sharded model.
 """
 
 import json
+import os
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -156,7 +157,7 @@ def main(model, train_files, work, prompt_length, response_length):
     sizes = dict(group_size=GROUP, train_batch_size=PROMPTS, ppo_mini_batch_size=PROMPTS)
     args = grpo.Args(model=model, train_files=(), output_dir="", **lengths, **sizes)
     args = grpo.with_defaults(args, clip=grpo.policy_loss)
-    run = together if grpo.os.environ.get("RANK") else partial(alone, train_files=train_files)
+    run = together if os.environ.get("RANK") else partial(alone, train_files=train_files)
     run(args, work=Path(work))
 
 
