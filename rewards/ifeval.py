@@ -106,10 +106,10 @@ def read(truth):
     each instruction, or one dict of columns.  `datasets` gives each dict all keys: a null is no argument.
     """
     truth = plain(truth)
-    names, kwargs = (
-        truth["instruction_id_list"],
-        truth.get("kwargs") or [{}] * len(truth["instruction_id_list"]),
-    )
+    if not (isinstance(truth, dict) and truth.get("instruction_id_list")):
+        raise ValueError(f"the ground truth has no instruction_id_list: {truth!r:.60}")
+    names = truth["instruction_id_list"]
+    kwargs = truth.get("kwargs") or [{}] * len(names)
     if isinstance(kwargs, dict):
         kwargs = [{key: column[i] for key, column in kwargs.items()} for i in range(len(names))]
     given = [{k: v for k, v in (x or {}).items() if v is not None and v == v} for x in kwargs]
