@@ -74,6 +74,19 @@ CASES = [
     ("combination:two_responses", {}, ["a ****** b", "a******b******"], ["a", "a******a", "a************b"]),
     ("combination:repeat_prompt", dict(prompt_to_repeat="Say a"), ["say a b"], ["b"]),
     ("keywords:letter_frequency", dict(letter="a", let_frequency=2, let_relation="at least"), ["Aa"], ["a"]),
+    (
+        "change_case:capital_word_frequency",
+        dict(capital_frequency=4, capital_relation="at least"),
+        [
+            "A B C D",
+            "IT'S. CANNOT",
+            "AT&T (U.S.) X",
+            "DON'T. WANNA",
+            "ONE--TWO THREE,FOUR",
+            "'A' \"B\" “C” [D]",
+        ],
+        ["A-B C-D E a", "WANNA-BE 3,000 B.C. A/B", "It's mine, NOT Yours", "1 2 3 4"],
+    ),
     ("startend:quotation", {}, [' "a\n"b" c"\n', '""'], ['"', '"a', "'a'"]),
 ]
 
@@ -95,7 +108,7 @@ def test_by_hand(name, kwargs, right, wrong):
         assert score(text, (name, kwargs)) == dict(score=0.0, acc=0.0, pred=name), text
 
 
-ALL_KEYS = {key for _, kwargs, _, _ in CASES for key in kwargs} | {"capital_frequency", "language"}
+ALL_KEYS = {key for _, kwargs, _, _ in CASES for key in kwargs} | {"language"}
 
 
 @pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), CASES)
