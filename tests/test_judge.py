@@ -139,13 +139,14 @@ def test_a_verdict_may_be_wrapped(judge, mode):
     assert verdict == ("", [7.0])
 
 
-@pytest.mark.parametrize(("mode", "status"), [("busy", "429"), ("down", "503"), ("hang", None)])
+@pytest.mark.parametrize(("mode", "status"), [("busy", "429"), ("down", "503"), ("hang", "no answer")])
 def test_a_judge_that_is_not_ready_is_asked_until_the_time_is_up(judge, mode, status):
+    judge.mode = "key"  # of a request before this one
+    scores(judge, row("Cusco"))
     judge.mode = mode
     [result] = scores(judge, row("Lima"), timeout_s=2)
     assert result["failure"].startswith("TimeoutError: no result after 2 s (--reward_timeout_s)")
-    assert status is None or result["failure"].rpartition(": HTTP ")[2][:3] == status
-    assert status is None or len(judge.requests) > 1
+    assert status in result["failure"].rpartition("/v1/: ")[2]
 
 
 def test_as_many_requests_at_once_as_the_server_takes(judge):
