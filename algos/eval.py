@@ -49,7 +49,6 @@ from rich.text import Text
 from common.files import replacing
 from data_prep.lib.schema import load_rows
 from data_prep.lib.source import Source
-from rewards import check_sources
 from rewards.manager import RewardManager, check_results
 from rewards.manager.combined import load_rewards
 
@@ -108,7 +107,8 @@ def load_responses(path, key):
     extra = there & {"response_tokens", "finish_reasons", "episodes", "prompt"}
     rows = load_rows(path, ["data_source", "reward_model", "extra_info", key, *extra])
     for i, row in enumerate(rows):
-        row |= dict(ground_truth=row["reward_model"].get("ground_truth"), prompt=row.get("prompt"))
+        truth = row["reward_model"].get("ground_truth")
+        row |= dict(index=i, ground_truth=truth, prompt=row.get("prompt"))
         row["texts"] = texts = [row[key]] if isinstance(row[key], str) else row[key]
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{path}: row {i}: {key!r} must be a string or a list of strings")
@@ -200,8 +200,8 @@ def main(args):
             loaded[path] = rows = load_responses(path, args.response_key)
             if wrong := [k for k in args.k if not 1 <= k <= len(rows[0]["texts"])]:
                 raise ValueError(f"--k {wrong[0]}: {path} has {len(rows[0]['texts'])} responses a prompt")
-            if "rewards" in args.reward_fn:
-                check_sources(row["data_source"] for row in rows)
+            for fault in manager.faults({row["data_source"] for row in rows}, rows):
+                raise ValueError(f"{path}: {fault}")
         out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))

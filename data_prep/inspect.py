@@ -2,8 +2,8 @@
 
 python data_prep/inspect.py data/gsm8k/train.parquet data/gsm8k/test.parquet --tokenizer models/tiny
 
-Ends with code 1 if a row is not as `data_prep/lib/schema.py` says. A data source without a reward of this
-repository is named: it takes a reward of your own.
+Ends with code 1 if a row is not as `data_prep/lib/schema.py` says, or if a reward cannot score it. A data
+source without a reward of this repository is named: it takes a reward of your own.
 """
 
 import os
@@ -26,7 +26,8 @@ from data_prep.lib.schema import KINDS
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render, use_template
 from data_prep.prepare import prompt_key, repeated_prompts, run
-from rewards import check_sources
+from rewards.manager import RewardManager
+from rewards.manager.combined import load_rewards
 
 FORMS = {  # columns that a trainer wants of a file
     "RL": {name: name for name in KINDS["RL"]},
@@ -48,6 +49,8 @@ class Args:
     """Jinja file in place of its chat template."""
     chat_template_kwargs: str = "{}"
     """Values of the template's variables, as JSON: {"enable_thinking": false}."""
+    reward_fn: tuple[str, ...] = ("rewards",)
+    """FILE.py:NAME of a reward that will score the rows; rewards: the scorer of each row's data_source."""
 
 
 def read_file(path):
@@ -64,19 +67,23 @@ def read_file(path):
     for where, record in source.rows():
         first = first or record
         try:
-            good.append(read(record, columns))
+            good.append(read(record, columns) | dict(index=len(good) + len(lines)))
         except ValueError as error:
             lines.append(f"{where}: {error}")
     return kind, first, good, lines
 
 
-def unrewarded(path, sources):
-    """Yield a line for each data source that no reward of this repository scores here."""
-    for source in sources:
+def unscored(path, rows, manager):
+    """Lines for rows that the rewards cannot score; prints which data sources none of them scores here."""
+    lines, of_source = [], {}
+    for row in rows:
+        of_source.setdefault(row["data_source"], []).append(row)
+    for source, some in of_source.items():
         try:
-            check_sources([source])
+            lines += [f"{path}: {fault}" for fault in manager.faults([source], some)]
         except ValueError as error:
-            yield f"{path}: {error}"
+            print(f"{path}: {error}")
+    return lines
 
 
 def prompt_lengths(path, rows, tokenizer):
@@ -106,6 +113,7 @@ def print_histogram(lengths, unit):
 
 def main(args):
     tokenizer, prompts, valid = None, {}, True
+    manager = RewardManager(compute_score=load_rewards(args.reward_fn, ()))
     if not args.tokenizer and (args.chat_template or args.chat_template_kwargs != "{}"):
         raise ValueError("--chat_template and --chat_template_kwargs need --tokenizer, which they are for")
     if problem := no_model(vars(args), ["tokenizer"], "tokenizer_config.json"):
@@ -122,7 +130,7 @@ def main(args):
         print(f"{path}: {kind}, {len(rows) + len(lines)} rows ({about})")
         Console().print(Pretty(first, max_string=600))
         if kind == "RL":
-            print(*unrewarded(path, sources), sep="\n", end="\n" * bool(sources))
+            lines += unscored(path, rows, manager)
         if lines:
             valid = False
             print(*lines[:SHOWN], f"{path}: {len(lines)} rows with a fault", sep="\n")

@@ -1,9 +1,8 @@
 """The share of a question's verifiable instructions that the response follows (IFEval, arXiv 2311.07911).
 
-Twenty-two of IFEval's 25 kinds, checked as its own code checks them. But no library asks whether a text all
-in capitals, or without any, is English. Nothing is followed by an empty response. Rows of other kinds are
-refused: language:response_language needs langdetect, length_constraints:number_sentences and
-change_case:capital_word_frequency need nltk's models.
+Twenty-three of IFEval's 25 kinds, checked as its own code checks them. But no library asks whether a text
+all in capitals, or without any, is English. Nothing is followed by an empty response. Rows of other kinds
+are refused: language:response_language needs langdetect, length_constraints:number_sentences Punkt's model.
 
 CAREFUL: linear in the length of the response. What a pattern has looked at in vain it also takes, in a match
 whose last group is empty: from each of 16,000 new lines it would look at all that follow.
@@ -93,6 +92,9 @@ CHECKS = {  # instruction -> whether a text follows it; further arguments are th
     "detectable_format:constrained_response": parts.is_answer,
     "combination:two_responses": parts.has_two_responses,
     "combination:repeat_prompt": parts.repeats,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
+        parts.capital_words(text), capital_relation, capital_frequency
+    ),
     "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
         text.lower().count(letter.lower()), let_relation, let_frequency
     ),
@@ -106,10 +108,10 @@ def read(truth):
     each instruction, or one dict of columns.  `datasets` gives each dict all keys: a null is no argument.
     """
     truth = plain(truth)
-    names, kwargs = (
-        truth["instruction_id_list"],
-        truth.get("kwargs") or [{}] * len(truth["instruction_id_list"]),
-    )
+    if not (isinstance(truth, dict) and truth.get("instruction_id_list")):
+        raise ValueError(f"the ground truth has no instruction_id_list: {truth!r:.60}")
+    names = truth["instruction_id_list"]
+    kwargs = truth.get("kwargs") or [{}] * len(names)
     if isinstance(kwargs, dict):
         kwargs = [{key: column[i] for key, column in kwargs.items()} for i in range(len(names))]
     given = [{k: v for k, v in (x or {}).items() if v is not None and v == v} for x in kwargs]

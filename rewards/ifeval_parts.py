@@ -1,8 +1,14 @@
-"""The kinds of IFEval's instructions that look at paragraphs, sections and letters; see ifeval.py."""
+"""The kinds of IFEval's instructions that look at paragraphs, sections, letters and words; see ifeval.py."""
 
 import re
 
 PUNCTUATION = re.compile(r"[.,?!'\"]")
+# Where NLTK's NLTKWordTokenizer parts a text, after Punkt has parted it into sentences
+OPENING = re.compile(r"(?<!\w)'(?!(?:re|ve|ll|m|t|s|d|n)\b)(?=\w)", re.IGNORECASE)
+FULL_STOP = re.compile(r"(?<!\.)\.(?=[])}>\"';*:@({[‘’“”«»?!]|\s|$)")
+BETWEEN = re.compile(r"[][(){}<>«»“”‘’„`\"?!;@#$%&*\u2012-\u2015]|''|--|\.{2,}|[:,](?!\d)")
+CLITICS = r"(?<=[^' ])('[smd]?|'S|'M|'D) ", r"(?<=[^' ])('ll|'LL|'re|'RE|'ve|'VE|n't|N'T) "
+JOINED = r"(can)(not)|(d)('ye)|(gim)(me)|(gon)(na)|(got)(ta)|(lem)(me)|(more)('n)|(wan)(na)(?=\s)"
 
 
 def has_paragraphs(text, num_paragraphs):
@@ -39,3 +45,15 @@ def is_answer(text):
 
 def repeats(text, prompt_to_repeat):
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def capital_words(text):
+    """How many words of a text have all their letters in capitals; IT'S and CANNOT are two each."""
+    text = BETWEEN.sub("  ", FULL_STOP.sub(" . ", OPENING.sub("' ", text)))
+    text = f" {' '.join(text.split())} "
+    for clitic in CLITICS:
+        text = re.sub(clitic, r" \1 ", text)
+    text = re.sub(
+        rf"(?i)\b(?:{JOINED})\b", lambda word: " ".join(["", *filter(None, word.groups()), ""]), text
+    )
+    return sum(map(str.isupper, text.split()))

@@ -26,10 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     ground_truth: {"solution_text_format": "(1) Ann is a knight\\n(2) ..."}, or that text alone.
     Raises ValueError for a ground truth that names nobody.
     """
-    text = ground_truth["solution_text_format"] if isinstance(ground_truth, dict) else str(ground_truth)
-    truth = _roles(text)
-    if not truth:
-        raise ValueError(f"ground truth {text!r} is no list of 'NAME is a knight' or 'NAME is a knave'")
+    truth = check_row(data_source, ground_truth, extra_info)
     answer = _answer(_response(solution_str))
     if answer is None:
         return {"score": -3.0, "acc": 0.0, "pred": ""}
@@ -38,6 +35,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": -1.0, "acc": 0.0, "pred": ""}
     pred = ", ".join(f"{name} {roles[name]}" for name in sorted(roles))
     return {"score": 3.0 if roles == truth else -0.5, "acc": float(roles == truth), "pred": pred}
+
+
+def check_row(data_source, ground_truth, extra_info):
+    text = ground_truth["solution_text_format"] if isinstance(ground_truth, dict) else str(ground_truth)
+    if truth := _roles(text):
+        return truth
+    raise ValueError(f"ground truth {text!r} is no list of 'NAME is a knight' or 'NAME is a knave'")
 
 
 def _response(text):

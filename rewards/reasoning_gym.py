@@ -63,11 +63,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     extra_info["entry"]: the library's entry as a Python literal; it has the ground truth too.
     Raises ValueError for an unknown or refused task and for a broken entry, TimeoutError and WorkerError.
     """
-    task = data_source.removeprefix("reasoning_gym/")
+    task, entry = data_source.removeprefix("reasoning_gym/"), check_row(data_source, ground_truth, extra_info)
+    return call_in_worker("rewards.reasoning_gym:score", task, entry, solution_str, timeout_s=TIMEOUT_S)
+
+
+def check_row(data_source, ground_truth, extra_info):
     entry = (extra_info or {}).get("entry")
     if not isinstance(entry, str):
         raise ValueError("extra_info['entry'] is missing; write the rows with data_prep/reasoning_gym.py")
-    return call_in_worker("rewards.reasoning_gym:score", task, entry, solution_str, timeout_s=TIMEOUT_S)
+    return entry
 
 
 def score(task, entry, solution_str):

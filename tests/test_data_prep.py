@@ -13,6 +13,7 @@ from conftest import python
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from algos import eval as evaluation
 from common.files import replacing
 from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
 from data_prep.lib import source
@@ -325,6 +326,36 @@ def test_inspect_names_faults(tmp_path):
     assert result.returncode == 1 and result.stderr.startswith(
         f"inspect.py: {tmp_path}/none.parquet: no such file; "
     )
+
+
+COMMA = '{"instruction_id_list": ["punctuation:no_comma"]}'
+TRUTHS = [  # data_source, a ground truth that its scorer reads, one that it does not, what is said
+    ("taco", '{"inputs": ["1"], "outputs": ["1"]}', '{"inputs": ["1"]', "broken tests of a program: JSON"),
+    ("mbpp", '{"assert_case": ["assert f(1)"]}', '{"assert_case": ["assert f("]}', "broken tests of a"),
+    ("kk", "Ann is a knight", "Ann", "ground truth 'Ann' is no list of"),
+    ("ifeval", COMMA, COMMA[:-1], "the ground truth has no instruction_id_list: '{"),
+    ("ifeval", COMMA, COMMA.replace("no_comma", "x"), "unknown instruction punctuation:x"),
+]
+
+
+def test_rows_that_their_scorer_cannot_read(tmp_path, capsys, monkeypatch):
+    rows, lines, path = [], [], tmp_path / "x.parquet"
+    for i, (name, *truths, says) in enumerate(TRUTHS):
+        for truth in truths:
+            model = dict(style="rule", ground_truth=truth)
+            more = dict(extra_info=dict(index=0), responses=["x"])
+            rows.append(good_row(data_source=name, reward_model=model, **more))
+        lines.append(f"{path}: row {2 * i + 1}, data_source {name!r}: {says}")
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    monkeypatch.setattr(inspect, "SHOWN", len(rows))
+    with pytest.raises(SystemExit) as end:
+        inspect.main(inspect.Args((str(path),)))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{path}: row ")]
+    assert end.value.code == 1 and len(said) == len(lines)
+    assert all(map(str.startswith, said, lines)), said
+    with pytest.raises(SystemExit) as end:
+        evaluation.main(evaluation.Args((str(path),), str(tmp_path / "out")))
+    assert end.value.code == f"error: {said[0]}"
 
 
 def test_inspect_takes_what_trainers_take(tmp_path):

@@ -36,10 +36,9 @@ def of_rewards():
     for path in files:
         if path.name not in ("results.py", "wire.py", "worker.py"):  # the failures of single responses
             nodes = [*ast.walk(ast.parse(path.read_text()))]
-            raised = [x.exc for x in nodes if isinstance(x, ast.Raise) and isinstance(x.exc, ast.Call)]
-            calls = [x for x in raised if ast.unparse(x.func) == "ValueError"]
-            calls += [x for x in nodes if isinstance(x, ast.Call) and ast.unparse(x.func) == "stop"]
-            found |= {skeleton(x.args[0], {}) for x in calls}
+            calls = [x for x in nodes if isinstance(x, ast.Call)]
+            names = "ValueError", "stop"
+            found |= {skeleton(x.args[0], {}) for x in calls if ast.unparse(x.func) in names}
     return found
 
 

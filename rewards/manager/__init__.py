@@ -47,16 +47,29 @@ class RewardManager:
     def check(self, *tables):
         """Raise ValueError, in one line, for a row that a reward cannot score: before a response is sampled.
 
-        tables: Rows of data_prep/lib/cache.py. What is checked: `check_sources` and `row_check` of rewards.
+        tables: Rows of data_prep/lib/cache.py. What is checked: see `faults`.
         """
         sources = set().union(*(rows.unique("data_source") for rows in tables))
-        for function in parts_of(self.compute_score).functions.values():
-            if function is compute_score:
-                check_sources(sources)
-            checks = {source: row_check(function, source) for source in sources}
-            for rows in tables if any(checks.values()) else ():
-                for i in range(len(rows)):
-                    self._check_row(checks, rows[i])
+        for fault in self.faults(sources, itertools.chain(*tables)):
+            raise fault
+
+    def faults(self, sources, rows):
+        """Yield a ValueError, in one line, for each row that a reward cannot score, by `row_check`.
+
+        sources: data sources of the rows.  Raises ValueError for one of them, by `check_sources`.
+        """
+        functions = parts_of(self.compute_score).functions.values()
+        if compute_score in functions:
+            check_sources(sources)
+        checks = {source: [*filter(None, (row_check(f, source) for f in functions))] for source in sources}
+        for row in rows if any(checks.values()) else ():
+            source, truth = row["data_source"], row["reward_model"].get("ground_truth")
+            try:
+                for check in checks[source]:
+                    check(source, truth, row["extra_info"])
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                yield ValueError(f"row {row['index']}, data_source {source!r}: {name}{error}")
 
     def score(self, rows, groups=None):
         """Score dicts with data_source, solution_str, ground_truth, extra_info.
@@ -116,14 +129,6 @@ class RewardManager:
                 _idle.get().close()
         by_row = zip(itertools.chain(*members.values()), itertools.chain(*answers), strict=True)
         return [result for _, result in sorted(by_row, key=lambda pair: pair[0])]
-
-    def _check_row(self, checks, row):
-        source, truth = row["data_source"], row["reward_model"].get("ground_truth")
-        try:
-            if checks[source]:
-                checks[source](source, truth, row["extra_info"])
-        except ValueError as error:
-            raise ValueError(f"row {row['index']}, data_source {source!r}: {error}") from None
 
     def _check_process(self):
         """Raise ValueError, in one line, if the reward does not arrive in a process."""
