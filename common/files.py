@@ -88,7 +88,8 @@ def model_content(model):
 @functools.cache
 def content(name):
     """Digest of what a file, FILE or FILE:NAME, says when this process first asks; of no file its name."""
-    path = next((path for path in (name, name.rpartition(":")[0]) if os.path.isfile(path)), None)
+    file = name.rpartition(":")[0]
+    path = next(filter(os.path.isfile, (name, file, f"{Path(__file__).parents[1]}/{file}")), None)
     if path is None:
         return name
     digest = xxhash.xxh3_128(name.removeprefix(path).encode())

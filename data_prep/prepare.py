@@ -47,7 +47,7 @@ def run(main, args_class):
     except BrokenPipeError:
         os._exit(0)
     except ValueError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}")
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def prepare(args, splits, hub, make_row):

@@ -132,7 +132,9 @@ def load_from(spec, flag):
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise ValueError(f"{flag} {spec}: write it as FILE.py:NAME")
-    path = Path(file).expanduser().resolve()
+    path, shipped = Path(file).expanduser().resolve(), Path(__file__).parents[1] / file
+    if not path.exists() and shipped.is_file():  # for a script that was copied elsewhere
+        path = shipped
     if not path.exists():
         raise ValueError(f"{flag} {spec}: no such file, {path}")
     if not path.is_file() or path.suffix != ".py":

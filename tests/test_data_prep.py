@@ -196,7 +196,7 @@ def test_multiplication_with_conversations(tmp_path):
         assert compute_score("arithmetic", answer, answer)["score"] == 1
     assert sum(len(messages) == 4 for messages in said) == 198
     done = run_script("arithmetic.py", "--tool_share", "33", cwd=tmp_path)
-    assert done.stderr == "arithmetic.py: --tool_share is 33.0; it must be from 0 to 1\n"
+    assert done.stderr == "error: --tool_share is 33.0; it must be from 0 to 1\n"
 
 
 def test_chains(tmp_path):
@@ -212,7 +212,7 @@ def test_chains(tmp_path):
         assert answer == " ".join(map(str, totals)) and truth == str(totals[-1])
         assert compute_score("arithmetic", answer, truth)["score"] == 1
     done = run_script("arithmetic.py", "--terms", 1, cwd=tmp_path)
-    assert done.stderr == "arithmetic.py: --terms is 1; it must be at least 2\n"
+    assert done.stderr == "error: --terms is 1; it must be at least 2\n"
 
 
 def test_last_digits(tmp_path):
@@ -324,7 +324,7 @@ def test_inspect_names_faults(tmp_path):
         inspect.main(inspect.Args((str(path),)))
     result = run_script("inspect.py", "none.parquet", cwd=tmp_path)
     assert result.returncode == 1 and result.stderr.startswith(
-        f"inspect.py: {tmp_path}/none.parquet: no such file; "
+        f"error: {tmp_path}/none.parquet: no such file; "
     )
 
 

@@ -178,4 +178,4 @@ def test_questions(tmp_path):
         splits[split] = {question.split(".")[0] for question in questions}  # the tasks, with their subjects
     assert not splits["train"] & (splits["val"] | splits["test"]) and not splits["val"] & splits["test"]
     done = run(ROOT / "data_prep/instructions.py", "--train_size", 0, check=False)
-    assert done.stderr.strip() == "instructions.py: --train_size is 0; it must be from 1 to 5000"
+    assert done.stderr.strip() == "error: --train_size is 0; it must be from 1 to 5000"

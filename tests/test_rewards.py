@@ -15,6 +15,7 @@ from hostile_reward import hostile_reward
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.files import content
 from common.metrics import failure_metrics
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
 from rewards.manager import RewardManager, demote_failures, validation_metrics, validation_summary
@@ -299,6 +300,18 @@ def test_a_validation_shows_a_response_of_each_source_as_it_is():
     assert not any("\x1b" in line or line.count("x") > 500 for line in lines)
     assert any("[...]" in line for line in lines)
     assert shown[0][4:] == [f"val-core/{source}/acc/mean@1 0.333" for source in ("arithmetic", "gsm8k")]
+
+
+def test_a_copy_elsewhere_finds_what_ships(tmp_path, monkeypatch):
+    spec = "rewards/length.py:score"
+    here, digest = load_reward_fn(spec), content(spec)
+    monkeypatch.chdir(tmp_path)
+    content.cache_clear()
+    assert load_reward_fn(spec).__code__.co_filename == here.__code__.co_filename
+    assert content(spec) != spec and content("rewards/none.py:score") == "rewards/none.py:score"
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards/length.py").write_text("score = print")  # the user's own comes first
+    assert load_reward_fn(spec) is print and len(digest) == 32
 
 
 def test_the_manager_prints_rows_of_each_source(capsys):
