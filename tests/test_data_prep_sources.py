@@ -272,7 +272,7 @@ def test_a_missing_hub_gives_one_line(tmp_path):
         done = run(ROOT / "data_prep" / name, "--local_save_dir", tmp_path / "out", *arguments, check=False)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
         assert (
-            done.stderr.startswith(f"{name}: nothing came from the hub")
+            done.stderr.startswith("error: nothing came from the hub")
             and "--local_dataset_path" in done.stderr
         )
     assert not (tmp_path / "out").exists()
