@@ -318,8 +318,8 @@ def test_the_manager_prints_rows_of_each_source(capsys):
     rows = [make_row(text, data_source=source) for text in "567" for source in ("gsm8k", "arithmetic")]
     RewardManager("naive", lambda **_: 0, 2).score(rows)
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:6] for line in lines[1::2]] == ["  5 ->", "  6 ->"] * 2 and lines[0].startswith("gsm8k: ")
-    RewardManager("naive", lambda **_: 0).score(rows)
+    assert [line[:6] for line in lines[1::2]] == ["  5 ->"] * 2 + ["  6 ->"] * 2
+    RewardManager("naive", lambda **_: 0).score([*rows, dict(data_source=["no", "text"])])
     assert capsys.readouterr().out == ""
 
 

@@ -461,3 +461,23 @@ else:
             assert "skipped" not in done.stdout
         finally:
             shutil.rmtree(tmp)
+
+
+BLIND = """
+import os, sys
+sys.path.append({folder!r})
+import child
+wait = lambda pid: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+child.watch = lambda pid, *_: (wait(pid), ("ended", b"", b""))[1]
+exec(child.main(), dict(__name__="__main__"))
+"""
+
+
+@pytest.mark.parametrize(("work_s", "reason"), [(0, None), (0.3, "timeout"), (99, "timeout")])
+def test_processor_time_decides_though_nobody_watches(work_s, reason, tmp_path_factory, monkeypatch):
+    """By itself at its end, or by the kernel's limit two seconds later."""
+    blind = tmp_path_factory.mktemp("blind") / "child.py"
+    blind.write_text(BLIND.format(folder=str(sandbox.CHILD.parent)))
+    monkeypatch.setattr(sandbox, "CHILD", blind)
+    result = run_python(f"import time\nwhile time.process_time() < {work_s}: pass", timeout_s=0.2)
+    assert result.reason == reason

@@ -21,7 +21,7 @@ from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, save
 from common.arguments import command_line
 
-# four optimizer steps for each step, so that clips and old policies matter
+# four optimizer steps in a step: with one, clips and old policies do nothing
 DEFAULTS = "--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 8"
 DEFAULTS += " --group_size 8 --lr 1e-4 --weight_decay 0 --total_epochs 9 --total_steps 60 --test_freq 5"
 DEFAULTS += " --save_freq 0 --gradient_checkpointing none"

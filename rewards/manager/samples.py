@@ -2,15 +2,18 @@
 
 import random
 import sys
+from collections import Counter
 
 SHOWN_CHARS = 240  # of a text
 
 
 def print_samples(rows, results, num_examine):
     """Print the first rows of each data source."""
-    for source in dict.fromkeys(row.get("data_source") for row in rows):
-        pairs = [pair for pair in zip(rows, results) if pair[0].get("data_source") == source]
-        for row, result in pairs[:num_examine]:
+    seen = Counter()
+    for row, result in zip(rows, results, strict=True) if num_examine else ():
+        source = str(row.get("data_source"))
+        seen[source] += 1
+        if seen[source] <= num_examine:
             print(sample_text(row, result), flush=True)
 
 
