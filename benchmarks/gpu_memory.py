@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import command_line, fail, no_model
+from common.arguments import parse, refuse
 
 # sizes of Qwen2.5: width, MLP, layers, heads, KV heads, vocabulary
 SIZES = {
@@ -195,14 +195,13 @@ def fits(args):
 
 
 def main(args):
+    refuse((min(1, *args.gpus, *args.gpu_gib) < 1, "--gpus and --gpu_gib are numbers of at least 1"))
     if args.model:
-        if problem := no_model(vars(args)):
-            fail(problem)
         print(fits(args))
-        return
-    print(table(), "\n")
-    print(table({name: published(name) for name in RECIPES}, gpus=(1, 2, 4, 8)))
+    else:
+        print(table(), "\n")
+        print(table({name: published(name) for name in RECIPES}, gpus=(1, 2, 4, 8)))
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(Args(**parse(Args)))

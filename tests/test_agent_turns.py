@@ -284,8 +284,8 @@ USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
         (FAILS.replace("WHAT", "m.role + 1"), USERS, "error: the chat template: can only concatenate"),
         (FAILS.replace("WHAT", "m.name.first"), USERS, "error: the chat template: 'dict object' has no"),
         (FAILS.replace("WHAT", "messages[99][0]"), USERS, "error: the chat template: list object has no"),
-        (FORGETS, USERS, "error: the chat template leaves"),
-        (FORGETS, tool("42"), "error: the chat template leaves out what the role 'tool' says"),
+        (FORGETS, USERS, "error: the chat template of "),
+        (FORGETS, tool("42"), "error: the chat template of "),
     ],
 )
 @both_copies
