@@ -1,7 +1,12 @@
 """Which details of GRPO matter? One is changed at a time, with the same seeds and the same SFT model.
 
     python benchmarks/experiments/sums.py      # data and model
-    python benchmarks/experiments/details.py   # an hour on one quiet core
+    python benchmarks/experiments/details.py   # an hour for each seed on one quiet core
+
+SmolLM2, with what makes the greatest difference at equal cost; an hour for each seed on two quiet cores:
+
+    make demo-smollm2                          # data and model
+    python benchmarks/experiments/details.py --size smollm2 --seeds 1 --output_dir runs/details-smollm2
 
 A detail's effect is the difference of the accuracy on held-out questions, mean over the validations of a run,
 from that of the defaults with the same seed. Writes runs/details: results.json, and a run directory each;
@@ -11,13 +16,15 @@ what is there already is not run again.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.lib.stages import ROOT, run
+from benchmarks.demo import FLAGS
+from benchmarks.lib.stages import ONE_THREAD, ROOT, run
 from benchmarks.lib.workload import curve, save
 from common.arguments import command_line
 
@@ -48,15 +55,29 @@ DETAILS = {  # what is changed: flags
     " --rollout_rs_threshold 2",
     "constant groups sampled again (DAPO)": "",
 }
+SIZES = {  # directory of the data, model there, data_source, flags of all runs, details, threads
+    "sums": (ROOT / "runs/sums", "sft/checkpoints/latest/hf", "arithmetic", DEFAULTS, DETAILS, ONE_THREAD),
+    "smollm2": (
+        *(ROOT / "runs/demo-smollm2", "model", "ifeval"),
+        FLAGS["smollm2"]["grpo"] + " --total_steps 12 --test_freq 4 --save_freq 0",
+        {
+            "32 prompts x 4": "--train_batch_size 32 --group_size 4",
+            "8 prompts x 16": "--train_batch_size 8 --group_size 16",
+        },
+        {},
+    ),
+}
 
 
 @dataclass
 class Args:
-    sums: Path = ROOT / "runs/sums"
-    """Directory of sums.py, for its data and its SFT model."""
+    size: Literal["sums", "smollm2"] = "sums"
+    """sums: a tiny model, every detail; smollm2: SmolLM2-135M-Instruct, the number of prompts."""
+    data: Path | None = None
+    """Directory of sums.py or of the demo, for data and model; None: where they write."""
     output_dir: Path = ROOT / "runs/details"
     """Directory of the runs."""
-    seeds: tuple[int, ...] = (1, 2, 3, 4)
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Seeds of a run's data order and sampling."""
 
 
@@ -64,13 +85,15 @@ def train(args, name, flags, seed):
     """Accuracy on held-out questions of one run, mean over its validations after the first."""
     out = args.output_dir / f"{name.replace(' ', '_')}_{seed}"
     script = "algos/dapo.py" if "DAPO" in name else "algos/grpo.py"
+    root, model, data_source, common, _, threads = SIZES[args.size]
+    root = args.data or root
     if not (out / "done").exists():
-        files = ["--model", args.sums / "sft/checkpoints/latest/hf", "--output_dir", out, "--seed", seed]
+        files = ["--model", root / model, "--output_dir", out, "--seed", seed]
         for split in ("train", "val"):
-            files += [f"--{split}_files", args.sums / f"data/{split}.parquet"]
-        run(name, {}, script, *files, *DEFAULTS.split(), *flags.split(), ranks=1)
+            files += [f"--{split}_files", root / f"data/{split}.parquet"]
+        run(name, {}, script, *files, *common.split(), *flags.split(), ranks=1, threads=threads)
         (out / "done").touch()
-    return float(np.mean(curve(out, "val-core/arithmetic/acc/mean@1")[1][1:]))
+    return float(np.mean(curve(out, f"val-core/{data_source}/acc/mean@1")[1][1:]))
 
 
 def interval(differences):
@@ -83,7 +106,7 @@ def interval(differences):
 def main():
     args, found = command_line(Args), {}
     for seed in args.seeds:  # seed by seed: a run that is stopped has whole ones
-        for name, flags in {"defaults": "", **DETAILS}.items():
+        for name, flags in {"defaults": "", **SIZES[args.size][4]}.items():
             found.setdefault(name, []).append(train(args, name, flags, seed))
     base, table = np.array(found["defaults"]), Table("", "accuracy", "effect", "95 %")
     for name, values in found.items():
