@@ -164,7 +164,8 @@ def written(body):
         return json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(
-            f"{client().base_url} sent no chat completion: check JUDGE_BASE_URL and the proxy; {body!r:.100}"
+            f"{client().base_url} sent no chat completion but {body!r:.100}:"
+            " check JUDGE_BASE_URL and the proxy"
         ) from None
 
 
