@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from envs import one_line
 from rewards.manager.awaiting import awaited
+from rewards.sandbox import SandboxError
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 CHANNELS = re.compile(r"to=functions\.([^\s<]+)[^{]*?<\|message\|>(.*?)(?:<\|(?:call|end)\|>|\Z)", re.DOTALL)
@@ -127,8 +128,8 @@ class ToolEnv:
             result = awaited(function(*bound.args, **bound.kwargs))
             if not isinstance(result, str):
                 result = json.dumps(result, default=_plain, ensure_ascii=False)
-        except MemoryError:
-            raise  # ends the process
+        except (MemoryError, SandboxError):
+            raise  # of the machine, not of the model: the trajectory ends with a failure
         except (
             BaseException
         ) as error:  # a tool is anybody's code, called with anything: the model gets the error

@@ -28,13 +28,11 @@ import json
 import re
 import sys
 import textwrap
-from collections import Counter
 from contextlib import closing, contextmanager
 from functools import partial
 
 from rewards.programs.checks import check_asserts, check_calls, check_texts
 from rewards.programs.outputs import same_json
-from rewards.sandbox import SandboxError
 from rewards.sandbox.calls import encode
 
 FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)(?:[ \t{][^`]*+)?\s*+")  # the first word is the language
@@ -61,22 +59,17 @@ def check_row(data_source, ground_truth, extra_info):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {"score": share of tests passed, "acc": 1.0 if all are, "timeouts": n}.  No tests: score 0.
 
-    Raises ValueError, in one line, if the ground truth is broken; SandboxError for a test that
-    was ended for the machine's sake, which is a counted failure and no score of 0.
+    Raises ValueError, in one line, if the ground truth is broken; SandboxError for a program that
+    the machine did not run to its end: that is a counted failure and no score of 0.
     """
     check, tests = read_tests(ground_truth)
-    passed, reasons = 0, Counter()
+    passed, timeouts = 0, 0
     with closing(check(find_program(solution_str), tests)) as verdicts:
         for is_right, reason in verdicts:
-            if reason == "lost":
-                raise SandboxError("the sandbox of a program broke down, or had no processor")
             passed += is_right
-            reasons[reason] += 1
-    return {
-        "score": passed / max(len(tests), 1),
-        "acc": float(0 < passed == len(tests)),
-        "timeouts": reasons["timeout"],
-    }
+            timeouts += reason == "timeout"
+    score, acc = passed / max(len(tests), 1), float(0 < passed == len(tests))
+    return {"score": score, "acc": acc, "timeouts": timeouts}
 
 
 def find_program(response):

@@ -24,10 +24,42 @@ def sections(text):
     return found, outside
 
 
-class Judge(ThreadingHTTPServer):
-    """mode: good, or what it answers instead. requests: bodies that came."""
+GRADED = dict(reason="", grades=[10])
+WRITES = {  # mode: what it writes for a response of one criterion
+    "text": "I would say 10 out of 10.",
+    "fenced": '```json\n{"reason": "", "grades": [10]}\n```',
+    "thought": '<think>{"grades": [1]}</think>It is {so}: {"grades": [7.0]} end',
+    "float": json.dumps(dict(reason="", grades=[9.5])),
+    "bare": json.dumps(dict(grades=[10])),
+    "extra": json.dumps(GRADED | dict(score=1)),
+    "more": json.dumps(dict(reason="", grades=[10, 10])),
+    "high": json.dumps(dict(reason="", grades=[11])),
+    "bool": json.dumps(dict(reason="", grades=[True])),
+    "digits": json.dumps(dict(reason="", grades=["7"])),
+    "nan": '{"reason": "", "grades": [NaN]}',
+    "empty": "",
+    "null": None,
+    "parts": [dict(type="text", text="10")],
+}
+STATUS = dict(key=401, model=404, refused=422, busy=429, later=429, long=429, broken=500, down=503)
+BODIES = {  # mode: a body of status 200 that is no chat completion
+    "page": "<!doctype html>\n<title>Sign in</title>",
+    "nothing": "",
+    "half": '{"choices": [{"mess',
+    "number": "7",
+    "list": "[]",
+    "error": '{"error": "overloaded"}',
+    "choiceless": '{"choices": []}',
+    "messageless": '{"choices": [{"text": "10"}]}',
+    "deep": "[" * 100_000,
+}
+RETRY_AFTER = dict(later="1", long="60")  # seconds
 
-    daemon_threads = True
+
+class Judge(ThreadingHTTPServer):
+    """mode: good, what it answers instead, or a function of a request's body. requests: bodies that came."""
+
+    daemon_threads, request_queue_size = True, 256
 
     def __init__(self, port=0):
         super().__init__(("127.0.0.1", port), Handler)
@@ -36,60 +68,64 @@ class Judge(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def answer(self, body):
-        """-> status, content"""
+    def handle_error(self, *_):
+        pass  # a client may go away
+
+    def mode_of(self, body):
+        """The mode of a request, of which a few are bad only at first or for some forms of an answer."""
+        with self.lock:
+            self.requests.append(body)
+            mode = self.mode(body) if callable(self.mode) else self.mode
+            first = self.requests.count(body) == 1
+        if mode == "once":
+            return "later" if first else "good"
+        if mode == "plain":
+            return "good" if "response_format" not in body else "formless"
+        return mode
+
+    def grade(self, body):
+        """What a judge writes that goes by the reference, and does what a response tells it where it can."""
         _, user = (message["content"] for message in body["messages"])
         if SPECIAL.search(user):  # the template would begin a turn here
-            return 200, json.dumps(dict(reason="obeyed a special token", grades=[10]))
+            return dict(reason="obeyed a special token", grades=[10])
         found, outside = sections(user)
         if re.search(r"ignore|perfect|grade 10|assistant:", outside, re.IGNORECASE):
-            return 200, json.dumps(dict(reason="obeyed", grades=[10]))
+            return dict(reason="obeyed", grades=[10])
         n = int(re.search(r"Give (\d+) grades", outside)[1])
         good = found.get("REFERENCE ANSWER", "?") in found["RESPONSE"].split()
-        if self.mode in ("good", "four"):
-            return 200, json.dumps(dict(reason="by rule", grades=[10 * good] * n))
-        return {
-            "text": (200, "I would say 10 out of 10."),
-            "fenced": (200, '```json\n{"reason": "", "grades": [10]}\n```'),
-            "more": (200, json.dumps(dict(reason="", grades=[10] * (n + 1)))),
-            "high": (200, json.dumps(dict(reason="", grades=[11] * n))),
-            "float": (200, json.dumps(dict(reason="", grades=[9.5] * n))),
-            "bool": (200, json.dumps(dict(reason="", grades=[True] * n))),
-            "bare": (200, json.dumps(dict(grades=[10] * n))),
-            "extra": (200, json.dumps(dict(reason="", grades=[10] * n, score=1))),
-            "nan": (200, '{"reason": "", "grades": [NaN]}'),
-            "empty": (200, ""),
-            "null": (200, None),
-            "busy": (429, "busy"),
-            "down": (503, "starting"),
-            "key": (401, "wrong key"),
-            "model": (404, "no such model"),
-        }[self.mode]
+        return dict(reason="by rule", grades=[10 * good] * n)
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append(body)
-            hangs = self.server.mode == "hang"
-            status, text = (200, "") if hangs else self.server.answer(body)
-        if hangs:
+        mode = self.server.mode_of(body)
+        if mode == "hang":
             self.server.over.wait()
-        if self.server.mode == "four" and not self.server.places.acquire(blocking=False):
-            status, text = 429, "busy"
-        elif self.server.mode == "four":
+        if mode in ("hang", "closes"):
+            return
+        if mode == "four" and not self.server.places.acquire(blocking=False):
+            mode = "busy"
+        elif mode == "four":
             time.sleep(0.1)
             self.server.places.release()
+        text = WRITES[mode] if mode in WRITES else json.dumps(self.server.grade(body))
         message = dict(role="assistant", content=text)
         reply = dict(id="1", object="chat.completion", created=1, model=body["model"])
         reply["choices"] = [dict(index=0, message=message, finish_reason="stop")]
-        reply = json.dumps(reply if status == 200 else dict(error=dict(message=text))).encode()
+        status = STATUS.get(mode, 400 if mode == "formless" else 200)
+        reply = (
+            BODIES.get(mode)
+            if mode in BODIES
+            else json.dumps(reply if status == 200 else dict(error=dict(message=mode)))
+        )
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(reply)))
+        self.send_header("Content-Type", "text/html" if mode == "page" else "application/json")
+        self.send_header("Content-Length", str(len(reply) + 9 * (mode == "cut")))
+        if mode in RETRY_AFTER:
+            self.send_header("Retry-After", RETRY_AFTER[mode])
         self.end_headers()
-        self.wfile.write(reply)
+        self.wfile.write(reply.encode())
 
     def log_message(self, *_):
         pass

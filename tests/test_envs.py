@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from data_prep import environment
 from data_prep.lib.schema import KINDS, load_rows
 from envs import load_env
-from envs.pool import EnvPool, _checked
+from envs.pool import EnvPool, _checked, step_env
 from envs.tools import UNREADABLE, ToolEnv, Turn, harmony, parse_calls
 from rewards import load_file
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
+from rewards.sandbox import LOST
 
 HOSTILE = '''
 import os, random, signal, subprocess, threading
@@ -712,7 +713,7 @@ def test_calculator_as_a_tool():
         assert load_env(f"{ROOT}/envs/calculator.py:Calculator")({}).step(text) is None
 
 
-def test_python(pools):
+def test_python(pools, monkeypatch):
     pool = pools(f"{ROOT}/envs/python_sandbox.py:TOOLS", 1, 60)
 
     def python(code):
@@ -726,6 +727,11 @@ def test_python(pools):
     assert python("raise SystemExit(3)") == "error: exit code 3"
     assert python("while True: pass") == "error: no end after 5 s"
     assert python("open('/etc/passwd')").startswith("error: ")
+    monkeypatch.setattr("rewards.sandbox.START_S", 1)  # the wide bound of the clock
+    monkeypatch.setattr("rewards.sandbox.BUSY", 0)
+    env_class = load_env(f"{ROOT}/envs/python_sandbox.py:TOOLS")
+    answer = step_env(env_class, None, {}, hermes("python", code="import time; time.sleep(99)"))
+    assert answer == dict(error=f"SandboxError: {LOST}")  # the pool counts it as a failure
 
 
 @pytest.mark.skipif(not find_spec("bm25s"), reason="it is in requirements-extra.txt")

@@ -1,18 +1,21 @@
 """rewards/judge.py against a small server: grades, rubrics, failures, retries, the cache, injections."""
 
 import json
+import re
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT
-from judge_server import SPECIAL, Judge
+from conftest import ROOT, metrics, rollouts, run
+from judge_server import BODIES, SPECIAL, WRITES, Judge, sections
 
 from algos import eval as evaluation
 from algos import grpo
 from data_prep import inspect
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
+from rewards.manager.failures import OUTAGE
 
 PROMPT = [dict(role="user", content="What is the capital of Peru?")]
 QUESTION = "Does the response name the right capital?"
@@ -116,37 +119,54 @@ def test_no_reference_and_odd_texts(judge):
         assert "failure" not in scores(judge, row(text, truth=None))[0]
 
 
-NONSENSE = "text more high bool nan empty null".split()
+SCORED = "good fenced thought float bare extra once plain".split()
+FAILED = dict.fromkeys(WRITES.keys() - SCORED, "ValueError: the judge wrote no verdict with 1 grades")
+FAILED |= dict.fromkeys(["key", "model", "refused"], "ValueError: the judge refuses: Error code: 4")
+FAILED |= dict.fromkeys(BODIES, "ValueError: {url}/ sent no chat completion but ")
+LATE = dict(broken="HTTP 500", closes="RemoteProtocolError..Server", cut="RemoteProtocolError..peer")
+LATE |= dict(hang="no answer")
+BUSY = dict.fromkeys(["busy", "long", "down"], "HTTP (429|503)")  # its own, or what others wait for
+AWAY = LATE | BUSY
+STEPS = [SCORED, *([*modes, "good"] for modes in (FAILED, LATE, BUSY)), *[["down"]] * OUTAGE]  # of questions
 
 
-@pytest.mark.parametrize("mode", [*NONSENSE, "key", "model"])
-def test_what_is_no_verdict_is_a_counted_failure(judge, mode):
-    judge.mode = mode
-    results = scores(judge, row("Lima"), row("Cusco"))
-    starts = dict.fromkeys(NONSENSE, "ValueError: the judge wrote no verdict with 1 grades")
-    starts |= dict(key="ValueError: the judge refuses: ", model="ValueError: the judge refuses: ")
-    assert all(result["failure"].startswith(starts[mode]) for result in results)
-    assert len(judge.requests) == 2 * (1 if mode in ("key", "model") else judge.module["TRIES"])
-    judge.mode = "good"  # a failure is not cached
-    assert [x["score"] for x in scores(judge, row("Lima"), row("Cusco"))] == [1, 0]
+def test_a_run_whose_judge_has_every_fault(judge, tiny, arithmetic, tmp_path, monkeypatch):
+    """A refusal ends it before the first score, an outage in its third step; it resumes and loses no step."""
+    monkeypatch.setenv("JUDGE_RUBRIC", QUESTION)
+    given, log = [{} for _ in STEPS], tmp_path / "metrics.jsonl"  # {question: mode} of each step
 
+    def mode(body):
+        question = sections(body["messages"][1]["content"])[0]["QUESTION"]
+        step = len(log.read_text().splitlines())
+        return given[step].setdefault(question, STEPS[step][len(given[step]) % len(STEPS[step])])
 
-@pytest.mark.parametrize("mode", ["fenced", "float", "extra", "bare"])
-def test_a_verdict_may_be_wrapped(judge, mode):
-    judge.mode = mode
-    assert "failure" not in scores(judge, row("Lima"))[0]
-    verdict = judge.module["verdict_of"]('<think>{"grades": [1]}</think>It is {so}: {"grades": [7.0]} end', 1)
-    assert verdict == ("", [7.0])
-
-
-@pytest.mark.parametrize(("mode", "status"), [("busy", "429"), ("down", "503"), ("hang", "no answer")])
-def test_a_judge_that_is_not_ready_is_asked_until_the_time_is_up(judge, mode, status):
-    judge.mode = "key"  # of a request before this one
-    scores(judge, row("Cusco"))
-    judge.mode = mode
-    [result] = scores(judge, row("Lima"), timeout_s=2)
-    assert result["failure"].startswith("TimeoutError: no result after 2 s (--reward_timeout_s)")
-    assert status in result["failure"].rpartition("/v1/: ")[2]
+    flags = (
+        "--train_batch_size 24 --group_size 2 --ppo_mini_batch_size 24 --max_prompt_length 16 --save_freq 1"
+    )
+    flags += " --max_response_length 4 --rollout_dump --reward_timeout_s 3 --total_steps 8 --total_epochs 9"
+    flags += f" --reward_fn {ROOT}/rewards/judge.py:score --output_dir {tmp_path} --model {tiny}"
+    command = ROOT / "algos/grpo.py", *flags.split(), "--train_files", arithmetic / "train.parquet"
+    refused, late = "ValueError: the judge refuses: Error code: 401", "TimeoutError: no result after 3.0 s"
+    for judge.mode, end, steps in (("key", refused, 0), (mode, late, 6), ("good", None, 8)):
+        done = run(*command, check=False)
+        assert done.returncode == (end is not None), done.stderr
+        assert (
+            f"error: the reward failed for all 48 responses, the first with {end}" in done.stderr or not end
+        )
+        assert len(log.read_text().splitlines()) == steps
+    for step, modes in enumerate(given[:-1], 1):
+        counts = Counter()
+        for row in rollouts(tmp_path, step):
+            name, failure = modes[f"user: {row['prompt_str']}"], row.get("failure", "")
+            counts["reward/errors"] += name in FAILED
+            counts["reward/timeouts"] += name in AWAY
+            assert failure.startswith(FAILED.get(name, late if name in AWAY else "").format(url=judge.url))
+            assert re.search(AWAY.get(name, ""), failure) and bool(failure) == (name in FAILED | AWAY), (
+                name,
+                failure,
+            )
+        assert counts.items() <= metrics(tmp_path)[step].items()
+    assert list(metrics(tmp_path)) == [*range(1, 9)]
 
 
 def test_as_many_requests_at_once_as_the_server_takes(judge):
@@ -154,21 +174,6 @@ def test_as_many_requests_at_once_as_the_server_takes(judge):
     results = scores(judge, *(row(f"Lima {i}") for i in range(64)), timeout_s=60)
     assert [x["score"] for x in results] == [1] * 64
     assert len(judge.requests) < 5 * 64
-
-
-def test_a_judge_that_is_away_and_comes_back(judge):
-    port = judge.server_port
-    assert scores(judge, row("Lima"))[0]["score"] == 1
-    judge.shutdown()
-    judge.server_close()
-    [result] = scores(judge, row("It is Lima"), timeout_s=1)
-    assert result["failure"].startswith(
-        "TimeoutError: no result after 1 s (--reward_timeout_s): the judge at"
-    )
-    assert "ConnectError" in result["failure"]
-    again = Judge(port)
-    assert scores(judge, row("It is Lima"))[0]["score"] == 1
-    again.shutdown()
 
 
 def test_verdicts_are_cached_by_content(judge):
@@ -214,16 +219,3 @@ def test_a_response_cannot_speak_to_the_judge(judge, text):
     [result] = scores(judge, row(text))
     assert result == dict(score=0.0, grades=[0], reason="by rule")
     assert not SPECIAL.search(judge.module["neutral"](text))
-
-
-TOKENS = """
-<s> </s> <bos> <eos> <unk> <pad> <|im_start|> <|im_end|> <|endoftext|> <|eot_id|>
-<|begin_of_text|> <start_of_turn> <end_of_turn> [INST] [/INST] [TOOL_CALLS] [gMASK] <|user|>
-<|assistant|> <|end|> <｜User｜> <｜Assistant｜> <think> </think> <tool_call> <|header_start|>
-<|START_OF_TURN_TOKEN|>
-"""
-
-
-def test_no_special_token_of_a_template_survives(judge):
-    for token in TOKENS.split():
-        assert token not in judge.module["neutral"](f"a{token}b{token}{token}")

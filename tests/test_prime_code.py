@@ -1,12 +1,20 @@
 """Programs in answers: the golden table, comparisons, tests as code, and programs that cheat."""
 
+import contextlib
 import json
+import os
+import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rewards import prime_code, sandbox
+from common.metrics import failure_metrics
+from rewards import load_reward_fn, prime_code, sandbox
+from rewards.manager import RewardManager
 from rewards.prime_code import compute_score, find_program
 from rewards.programs import checks
 from rewards.programs.outputs import same_json, same_text
@@ -260,11 +268,60 @@ def test_time_outs(monkeypatch):
     truth = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
     busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(1)"
     assert 1 / 20 < compute_score("apps", busy, truth)["score"] < 6 / 20
-    monkeypatch.setattr(sandbox, "IDLE_S", 0.5)
-    result = compute_score("apps", "import time\nif n := input() == '2': time.sleep(99)\nprint(1)", truth)
-    assert (
-        result["score"] == 1 and compute_score("apps", "import time\ntime.sleep(99)", truth)["timeouts"] == 20
-    )
+
+
+MINE = """from rewards import prime_code, sandbox
+sandbox.IDLE_S = 1
+def score(extra_info, **row):
+    sandbox.START_S, sandbox.BUSY = extra_info["clock_s"], 0
+    return prime_code.compute_score(**row)
+"""
+PROGRAM = "import time\nwhile time.process_time() < 0.05: pass\nprint(input(), flush=True)\ntime.sleep({})"
+LOST = dict(score=0, failure=f"SandboxError: {sandbox.LOST} (mine.py, line 5)")
+ENDS = [  # how long a program sleeps, what it gets meanwhile, whether its whole sandbox does, its result
+    (99, None, False, dict(score=0, acc=0, timeouts=2)),
+    (0.3, signal.SIGSTOP, False, LOST),
+    (0.3, signal.SIGKILL, False, LOST),
+    (0.3, signal.SIGSTOP, True, dict(score=1, acc=1, timeouts=0)),  # as if the machine stood still
+]
+
+
+@pytest.mark.parametrize("mode", ["naive", "prime"])
+def test_what_the_machine_ends_is_a_failure(mode, tmp_path, monkeypatch):
+    """A counted one, and no score of 0, which a program gets that sleeps longer than IDLE_S."""
+    for name in ("IDLE_S", "START_S", "BUSY"):
+        monkeypatch.setattr(sandbox, name, 1)
+    (tmp_path / "mine.py").write_text(MINE)
+    truth = {"inputs": ["1"] * 2, "outputs": ["1"] * 2}
+    manager = RewardManager(mode, load_reward_fn(f"{tmp_path}/mine.py:score"), workers=1)
+    for sleep_s, sent, to_all, expected in ENDS:
+        text = PROGRAM.format(sleep_s)
+        row = dict(data_source="apps", solution_str=text, ground_truth=truth)
+        row |= dict(extra_info=dict(clock_s=2 if expected is LOST else 60))
+        with ThreadPoolExecutor(1) as thread:
+            scored = thread.submit(manager.score, [row])
+            while sent and not (sleeping := asleep()):
+                time.sleep(0.02)
+            if sent and not to_all:
+                sleeping.send_signal(sent)
+            if to_all:
+                group = os.getpgid(sleeping.pid)
+                os.killpg(group, sent)
+                time.sleep(3 * sandbox.IDLE_S)
+                os.killpg(group, signal.SIGCONT)
+            [result] = scored.result()
+        assert result == expected
+        assert failure_metrics([result])["reward/errors"] == (expected is LOST)
+
+
+def asleep():
+    """The process of a program that sleeps, in a sandbox below this process."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            above = process.parent().parent()
+            if "sandbox/child.py" in " ".join(above.cmdline()) and process.status() == "sleeping":
+                return process
+    return None
 
 
 def test_large_output():

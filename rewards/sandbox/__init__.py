@@ -34,7 +34,8 @@ MEMORY_MB = 1024
 OUTPUT_BYTES = 4 << 20
 START_S = 60  # limit for starting a sandbox, beyond the time of a program
 WEEK_S = 604_800
-IDLE_S = 5  # on the clock: a program that uses no processor for so long is ended
+IDLE_S = 5  # a program that sleeps for so long is ended
+LOST = "the machine did not run a program to its end: it had no processor or memory, or was stopped"
 BUSY = 30  # times the processor time: the most that a program takes on the clock of a busy machine
 MEND = (
     "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns;"
@@ -44,15 +45,14 @@ MEND = (
 
 
 class SandboxError(RuntimeError):
-    """A sandbox could not be set up."""
+    """A sandbox could not be set up, or a program was LOST: nothing is known of what it would have done."""
 
 
 class Result(NamedTuple):
     """What became of a program.
 
     returncode: as in subprocess, the negative number of the signal that ended it.
-    reason: None if it ended by itself; "timeout" or "output" (too much on stdout) if it was ended for that;
-    "lost" if its sandbox broke down, or it had no processor.
+    reason: None if it ended by itself; "timeout" or "output" (too much on stdout) if it was ended for that.
     Want of memory is a MemoryError in the program.
     """
 
@@ -117,9 +117,9 @@ def run_judge(judge, program, timeout_s=10, memory_mb=MEMORY_MB):
         _started(name, judge, [""], timeout_s, streams=(judge_in, judge_out), **limits) as process,
     ):
         result = _receive(process, timeout_s)
-        failed = result.reason or result.returncode
-        reason = _receive(other, timeout_s).reason if failed and not result.reason else None
-        return result._replace(reason=result.reason or reason)
+        if result.reason or not result.returncode:
+            return result
+        return result._replace(reason=_receive(other, timeout_s).reason)
 
 
 @functools.cache
@@ -190,9 +190,9 @@ def _receive(process, timeout_s):
         reason, returncode, *sizes = _read(process.stdout, 64, deadline).decode().split()
         stdout, stderr = (_read(process.stdout, int(n), deadline).decode("utf-8", "replace") for n in sizes)
     except (EOFError, TimeoutError, ValueError):  # ValueError: no such header
-        return Result("", "", -9, "lost")
-    if reason == "setup":
-        raise SandboxError(stderr)
+        raise SandboxError(LOST) from None
+    if reason in ("setup", "lost"):
+        raise SandboxError(stderr if reason == "setup" else LOST)
     return Result(stdout, stderr, int(returncode), None if reason == "ended" else reason)
 
 

@@ -25,6 +25,7 @@ STDERR_BYTES = 1 << 16  # what is beyond is read and dropped
 THREADS = 64
 OPEN_FILES = 256
 HOME_BYTES = 64 << 20
+LOOK_S = 0.1  # at most, between two looks at a program
 
 
 def main():
@@ -34,6 +35,7 @@ def main():
         request = marshal.load(file)
     try:
         walls.prefer_for_oom_kill()
+        request["proc"] = os.open("/proc", os.O_RDONLY)  # no program inherits it
         if request["tier"] == "namespaces":
             walls.enter_namespaces()
         supervisor = os.pidfd_open(os.getpid())
@@ -70,9 +72,8 @@ def drive(request):
             continue
         if request["tier"] == "namespaces":
             walls.fresh_home(HOME_BYTES + len(stdin))
-            stdin_fd = os.open(
-                f"{walls.HOME}/.stdin", os.O_CREAT | os.O_RDWR, 0o644
-            )  # /dev/stdin leads there
+            path = f"{walls.HOME}/.stdin"  # /dev/stdin leads there
+            stdin_fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         else:
             stdin_fd = os.memfd_create("stdin")
         os.write(stdin_fd, stdin)
@@ -88,39 +89,43 @@ def drive(request):
         reason, out, err = watch(pid, stdout, stderr, timeout_s, request)
         os.kill(pid, 9)  # a zombie, if it ended
         _, status, usage = os.wait4(pid, 0)
-        used_s = usage.ru_utime + usage.ru_stime
+        used_s, code = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
         request["total_s"] -= used_s
         if reason == "ended" and used_s >= timeout_s:  # at its limit, and `watch` had no core to see it
             reason = "timeout"
-        if reason == "timeout":
-            request["timeout_s"] /= 2
-        os.write(1, frame(reason, os.waitstatus_to_exitcode(status), out, err))
+        if reason == "ended" and code == -9:  # by the kernel, which had no memory, or by a user
+            reason = "lost"
+        request["timeout_s"] /= 1 + (reason == "timeout")
+        os.write(1, frame(reason, code, out, err))
     os._exit(0)
 
 
 def watch(pid, stdout, stderr, timeout_s, request):
     """Read both pipes until the program has ended, or is to be killed -> (reason, stdout, stderr).
 
-    timeout_s: of a processor.  Who waits for one uses little, but some; who sleeps uses none.
+    timeout_s: of a processor.  A program that sleeps is ended after IDLE_S of looking at it: where nobody
+    runs, nobody looks.  One that waits for a processor has the time of the caller.
     """
     output_bytes, clock = request["output_bytes"], ~pid << 3 | 2  # the kernel's clock of that process
-    seen_s, seen_at = 0, time.monotonic()  # what it had used, and when that was seen
+    seen_s, idle_s = 0, 0  # what it had used, and how long nothing more was seen
     data = {stdout: bytearray(), stderr: bytearray()}
-    waiting = {stdout, stderr, os.pidfd_open(pid)}
+    program = os.pidfd_open(pid)
+    waiting = {stdout, stderr, program}
     poll = select.poll()
     for fd in waiting:
         poll.register(fd, select.POLLIN)
     reason = "ended"
     while waiting and reason == "ended":
-        used_s, now = time.clock_gettime(clock), time.monotonic()
+        used_s = time.clock_gettime(clock)
         if used_s >= timeout_s:
             reason = "timeout"
         elif used_s > seen_s + 0.01:
-            seen_s, seen_at = used_s, now
-        elif now > seen_at + request["idle_s"]:
+            seen_s, idle_s = used_s, 0
+        elif idle_s > request["idle_s"] and is_asleep(program, request["proc"]):
             reason, request["total_s"] = "timeout", 0  # no time for the tests after it
-        left_s = min(timeout_s - used_s, seen_at + request["idle_s"] - now)
-        ready = poll.poll(max(left_s, 0.001) * 1000) if reason == "ended" else ()
+        wait_s = min(max(timeout_s - used_s, 0.001), LOOK_S)
+        ready = poll.poll(wait_s * 1000) if reason == "ended" else ()
+        idle_s += 0 if ready else wait_s
         for fd, _ in ready:
             chunk = os.read(fd, 1 << 16) if fd in data else b""
             if not chunk:
@@ -134,6 +139,22 @@ def watch(pid, stdout, stderr, timeout_s, request):
     for fd in waiting:
         os.close(fd)
     return reason, bytes(data[stdout][:output_bytes]), bytes(data[stderr])
+
+
+def is_asleep(program, proc):
+    """Whether all its threads wait by their own will: none for a processor or a disk, none is stopped."""
+
+    def read(path):
+        with open(os.open(path, os.O_RDONLY, dir_fd=proc)) as file:
+            return file.read()
+
+    pid = read(f"self/fdinfo/{program}").partition("\nPid:\t")[2].split()[0]  # outside of the namespaces
+    folder = os.open(f"{pid}/task", os.O_RDONLY, dir_fd=proc)
+    states = {
+        read(f"{pid}/task/{thread}/stat").rpartition(")")[2].split()[0] for thread in os.listdir(folder)
+    }
+    os.close(folder)
+    return states == {"S"}
 
 
 def frame(reason, returncode, stdout, stderr):
