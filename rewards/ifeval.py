@@ -1,8 +1,8 @@
 """The share of a question's verifiable instructions that the response follows (IFEval, arXiv 2311.07911).
 
-Twenty-three of IFEval's 25 kinds, checked as its own code checks them. But no library asks whether a text
-all in capitals, or without any, is English. Nothing is followed by an empty response. Rows of other kinds
-are refused: language:response_language needs langdetect, length_constraints:number_sentences Punkt's model.
+All 25 kinds, checked as IFEval's own code checks them. But no library asks whether a text all in capitals,
+or without any, is English. Nothing is followed by an empty response. Kinds of LIBRARIES need packages of
+requirements-extra.txt.
 
 CAREFUL: linear in the length of the response. What a pattern has looked at in vain it also takes, in a match
 whose last group is empty: from each of 16,000 new lines it would look at all that follow.
@@ -10,6 +10,7 @@ whose last group is empty: from each of 16,000 new lines it would look at all th
 
 import json
 import re
+from importlib.util import find_spec
 
 from rewards import ifeval_parts as parts
 
@@ -95,9 +96,18 @@ CHECKS = {  # instruction -> whether a text follows it; further arguments are th
     "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
         parts.capital_words(text), capital_relation, capital_frequency
     ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: compare(
+        len(parts.sentences(text)), relation, num_sentences
+    ),
+    "language:response_language": parts.is_in_language,
     "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
         text.lower().count(letter.lower()), let_relation, let_frequency
     ),
+}
+LIBRARIES = {  # instruction -> the packages that it needs
+    "change_case:capital_word_frequency": ("nltk", "punkt"),
+    "length_constraints:number_sentences": ("nltk", "punkt"),
+    "language:response_language": ("langdetect",),
 }
 
 
@@ -139,7 +149,7 @@ def plain(value):
 def check_row(data_source, ground_truth, extra_info=None):
     """The instructions of a row, each with the arguments that it needs.
 
-    Raises ValueError for an instruction that is not known here, or that lacks an argument.
+    Raises ValueError for an instruction that is not known, lacks an argument, or needs a package.
     """
     instructions = []
     for name, given in read(ground_truth):
@@ -148,6 +158,9 @@ def check_row(data_source, ground_truth, extra_info=None):
         needed = arguments(CHECKS[name])
         if absent := needed - given.keys():
             raise ValueError(f"{name} has no {', '.join(sorted(absent))}")
+        if not all(map(find_spec, LIBRARIES.get(name, ()))):
+            needed = " and ".join(LIBRARIES[name])
+            raise ValueError(f"{name} needs {needed}: pip install --no-deps -r requirements-extra.txt")
         instructions.append((name, {key: given[key] for key in needed}))
     return instructions
 
