@@ -21,8 +21,7 @@ def score(solution_strs, results, **_):
     """
     correct = [is_correct(result) for result in results]
     lengths = [len(text) for text, good in zip(solution_strs, correct, strict=True) if good]
-    if not lengths:
-        return [0.0] * len(solution_strs)
+    lengths = lengths or [0]
     mean, std = statistics.fmean(lengths), statistics.pstdev(lengths)
     penalties = []
     for text, good in zip(solution_strs, correct, strict=True):
