@@ -65,12 +65,9 @@ def punkt():
     return PunktSentenceTokenizer(replace(model, ortho_context=Counter(model.ortho_context)))
 
 
-def sentences(text):
-    return punkt().tokenize(text)
-
-
 def capital_words(text):
     """How many words of a text have all their letters in capitals; IT'S and CANNOT are two each."""
     from nltk.tokenize import NLTKWordTokenizer
 
-    return sum(map(str.isupper, (x for part in sentences(text) for x in NLTKWordTokenizer().tokenize(part))))
+    parts = map(NLTKWordTokenizer().tokenize, punkt().tokenize(text))
+    return sum(word.isupper() for words in parts for word in words)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -169,7 +170,7 @@ def test_a_missing_argument_is_an_error_of_the_row():
 
 def test_a_missing_package_is_an_error_of_the_row(monkeypatch):
     row = dict(instruction_id_list=["language:response_language"], kwargs=[dict(language="en")])
-    monkeypatch.setattr("rewards.ifeval.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "langdetect", None)
     with pytest.raises(ValueError, match="response_language needs langdetect: pip install --no-deps -r req"):
         check_row("ifeval", row)
 
