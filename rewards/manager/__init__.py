@@ -132,14 +132,16 @@ class RewardManager:
 
     def _check_process(self):
         """Raise ValueError, in one line, if the reward does not arrive in a process."""
+        worker = Worker()
         try:
-            Worker().call("builtins:callable", self.compute_score, timeout_s=self.timeout_s)
+            worker.call("builtins:callable", self.compute_score, timeout_s=self.timeout_s)
         except Exception as error:  # anything in a user's file, or a function that cannot be pickled
             raise ValueError(
                 "--reward_manager prime cannot send the reward to a process:"
                 f" {type(error).__name__}: {' '.join(str(error).split())};"
                 " write a plain function at the top of its file, or take --reward_manager naive"
             ) from None
+        _idle.put(worker)
 
     def _call_in_worker(self, function, call):
         rows, earlier = call

@@ -1,9 +1,8 @@
 """How a reward is called: for one response or for a group, awaited if it is `async def`."""
 
 import asyncio
-import inspect
 import os
-from inspect import signature
+from inspect import isawaitable, signature
 from unittest import mock
 
 from rewards.manager.awaiting import awaited
@@ -101,7 +100,7 @@ def call_here(function, calls, timeout_s, at_once):
     """
     with kept_alive():
         returned = [begin(function, *call) for call in calls]
-    waits = {i: x for i, x in enumerate(returned) if inspect.isawaitable(x)}
+    waits = {i: x for i, x in enumerate(returned) if isawaitable(x)}
 
     async def wait_for_all():
         places = asyncio.Semaphore(at_once)
@@ -129,6 +128,6 @@ def call_here(function, calls, timeout_s, at_once):
 def call_once(function, rows, earlier):
     """The results of one call, in the process of a worker, which has the time-out."""
     returned = begin(function, rows, earlier)
-    if inspect.isawaitable(returned):
+    if isawaitable(returned):
         returned = awaited(_outcome(returned))
     return end(function, rows, returned)
