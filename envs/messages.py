@@ -50,7 +50,7 @@ def observation(tokenizer, messages, tools, last, after=None):
     for message in messages:
         words = re.findall("[A-Za-z0-9]+", message["content"])
         if words and max(words, key=len) not in text:
-            silent = f"the chat template of {tokenizer.name_or_path} shows no message of role {message['role']}"
+            silent = f"the chat template of {tokenizer.name_or_path} shows no role {message['role']}"
             raise Unrenderable(f"{silent}: take another by --chat_template, or let the environment use user")
     ids, special = tokenizer.encode(text, add_special_tokens=False), special_tokens(tokenizer)
     ended = last is not None and special.fullmatch(tokenizer.decode([last]))

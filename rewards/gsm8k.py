@@ -6,11 +6,12 @@ Strict: the last `#### number` counts.  Flexible: the last number of the text co
 - what only contains the number is not the number: 9,9,3  3/4  97^2  67e3  5 + 3  55 or 56  5\pi  5 million;
 - thoughts (all up to the last `</think>`) give no answer, and with more than WINDOW characters after it a
   number is no final answer.  (verl cuts off all but the last 300 characters, which can cut a number in two.)
-Plain string code, linear in the length of the response.
+Linear in the length of the response.
 """
 
 import re
-import unicodedata
+
+import regex
 
 from rewards.mathematics.units import NUMBER_WORD
 
@@ -46,6 +47,10 @@ BEGAN = (
     r"|nearly|almost|half of|twice|cannot be)|n't(?: be)?)[ \t$]{1,3}",
 )
 GOES_ON, BEGAN = re.compile("|".join(GOES_ON)), re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
+NUMBER = regex.compile(r"([ \t\\+\p{Sc}-]*+)([0-9.,]*+)")  # Sc: currency signs
+CURRENCY, RAISED = regex.compile(r"[\\\p{Sc}]+\Z"), regex.compile(r"\p{No}")  # No: ² or ½
+# From the end. CAREFUL: the format is '#### 7', not '####7'
+MARKS, LAST = regex.compile(r"(?r)####(?=[ \t])"), regex.compile(r"(?r)[0-9,.]*+[0-9]")
 TAG = re.compile(r"(?:.*<[|｜][^<>]*[|｜]>[ \t]*|<[^<>]*>)$", re.DOTALL)  # final<|message|> 5; <answer>5
 
 
@@ -62,64 +67,50 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     answer = _after_last_marker(text) if method == "strict" else _last_number(text)
     truth, _ = _number_at(str(ground_truth).translate(TO_ASCII), 0)
     correct = answer is not None and answer == truth
-    return {"score": float(correct), "acc": correct, "pred": _text(answer) if answer else ""}
+    return {"score": float(correct), "acc": correct, "pred": answer or ""}
 
 
 def _after_last_marker(text):
     """Value of the last `#### number`, or None."""
-    start = text.rfind("####")
-    while start >= 0:
-        value, end = _number_at(text, start + 4)
-        if end and text[start + 4] in " \t":  # CAREFUL: the format is '#### 7', not '####7'
+    for mark in MARKS.finditer(text):
+        value, end = _number_at(text, mark.end())
+        if end:
             return value if len(text) - end <= WINDOW else None
-        start = text.rfind("####", 0, start + 3)
     return None
 
 
 def _number_at(text, i):
     """Read [sign and currency] number from text[i:]; return its value or None, and its end (0: no digits)."""
-    begin = i
-    while i < len(text) and (text[i] in " \t\\+-" or unicodedata.category(text[i]) == "Sc"):
-        i += 1
-    end = i
-    while end < len(text) and (text[end] in DIGITS or text[end] in ",."):
-        end += 1
-    token, lead = text[i:end], text[begin:i]
+    found = NUMBER.match(text, i)
+    lead, token = found.groups()
     if DIGITS.isdisjoint(token):
         return None, 0
-    no_number = lead.count("-") + lead.count("+") > 1 or GOES_ON.match(text, end) or _is_raised(text, end)
-    return None if no_number else _value(token, "-" in lead), end
+    no_number = lead.count("-") + lead.count("+") > 1
+    no_number = no_number or GOES_ON.match(text, found.end()) or RAISED.match(text, found.end())
+    return None if no_number else _value(token, "-" in lead), found.end()
 
 
 def _last_number(text):
     """Value of the last number of the text, or None."""
-    stop = max(len(text) - WINDOW - 1, 0)
-    end = next((i + 1 for i in range(len(text) - 1, stop - 1, -1) if text[i] in DIGITS), 0)
-    begin = end
-    while begin > 0 and (text[begin - 1] in DIGITS or text[begin - 1] in ",."):
-        begin -= 1
-    token = text[begin:end]
+    found = LAST.search(text)
+    if not found or len(text) - found.end() > WINDOW:
+        return None
+    token, end = found[0], found.end()
     if token.startswith((",", "..")):  # punctuation of the sentence
         token = token.lstrip(",.")
     if _value(token, False) is None:  # 'the sides are 3,4,5': a list, whose last entry counts
         token = token.rpartition(",")[2]
     left = TAG.sub("", text[max(end - len(token) - 30, 0) : end - len(token)])
-    if BEGAN.search(left) or GOES_ON.match(text, end) or _is_raised(text, end):
+    if BEGAN.search(left) or GOES_ON.match(text, end) or RAISED.match(text, end):
         return None
-    while left and (left[-1] == "\\" or unicodedata.category(left[-1]) == "Sc"):
-        left = left[:-1]
+    left = CURRENCY.sub("", left)
     before = left[-2:-1]  # 'pages 3-31' has a dash, '= -31' a minus
     is_minus = left.endswith("-") and not (before in (")", "]") or (before.isascii() and before.isalnum()))
     return _value(token, is_minus)
 
 
-def _is_raised(text, i):
-    """Whether text[i] is a superscript or a fraction such as ² or ½."""
-    return i < len(text) and unicodedata.category(text[i]) == "No"
-
-
 def _value(token, is_minus):
-    """Canonical (is_minus, integer digits, decimals) of '1,234.50'; None if the token is no such number."""
+    """One text for a value: 1234.5 for '1,234.50'; None if the token is no such number."""
     head, dot, decimals = token.rstrip(".,").partition(".")
     first, *groups = head.split(",")
     if groups and not (0 < len(first) < 4 and first[0] != "0" and all(len(g) == 3 for g in groups)):
@@ -128,10 +119,5 @@ def _value(token, is_minus):
     if not (whole or decimals) or not DIGITS.issuperset(whole + decimals) or (dot and not decimals):
         return None
     whole, decimals = whole.lstrip("0"), decimals.rstrip("0")
-    return is_minus and bool(whole or decimals), whole, decimals
-
-
-def _text(value):
-    """-1234.5 for what `_value` returns."""
-    is_minus, whole, decimals = value
-    return f"{'-' if is_minus else ''}{whole or 0}{'.' if decimals else ''}{decimals}"
+    sign = "-" if is_minus and (whole or decimals) else ""
+    return f"{sign}{whole or 0}{'.' if decimals else ''}{decimals}"

@@ -1,15 +1,17 @@
 """The share of a question's verifiable instructions that the response follows (IFEval, arXiv 2311.07911).
 
-Twenty-three of IFEval's 25 kinds, checked as its own code checks them. But no library asks whether a text
-all in capitals, or without any, is English. Nothing is followed by an empty response. Rows of other kinds
-are refused: language:response_language needs langdetect, length_constraints:number_sentences Punkt's model.
+All 25 kinds, checked as IFEval's own code checks them. But no library asks whether a text all in capitals,
+or without any, is English. Nothing is followed by an empty response. Three kinds need packages of
+requirements-extra.txt.
 
 CAREFUL: linear in the length of the response. What a pattern has looked at in vain it also takes, in a match
 whose last group is empty: from each of 16,000 new lines it would look at all that follow.
 """
 
+import inspect
 import json
 import re
+from contextlib import suppress
 
 from rewards import ifeval_parts as parts
 
@@ -57,8 +59,8 @@ def is_quoted(text):
 
 
 CHECKS = {  # instruction -> whether a text follows it; further arguments are the instruction's
-    "change_case:english_capital": str.isupper,
-    "change_case:english_lowercase": str.islower,
+    "change_case:english_capital": lambda text: text.isupper(),
+    "change_case:english_lowercase": lambda text: text.islower(),
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
         found(r"\[[^\]\n]*+(\])?", text) >= num_placeholders
     ),
@@ -95,6 +97,10 @@ CHECKS = {  # instruction -> whether a text follows it; further arguments are th
     "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
         parts.capital_words(text), capital_relation, capital_frequency
     ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: compare(
+        len(parts.punkt().tokenize(text)), relation, num_sentences
+    ),
+    "language:response_language": parts.is_in_language,
     "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
         text.lower().count(letter.lower()), let_relation, let_frequency
     ),
@@ -107,48 +113,51 @@ def read(truth):
     The row and each part of it: JSON text, a dict or list, or an array of numpy.  The arguments: a dict for
     each instruction, or one dict of columns.  `datasets` gives each dict all keys: a null is no argument.
     """
-    truth = plain(truth)
-    if not (isinstance(truth, dict) and truth.get("instruction_id_list")):
+    truth = loaded(truth)
+    names = loaded(truth.get("instruction_id_list")) if isinstance(truth, dict) else None
+    if not names:
         raise ValueError(f"the ground truth has no instruction_id_list: {truth!r:.60}")
-    names = truth["instruction_id_list"]
-    kwargs = truth.get("kwargs") or [{}] * len(names)
+    kwargs = loaded(truth.get("kwargs")) or [{}] * len(names)
     if isinstance(kwargs, dict):
-        kwargs = [{key: column[i] for key, column in kwargs.items()} for i in range(len(names))]
-    given = [{k: v for k, v in (x or {}).items() if v is not None and v == v} for x in kwargs]
+        columns = {key: plain(column) for key, column in kwargs.items()}
+        kwargs = [{key: column[i] for key, column in columns.items()} for i in range(len(names))]
+    given = [{key: plain(value) for key, value in (loaded(x) or {}).items()} for x in kwargs]
+    given = [{k: v for k, v in x.items() if v is not None and v == v} for x in given]
     return list(zip(names, given, strict=True))
 
 
+def loaded(value):
+    """The value, or what it is JSON text of. CAREFUL: not for an argument, such as a phrase in brackets."""
+    with suppress(TypeError, ValueError):
+        return json.loads(value)
+    return plain(value)
+
+
 def plain(value):
-    """The value without JSON text and arrays of numpy in it."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return plain(json.loads(value))
-        except ValueError:  # [a placeholder]
-            return value
-    if isinstance(value, dict):
-        # CAREFUL: only what holds arguments is read as JSON, not an argument such as a phrase in brackets
-        deep = ("instruction_id_list", "kwargs")
-        return {
-            key: plain(item) if key in deep or not isinstance(item, str) else item
-            for key, item in value.items()
-        }
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    """The value, or the list of an array of numpy."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_row(data_source, ground_truth, extra_info=None):
     """The instructions of a row, each with the arguments that it needs.
 
-    Raises ValueError for an instruction that is not known here, or that lacks an argument.
+    Raises ValueError for an instruction that is not known, lacks an argument, or needs a package.
     """
     instructions = []
     for name, given in read(ground_truth):
         if name not in CHECKS:
             raise ValueError(f"unknown instruction {name}; known: {', '.join(CHECKS)}")
-        needed = arguments(CHECKS[name])
-        if absent := needed - given.keys():
-            raise ValueError(f"{name} has no {', '.join(sorted(absent))}")
-        instructions.append((name, {key: given[key] for key in needed}))
+        _, *needed = inspect.signature(CHECKS[name]).parameters
+        if absent := sorted({*needed} - given.keys()):
+            raise ValueError(f"{name} has no {', '.join(absent)}")
+        kwargs = {key: given[key] for key in needed}
+        try:
+            CHECKS[name]("x", **kwargs)
+        except ImportError as lacks:
+            raise ValueError(
+                f"{name} needs {lacks.name}: pip install --no-deps -r requirements-extra.txt"
+            ) from None
+        instructions.append((name, kwargs))
     return instructions
 
 
@@ -165,9 +174,3 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             missed.append(name)
     score = 1 - len(missed) / len(instructions)
     return {"score": score, "acc": float(not missed), "pred": ", ".join(missed) or "all followed"}
-
-
-def arguments(check):
-    """Names of a check's arguments besides the text."""
-    code = getattr(check, "__code__", None)  # str.isupper has none
-    return {*code.co_varnames[1 : code.co_argcount]} if code else set()

@@ -1,14 +1,11 @@
-"""The kinds of IFEval's instructions that look at paragraphs, sections, letters and words; see ifeval.py."""
+"""The kinds of IFEval's instructions that look at paragraphs, words and languages; see ifeval.py."""
 
+import functools
 import re
+from collections import Counter
+from dataclasses import replace
 
 PUNCTUATION = re.compile(r"[.,?!'\"]")
-# Where NLTK's NLTKWordTokenizer parts a text, after Punkt has parted it into sentences
-OPENING = re.compile(r"(?<!\w)'(?!(?:re|ve|ll|m|t|s|d|n)\b)(?=\w)", re.IGNORECASE)
-FULL_STOP = re.compile(r"(?<!\.)\.(?=[])}>\"';*:@({[‘’“”«»?!]|\s|$)")
-BETWEEN = re.compile(r"[][(){}<>«»“”‘’„`\"?!;@#$%&*\u2012-\u2015]|''|--|\.{2,}|[:,](?!\d)")
-CLITICS = r"(?<=[^' ])('[smd]?|'S|'M|'D) ", r"(?<=[^' ])('ll|'LL|'re|'RE|'ve|'VE|n't|N'T) "
-JOINED = r"(can)(not)|(d)('ye)|(gim)(me)|(gon)(na)|(got)(ta)|(lem)(me)|(more)('n)|(wan)(na)(?=\s)"
 
 
 def has_paragraphs(text, num_paragraphs):
@@ -47,13 +44,30 @@ def repeats(text, prompt_to_repeat):
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
+def is_in_language(text, language):
+    """Whether langdetect takes a text for one in this language; a text without letters is in any."""
+    import langdetect
+
+    langdetect.DetectorFactory.seed = 0  # else the same text may have several languages
+    try:
+        return langdetect.detect(text) == language
+    except langdetect.LangDetectException:
+        return True
+
+
+@functools.cache
+def punkt():
+    """NLTK's splitter of sentences, with its English model: NLTK itself would load that over the network."""
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
+    from punkt import load_model
+
+    model = load_model("english")
+    return PunktSentenceTokenizer(replace(model, ortho_context=Counter(model.ortho_context)))
+
+
 def capital_words(text):
     """How many words of a text have all their letters in capitals; IT'S and CANNOT are two each."""
-    text = BETWEEN.sub("  ", FULL_STOP.sub(" . ", OPENING.sub("' ", text)))
-    text = f" {' '.join(text.split())} "
-    for clitic in CLITICS:
-        text = re.sub(clitic, r" \1 ", text)
-    text = re.sub(
-        rf"(?i)\b(?:{JOINED})\b", lambda word: " ".join(["", *filter(None, word.groups()), ""]), text
-    )
-    return sum(map(str.isupper, text.split()))
+    from nltk.tokenize import NLTKWordTokenizer
+
+    parts = map(NLTKWordTokenizer().tokenize, punkt().tokenize(text))
+    return sum(word.isupper() for words in parts for word in words)

@@ -20,9 +20,7 @@ def score(solution_strs, results, **_):
     Correct, with 10 and 30 characters: -0.27 and -0.73; wrong: 0. A single correct one: -0.5.
     """
     correct = [is_correct(result) for result in results]
-    lengths = [len(text) for text, good in zip(solution_strs, correct, strict=True) if good]
-    if not lengths:
-        return [0.0] * len(solution_strs)
+    lengths = [len(text) for text, good in zip(solution_strs, correct, strict=True) if good] or [0]
     mean, std = statistics.fmean(lengths), statistics.pstdev(lengths)
     penalties = []
     for text, good in zip(solution_strs, correct, strict=True):

@@ -4,6 +4,7 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
 - Without a box the last sentence decides: a label and a value (`The answer is 5.`, `#### 5`, `答案：5`), a
   conclusion and a value (`So x = 5.`, `Hence there are 12 ways.`, `Thus the number of pairs is 5.`), or
   a line that is a value.  Only its unit may follow a value.  How a prompt asks for it: docs/guides/rewards.md
+- Fractions need not be reduced, and 600 is not 6, unlike in verl's scorer of NuminaMath.
 - Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
 """
 

@@ -13,21 +13,11 @@ from importlib.util import find_spec
 from rewards.manager.worker import call_in_worker
 
 TIMEOUT_S = 20.0  # of a processor; the first call of a task also loads its data
-REFUSED = {
-    **dict.fromkeys(
-        (
-            "binary_matrix",
-            "countdown",
-            "intermediate_integration",
-            "n_queens",
-            "polynomial_multiplication",
-            "puzzle24",
-            "simple_integration",
-            "spiral_matrix",
-            "string_insertion",
-        ),
-        "its scorer evaluates the model's text as Python code",
-    ),
+EVALUATED = """
+binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24
+simple_integration spiral_matrix string_insertion
+"""
+REFUSED = dict.fromkeys(EVALUATED.split(), "its scorer evaluates the model's text as Python code") | {
     "coin_flip": "its scorer gives full marks to 0 where 0.234 is correct",
     "complex_arithmetic": "its scorer gives full marks to nan",
     "game_of_life_halting": "its scorer gives full marks to any answer",
@@ -90,12 +80,8 @@ def score(task, entry, solution_str):
                 points = float(dataset(task).score_answer(answer, entry))
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
             unreadable = True
-    return {
-        "score": points,
-        "acc": float(points >= 1),
-        "pred": answer or "",
-        "unreadable": unreadable,
-    }
+    acc = float(points >= 1)
+    return {"score": points, "acc": acc, "pred": answer or "", "unreadable": unreadable}
 
 
 @cache

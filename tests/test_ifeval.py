@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.instructions import INSTRUCTIONS
-from rewards.ifeval import CHECKS, compute_score
+from rewards.ifeval import CHECKS, check_row, compute_score
 
 # instruction, its arguments, texts that follow it, texts that do not
 CASES = [
@@ -87,6 +88,25 @@ CASES = [
         ],
         ["A-B C-D E a", "WANNA-BE 3,000 B.C. A/B", "It's mine, NOT Yours", "1 2 3 4"],
     ),
+    (
+        "length_constraints:number_sentences",
+        dict(num_sentences=2, relation="at least"),
+        ["Dr. A. Owl left. It is 3.5 m.", "Wow! Owls", "Owls.\n\nOwls.", "It is!!", "Owls, etc. and so on"],
+        ["Dr. Owl left at 3 p.m. yesterday", "Owls.owls", "- owls\n- U.S. owls"],
+    ),
+    (
+        "length_constraints:number_sentences",
+        dict(num_sentences=2, relation="less than"),
+        ["No owls at 3 p.m. in the U.S. today."],
+        ["No. Owls."],
+    ),
+    ("language:response_language", dict(language="en"), ["The owls are flying", "12"], ["Die Eulen fliegen"]),
+    (
+        "language:response_language",
+        dict(language="zh-cn"),
+        ["猫头鹰在夜里飞行，寻找食物。"],
+        ["梟は夜に飛びます。"],
+    ),
     ("startend:quotation", {}, [' "a\n"b" c"\n', '""'], ['"', '"a', "'a'"]),
 ]
 
@@ -146,6 +166,13 @@ def test_a_missing_argument_is_an_error_of_the_row():
             compute_score("ifeval", "x", dict(instruction_id_list=["startend:end_checker"], kwargs=row))
     row = dict(instruction_id_list=["startend:end_checker"], kwargs=[{"end_phrase": "[end]"}])
     assert compute_score("ifeval", "the [end]", row)["acc"] == 1
+
+
+def test_a_missing_package_is_an_error_of_the_row(monkeypatch):
+    row = dict(instruction_id_list=["language:response_language"], kwargs=[dict(language="en")])
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    with pytest.raises(ValueError, match="response_language needs langdetect: pip install --no-deps -r req"):
+        check_row("ifeval", row)
 
 
 def test_the_share_of_several():

@@ -43,6 +43,8 @@ KWARGS = {  # of an instruction: those that most texts leave unanswered
     "detectable_format:multiple_sections": dict(section_spliter="a", num_sections=2),
     "combination:repeat_prompt": dict(prompt_to_repeat="a"),
     "keywords:letter_frequency": dict(letter="a", let_frequency=2, let_relation="at least"),
+    "length_constraints:number_sentences": dict(num_sentences=2, relation="at least"),
+    "language:response_language": dict(language="en"),
     "change_case:capital_word_frequency": dict(capital_frequency=2, capital_relation="at least"),
 }
 INSTRUCTIONS = dict(instruction_id_list=[*ifeval.CHECKS], kwargs=[KWARGS.get(x, {}) for x in ifeval.CHECKS])

@@ -90,14 +90,14 @@ def test_what_is_no_failure(tmp_path, value):
 
 
 SIGNATURES = {
-    "prompts, completions, **kwargs": "it needs prompts, completions",  # TRL's
-    "completions, answer": "it needs completions, answer",
-    "solution_str": "it does not take data_source, ground_truth, extra_info",
-    "data_source, solution_str, ground_truth": "it does not take extra_info",
-    "data_source, solution_str, ground_truth, extra_info, tokenizer": "it needs tokenizer",
-    "solution_strs, ground_truth": "it needs ground_truth",
-    "solution_strs": "it does not take data_sources, ground_truths, extra_infos",
-    "": "it does not take data_source",
+    "prompts, completions, **kwargs": "missing a required argument: 'prompts'",  # TRL's
+    "completions, answer": "missing a required argument: 'completions'",
+    "solution_str": "got an unexpected keyword argument 'data_source'",
+    "data_source, solution_str, ground_truth": "got an unexpected keyword argument 'extra_info'",
+    "data_source, solution_str, ground_truth, extra_info, tokenizer": "a required argument: 'tokenizer'",
+    "solution_strs, ground_truth": "missing a required argument: 'ground_truth'",
+    "solution_strs": "got an unexpected keyword argument 'data_sources'",
+    "": "got an unexpected keyword argument 'data_source'",
 }
 
 

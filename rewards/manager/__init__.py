@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from rewards import check_sources, compute_score, row_check
-from rewards.manager.calls import call_here, call_once, sees_group, sent
+from rewards.manager.calls import call_here, call_once, keys, sees_group
 from rewards.manager.combined import parts_of
 from rewards.manager.failures import check_environments, check_failures, check_results, demote_failures
 from rewards.manager.results import failed, received
@@ -141,12 +141,12 @@ class RewardManager:
                 f" {type(error).__name__}: {' '.join(str(error).split())};"
                 " write a plain function at the top of its file, or take --reward_manager naive"
             ) from None
-        finally:
-            _idle.put(worker)
+        _idle.put(worker)
 
     def _call_in_worker(self, function, call):
         rows, earlier = call
-        rows = [sent(function, row) for row in rows]
+        needed = {*keys(function).values()}  # a prompt may be long
+        rows = [{key: row[key] for key in needed & row.keys()} for row in rows]
         with ExitStack() as place:
             place.enter_context(self._places)
             try:

@@ -14,8 +14,5 @@ def awaited(result):
         return result
     if not LOOP.get_loop().is_running():
         return LOOP.get_loop().run_until_complete(result)
-    return THREAD.submit(INNER.run, _value(result)).result()  # an `async def step` has called ToolEnv's
-
-
-async def _value(awaitable):
-    return await awaitable
+    # an `async def step` has called ToolEnv's; wait_for without a limit makes a coroutine of any awaitable
+    return THREAD.submit(INNER.run, asyncio.wait_for(result, None)).result()

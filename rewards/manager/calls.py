@@ -1,68 +1,55 @@
 """How a reward is called: for one response or for a group, awaited if it is `async def`."""
 
 import asyncio
-import inspect
 import os
-from contextlib import contextmanager
+from inspect import isawaitable, signature
+from unittest import mock
 
 from rewards.manager.awaiting import awaited
 from rewards.manager.results import failed, result_of, results_of
 
-ONE = "data_source", "solution_str", "ground_truth", "extra_info"
+# Parameter -> the key of a row that it gets
+ONE = {name: name for name in ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")}
 GROUP = {f"{name}s": name for name in ONE}  # verl's names: lists, one entry a response
 EARLIER = "results"  # of a reward of a group: what the rewards before it in --reward_fn gave
+ASKED = "prompt", "prompts", EARLIER  # only for who asks; prompts are chat messages
 LAST_WORD_S = 1  # in which a reward whose time is up may raise what it was waiting for
-PROMPT = {True: "prompts", False: "prompt"}  # for who asks: the chat messages of a group, or of a response
-
-
-def parameters(function):
-    """The parameters of a reward by name; **_ where Python does not know them."""
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return inspect.signature(lambda **_: None).parameters
 
 
 def sees_group(function):
     """Whether a reward gets all responses to a prompt at once: it has the parameter `solution_strs`."""
-    return "solution_strs" in parameters(function)
+    return "solution_strs" in signature(function).parameters
 
 
 def check_signature(function, spec):
     """Raise ValueError, in one line, if a reward does not take what it will be called with."""
-    names = [*GROUP] if sees_group(function) else [*ONE]
-    known = parameters(function)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    needs = [p for p in known.values() if p.default is p.empty and not str(p).startswith("*")]
-    given = {*names, PROMPT[sees_group(function)], EARLIER if sees_group(function) else None}
-    unknown = [p.name for p in needs if p.name not in given]
-    missing = [] if takes_all else [name for name in names if name not in known]
-    if unknown or missing:
-        why = f"it needs {', '.join(unknown)}" if unknown else f"it does not take {', '.join(missing)}"
+    given = arguments(function, [dict.fromkeys(ONE)], [])
+    names = ", ".join(given)
+    try:
+        signature(function).bind(**given)
+    except TypeError as error:
         raise ValueError(
-            f"--reward_fn {spec}: a reward is called with {', '.join(names)} by name, and {why}:"
-            f" write it as def NAME({', '.join(names)}) or with **_"
-        )
+            f"--reward_fn {spec}: a reward is called with {names} by name: {error};"
+            f" write it as def NAME({names}) or with **_"
+        ) from None
+
+
+def keys(function):
+    """What a reward gets of a row: parameter -> key."""
+    names = GROUP if sees_group(function) else ONE
+    asks = signature(function).parameters
+    return {name: key for name, key in names.items() if name in asks or name not in ASKED}
 
 
 def arguments(function, rows, earlier):
     """The arguments of one call. rows: those of a group, or a single one."""
-    if sees_group(function):
-        found = {plural: [row.get(name) for row in rows] for plural, name in GROUP.items()}
-        more = {EARLIER: earlier, PROMPT[True]: [row.get("prompt") for row in rows]}
-    else:
-        found = {name: rows[0][name] if name != "extra_info" else rows[0].get(name) for name in ONE}
-        more = {PROMPT[False]: rows[0].get("prompt")}
-    return found | {name: x for name, x in more.items() if name in parameters(function)}
+    if not sees_group(function):
+        row = dict(extra_info=None, prompt=None) | rows[0]
+        return {name: row[key] for name, key in keys(function).items()}
+    found = {name: [row.get(key) for row in rows] for name, key in keys(function).items()}
+    return found | ({EARLIER: earlier} if EARLIER in signature(function).parameters else {})
 
 
-def sent(function, row):
-    """What a process needs of a row: a prompt may be long."""
-    asks = PROMPT[sees_group(function)] in parameters(function)
-    return {name: x for name, x in row.items() if name != "prompt_str" and (asks or name != "prompt")}
-
-
-@contextmanager
 def kept_alive():
     """While the block lasts, os._exit ends the reward and not the run."""
     own, leave = os.getpid(), os._exit
@@ -72,11 +59,7 @@ def kept_alive():
             leave(code)
         raise SystemExit(f"os._exit({code})")
 
-    os._exit = stay
-    try:
-        yield
-    finally:
-        os._exit = leave
+    return mock.patch.object(os, "_exit", stay)
 
 
 def begin(function, rows, earlier=None):
@@ -93,9 +76,7 @@ def begin(function, rows, earlier=None):
 
 def end(function, rows, returned):
     """What a call returned or raised -> the results of its rows."""
-    if isinstance(
-        returned, KeyboardInterrupt
-    ):  # here, because in a task it would come again in the next loop
+    if isinstance(returned, KeyboardInterrupt):  # in a task it would come again in the next loop
         raise returned
     try:
         if isinstance(returned, BaseException):
@@ -119,7 +100,7 @@ def call_here(function, calls, timeout_s, at_once):
     """
     with kept_alive():
         returned = [begin(function, *call) for call in calls]
-    waits = {i: x for i, x in enumerate(returned) if inspect.isawaitable(x)}
+    waits = {i: x for i, x in enumerate(returned) if isawaitable(x)}
 
     async def wait_for_all():
         places = asyncio.Semaphore(at_once)
@@ -147,6 +128,6 @@ def call_here(function, calls, timeout_s, at_once):
 def call_once(function, rows, earlier):
     """The results of one call, in the process of a worker, which has the time-out."""
     returned = begin(function, rows, earlier)
-    if inspect.isawaitable(returned):
+    if isawaitable(returned):
         returned = awaited(_outcome(returned))
     return end(function, rows, returned)

@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from inspect import signature
 
 from rewards import compute_score, load_reward_fn
-from rewards.manager.calls import EARLIER, check_signature, parameters, sees_group
+from rewards.manager.calls import EARLIER, check_signature, sees_group
 
 
 @dataclass
@@ -12,6 +13,7 @@ class CombinedReward:
     """Several rewards: `score` is the weighted sum, `score/NAME` the score of each.
 
     functions: {name: function}.  Of extra keys with one name, the first function's stays.
+    weights: none for a single function, whose results stay as they are.
     """
 
     functions: dict
@@ -23,6 +25,8 @@ class CombinedReward:
         return [self._sum(dict(zip(found, parts, strict=True))) for parts in rows]
 
     def _sum(self, parts):
+        if not self.weights:
+            return next(iter(parts.values()), {})
         for part in parts.values():
             if "failure" in part:
                 return {"score": 0.0, "failure": part["failure"]}
@@ -36,16 +40,9 @@ class CombinedReward:
         return extras | scores | {"score": total}
 
 
-class OneReward(CombinedReward):
-    """A single reward, with its own results."""
-
-    def _sum(self, parts):
-        return next(iter(parts.values()), {})
-
-
 def parts_of(reward_fn):
     """What `load_rewards` returned as several rewards, of which there may be one."""
-    return reward_fn if isinstance(reward_fn, CombinedReward) else OneReward({"": reward_fn}, [1.0])
+    return reward_fn if isinstance(reward_fn, CombinedReward) else CombinedReward({"": reward_fn}, [])
 
 
 def score_parts(reward_fn, rows):
@@ -87,7 +84,7 @@ def load_rewards(specs, weights, group_size=2):
         check_signature(function, spec)
         if sees_group(function) and group_size < 2:
             raise ValueError(f"--reward_fn {spec} compares the responses to a prompt: --group_size above 1")
-        if sees_group(function) and EARLIER in parameters(function) and not functions:
+        if sees_group(function) and EARLIER in signature(function).parameters and not functions:
             raise ValueError(f"--reward_fn {spec} reads the results of others: give one of them before it")
         functions[name] = function
     if len(specs) == 1 and list(weights) == [1.0]:

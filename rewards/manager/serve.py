@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-import pickle
 import pkgutil
 import resource
 import signal
 import socket
 import sys
 
-from rewards.manager.wire import read, send
+from rewards.manager.wire import read, send, unpickled
 
 ORPHAN_S = 5  # a process whose caller is gone ends by itself this long after the time-out of its call
 # What a call may raise in the caller. CAREFUL: the process only names it, and never chooses another class.
@@ -19,8 +18,6 @@ ERRORS = (
     *(FileNotFoundError, RuntimeError, TypeError, ValueError, ZeroDivisionError),
 )
 ERRORS = {error.__name__: error for error in ERRORS}
-
-
 _say = []  # what informs the caller of this process, where it is one
 
 
@@ -51,7 +48,7 @@ def serve(fd, memory_mb):
             return
         number = message[:16].decode()
         try:
-            function, args, timeout_s, cpu_s = pickle.loads(message[16:])
+            function, args, timeout_s, cpu_s = unpickled(message[16:])
             if isinstance(function, str):
                 function = pkgutil.resolve_name(function)
             # The default action of these signals ends the process even in the middle of C code.

@@ -1,9 +1,8 @@
 """What a worker and its process send each other: messages over a socket, and functions as pickles."""
 
-import contextlib
 import functools
-import io
-import operator
+import os
+import pickle
 import select
 import sys
 import time
@@ -23,50 +22,44 @@ def send(sock, message, deadline=None):
 
 
 def read(sock, deadline=None):
-    size = int.from_bytes(_read_bytes(sock, 8, deadline), "big")
+    size = int.from_bytes(read_bytes(sock, 8, deadline), "big")
     if deadline and size > MAX_BYTES:
         raise ValueError(f"{size} bytes, at most {MAX_BYTES}")
-    return _read_bytes(sock, size, deadline)
+    return read_bytes(sock, size, deadline)
 
 
-def _read_bytes(sock, size, deadline):
+def read_bytes(file, size, deadline):
+    """So many bytes of a socket or a pipe. Raises EOFError, and TimeoutError at the deadline."""
     data = bytearray()
     while len(data) < size:
-        sock.settimeout(deadline and max(deadline - time.monotonic(), 0.001))
-        chunk = sock.recv(min(size - len(data), 1 << 20))
+        if deadline and not is_readable(file, max(deadline - time.monotonic(), 0)):
+            raise TimeoutError
+        chunk = os.read(file.fileno(), min(size - len(data), 1 << 20))
         if not chunk:
             raise EOFError
         data += chunk
     return bytes(data)
 
 
-def is_readable(sock, timeout_s):
+def is_readable(file, timeout_s):
     poll = select.poll()
-    poll.register(sock, select.POLLIN)
+    poll.register(file, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
 
 
-class _Pickler(cloudpickle.Pickler):
-    """Pickles local functions too, and what is in a file of --reward_fn by the file: no import finds it."""
-
-    def reducer_override(self, value):
-        module, name = (getattr(value, key, None) for key in ("__module__", "__qualname__"))
-        if isinstance(name, str) and str(module).startswith("reward_fn_") and module in sys.modules:
-            with contextlib.suppress(AttributeError):  # a local function has no such name
-                if operator.attrgetter(name)(sys.modules[module]) is value:
-                    return _from_file, (sys.modules[module].__file__, module, name)
-        return super().reducer_override(value)
-
-
 def pickled(message):
-    file = io.BytesIO()
-    _Pickler(file).dump(message)
-    return file.getvalue()
+    """A pickle, and the files of --reward_fn that it needs, which no import finds."""
+    data = cloudpickle.dumps(message)
+    loaded = ((name, module) for name, module in [*sys.modules.items()] if name.startswith("reward_fn_"))
+    files = {name: module.__file__ for name, module in loaded if name.encode() in data}
+    return pickle.dumps((files, data))
+
+
+def unpickled(data):
+    files, data = pickle.loads(data)
+    for name, file in files.items():
+        _loaded(file, name)
+    return pickle.loads(data)
 
 
 _loaded = functools.cache(load_file)
-
-
-def _from_file(file, module, name):
-    """What has this name, with dots or without, in the file."""
-    return operator.attrgetter(name)(_loaded(file, module))

@@ -223,9 +223,8 @@ def _same_meaning(answer, truth):
 
 def _same_relation(x, y):
     """Whether the differences of the two sides are proportional, for inequalities with a positive factor."""
-    if x.rel_op.replace(">", "<") != y.rel_op.replace(">", "<") or x.free_symbols != y.free_symbols:
-        return False
-    if not x.free_symbols:  # f(1)=2
+    same_kind = x.rel_op.replace(">", "<") == y.rel_op.replace(">", "<")
+    if not (same_kind and x.free_symbols == y.free_symbols and x.free_symbols):  # f(1)=2 has none
         return False
     x_gap, y_gap = (z.gts - z.lts if hasattr(z, "gts") else z.lhs - z.rhs for z in (x, y))
     point = next(_points(x.free_symbols))

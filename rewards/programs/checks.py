@@ -35,7 +35,8 @@ def check_calls(same, program, tests):
         try:
             kind, value = json.loads(result.stdout)
             is_right = result.reason is None and kind == "value" and same(decode(value), expected)
-        except (ArithmeticError, ValueError, TypeError, RecursionError):  # it wrote no reply
+        # it wrote no reply
+        except (ArithmeticError, KeyError, ValueError, TypeError, RecursionError):
             is_right = False
         yield is_right, result.reason
 
@@ -61,9 +62,8 @@ def run(program, tests):
     """Yield (Result, test) for tests of (stdin, what is expected)."""
     size = OUTPUT_BYTES + 4 * max((len(str(expected)) for _, expected in tests), default=0)
     stdins = [stdin for stdin, _ in tests]
-    limits = dict(output_bytes=size, total_s=TOTAL_S)
-    results = run_tests(program, stdins, TIMEOUT_S, **limits, imports=GIVEN_MODULES)
-    yield from zip(results, tests)
+    limits = dict(output_bytes=size, total_s=TOTAL_S, imports=GIVEN_MODULES)
+    yield from zip(run_tests(program, stdins, TIMEOUT_S, **limits), tests)
 
 
 def served(program):

@@ -17,26 +17,25 @@ import fcntl
 import functools
 import marshal
 import os
-import select
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from rewards.manager.serve import still_at_work
+from rewards.manager.wire import read_bytes
+from rewards.manager.worker import BUSY
 
 CHILD = Path(__file__).with_name("child.py")
 TIERS = ("namespaces", "landlock", "rlimits")
 MEMORY_MB = 1024
 OUTPUT_BYTES = 4 << 20
 START_S = 60  # limit for starting a sandbox, beyond the time of a program
-WEEK_S = 604_800
 IDLE_S = 5  # a program that sleeps for so long is ended
 LOST = "the machine did not run a program to its end: it had no processor or memory, or was stopped"
-BUSY = 30  # times the processor time: the most that a program takes on the clock of a busy machine
 MEND = (
     "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns;"
     " docker run --security-opt seccomp=unconfined) or Landlock (Linux 5.13), keep Python where any user can"
@@ -44,7 +43,7 @@ MEND = (
 )
 
 
-class SandboxError(RuntimeError):
+class SandboxError(ValueError):
     """A sandbox could not be set up, or a program was LOST: nothing is known of what it would have done."""
 
 
@@ -64,18 +63,18 @@ class Result(NamedTuple):
 
 def run_python(source, stdin="", timeout_s=10, memory_mb=MEMORY_MB):
     """Run a program -> Result.  timeout_s: of a processor; memory_mb: address space.  Raises SandboxError."""
-    [result] = run_tests(source, [stdin], timeout_s, memory_mb)
+    [result] = run_tests(source, [stdin], timeout_s, memory_mb=memory_mb)
     return result
 
 
-def run_tests(source, stdins, timeout_s=10, memory_mb=MEMORY_MB, output_bytes=OUTPUT_BYTES, **more):
+def run_tests(source, stdins, timeout_s=10, **limits):
     """Run a program once with each stdin, in one sandbox, each time from a clean state; yields the Results.
 
     A test that takes timeout_s halves it for the tests after it.  So time-outs cost less than twice
     timeout_s in all.  output_bytes: limit of stdout.  total_s: of a processor, for all tests.  imports:
     modules that are loaded once for all tests.
     """
-    with a_core(), _started(tier(), source, stdins, timeout_s, memory_mb, output_bytes, **more) as process:
+    with a_core(), _started(tier(), source, stdins, timeout_s, **limits) as process:
         for _ in stdins:
             still_at_work()
             yield _receive(process, timeout_s)
@@ -97,24 +96,22 @@ def a_core():
 
 
 def _is_locked(file):
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
 
 
-def run_judge(judge, program, timeout_s=10, memory_mb=MEMORY_MB):
+def run_judge(judge, program, timeout_s=10):
     """Run two programs, each in a sandbox, stdout of one being stdin of the other -> Result of `judge`."""
     name = tier()
     judge_in, program_out = os.pipe()
     program_in, judge_out = os.pipe()
     # While one is at work, the other sleeps.
-    limits = dict(memory_mb=memory_mb, output_bytes=OUTPUT_BYTES, idle_s=BUSY * timeout_s)
+    idle_s = BUSY * timeout_s
     with (
         a_core(),
-        _started(name, program, [""], timeout_s, streams=(program_in, program_out), **limits) as other,
-        _started(name, judge, [""], timeout_s, streams=(judge_in, judge_out), **limits) as process,
+        _started(name, program, [""], timeout_s, streams=(program_in, program_out), idle_s=idle_s) as other,
+        _started(name, judge, [""], timeout_s, streams=(judge_in, judge_out), idle_s=idle_s) as process,
     ):
         result = _receive(process, timeout_s)
         if result.reason or not result.returncode:
@@ -134,7 +131,7 @@ def tier():
     for name in [asked] if asked else TIERS[:2]:
         source = "import decimal; print(decimal.Decimal(42))"  # a shared library that is not loaded yet
         try:
-            with _started(name, source, [""], START_S, MEMORY_MB, OUTPUT_BYTES) as process:
+            with _started(name, source, [""], START_S) as process:
                 result = _receive(process, START_S)
             if result.stdout == "42\n":
                 return name
@@ -146,19 +143,11 @@ def tier():
 
 
 @contextmanager
-def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, **more):
+def _started(tier, source, stdins, timeout_s, streams=(), **limits):
     """A sandbox at work.  streams: descriptors for stdin and stdout of the program, closed here."""
-    more = dict(imports=(), streams=(), total_s=1e9, idle_s=IDLE_S) | more
-    total_s = min(more["total_s"], len(stdins) * (timeout_s + 1))
-    request = {
-        "tier": tier,
-        "source": source,
-        "stdins": [stdin.encode("utf-8", "surrogatepass") for stdin in stdins],
-        "timeout_s": timeout_s,
-        "memory_mb": memory_mb,
-        "output_bytes": output_bytes,
-        "lifetime_s": min(START_S + BUSY * total_s, WEEK_S),  # what poll takes
-    } | more
+    request = dict(memory_mb=MEMORY_MB, output_bytes=OUTPUT_BYTES, total_s=1e9, idle_s=IDLE_S, imports=())
+    request |= dict(tier=tier, source=source, timeout_s=timeout_s, streams=streams) | limits
+    request["stdins"] = [stdin.encode("utf-8", "surrogatepass") for stdin in stdins]
     with open(os.memfd_create("request"), "w+b") as file:
         marshal.dump(request, file)
         file.seek(0)
@@ -170,41 +159,27 @@ def _started(tier, source, stdins, timeout_s, memory_mb, output_bytes, **more):
             stderr=subprocess.DEVNULL,
             env={},
             cwd="/",
-            pass_fds=more["streams"],
+            pass_fds=streams,
             start_new_session=True,
         )
-    for fd in more["streams"]:
+    for fd in streams:
         os.close(fd)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _receive(process, timeout_s):
     """The next Result; `child.frame` is what arrives."""
     deadline = time.monotonic() + START_S + BUSY * timeout_s
     try:
-        reason, returncode, *sizes = _read(process.stdout, 64, deadline).decode().split()
-        stdout, stderr = (_read(process.stdout, int(n), deadline).decode("utf-8", "replace") for n in sizes)
+        reason, returncode, *sizes = read_bytes(process.stdout, 64, deadline).decode().split()
+        outputs = (read_bytes(process.stdout, int(n), deadline) for n in sizes)
+        stdout, stderr = (output.decode("utf-8", "replace") for output in outputs)
     except (EOFError, TimeoutError, ValueError):  # ValueError: no such header
         raise SandboxError(LOST) from None
     if reason in ("setup", "lost"):
         raise SandboxError(stderr if reason == "setup" else LOST)
     return Result(stdout, stderr, int(returncode), None if reason == "ended" else reason)
-
-
-def _read(file, size, deadline):
-    poll = select.poll()
-    poll.register(file, select.POLLIN)
-    data = bytearray()
-    while len(data) < size:
-        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-            raise TimeoutError
-        chunk = os.read(file.fileno(), min(size - len(data), 1 << 20))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return bytes(data)

@@ -1,6 +1,6 @@
 """Runs inside the sandbox: puts up the walls, then runs the program once for each test.  See __init__.py.
 
-The supervisor, started by exec, enters new namespaces and then only watches the clock, as a wide bound.
+The supervisor, started by exec, enters new namespaces and then only waits.
 Its child, the driver, is the first process there; it never runs code of the program, but forks a process for
 each test, which gives up everything and becomes the program.  When one of them dies, the kernel ends its
 child.  Few imports: they are most of the time that a sandbox costs.
@@ -41,7 +41,9 @@ def main():
         supervisor = os.pidfd_open(os.getpid())
         driver = os.fork()
         if driver:
-            supervise(driver, request["lifetime_s"])
+            os.closerange(2, OPEN_FILES)
+            os.waitpid(driver, 0)
+            os._exit(0)
         walls.die_with(supervisor)
         for name in request["imports"]:
             __import__(name)
@@ -54,14 +56,6 @@ def main():
     return request["source"]
 
 
-def supervise(driver, lifetime_s):
-    os.closerange(2, OPEN_FILES)
-    poll = select.poll()
-    poll.register(os.pidfd_open(driver), select.POLLIN)
-    poll.poll(lifetime_s * 1000)
-    os._exit(0)
-
-
 def drive(request):
     """Run the tests and write a frame for each.  Returns in the process of a program only."""
     driver = os.pidfd_open(os.getpid())
@@ -72,8 +66,8 @@ def drive(request):
             continue
         if request["tier"] == "namespaces":
             walls.fresh_home(HOME_BYTES + len(stdin))
-            path = f"{walls.HOME}/.stdin"  # /dev/stdin leads there
-            stdin_fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+            # /dev/stdin leads there
+            stdin_fd = os.open(f"{walls.HOME}/.stdin", os.O_CREAT | os.O_RDWR, 0o644)
         else:
             stdin_fd = os.memfd_create("stdin")
         os.write(stdin_fd, stdin)
@@ -149,12 +143,13 @@ def is_asleep(program, proc):
             return file.read()
 
     pid = read(f"self/fdinfo/{program}").partition("\nPid:\t")[2].split()[0]  # outside of the namespaces
-    folder = os.open(f"{pid}/task", os.O_RDONLY, dir_fd=proc)
-    states = {
-        read(f"{pid}/task/{thread}/stat").rpartition(")")[2].split()[0] for thread in os.listdir(folder)
-    }
-    os.close(folder)
-    return states == {"S"}
+    try:
+        folder = os.open(f"{pid}/task", os.O_RDONLY, dir_fd=proc)
+        stats = [read(f"{pid}/task/{thread}/stat") for thread in os.listdir(folder)]
+        os.close(folder)
+    except OSError:  # it or a thread has just ended
+        return False
+    return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"S"}
 
 
 def frame(reason, returncode, stdout, stderr):
