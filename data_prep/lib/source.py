@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import re
+from functools import cached_property
 from pathlib import Path
 
 import pyarrow as pa
@@ -66,13 +67,38 @@ class Source:
         rows = itertools.chain.from_iterable(self.batches(names))
         return ((f"{self.path}: row {i}", row) for i, row in enumerate(rows))
 
-    def table(self):
-        """All rows in Arrow, in chunks of a size that columns of lists allow."""
+    @cached_property
+    def schema(self):
+        """That of all rows in Arrow; JSON is read for it. ValueError if no parquet file can have it."""
+        tables = itertools.islice(self._tables(), None if self.kind in JSON else 1)
+        try:
+            schema = pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
+            pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
+        except pa.ArrowException as error:
+            raise ValueError(f"{self.path}: its rows fit no parquet file: {one_line(error)}") from None
+        return schema
+
+    def write(self, new, added):
+        """Write all rows to the parquet file `new`, each with its row of `added`, an iterator of tables."""
+        more = next(added)
+        fields = pa.schema([*self.schema, *more.schema], self.schema.metadata)
+        with pq.ParquetWriter(new, fields) as writer:
+            for rows in self._tables(self.schema):
+                while len(rows):
+                    more = more if len(more) else next(added)
+                    n = min(len(rows), len(more))
+                    columns = [*rows.slice(0, n).columns, *more.slice(0, n).columns]
+                    writer.write_table(pa.table(columns, schema=fields))
+                    rows, more = rows.slice(n), more.slice(n)
+
+    def _tables(self, schema=None):
+        """Yield all rows in Arrow; those of JSON have this schema, or what is in a batch."""
         if self.kind in JSON:
-            tables = [pa.Table.from_pylist(batch) for batch in self.batches()]
+            for batch in self.batches():
+                names = dict.fromkeys(itertools.chain.from_iterable(batch))
+                yield pa.Table.from_pylist([names | row for row in batch], schema)
         else:
-            tables = [pa.Table.from_batches([batch]) for batch in self._guarded(self._arrow(None))]
-        return pa.concat_tables(tables, promote_options="permissive")
+            yield from (pa.Table.from_batches([batch]) for batch in self._guarded(self._arrow(None)))
 
     def _arrow(self, names):
         if self.kind == ".arrow":
