@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data_prep.lib.chats import in_text
-from data_prep.lib.thoughts import MARK_OF_THOUGHT
+from data_prep.lib.replies import MARK_OF_THOUGHT
 from envs import one_line
 from envs.messages import RENDER_ERRORS
 

@@ -9,7 +9,7 @@ from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from data_prep.lib.marks import TOOL, TOOLS, formed, kinds, tried, written
-from data_prep.lib.thoughts import thought_apart
+from data_prep.lib.replies import thought_apart
 from envs import one_line
 from envs.messages import without_special
 

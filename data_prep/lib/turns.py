@@ -16,8 +16,8 @@ from functools import cache, lru_cache, partial
 from itertools import groupby
 
 from data_prep.lib.marks import MARKED, in_marks, tried
+from data_prep.lib.replies import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought
 from data_prep.lib.templates import Talk
-from data_prep.lib.thoughts import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought
 from envs.messages import special_tokens
 
 ELSE = "take a model whose template shows it, or another by --chat_template"
