@@ -140,9 +140,9 @@ def parsed(value, where, kind, form):
 
 def in_text(call):
     """A call with its arguments as JSON text."""
-    function = call.get("function", call)
-    function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-    return call | dict(function=function) if "function" in call else function
+    if "function" in call:
+        return call | dict(function=in_text(call["function"]))
+    return call | dict(arguments=json.dumps(call["arguments"], ensure_ascii=False))
 
 
 def storable(messages):
