@@ -97,16 +97,16 @@ def _trained(message, where):
     return message.get("role") != "assistant" or all(v == (key in TRAIN) for key, v in said.items())
 
 
-def tools_of(value, where="tools"):
+def tools_of(value):
     """JSON schemas of tools, from a column or its JSON text; without what Arrow fills in."""
     tools = []
-    for i, tool in enumerate(parsed(value or [], where, list, "a list of JSON schemas")):
-        tool = tidy(parsed(tool, f"{where}[{i}]", dict, "a JSON schema"), inside=True)
+    for i, tool in enumerate(parsed(value or [], "tools", list, "a list of JSON schemas")):
+        tool = tidy(parsed(tool, f"tools[{i}]", dict, "a JSON schema"), inside=True)
         tools.append(tool if "function" in tool else dict(type="function", function=tool))
         function = tools[-1]["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             problem = f"must be a JSON schema with the name of a tool, not {tool!r:.60}"
-            raise ValueError(f"'{where}[{i}]' {problem}")
+            raise ValueError(f"'tools[{i}]' {problem}")
     return tools
 
 

@@ -62,9 +62,9 @@ class Source:
             yield named_rows(batch, self.path, first)
             first += len(batch)
 
-    def rows(self, names=None):
+    def rows(self):
         """Yield (place, row) of all rows, the errors of broken JSON among them."""
-        rows = itertools.chain.from_iterable(self.batches(names))
+        rows = itertools.chain.from_iterable(self.batches())
         return ((f"{self.path}: row {i}", row) for i, row in enumerate(rows))
 
     @cached_property
