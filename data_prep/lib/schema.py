@@ -13,6 +13,7 @@ Messages with tool calls: chats.py.  Other names of these columns, and further o
 """
 
 import json
+from os import PathLike
 from tempfile import TemporaryDirectory
 
 import pyarrow as pa
@@ -40,7 +41,7 @@ def load_rows(paths, columns):
     one line with file, row and field, for a file that cannot be read, and for a bad row.
     """
     rows, wanted = [], {name: name for name in columns if name not in OPTIONAL}
-    for path in [paths] if isinstance(paths, str) or hasattr(paths, "__fspath__") else paths:
+    for path in [paths] if isinstance(paths, str | PathLike) else paths:
         for some in read_rows(path, wanted, say=False):
             rows += [{name: row[name] for name in columns} for row in some]
     say_unknown()

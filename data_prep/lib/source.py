@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import re
+from datetime import date, time
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +20,7 @@ JSON = ".jsonl", ".jsonl.gz", ".json", ".json.gz"
 ENDINGS = ".parquet", *JSON, ".arrow"
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # a batch has at most so many rows, of about this size
 FOR_REWARDS = "extra_info", "reward_model"
+MEDIUM = re.compile(r"(\w*list<\w+: )?struct<(bytes|path): \w+, (bytes|path): \w+>")  # a type of Arrow
 NO_JSON = re.compile("date|time|duration|decimal|binary")  # in the name of a type of Arrow
 UNREADABLE = OSError, EOFError, ValueError, KeyError, RecursionError, pa.ArrowException
 
@@ -43,8 +45,7 @@ class Source:
                 reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
                 raise ValueError(f"{path}: {reason}") from None
             self.names, self.empty = file.schema_arrow.names, not file.metadata.num_rows
-            kinds = {field.name: getattr(field.type, "value_type", field.type) for field in file.schema_arrow}
-            self.media = [name for name, kind in kinds.items() if is_medium(kind)]
+            self.media = [field.name for field in file.schema_arrow if MEDIUM.match(str(field.type))]
         else:
             first = next(self.batches(), [])
             known = [row for row in first if isinstance(row, dict)]
@@ -214,9 +215,4 @@ def as_text(value):
     """Dates, times, decimal numbers and bytes as text."""
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
-def is_medium(kind):
-    """Whether a type of Arrow is {bytes, path}: pictures, sounds or films."""
-    return isinstance(kind, pa.StructType) and {field.name for field in kind} == {"bytes", "path"}
+    return value.isoformat() if isinstance(value, date | time) else str(value)
