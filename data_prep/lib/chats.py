@@ -138,17 +138,13 @@ def parsed(value, where, kind, form):
     return found
 
 
-def in_text(call):
-    """A call with its arguments as JSON text."""
-    if "function" in call:
-        return call | dict(function=in_text(call["function"]))
-    return call | dict(arguments=json.dumps(call["arguments"], ensure_ascii=False))
+def in_text(message):
+    """A message with arguments as JSON text: a file has one struct for those of all tools."""
 
+    def text(call):
+        if "function" in call:
+            return call | dict(function=text(call["function"]))
+        return call | dict(arguments=json.dumps(call["arguments"], ensure_ascii=False))
 
-def storable(messages):
-    """Messages as they are written, arguments as JSON text: a file has one struct for those of all tools."""
-    found = [dict(message) for message in messages]
-    for message in found:
-        if "tool_calls" in message:
-            message["tool_calls"] = [*map(in_text, message["tool_calls"])]
-    return found
+    calls = [*map(text, message.get("tool_calls", ()))]
+    return message | dict(tool_calls=calls) if calls else message

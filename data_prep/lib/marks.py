@@ -30,7 +30,7 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itsel
 
 
 def written(messages, tokenizer, given, prompted):
-    """What the template writes, and the places in it that it marks as trained; Unwritten where it cannot."""
+    """What the template writes, and the places in it that it marks as trained; ValueError: it cannot."""
     given = given | dict(tools=given["tools"] or None, add_generation_prompt=prompted)
     try:
         if not MARKED.search(str(tokenizer.chat_template)):
@@ -41,12 +41,8 @@ def written(messages, tokenizer, given, prompted):
         [text], [spans] = render_jinja_template([messages], chat_template=template, **given)
     except RENDER_ERRORS as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise Unwritten(one_line(f"the chat template: {name}{error}")) from None
+        raise ValueError(one_line(f"the chat template: {name}{error}")) from None
     return text, spans
-
-
-class Unwritten(ValueError):
-    """A template cannot write messages."""
 
 
 def formed(message, parts, text, none):
@@ -59,7 +55,7 @@ def formed(message, parts, text, none):
         message = message | dict(content=[dict(type="text", text=message["content"])])
     if not message.get("tool_calls"):
         return message
-    calls = map(in_text, message["tool_calls"]) if text else message["tool_calls"]
+    calls = (in_text(message) if text else message)["tool_calls"]
     calls = [dict(type="function") | call | dict(function=call.get("function", call)) for call in calls]
     return message | dict(tool_calls=calls, content=message["content"] or (None if none else ""))
 
@@ -121,7 +117,7 @@ def tried(about, tokenizer, template, given, prompted):
     for form in forms if any(calls for _, _, _, calls, *_ in about) else forms[::4]:
         try:
             text, spans = written([formed(x, *form) for x in messages], tokenizer, given, prompted)
-        except Unwritten:
+        except ValueError:
             continue
         lost = [what for mark, what in marks.items() if mark not in text]
         if not lost:

@@ -16,7 +16,12 @@ MARK_OF_THOUGHT = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.value
 
 
 def spoken(text, role, name):
-    """A text as one message; ValueError if it is the text of messages, of JSON or of Python."""
+    """A text as one message; ValueError if it is the text of messages, of JSON or of Python.
+
+    Messages stay as they are.
+    """
+    if not isinstance(text, str):
+        return text
     found = []
     for read in (json.loads, ast.literal_eval) if "".join(text[:99].split())[:2] == "[{" else ():
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -29,7 +34,7 @@ def spoken(text, role, name):
 
 def asked(prompt):
     """The messages of a prompt, or of a string, which is the user's. A response begins a turn after them."""
-    prompt = spoken(prompt, "user", "prompt") if isinstance(prompt, str) else prompt
+    prompt = spoken(prompt, "user", "prompt")
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with a turn of the assistant, and a response is a turn: remove it")
     return prompt
@@ -41,10 +46,7 @@ def pair_of(prompt, *replies):
     Replies may be whole conversations, which have the prompt, and perhaps turns before it.
     """
     names = ("chosen", "rejected") if len(replies) == 2 else ("completion",)
-    given = [
-        spoken(reply, "assistant", name) if isinstance(reply, str) else reply
-        for name, reply in zip(names, replies)
-    ]
+    given = [spoken(reply, "assistant", name) for name, reply in zip(names, replies)]
     prompt, size = asked(prompt) if prompt else [], 0  # size: of what both begin with
     while size < min(map(len, given)) and given[0][size] == given[-1][size]:
         size += 1
