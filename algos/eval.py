@@ -40,7 +40,7 @@ if __name__ == "__main__":
     flags = parse(Args)  # before the libraries below are loaded: a wrong flag is answered at once
 
 import numpy as np
-import pyarrow.parquet as pq
+import pyarrow as pa
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -101,11 +101,11 @@ def maj_at_k(answers, correct, k):
 
 def load_responses(path, key):
     """Rows of a file with `texts`, the responses: a list of strings, of one length in the whole file."""
-    there = set(Source(path).names)
-    if clash := there & {"scores", "results"}:
-        raise ValueError(f"{path}: it has a column {min(clash)!r} already; use the file without")
-    extra = there & {"response_tokens", "finish_reasons", "episodes", "prompt"}
+    source = Source(path)
+    extra = {"response_tokens", "finish_reasons", "episodes", "prompt"} & {*source.names}
     rows = load_rows(path, ["data_source", "reward_model", "extra_info", key, *extra])
+    if clash := {"scores", "results"} & {*source.schema.names}:
+        raise ValueError(f"{path}: it has a column {min(clash)!r} already; use the file without")
     for i, row in enumerate(rows):
         truth = row["reward_model"].get("ground_truth")
         row |= dict(index=i, ground_truth=truth, prompt=row.get("prompt"))
@@ -230,10 +230,9 @@ def main(args):
             part = {name: column[here] for name, column in columns.items()}
             entries[path][source] = {"prompts": int(here.sum())} | summarize(part, n)
         texts = [[json.dumps(result, default=str) for result in row] for row in results]
-        table = Source(path).table()
-        table = table.append_column("scores", [[[x["score"] for x in row] for row in results]])
+        scores = [[result["score"] for result in row] for row in results]
         with replacing(out / f"scored_{label}.parquet") as new:
-            pq.write_table(table.append_column("results", [texts]), new)
+            Source(path).write(new, iter([pa.table(dict(scores=scores, results=texts))]))
 
     # ---- report
     sources = [*sorted({source for entry in entries.values() for source in entry} - {"all"}), "all"]

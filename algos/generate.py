@@ -68,11 +68,10 @@ from common.families import hf_overrides, takes_images, vllm_names
 from common.files import HELD, content, hold, model_content, replacing
 from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
-from data_prep.lib.replies import asked
+from data_prep.lib.replies import asked, opens_only
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, use_template
-from data_prep.lib.thoughts import opens_only
 from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards.manager import check_environments
@@ -97,28 +96,26 @@ def check_paths(args):
 
 
 def load_prompts(args, tokenizer, tools):
-    """Ids and images of the prompts within --max_prompt_length, by row number, and the whole table."""
+    """Ids and images of the prompts within --max_prompt_length, by row number, their file, its rows."""
     source, sees, prompts = Source(args.data), takes_images(args.model, (args.data,)), {}
-    taken = [name for name in COLUMNS if name in source.names]
-    refuse(
-        (taken, f"{args.data}: it has columns {' '.join(taken)} already: use the file without"),
-        (sees and args.env, f"--env {args.env}: {args.model} takes images, which turns do not"),
-    )
-    batches = read_rows(args.data, dict(prompt=args.prompt_key))
+    refuse((sees and args.env, f"--env {args.env}: {args.model} takes images, which turns do not"))
+    about = dict(extra_info="extra_info") if args.env and "extra_info" in source.names else {}
+    batches = read_rows(args.data, dict(prompt=args.prompt_key) | about)
     for i, row in enumerate(chain.from_iterable(batches)):
         if row["images"] and not sees:
             fail(f"{args.data}: row {i} has images, which {args.model} does not take")
         try:
             asked(row["prompt"])
-            own = given_by(row, tools, tokenizer)
-            prompt = encode_prompt(row, tokenizer, own)
+            prompt = encode_prompt(row, tokenizer, given_by(row, tools, tokenizer))
         except ValueError as error:
             fail(f"{args.data}: row {i}: {args.prompt_key}: {' '.join(str(error).split())}")
         if 0 < len(prompt["prompt_ids"]) <= args.max_prompt_length:
-            prompts[i] = prompt | (dict(images=row["images"]) if sees else {})
+            prompts[i] = prompt | dict(images=row["images"], extra_info=row.get("extra_info", {}))
     if not prompts:
         fail(f"{args.data}: no prompt of 1 to {args.max_prompt_length} tokens (--max_prompt_length)")
-    return prompts, source.table()
+    if taken := [name for name in COLUMNS if name in source.schema.names]:
+        fail(f"{args.data}: it has columns {' '.join(taken)} already: use the file without")
+    return prompts, source, i + 1
 
 
 def plan_shards(args, prompts, rows):
@@ -270,14 +267,14 @@ def add_answer(row, answer, tools, tokenizer, args):
 # endregion
 
 
-def generate(engine, rows, prompts, args, tokenizer, pool, about):
+def generate(engine, rows, prompts, args, tokenizer, pool):
     """Answer `rows` -> a table of their columns. Seeds: as in a trainer's validation, step 0."""
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     sampling["stop_token_ids"] = pool.ends if pool else [tokenizer.eos_token_id]
     jobs = [(row, sample) for row in rows if row in prompts for sample in range(args.n_samples)]
     if takes_images(args.model, (args.data,)):
         sampling["logit_bias"] = dict.fromkeys(image_token_ids(engine.model_config.hf_config), -100.0)
-    talks = [dict(prompts[i], extra_info=about[i], entropy=(args.seed, 0, i, n)) for i, n in jobs]
+    talks = [dict(prompts[i], entropy=(args.seed, 0, i, n)) for i, n in jobs]
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
     converse(engine, talks, pool, tokenizer, args, **sampling)
     check_environments(talks)
@@ -304,10 +301,9 @@ def main(args):
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         options = ENV_WORKERS, args.env_timeout_s, args.tool_parser
         pool = EnvPool(args.env, *options) if args.env else None
-        prompts, table = load_prompts(args, tokenizer, pool and learn_calls(pool, tokenizer))
-        about = table["extra_info"].to_pylist() if "extra_info" in table.column_names else [{}] * len(table)
+        prompts, source, count = load_prompts(args, tokenizer, pool and learn_calls(pool, tokenizer))
         hold(Path(f"{args.output}.shards"), f"--output {args.output}")
-        shards, made_by = plan_shards(args, prompts, table.num_rows)
+        shards, made_by = plan_shards(args, prompts, count)
         todo = [path for path in shards if not path.is_file()]  # before the ranks meet, so equal on all
         engine = build_engine(args)
     except (ValueError, OSError) as error:
@@ -317,7 +313,7 @@ def main(args):
     (sampler, follower), start = divmod(rank, args.tp_size), time.perf_counter()
     bar = tqdm(total=len(shards), initial=len(shards) - len(todo), desc="shards", disable=rank > 0)
     for path in todo[sampler :: world // args.tp_size]:
-        answers = generate(engine, shards[path], prompts, args, tokenizer, pool, about)
+        answers = generate(engine, shards[path], prompts, args, tokenizer, pool)
         if not follower:
             with replacing(path) as new:
                 pq.write_table(answers.replace_schema_metadata(dict(made_by=made_by)), new)
@@ -329,16 +325,14 @@ def main(args):
             time.sleep(0.5)
             bar.update(sum(map(Path.is_file, shards)) - bar.n)
         bar.close()
-        seconds, answers = time.perf_counter() - start, {path: pq.read_table(path) for path in shards}
-        tokens = sum(sum(map(sum, answers[path]["response_tokens"].to_pylist())) for path in todo)
-        added = pa.concat_tables(answers.values())
-        for name in added.column_names:
-            table = table.append_column(name, added[name])
+        seconds = time.perf_counter() - start
+        sampled = (pq.read_table(path, columns=["response_tokens"])[0].to_pylist() for path in todo)
+        tokens = sum(sum(map(sum, rows)) for rows in sampled)
         with replacing(args.output) as new:
-            pq.write_table(table, new)
+            source.write(new, map(pq.read_table, shards))
         HELD.pop(Path(f"{args.output}.shards")).close()  # NFS does not remove a directory with an open file
         shutil.rmtree(f"{args.output}.shards")
-        print(f"{args.output}: {len(prompts)} of {table.num_rows} prompts, {tokens / seconds:.0f} tokens/s")
+        print(f"{args.output}: {len(prompts)} of {count} prompts, {tokens / seconds:.0f} tokens/s")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.pretty import Pretty
 
 from common.arguments import no_model
-from data_prep.lib.columns import ANSWER, PAIR, columns_of, opened, read
+from data_prep.lib.columns import ANSWER, KTO, PAIR, columns_of, opened, read
+from data_prep.lib.replies import pair_of
 from data_prep.lib.schema import KINDS
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render, use_template
@@ -32,6 +33,7 @@ from rewards.manager.combined import load_rewards
 FORMS = {  # columns that a trainer wants of a file
     "RL": {name: name for name in KINDS["RL"]},
     "preferences": PAIR,
+    "labelled responses, for dpo.py --loss kto": KTO,
     "SFT": ANSWER,
     "prompts": dict(prompt="prompt"),
 }
@@ -55,20 +57,24 @@ class Args:
 
 def read_file(path):
     """Kind of a file, its first record, the rows as trainers read them, and the lines of the others."""
-    names, good, lines, first = Source(path).names, [], [], None
+    source, good, lines = Source(path), [], []
+    first = next((row for _, row in source.rows() if isinstance(row, dict)), {})
     for kind, wanted in FORMS.items():  # noqa: B007
-        columns = columns_of(names, wanted)
-        if {column.partition(".")[0] for column in columns.values()} <= {*names}:
+        columns = columns_of(source.names, wanted)
+        there = {column.partition(".")[0] for column in columns.values()} <= {*source.names}
+        if there and isinstance(first.get(columns.get("label"), True), bool):  # else of a class, or a score
             break
     else:
         kinds = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
-        raise ValueError(f"{path}: columns {', '.join(names)} are of no kind of the schema ({kinds})")
-    source, columns = opened(path, wanted)
+        raise ValueError(f"{path}: columns {', '.join(source.names)} are of no kind of the schema ({kinds})")
+    opened(path, wanted)  # says what is read
     for where, record in source.rows():
-        first = first or record
         try:
-            good.append(read(record, columns) | dict(index=len(good) + len(lines)))
-        except ValueError as error:
+            row = read(record, columns)
+            if replies := [row[name] for name in ("chosen", "rejected", "completion") if name in row]:
+                row["prompt"], *_ = pair_of(row["prompt"], *replies)
+            good.append(row | dict(index=len(good) + len(lines)))
+        except (ValueError, TypeError) as error:
             lines.append(f"{where}: {error}")
     return kind, first, good, lines
 

@@ -23,8 +23,8 @@ from typing import Literal
 import tyro
 
 from data_prep.difficulty import unanswered, whole_rows
+from data_prep.lib.replies import THOUGHTS, opens_only
 from data_prep.lib.schema import OPTIONAL, write_parquet
-from data_prep.lib.thoughts import opens_only, whole_thought
 from data_prep.lib.turns import says_nothing
 from data_prep.prepare import run
 
@@ -43,6 +43,14 @@ class Args:
     """Most pairs from one prompt; no two are the same."""
     right: float = 1.0
     """A response is correct if its accuracy, or else its score, is at least this."""
+
+
+def whole_thought(text):
+    """A response whose prompt opened its thought, with the opening."""
+    for opening, closing in THOUGHTS.items():
+        if closing in text and opening not in text.partition(closing)[0]:
+            return f"{opening}\n{text}"
+    return text
 
 
 def judged(path, right, left_out):

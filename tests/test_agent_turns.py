@@ -241,7 +241,7 @@ def test_a_text_is_all_that_was_written_but_its_end(text, end, script, monkeypat
         for prompt_ids, reason in (([5], "stop"), (opens, "stop" if closed else "thought")):
             engine, prompts = Engine([[said]], tokenizer), {0: dict(prompt_ids=prompt_ids)}
             engine.reset_prefix_cache = lambda: None
-            made = generate.generate(engine, range(1), prompts, args, tokenizer, None, [{}])
+            made = generate.generate(engine, range(1), prompts, args, tokenizer, None)
             assert made["responses"].to_pylist() == [[text]]
             assert made["finish_reasons"].to_pylist() == [[reason if end else "length"]]
     elif script == "agent":

@@ -368,8 +368,15 @@ def test_inspect_takes_what_trainers_take(tmp_path):
     assert "for your own give --reward_fn FILE.py:NAME\n" in result.stdout
     tokenizer = tmp_path / "tokenizer"
     tiny_model.make_tokenizer().save_pretrained(tokenizer)
-    rows = [dict(prompt="37+85=", completion="122"), dict(prompt="37+85=", chosen="122", rejected="0")]
-    for row, kind in zip(rows, ("SFT", "preferences")):
+    said, labelled = [[CHAT[1], CHAT[2] | dict(content=x)] for x in ("122", "0")], "labelled responses, for"
+    for row, kind in (
+        (dict(prompt="37+85=", completion="122"), "SFT"),
+        (dict(prompt="37+85=", completion="122", label=3), "SFT"),  # a class
+        (dict(prompt="37+85=", completion="122", label=True), f"{labelled} dpo.py --loss kto"),
+        (dict(messages=said[0], kto_tag=False), f"{labelled} dpo.py --loss kto"),
+        (dict(prompt="37+85=", chosen="122", rejected="0"), "preferences"),
+        (dict(chosen=said[0], rejected=said[1]), "preferences"),
+    ):
         pq.write_table(pa.Table.from_pylist([row]), path)
         result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
         assert result.returncode == 0 and f"{path}: {kind}, 1 rows" in result.stdout

@@ -320,6 +320,30 @@ def test_local_files(tmp_path):
             list(source.Source(tmp_path / name).rows())
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "a.json"])
+def test_columns_are_added_in_batches(tmp_path, monkeypatch, name):
+    """Cut in two ways; types are those of all rows, though a later row of JSON has more."""
+    rows = [dict(x=i, y=[dict(z="a" * i)], late=None) for i in range(8)]
+    rows += [dict(x=0.5, y=[dict(z="b", more=True)], late="c")]
+    table = pa.Table.from_pylist(rows)
+    monkeypatch.setattr(source, "BATCH_ROWS", 4)
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    pq.write_table(table, tmp_path / "a.parquet")
+    lines = [json.dumps({key: x for key, x in row.items() if x is not None}) for row in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "a.json").write_text(f"[{', '.join(lines)}]")
+    added = pa.table(dict(text=[[str(i)] for i in range(9)]))
+    parts = added[:3], added[3:8], added[8:]
+    source.Source(tmp_path / name).write(tmp_path / "new", iter(parts))
+    file = pq.ParquetFile(tmp_path / "new")
+    assert file.read().equals(table.append_column("text", added["text"])) and file.num_row_groups > 2
+    for row in (dict(x="text"), dict(x=1, y={})):
+        (tmp_path / "bad.jsonl").write_text(f"{lines[0]}\n{json.dumps(row)}\n")
+        with pytest.raises(ValueError, match=r"bad.jsonl: its rows fit no parquet file: [^\n]+$"):
+            assert source.Source(tmp_path / "bad.jsonl").schema
+
+
 def test_broken_rows_are_named(tmp_path, capsys):
     gsm8k.main(gsm8k.Args(str(tmp_path), str(FIXTURES / "gsm8k")))
     output = capsys.readouterr()

@@ -10,8 +10,8 @@ from test_sft import CONVERSATION, conversation_tokenizer
 from transformers import AutoTokenizer
 
 from algos import sft
-from data_prep import tiny_model
-from data_prep.lib import templates, thoughts, turns
+from data_prep import rejection, tiny_model
+from data_prep.lib import replies, templates, turns
 from data_prep.lib.images import encode_prompt
 from envs.messages import without_special
 
@@ -235,21 +235,21 @@ def test_a_thought_that_the_prompt_opens_is_written_once(said, trained, way):
 def test_thoughts_that_are_left_open():
     opened, closed = "<|assistant|><think>\n", "<|assistant|><think>\n\n</think>\n\n"
     for case in (("So.", opened), ("", opened), ("<think>So.",), ("\n<|channel>thought\nSo.",)):
-        assert thoughts.opens_only(*case)
+        assert replies.opens_only(*case)
     for case in (("So.",), ("So.", closed), ("So.</think>3", opened), ("<think>So.</think>",)):
-        assert not thoughts.opens_only(*case)
+        assert not replies.opens_only(*case)
 
 
 def test_a_thought_after_a_prompt_that_has_none():
     closed = "<|assistant|><think>\n\n</think>\n\n"
     assert (
-        thoughts.answer_after(closed, "<think>\n\n</think>\n\n3") == thoughts.answer_after(closed, "3") == "3"
+        replies.answer_after(closed, "<think>\n\n</think>\n\n3") == replies.answer_after(closed, "3") == "3"
     )
     with pytest.raises(ValueError, match="the answer has a thought and its prompt an empty one"):
-        thoughts.answer_after(closed, "<think>So.</think>3")
-    assert thoughts.answer_after("<|assistant|>", "<think>So.</think>3") == "<think>So.</think>3"
-    assert thoughts.whole_thought("So.</think>3") == "<think>\nSo.</think>3"
-    assert thoughts.whole_thought("<think>So.</think>3") == "<think>So.</think>3"
+        replies.answer_after(closed, "<think>So.</think>3")
+    assert replies.answer_after("<|assistant|>", "<think>So.</think>3") == "<think>So.</think>3"
+    assert rejection.whole_thought("So.</think>3") == "<think>\nSo.</think>3"
+    assert rejection.whole_thought("<think>So.</think>3") == "<think>So.</think>3"
 
 
 def test_text_is_never_a_special_token():

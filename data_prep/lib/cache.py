@@ -37,28 +37,29 @@ RL = "data_source", "prompt", "reward_model", "extra_info"
 
 
 class Rows:
-    """Rows of an Arrow file; `row` has some fields as JSON."""
+    """Rows of a table of Arrow; `row` has some fields as JSON."""
 
-    def __init__(self, batches):
-        self.batches, self.ends = batches, [*accumulate(map(len, batches))]
+    def __init__(self, table):
+        self.table, self.batches = table, table.to_batches()
+        self.ends = [*accumulate(map(len, self.batches))]
 
     def __len__(self):
-        return self.ends[-1]
+        return len(self.table)
 
     def __getitem__(self, i):
         if isinstance(i, slice):
             return [self[j] for j in range(len(self))[i]]
         i = range(len(self))[i]
-        n = bisect(self.ends, i)
+        n = bisect(self.ends, i)  # a table's own `slice` goes through all batches
         [row] = self.batches[n].slice(i - self.ends[n] + len(self.batches[n]), 1).to_pylist()
         return json.loads(row.pop("row", "{}")) | row
 
     def column(self, name):
         """A column, in Arrow: without a Python object for each row."""
-        return pa.chunked_array([batch.column(name) for batch in self.batches])
+        return self.table[name]
 
     def unique(self, name):
-        return {value for batch in self.batches for value in batch.column(name).unique().to_pylist()}
+        return {*self.table[name].unique().to_pylist()}
 
 
 def load_prompts(paths, tokenizer, max_length, tools=None):
@@ -135,15 +136,11 @@ def encoded_rows(paths, tokenizer, wanted, fields, encode, about, code=()):
             remedy = "set HF_DATASETS_CACHE or HF_HOME to a directory with space that you may write to"
             sys.exit(f"error: {entry.parent}: tokenised rows cannot be written ({error}); {remedy}")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else every later fork gives a warning
-    # CAREFUL: to make an array from Python's values, pyarrow loads pandas
-    batches = [pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in fields], schema=fields)]
     try:
-        file = pa.ipc.open_file(pa.memory_map(str(entry / "rows.arrow")))
-        batches += map(file.get_batch, range(file.num_record_batches))
+        rows = Rows(pa.ipc.open_file(pa.memory_map(str(entry / "rows.arrow"))).read_all())
         count = int((entry / "count").read_text())
     except (pa.ArrowException, OSError, ValueError) as error:
         sys.exit(f"error: {entry} is damaged ({str(error).splitlines()[0]}): delete it")
-    rows = Rows(batches)
     for field in fields:
         if field.type == IDS and len(rows):
             images.check_known(pc.max(pc.list_flatten(rows.column(field.name))).as_py() or 0, tokenizer)

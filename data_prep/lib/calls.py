@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections import Counter
+from copy import copy
 
 from common import cpu
 from data_prep.lib.marks import TOOLS
@@ -53,20 +54,9 @@ def observation(tokenizer, messages, tools, last):
     return plain_messages.observation(tokenizer, messages, tools, last, after)
 
 
-class Marked:
-    """A tokenizer that has every mark that a parser asks for: its ids matter to vLLM's streams alone."""
-
-    def __init__(self, tokenizer):
-        self._tokenizer, self.vocab = tokenizer, Vocabulary(tokenizer.get_vocab())
-
-    def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
-
-    def get_vocab(self):
-        return self.vocab  # made once: a tokenizer makes one each time
-
-
 class Vocabulary(dict):
+    """One that has every mark that a parser asks for: its ids matter to vLLM's streams alone."""
+
     def get(self, key, default=None):
         return super().get(key, -1 if default is None else default)
 
@@ -79,7 +69,8 @@ def find_reader(tokenizer, tools, name=None):
     """
     classes, missing = parsers(name)
     written = [written_call(*said, tokenizer) for said in TRIES]
-    marked = Marked(tokenizer)
+    marked, vocabulary = copy(tokenizer), Vocabulary(tokenizer.get_vocab())
+    marked.get_vocab = lambda: vocabulary  # made once: a tokenizer makes one each time
     stop_ids = tokenizer.convert_tokens_to_ids(sorted({last for _, last in written if last}))
     if not written[0][0]:
         if name is None:

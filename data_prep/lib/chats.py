@@ -97,16 +97,16 @@ def _trained(message, where):
     return message.get("role") != "assistant" or all(v == (key in TRAIN) for key, v in said.items())
 
 
-def tools_of(value, where="tools"):
+def tools_of(value):
     """JSON schemas of tools, from a column or its JSON text; without what Arrow fills in."""
     tools = []
-    for i, tool in enumerate(parsed(value or [], where, list, "a list of JSON schemas")):
-        tool = tidy(parsed(tool, f"{where}[{i}]", dict, "a JSON schema"), inside=True)
+    for i, tool in enumerate(parsed(value or [], "tools", list, "a list of JSON schemas")):
+        tool = tidy(parsed(tool, f"tools[{i}]", dict, "a JSON schema"), inside=True)
         tools.append(tool if "function" in tool else dict(type="function", function=tool))
         function = tools[-1]["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             problem = f"must be a JSON schema with the name of a tool, not {tool!r:.60}"
-            raise ValueError(f"'{where}[{i}]' {problem}")
+            raise ValueError(f"'tools[{i}]' {problem}")
     return tools
 
 
@@ -138,17 +138,13 @@ def parsed(value, where, kind, form):
     return found
 
 
-def in_text(call):
-    """A call with its arguments as JSON text."""
-    function = call.get("function", call)
-    function = function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False))
-    return call | dict(function=function) if "function" in call else function
+def in_text(message):
+    """A message with arguments as JSON text: a file has one struct for those of all tools."""
 
+    def text(call):
+        if "function" in call:
+            return call | dict(function=text(call["function"]))
+        return call | dict(arguments=json.dumps(call["arguments"], ensure_ascii=False))
 
-def storable(messages):
-    """Messages as they are written, arguments as JSON text: a file has one struct for those of all tools."""
-    found = [dict(message) for message in messages]
-    for message in found:
-        if "tool_calls" in message:
-            message["tool_calls"] = [*map(in_text, message["tool_calls"])]
-    return found
+    calls = [*map(text, message.get("tool_calls", ()))]
+    return message | dict(tool_calls=calls) if calls else message

@@ -109,8 +109,8 @@ def read(record, columns):
         if row["label"] not in (0, 1):
             raise ValueError(f"{columns['label']!r} must be true or false, not {row['label']!r:.60}")
         if "messages" in row:
-            *row["prompt"], row["completion"] = row.pop("messages")
-            row["completion"] = [row["completion"]]
+            said = row.pop("messages")
+            row |= dict(prompt=said[:-1], completion=said[-1:])
     if "chosen" in row:  # see `pair_of`
         row["prompt"] = row.pop("messages", None) or row.get("prompt")
     for what in [x for x in TALKS if row.get(x)] if system else ():

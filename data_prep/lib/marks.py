@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data_prep.lib.chats import in_text
-from data_prep.lib.thoughts import MARK_OF_THOUGHT
+from data_prep.lib.replies import MARK_OF_THOUGHT
 from envs import one_line
 from envs.messages import RENDER_ERRORS
 
@@ -29,25 +29,20 @@ TOOLS = [dict(type="function", function=TOOL)]
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itself what is trained
 
 
-def written(messages, tokenizer, given, prompted, spans=None):
-    """What the template writes; Unwritten where it cannot. spans: a list for what it marks as trained."""
+def written(messages, tokenizer, given, prompted):
+    """What the template writes, and the places in it that it marks as trained; ValueError: it cannot."""
     given = given | dict(tools=given["tools"] or None, add_generation_prompt=prompted)
     try:
-        if spans is None:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **given)
+        if not MARKED.search(str(tokenizer.chat_template)):
+            return tokenizer.apply_chat_template(messages, tokenize=False, **given), ()
         text_only = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
         template = text_only.get_chat_template(None, given["tools"])
         given |= text_only.special_tokens_map | dict(return_assistant_tokens_mask=True)
-        [text], [found] = render_jinja_template([messages], chat_template=template, **given)
+        [text], [spans] = render_jinja_template([messages], chat_template=template, **given)
     except RENDER_ERRORS as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise Unwritten(one_line(f"the chat template: {name}{error}")) from None
-    spans += found
-    return text
-
-
-class Unwritten(ValueError):
-    """A template cannot write messages."""
+        raise ValueError(one_line(f"the chat template: {name}{error}")) from None
+    return text, spans
 
 
 def formed(message, parts, text, none):
@@ -60,7 +55,7 @@ def formed(message, parts, text, none):
         message = message | dict(content=[dict(type="text", text=message["content"])])
     if not message.get("tool_calls"):
         return message
-    calls = map(in_text, message["tool_calls"]) if text else message["tool_calls"]
+    calls = (in_text(message) if text else message)["tool_calls"]
     calls = [dict(type="function") | call | dict(function=call.get("function", call)) for call in calls]
     return message | dict(tool_calls=calls, content=message["content"] or (None if none else ""))
 
@@ -115,16 +110,14 @@ def tried(about, tokenizer, template, given, prompted):
     for i, kind in enumerate(about):
         message, found = in_marks(i, kind)
         messages.append(message)
-        own = {x: what for x, what in found.items() if "call" in what} if kind[0] == "assistant" else found
-        marks |= own
+        marks |= {x: what for x, what in found.items() if kind[0] != "assistant" or "call" in what}
     given["tools"] = given["tools"] and TOOLS
     # a list only where text will not do, and other calls only where there are any
     forms, problem = [*product((False, True), repeat=3)], None
     for form in forms if any(calls for _, _, _, calls, *_ in about) else forms[::4]:
-        spans = [] if MARKED.search(template) else None
         try:
-            text = written([formed(x, *form) for x in messages], tokenizer, given, prompted, spans)
-        except Unwritten:
+            text, spans = written([formed(x, *form) for x in messages], tokenizer, given, prompted)
+        except ValueError:
             continue
         lost = [what for mark, what in marks.items() if mark not in text]
         if not lost:
@@ -132,4 +125,4 @@ def tried(about, tokenizer, template, given, prompted):
         problem = problem or f"the chat template leaves out {lost[0]}; take a model whose template shows it"
     if problem:
         raise ValueError(problem)
-    return (False,) * 3, None, None  # the messages themselves may say why
+    return (False,) * 3, None, ()  # the messages themselves may say why

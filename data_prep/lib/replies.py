@@ -1,12 +1,27 @@
-"""A prompt, and a reply to it: a string or messages."""
+"""A prompt, and a reply to it: a string or messages. A reply may begin with a thought."""
 
 import ast
 import json
+import re
 from contextlib import suppress
+
+THOUGHTS = {  # marks of a thought
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "◁think▷": "◁/think▷",
+}
+OPENED = THOUGHTS | {"<|channel>": "<channel|>", "<|channel|>analysis": "<|end|>"}  # Gemma 4, gpt-oss
+MARK_OF_THOUGHT = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
 
 
 def spoken(text, role, name):
-    """A text as one message; ValueError if it is the text of messages, of JSON or of Python."""
+    """A text as one message; ValueError if it is the text of messages, of JSON or of Python.
+
+    Messages stay as they are.
+    """
+    if not isinstance(text, str):
+        return text
     found = []
     for read in (json.loads, ast.literal_eval) if "".join(text[:99].split())[:2] == "[{" else ():
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -19,7 +34,7 @@ def spoken(text, role, name):
 
 def asked(prompt):
     """The messages of a prompt, or of a string, which is the user's. A response begins a turn after them."""
-    prompt = spoken(prompt, "user", "prompt") if isinstance(prompt, str) else prompt
+    prompt = spoken(prompt, "user", "prompt")
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with a turn of the assistant, and a response is a turn: remove it")
     return prompt
@@ -31,10 +46,7 @@ def pair_of(prompt, *replies):
     Replies may be whole conversations, which have the prompt, and perhaps turns before it.
     """
     names = ("chosen", "rejected") if len(replies) == 2 else ("completion",)
-    given = [
-        spoken(reply, "assistant", name) if isinstance(reply, str) else reply
-        for name, reply in zip(names, replies)
-    ]
+    given = [spoken(reply, "assistant", name) for name, reply in zip(names, replies)]
     prompt, size = asked(prompt) if prompt else [], 0  # size: of what both begin with
     while size < min(map(len, given)) and given[0][size] == given[-1][size]:
         size += 1
@@ -66,3 +78,52 @@ def answer(value):
         return text
     problem = f"an answer must be a string or one message of the assistant, not {value!r:.60}"
     raise ValueError(f"{problem}; conversations: --messages_key")
+
+
+def opens_only(text, prompt=""):
+    """Whether a response does not close a thought that it, or its prompt, has opened."""
+    begins, end = text.lstrip(), prompt.rstrip()
+    opened = [y for x, y in OPENED.items() if begins.startswith(x) or end.endswith(x)]
+    return any(closing not in text for closing in opened)
+
+
+def answer_after(prompt, text):
+    """What follows a prompt that may have opened a thought: the answer, which opens it only once.
+
+    An answer without a thought has an empty one, as the templates of Qwen have it.
+    """
+    check_thought(text, prompt)
+    end, begins = prompt.rstrip(), text.lstrip()
+    for opening, closing in THOUGHTS.items():
+        if end.endswith(opening) and begins.startswith(opening):
+            return begins.removeprefix(opening).removeprefix("\n" * prompt.endswith("\n"))
+        if end.endswith(opening) and closing not in text:
+            return f"\n{closing}\n\n" + text.lstrip("\n")
+        if end.endswith(closing) and closing in text:
+            return text.partition(closing)[2].lstrip("\n")
+    return text
+
+
+def check_thought(text, prompt):
+    """ValueError if an answer opens a thought and does not close it, or thinks where its prompt does not."""
+    end = prompt.rstrip()
+    for opening, closing in THOUGHTS.items():
+        before, closed, _ = text.partition(closing)
+        thought = before.lstrip().removeprefix(opening)
+        if text.lstrip().startswith(opening) and not closed:
+            raise ValueError(f"the answer opens {opening} and does not close it by {closing}")
+        if end.endswith(opening) and closed and opening in thought:
+            raise ValueError(f"the answer opens {opening} in its middle, and its prompt has opened it")
+        if end.endswith(closing) and closed and thought.strip():
+            remedy = "let it open one (--chat_template_kwargs), or leave out the thought"
+            raise ValueError(f"the answer has a thought and its prompt an empty one: {remedy}")
+
+
+def thought_apart(message):
+    """A message of which a thought at the beginning is its reasoning."""
+    for opening, closing in THOUGHTS.items():
+        thought, closed, said = message["content"].partition(closing)
+        if closed and thought.lstrip().startswith(opening) and not message.get("reasoning_content"):
+            thought = thought.lstrip().removeprefix(opening).strip("\n")
+            return message | dict(content=said.lstrip("\n"), reasoning_content=thought)
+    return message

@@ -13,13 +13,14 @@ Messages with tool calls: chats.py.  Other names of these columns, and further o
 """
 
 import json
+from os import PathLike
 from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import replacing
-from data_prep.lib.chats import say_unknown, storable
+from data_prep.lib.chats import in_text, say_unknown
 from data_prep.lib.columns import TALKS, check_fields, opened, read, shown, talk_of, used
 from data_prep.lib.source import by_bytes
 
@@ -40,7 +41,7 @@ def load_rows(paths, columns):
     one line with file, row and field, for a file that cannot be read, and for a bad row.
     """
     rows, wanted = [], {name: name for name in columns if name not in OPTIONAL}
-    for path in [paths] if isinstance(paths, str) or hasattr(paths, "__fspath__") else paths:
+    for path in [paths] if isinstance(paths, str | PathLike) else paths:
         for some in read_rows(path, wanted, say=False):
             rows += [{name: row[name] for name in columns} for row in some]
     say_unknown()
@@ -115,7 +116,7 @@ def stored(row, where):
     """A row as it is written: a file has one struct for the calls of all rows, so they are JSON text."""
     checked = check_row(row, where)
     lists = [name for name in TALKS if isinstance(row.get(name), list)]
-    row = row | {name: storable(checked[name]) for name in lists}
+    row = row | {name: [*map(in_text, checked[name])] for name in lists}
     for name in {"tools", "chat_template_kwargs"} & row.keys():
         row[name] = json.dumps(checked[name], ensure_ascii=False) if checked[name] else None
     return row

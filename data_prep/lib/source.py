@@ -7,6 +7,8 @@ import gzip
 import itertools
 import json
 import re
+from datetime import date, time
+from functools import cached_property
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +20,7 @@ JSON = ".jsonl", ".jsonl.gz", ".json", ".json.gz"
 ENDINGS = ".parquet", *JSON, ".arrow"
 BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # a batch has at most so many rows, of about this size
 FOR_REWARDS = "extra_info", "reward_model"
+MEDIUM = re.compile(r"(\w*list<\w+: )?struct<(bytes|path): \w+, (bytes|path): \w+>")  # a type of Arrow
 NO_JSON = re.compile("date|time|duration|decimal|binary")  # in the name of a type of Arrow
 UNREADABLE = OSError, EOFError, ValueError, KeyError, RecursionError, pa.ArrowException
 
@@ -42,8 +45,7 @@ class Source:
                 reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
                 raise ValueError(f"{path}: {reason}") from None
             self.names, self.empty = file.schema_arrow.names, not file.metadata.num_rows
-            kinds = {field.name: getattr(field.type, "value_type", field.type) for field in file.schema_arrow}
-            self.media = [name for name, kind in kinds.items() if is_medium(kind)]
+            self.media = [field.name for field in file.schema_arrow if MEDIUM.match(str(field.type))]
         else:
             first = next(self.batches(), [])
             known = [row for row in first if isinstance(row, dict)]
@@ -61,18 +63,43 @@ class Source:
             yield named_rows(batch, self.path, first)
             first += len(batch)
 
-    def rows(self, names=None):
+    def rows(self):
         """Yield (place, row) of all rows, the errors of broken JSON among them."""
-        rows = itertools.chain.from_iterable(self.batches(names))
+        rows = itertools.chain.from_iterable(self.batches())
         return ((f"{self.path}: row {i}", row) for i, row in enumerate(rows))
 
-    def table(self):
-        """All rows in Arrow, in chunks of a size that columns of lists allow."""
+    @cached_property
+    def schema(self):
+        """That of all rows in Arrow; JSON is read for it. ValueError if no parquet file can have it."""
+        tables = itertools.islice(self._tables(), None if self.kind in JSON else 1)
+        try:
+            schema = pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
+            pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
+        except pa.ArrowException as error:
+            raise ValueError(f"{self.path}: its rows fit no parquet file: {one_line(error)}") from None
+        return schema
+
+    def write(self, new, added):
+        """Write all rows to the parquet file `new`, each with its row of `added`, an iterator of tables."""
+        more = next(added)
+        fields = pa.schema([*self.schema, *more.schema], self.schema.metadata)
+        with pq.ParquetWriter(new, fields) as writer:
+            for rows in self._tables(self.schema):
+                while len(rows):
+                    more = more if len(more) else next(added)
+                    n = min(len(rows), len(more))
+                    columns = [*rows.slice(0, n).columns, *more.slice(0, n).columns]
+                    writer.write_table(pa.table(columns, schema=fields))
+                    rows, more = rows.slice(n), more.slice(n)
+
+    def _tables(self, schema=None):
+        """Yield all rows in Arrow; those of JSON have this schema, or what is in a batch."""
         if self.kind in JSON:
-            tables = [pa.Table.from_pylist(batch) for batch in self.batches()]
+            for batch in self.batches():
+                names = dict.fromkeys(itertools.chain.from_iterable(batch))
+                yield pa.Table.from_pylist([names | row for row in batch], schema)
         else:
-            tables = [pa.Table.from_batches([batch]) for batch in self._guarded(self._arrow(None))]
-        return pa.concat_tables(tables, promote_options="permissive")
+            yield from (pa.Table.from_batches([batch]) for batch in self._guarded(self._arrow(None)))
 
     def _arrow(self, names):
         if self.kind == ".arrow":
@@ -188,9 +215,4 @@ def as_text(value):
     """Dates, times, decimal numbers and bytes as text."""
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
-def is_medium(kind):
-    """Whether a type of Arrow is {bytes, path}: pictures, sounds or films."""
-    return isinstance(kind, pa.StructType) and {field.name for field in kind} == {"bytes", "path"}
+    return value.isoformat() if isinstance(value, date | time) else str(value)

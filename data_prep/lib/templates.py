@@ -9,7 +9,7 @@ from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from data_prep.lib.marks import TOOL, TOOLS, formed, kinds, tried, written
-from data_prep.lib.thoughts import thought_apart
+from data_prep.lib.replies import thought_apart
 from envs import one_line
 from envs.messages import without_special
 
@@ -126,11 +126,14 @@ class Talk:
         """Of the messages up to `end`: see `tried`."""
         return tried(self.kinds[:end], *self.about, prompted)
 
-    def text(self, end, prompted, spans=None):
-        """What the template writes for them. spans: a list for what it marks as trained.
+    def text(self, end, prompted):
+        return self.written(end, prompted)[0]
+
+    def written(self, end, prompted):
+        """What the template writes for them, and the places in it that it marks as trained.
 
         ValueError, in one line, if it cannot write them, or leaves out what somebody says or calls.
         """
         form, *_ = self.marked(end, prompted)
         messages = [formed(message, *form) for message in self.messages[:end]]
-        return written(messages, self.tokenizer, self.given, prompted, spans)
+        return written(messages, self.tokenizer, self.given, prompted)

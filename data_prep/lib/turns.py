@@ -16,14 +16,14 @@ from functools import cache, lru_cache, partial
 from itertools import groupby
 
 from data_prep.lib.marks import MARKED, in_marks, tried
+from data_prep.lib.replies import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought
 from data_prep.lib.templates import Talk
-from data_prep.lib.thoughts import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought
 from envs.messages import special_tokens
 
 ELSE = "take a model whose template shows it, or another by --chat_template"
 
 
-def places(prompt, upto, history, last=1):
+def places(prompt, upto, history, last):
     """{where a turn may begin: its text}, of the rendering `upto` that ends with it.
 
     history(): the messages before it without the generation prompt; last: which of these, from the end.
@@ -105,14 +105,14 @@ def turn(talk, i):
 
 def marked_turn(talk, i):
     """[(text before, text)] of each part of turn i that a template marks by {% generation %}."""
-    spans, special = [], special_tokens(talk.tokenizer)
+    special = special_tokens(talk.tokenizer)
     _, _, past = talk.marked(i, False)
     _, text, own = talk.marked(i + 1, False)
-    upto = talk.text(i + 1, False, spans)
-    spans = [(a, b) for a, b in spans[len(past or ()) :] if upto[a:b].strip()]
+    upto, spans = talk.written(i + 1, False)
+    spans = [(a, b) for a, b in spans[len(past) :] if upto[a:b].strip()]
     if not spans:
         raise ValueError("the chat template marks nothing by {% generation %}: put it around the turns")
-    trained = "".join(text[a:b] for a, b in own[len(past or ()) :]) if text else upto
+    trained = "".join(text[a:b] for a, b in own[len(past) :]) if text else upto
     lost = [what for mark, what in in_marks(i, talk.kinds[i])[1].items() if text and mark not in trained]
     if lost:
         raise ValueError(f"the chat template leaves out {lost[0]}; {ELSE}")
@@ -127,8 +127,8 @@ def marked_turn(talk, i):
 
 def trained_turns(messages, first=0):
     """Numbers of the turns of the assistant that are trained."""
-    roles = [(i, m) for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
-    return [i for i, message in roles if message.get("train", True)]
+    told = [m["role"] == "assistant" and m.get("train", True) for m in messages]
+    return [i for i in range(first, len(messages)) if told[i]]
 
 
 def encode_messages(messages, tokenizer, tools=None, first=0):
@@ -164,12 +164,10 @@ def shared(before, ids, tokenizer):
     if ids[: len(before)] == before:
         return len(before)
     special = special_ids(tokenizer)
-    for size in range(len(before), 0, -1):
-        if before[size - 1] in special and ids[:size] == before[:size]:
-            return size
-        if before[size - 1] not in special and tokenizer.decode([before[size - 1]]).strip():
-            return 0
-    return 0
+    ends = (size for size in range(len(before), 0, -1) if before[size - 1] in special)
+    size = next((size for size in ends if ids[:size] == before[:size]), 0)
+    rest = [i for i in before[size:] if i not in special]
+    return 0 if tokenizer.decode(rest).strip() else size
 
 
 def ids_after(prompt, text, tokenizer):
