@@ -59,7 +59,7 @@ SIZES = {  # directory of the data, model there, data_source, flags of all runs,
     "sums": (ROOT / "runs/sums", "sft/checkpoints/latest/hf", "arithmetic", DEFAULTS, DETAILS, ONE_THREAD),
     "smollm2": (
         *(ROOT / "runs/demo-smollm2", "model", "ifeval"),
-        FLAGS["smollm2"]["grpo"] + " --total_steps 12 --test_freq 4 --save_freq 0",
+        FLAGS["smollm2"]["grpo"] + " --total_steps 16 --test_freq 4 --save_freq 0",
         {
             "32 prompts x 4": "--train_batch_size 32 --group_size 4",
             "8 prompts x 16": "--train_batch_size 8 --group_size 16",
