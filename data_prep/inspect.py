@@ -62,7 +62,7 @@ def read_file(path):
     for kind, wanted in FORMS.items():  # noqa: B007
         columns = columns_of(source.names, wanted)
         there = {column.partition(".")[0] for column in columns.values()} <= {*source.names}
-        if there and isinstance(first.get(columns.get("label"), True), bool):  # else of a class, or a score
+        if there and first.get(columns.get("label"), 1) in (0, 1):  # else of a class, or a score
             break
     else:
         kinds = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())

@@ -68,6 +68,7 @@ BESIDE = {  # columns beside what is trained: the libraries, what becomes of the
     "segments": ("a", [dict(label=True, text="b")], REFUSED),
     "label": ("t s", False, REFUSED + "dpo.py --loss kto reads it"),
     "kto_tag": ("l", True, REFUSED),
+    "label as a number": ("o", 0, REFUSED + "dpo.py --loss kto reads it"),
     "label of a class": ("s", [1, 3], NAMED),
     "label that is a score": ("s", 0.8, NAMED),
     "labels": ("t", [True, False], NAMED),

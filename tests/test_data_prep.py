@@ -373,7 +373,7 @@ def test_inspect_takes_what_trainers_take(tmp_path):
         (dict(prompt="37+85=", completion="122"), "SFT"),
         (dict(prompt="37+85=", completion="122", label=3), "SFT"),  # a class
         (dict(prompt="37+85=", completion="122", label=True), f"{labelled} dpo.py --loss kto"),
-        (dict(messages=said[0], kto_tag=False), f"{labelled} dpo.py --loss kto"),
+        (dict(messages=said[0], kto_tag=0), f"{labelled} dpo.py --loss kto"),
         (dict(prompt="37+85=", chosen="122", rejected="0"), "preferences"),
         (dict(chosen=said[0], rejected=said[1]), "preferences"),
     ):

@@ -179,7 +179,7 @@ def shown(record, columns=()):
     ValueError if it fills in a column that others show a model, and that is none of `columns`.
     """
     for name, value in record.items():
-        label = name in NAMES["label"] and not isinstance(value, bool)  # of a class, or a score
+        label = name in NAMES["label"] and value not in (0, 1)  # of a class, or a score
         filled = value not in (None, "", [], {}) and not label
         if filled and name in REFUSED and name not in columns:
             raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}drop the column")
