@@ -40,6 +40,16 @@ def asked(prompt):
     return prompt
 
 
+def after(system, messages):
+    """Messages after the words of a system, with which they may begin."""
+    first = messages[0]
+    if first["role"] != "system":
+        return [dict(role="system", content=system), *messages]
+    if first["content"].strip() != system.strip():
+        raise ValueError("the words of the system, said twice, differ: keep one")
+    return messages
+
+
 def pair_of(prompt, *replies):
     """-> the messages of a prompt and of the replies to it, two or one; each may be a string.
 
@@ -61,8 +71,9 @@ def pair_of(prompt, *replies):
         same.pop()
     if same and (same[0][0] != "assistant" or given[0][: len(prompt)] == prompt):
         if len(words) < len(same):
-            system = [m for m in prompt if m["role"] == "system" and same[0][0] != "system"]
-            prompt = system + given[0][: len(same)]
+            system = [m["content"] for m in prompt if m["role"] == "system"]
+            prompt = given[0][: len(same)]
+            prompt = after(system[0], prompt) if system else prompt
         given = [reply[len(same) :] for reply in given]
     if not prompt or any(reply[0]["role"] != "assistant" for reply in given):
         said = "'chosen' and 'rejected' are not two replies" if names[1:] else "'completion' is no reply"
