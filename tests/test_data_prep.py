@@ -13,10 +13,12 @@ from conftest import python
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from algos import dpo, sft
 from algos import eval as evaluation
 from common.files import replacing
 from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
 from data_prep.lib import source
+from data_prep.lib.cache import load_prompts
 from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
 
@@ -381,11 +383,49 @@ def test_inspect_takes_what_trainers_take(tmp_path):
         result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
         assert result.returncode == 0 and f"{path}: {kind}, 1 rows" in result.stdout
         assert "prompt length in tokens: min 8, median 8" in result.stdout
-    talk = [dict(role="user", content="x"), dict(role="tool", content="x")]
+    talk = [dict(role="user", content="x"), dict(role="tool", content="x"), CHAT[2]]
     pq.write_table(pa.Table.from_pylist([dict(messages=talk)]), path)
     result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
     assert result.returncode == 1 and result.stderr.splitlines()[0] == f"note: {path}: rows of messages"
     assert f"{path}: row 0: the chat template: unknown role tool" in result.stderr
+
+
+UNFIT = [  # a row, what inspect.py and its trainer say of it
+    (
+        dict(prompt="1+2=", completion=[dict(role="assistant", content="3", reasoning="So")]),
+        "an answer must be",
+    ),
+    (
+        dict(prompt=[dict(role="assistant", content="3")], completion="3"),
+        "the prompt ends with a turn of the",
+    ),
+    (dict(messages=[dict(role="assistant", content="3")]), "message 0 is a turn of the assistant, before"),
+    (dict(messages=[dict(role="user", content="1+2=")]), "no row has an answer"),
+    (dict(prompt="1+2=", completion=" "), "no row has an answer"),
+    (dict(prompt="1+2=", completion=3), "an answer must be a string or messages, not 3"),
+    (dict(prompt="1+2=", completion="", label=True), "'completion' is empty, or has an empty turn"),
+    (dict(prompt="1+2=", chosen="3", rejected=" "), "'rejected' is empty, or has an empty turn"),
+    (dict(prompt="1+2=", chosen="3", rejected="3"), "'chosen' and 'rejected' are equal"),
+    (good_row(prompt=[dict(role="assistant", content="3")]), "the prompt ends with a turn of the"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), UNFIT)
+def test_inspect_refuses_what_trainers_refuse(row, says, tmp_path, capsys):
+    path, tokenizer = str(tmp_path / "x.parquet"), tiny_model.make_tokenizer()
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    make = lambda script, **how: script.Args(model="", train_files=(), output_dir="", **how)
+    kto = "kto" if "label" in row else "sigmoid"
+    with pytest.raises(ValueError, match=says):
+        if "data_source" in row:
+            load_prompts([path], tokenizer, 99)
+        elif "completion" in row and kto != "kto" or "messages" in row:
+            sft.load_examples([path], make(sft), tokenizer)
+        else:
+            dpo.load_pairs([path], make(dpo, loss=kto), tokenizer)
+    with pytest.raises(SystemExit) as end:
+        inspect.main(inspect.Args((path,)))
+    assert end.value.code == 1 and says in capsys.readouterr().out
 
 
 # ---- models

@@ -128,6 +128,9 @@ def marked_turn(talk, i):
 def trained_turns(messages, first=0):
     """Numbers of the turns of the assistant that are trained."""
     told = [m["role"] == "assistant" and m.get("train", True) for m in messages]
+    if told[0] and not first:
+        remedy = "drop it, or say that it is not trained by 'train': false"
+        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
     return [i for i in range(first, len(messages)) if told[i]]
 
 
@@ -140,9 +143,6 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
     wanted = trained_turns(messages, first)
     if hasattr(tokenizer, "image_processor"):
         raise ValueError("a model that takes images reads prompts and completions, no conversations")
-    if wanted[:1] == [0]:
-        remedy = "drop it, or say that it is not trained by 'train': false"
-        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
     talk = Talk(messages, tokenizer, tools)
     if MARKED.search(str(tokenizer.chat_template)):
         pairs = [pair for i in wanted for pair in marked_turn(talk, i)]
