@@ -32,7 +32,7 @@ from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 
 FORMS = {  # columns that a trainer wants of a file
-    "RL": {name: name for name in KINDS["RL"]},
+    "RL": {name: name for name in KINDS["RL"] if name != "ability"},
     "preferences": PAIR,
     "labelled responses, for dpo.py --loss kto": KTO,
     "SFT": ANSWER,

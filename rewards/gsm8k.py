@@ -57,17 +57,25 @@ TAG = re.compile(r"(?:.*<[|｜][^<>]*[|｜]>[ \t]*|<[^<>]*>)$", re.DOTALL)  # fi
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {score: 1.0 | 0.0, acc, pred}.  `extra_info["method"]`: strict | flexible.
 
-    Default: strict; for arithmetic flexible.  A ground truth that is no number scores 0.  Raises ValueError
-    for another method.
+    Default: strict; for arithmetic flexible.  Raises ValueError for another method, and for a ground truth
+    that is no number.
     """
+    method, truth = check_row(data_source, ground_truth, extra_info)
+    text = solution_str.rpartition("</think>")[2].translate(TO_ASCII).rstrip()
+    answer = _after_last_marker(text) if method == "strict" else _last_number(text)
+    correct = answer == truth
+    return {"score": float(correct), "acc": correct, "pred": answer or ""}
+
+
+def check_row(data_source, ground_truth, extra_info):
+    """The method, and the value of the ground truth.  Raises ValueError."""
     method = (extra_info or {}).get("method") or ("flexible" if data_source == "arithmetic" else "strict")
     if method not in ("strict", "flexible"):
         raise ValueError(f"extra_info['method'] is {method!r}; it must be 'strict' or 'flexible'")
-    text = solution_str.rpartition("</think>")[2].translate(TO_ASCII).rstrip()
-    answer = _after_last_marker(text) if method == "strict" else _last_number(text)
     truth, _ = _number_at(str(ground_truth).translate(TO_ASCII), 0)
-    correct = answer is not None and answer == truth
-    return {"score": float(correct), "acc": correct, "pred": answer or ""}
+    if truth is None:
+        raise ValueError(f"the ground truth is no number: {ground_truth!r:.60}")
+    return method, truth
 
 
 def _after_last_marker(text):

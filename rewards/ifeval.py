@@ -123,6 +123,8 @@ def read(truth):
     if isinstance(kwargs, dict):
         columns = {key: plain(column) for key, column in kwargs.items()}
         kwargs = [{key: column[i] for key, column in columns.items()} for i in range(len(names))]
+    if not isinstance(names, list | tuple) or len(names) != len(kwargs):
+        raise ValueError(f"the ground truth has not as many kwargs as instructions: {truth!r:.60}")
     given = [{key: plain(value) for key, value in (loaded(x) or {}).items()} for x in kwargs]
     given = [{k: v for k, v in x.items() if v is not None and v == v} for x in given]
     return list(zip(names, given, strict=True))

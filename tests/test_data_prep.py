@@ -333,10 +333,19 @@ def test_inspect_names_faults(tmp_path):
 COMMA = '{"instruction_id_list": ["punctuation:no_comma"]}'
 TRUTHS = [  # data_source, a ground truth that its scorer reads, one that it does not, what is said
     ("taco", '{"inputs": ["1"], "outputs": ["1"]}', '{"inputs": ["1"]', "broken tests of a program: JSON"),
+    (
+        "taco",
+        '{"inputs": ["1"], "outputs": ["1"]}',
+        '{"inputs": [], "outputs": []}',
+        "the ground truth has no",
+    ),
     ("mbpp", '{"assert_case": ["assert f(1)"]}', '{"assert_case": ["assert f("]}', "broken tests of a"),
     ("kk", "Ann is a knight", "Ann", "ground truth 'Ann' is no list of"),
     ("ifeval", COMMA, COMMA[:-1], "the ground truth has no instruction_id_list: '{"),
     ("ifeval", COMMA, COMMA.replace("no_comma", "x"), "unknown instruction punctuation:x"),
+    ("ifeval", COMMA, COMMA[:-1] + ', "kwargs": [{}, {}]}', "the ground truth has not as many kwargs as"),
+    ("openai/gsm8k", "#### 3", "3 million", "the ground truth is no number: '3 million'"),
+    ("lighteval/MATH", "3 million", " ", "the ground truth must be an answer or a list"),
 ]
 
 
@@ -363,6 +372,7 @@ def test_rows_that_their_scorer_cannot_read(tmp_path, capsys, monkeypatch):
 def test_inspect_takes_what_trainers_take(tmp_path):
     """A data source of one's own is named, and no fault; prompts may be strings."""
     path, own = tmp_path / "x.parquet", good_row(data_source="unheard of")
+    del own["ability"]  # for people alone
     pq.write_table(pa.Table.from_pylist([own]), path)
     result = run_script("inspect.py", path, cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.endswith(f"{path}: valid\n")
