@@ -76,7 +76,7 @@ def test_gsm8k_rules(text, truth, method, expected):
 # A part of a value or of an expression, or the first of two numbers, is not the answer
 PARTS = r"5π|5\pi|5x|5k|5 million|5 tenths|5 dozen|5 and a half|5 万|5 squared|5 e3"
 WITHIN = r"√5|\sqrt{5}|\frac{2}{5}|x > 5|not 5|= - 5|log 5|x5|11 - 5|-(5)|\pi 5|2^5"
-FIRST = "5 1/2|5, 6|5 to 6|5 hours 30 minutes|5 = 6|5_2|1 500|1'500"
+FIRST = "5 1/2|5, 6|5 to 6|5 hours 30 minutes|5 = 6|5_2|1 500|1'500|5±6|5→6|5·6|5 ⋅ 6|5—6|5 ½"
 
 
 def test_gsm8k_a_part_is_not_the_value():
