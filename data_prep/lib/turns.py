@@ -16,7 +16,7 @@ from functools import cache, lru_cache, partial
 from itertools import groupby
 
 from data_prep.lib.marks import MARKED, in_marks, tried
-from data_prep.lib.replies import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought
+from data_prep.lib.replies import MARK_OF_THOUGHT, THOUGHTS, answer_after
 from data_prep.lib.templates import Talk
 from envs.messages import special_tokens
 
@@ -87,7 +87,7 @@ def turn(talk, i):
         if alone and special.search(MARK_OF_THOUGHT.sub("", begun)):  # as a model wrote it: gpt-oss
             text = message["content"] + end
             break
-        check_thought(message["content"], prompt)
+        answer_after(prompt, message["content"])  # ValueError for a thought that cannot be there
         text = places(prompt, said.text(i + 1, False), partial(said.text, i, False), last).get(where)
         twice = now.get("reasoning_content") and MARK_OF_THOUGHT.search(now["content"])
         if twice and (own or text is not None):
