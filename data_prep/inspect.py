@@ -2,8 +2,8 @@
 
 python data_prep/inspect.py data/gsm8k/train.parquet data/gsm8k/test.parquet --tokenizer models/tiny
 
-Ends with code 1 if a row is not as `data_prep/lib/schema.py` says, or if a reward cannot score it. A data
-source without a reward of this repository is named: it takes a reward of your own.
+Ends with code 1 if a row is not as `data_prep/lib/schema.py` says, if its trainer refuses it, or if a reward
+cannot score it. A data source without a reward of this repository is named: it takes a reward of your own.
 """
 
 import os
@@ -22,16 +22,17 @@ from rich.pretty import Pretty
 
 from common.arguments import no_model
 from data_prep.lib.columns import ANSWER, KTO, PAIR, columns_of, opened, read
-from data_prep.lib.replies import pair_of
+from data_prep.lib.replies import answer, asked, pair_of
 from data_prep.lib.schema import KINDS
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render, use_template
+from data_prep.lib.turns import says_nothing, trained_turns
 from data_prep.prepare import prompt_key, repeated_prompts, run
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 
 FORMS = {  # columns that a trainer wants of a file
-    "RL": {name: name for name in KINDS["RL"]},
+    "RL": {name: name for name in KINDS["RL"] if name != "ability"},
     "preferences": PAIR,
     "labelled responses, for dpo.py --loss kto": KTO,
     "SFT": ANSWER,
@@ -57,12 +58,12 @@ class Args:
 
 def read_file(path):
     """Kind of a file, its first record, the rows as trainers read them, and the lines of the others."""
-    source, good, lines = Source(path), [], []
+    source, good, lines, silent = Source(path), [], [], 0
     first = next((row for _, row in source.rows() if isinstance(row, dict)), {})
     for kind, wanted in FORMS.items():  # noqa: B007
         columns = columns_of(source.names, wanted)
         there = {column.partition(".")[0] for column in columns.values()} <= {*source.names}
-        if there and isinstance(first.get(columns.get("label"), True), bool):  # else of a class, or a score
+        if there and first.get(columns.get("label"), 1) in (0, 1):  # else of a class, or a score
             break
     else:
         kinds = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
@@ -70,13 +71,33 @@ def read_file(path):
     opened(path, wanted)  # says what is read
     for where, record in source.rows():
         try:
-            row = read(record, columns)
-            if replies := [row[name] for name in ("chosen", "rejected", "completion") if name in row]:
-                row["prompt"], *_ = pair_of(row["prompt"], *replies)
+            row, is_silent = checked(read(record, columns))
+            silent += is_silent
             good.append(row | dict(index=len(good) + len(lines)))
         except (ValueError, TypeError) as error:
             lines.append(f"{where}: {error}")
-    return kind, first, good, lines
+    if silent:
+        print(f"{path}: {silent} rows have no answer, or an empty turn: sft.py drops them")
+    return kind, first, good, lines or [f"{path}: no row has an answer"] * (0 < silent == len(good))
+
+
+def checked(row):
+    """A row with the messages of its prompt; whether sft.py drops it. ValueError as its trainer raises it."""
+    if "messages" in row:
+        return row, says_nothing(row["messages"]) or not trained_turns(row["messages"])
+    names = [name for name in ("chosen", "rejected", "completion") if name in row]
+    if "chosen" in row or "label" in row:
+        prompt, *replies = pair_of(row["prompt"], *map(row.get, names))
+        for name, reply in zip(names, replies):
+            if says_nothing(reply):
+                raise ValueError(f"{name!r} is empty, or has an empty turn")
+        if replies == [replies[-1]] * 2:
+            raise ValueError("'chosen' and 'rejected' are equal")
+        return row | dict(prompt=prompt), False
+    silent = "completion" in row and says_nothing(row["completion"])
+    if "completion" in row and not silent:
+        answer(row["completion"])
+    return row | dict(prompt=asked(row["prompt"])), silent
 
 
 def unscored(path, rows, manager):

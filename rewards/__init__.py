@@ -58,15 +58,20 @@ def check_sources(sources):
             print(f"programs run in a sandbox of the tier {name!r}", flush=True)
 
 
-def row_check(function, source):
-    """`check_row` of the module that scores rows of this data_source, or None.
+def row_check(function):
+    """`check_row` of the module of a reward, or None.
 
-    It is called with data_source, ground_truth and extra_info, and raises ValueError for what it cannot read.
+    It is called with data_source, ground_truth and extra_info, and raises ValueError for a row that the
+    reward cannot read, or that no response can meet.
     """
     module = sys.modules.get(function.__module__)
-    if function is compute_score:
-        module = importlib.import_module(f"{__name__}.{_scorer(source)}")
-    return getattr(module, "check_row", None)
+    return check_row if function is compute_score else getattr(module, "check_row", None)
+
+
+def check_row(data_source, ground_truth, extra_info):
+    module, truths = _read(data_source, ground_truth)
+    for truth in truths if hasattr(module, "check_row") else ():
+        module.check_row(data_source, truth, extra_info)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -75,13 +80,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     A ground truth that is a list of answers, or JSON text of a list of strings, is met by each of them.
     Raises ValueError for an unknown data_source, and for a ground truth that its scorer cannot read.
     """
+    module, truths = _read(data_source, ground_truth)
+    results = [module.compute_score(data_source, solution_str, truth, extra_info) for truth in truths]
+    return max(results, key=lambda result: result["acc"]) if len(results) > 1 else results[0]
+
+
+def _read(data_source, ground_truth):
+    """The module that scores rows of a data_source, and the ground truths that it is given."""
     scorer = _scorer(data_source)
     if scorer is None:
         check_sources([data_source])
     module = importlib.import_module(f"{__name__}.{scorer}")
-    truths = answers(ground_truth) if scorer in ANSWERS else [ground_truth]
-    results = [module.compute_score(data_source, solution_str, truth, extra_info) for truth in truths]
-    return max(results, key=lambda result: result["acc"]) if len(results) > 1 else results[0]
+    return module, answers(ground_truth) if scorer in ANSWERS else [ground_truth]
 
 
 def answers(ground_truth):
@@ -93,7 +103,7 @@ def answers(ground_truth):
             if found and all(isinstance(x, str) for x in found):  # [1, 2] is an interval
                 truth = found
     truths = truth if isinstance(truth, list) else [truth]
-    if not truths or not all(isinstance(x, str | int | float) for x in truths):
+    if not truths or not all(isinstance(x, str | int | float) and str(x).strip() for x in truths):
         raise ValueError(f"the ground truth must be an answer or a list of answers, not {ground_truth!r:.60}")
     return [*map(answer_of, map(str, truths))]
 

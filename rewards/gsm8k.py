@@ -29,7 +29,7 @@ GOES_ON = (
     r"[ \t]?[eE][+-]?[0-9]|[:_][0-9]|'[ \t]?[0-9]|(?:ft|h)[ \t]?[0-9]",  # 67e3, 5:30, 101_2, 5'6
     r"[π√∞]|(?:pi|sqrt)\b|[a-zA-Z](?<![mghsLl])(?![A-Za-z])",  # 5π, 5x; but 5m is a length
     r"[ \t]{0,3}\\(?!(?:text|math|circ|degree|q?quad|right|end)|[^A-Za-z])",  # 5\pi
-    r"[ \t]{0,3}(?:[-+*/^×÷=≠<>≤≥~;&|%]|[!<>]=|\(?or |(?:and|to|x|plus|minus|times|over|divided by|out of) )"
+    r"[ \t]{0,3}(?:[\p{Sm}\p{Pd}*/^·;&%]|[!<>]=|\(?or |(?:and|to|x|plus|minus|times|over|divided by|out of) )"
     r"[ \t]{0,3}(?:-?\$?[0-9]|[nxyz]\b)",  # 5 - 3, 5 or -6, 5/x
     r"[ \t]{1,3}[0-9]|[ \t][A-Za-z]{1,20},?[ \t](?:and[ \t])?[0-9]",  # 5 1/2, 5 hours 30 minutes
     r"[ \t]{0,3}(?:\\(?:text|mathrm|mbox)\{[ ~]{0,3})?"  # 5 million, 5\text{ tenths}
@@ -46,9 +46,9 @@ BEGAN = (
     r"(?i:(?<![A-Za-z])(?:at (?:least|most)|(?:more|less|fewer|greater) than|about|approximately|roughly"
     r"|nearly|almost|half of|twice|cannot be)|n't(?: be)?)[ \t$]{1,3}",
 )
-GOES_ON, BEGAN = re.compile("|".join(GOES_ON)), re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
+GOES_ON, BEGAN = regex.compile("|".join(GOES_ON)), re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
 NUMBER = regex.compile(r"([ \t\\+\p{Sc}-]*+)([0-9.,]*+)")  # Sc: currency signs
-CURRENCY, RAISED = regex.compile(r"[\\\p{Sc}]+\Z"), regex.compile(r"\p{No}")  # No: ² or ½
+CURRENCY, RAISED = regex.compile(r"[\\\p{Sc}]+\Z"), regex.compile(r"[ \t]?\p{No}")  # No: ² or ½
 # From the end. CAREFUL: the format is '#### 7', not '####7'
 MARKS, LAST = regex.compile(r"(?r)####(?=[ \t])"), regex.compile(r"(?r)[0-9,.]*+[0-9]")
 TAG = re.compile(r"(?:.*<[|｜][^<>]*[|｜]>[ \t]*|<[^<>]*>)$", re.DOTALL)  # final<|message|> 5; <answer>5
@@ -57,17 +57,25 @@ TAG = re.compile(r"(?:.*<[|｜][^<>]*[|｜]>[ \t]*|<[^<>]*>)$", re.DOTALL)  # fi
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {score: 1.0 | 0.0, acc, pred}.  `extra_info["method"]`: strict | flexible.
 
-    Default: strict; for arithmetic flexible.  A ground truth that is no number scores 0.  Raises ValueError
-    for another method.
+    Default: strict; for arithmetic flexible.  Raises ValueError for another method, and for a ground truth
+    that is no number.
     """
+    method, truth = check_row(data_source, ground_truth, extra_info)
+    text = solution_str.rpartition("</think>")[2].translate(TO_ASCII).rstrip()
+    answer = _after_last_marker(text) if method == "strict" else _last_number(text)
+    correct = answer == truth
+    return {"score": float(correct), "acc": correct, "pred": answer or ""}
+
+
+def check_row(data_source, ground_truth, extra_info):
+    """The method, and the value of the ground truth.  Raises ValueError."""
     method = (extra_info or {}).get("method") or ("flexible" if data_source == "arithmetic" else "strict")
     if method not in ("strict", "flexible"):
         raise ValueError(f"extra_info['method'] is {method!r}; it must be 'strict' or 'flexible'")
-    text = solution_str.rpartition("</think>")[2].translate(TO_ASCII).rstrip()
-    answer = _after_last_marker(text) if method == "strict" else _last_number(text)
     truth, _ = _number_at(str(ground_truth).translate(TO_ASCII), 0)
-    correct = answer is not None and answer == truth
-    return {"score": float(correct), "acc": correct, "pred": answer or ""}
+    if truth is None:
+        raise ValueError(f"the ground truth is no number: {ground_truth!r:.60}")
+    return method, truth
 
 
 def _after_last_marker(text):

@@ -58,6 +58,8 @@ def is_quoted(text):
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
+RELATIONS = "at least", "less than"
+MARKERS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}  # of a postscript, as IFEval looks for them
 CHECKS = {  # instruction -> whether a text follows it; further arguments are the instruction's
     "change_case:english_capital": lambda text: text.isupper(),
     "change_case:english_lowercase": lambda text: text.islower(),
@@ -65,7 +67,7 @@ CHECKS = {  # instruction -> whether a text follows it; further arguments are th
         found(r"\[[^\]\n]*+(\])?", text) >= num_placeholders
     ),
     "detectable_content:postscript": lambda text, postscript_marker: (
-        count(r"p\.\s?s\." if postscript_marker == "P.S." else r"p\.\s?p\.\s?s", text) > 0
+        count(MARKERS.get(postscript_marker, re.escape(postscript_marker)), text) > 0
     ),
     "detectable_format:json_format": is_json,
     "detectable_format:number_bullet_lists": lambda text, num_bullets: (
@@ -121,9 +123,21 @@ def read(truth):
     if isinstance(kwargs, dict):
         columns = {key: plain(column) for key, column in kwargs.items()}
         kwargs = [{key: column[i] for key, column in columns.items()} for i in range(len(names))]
+    if not isinstance(names, list | tuple) or len(names) != len(kwargs):
+        raise ValueError(f"the ground truth has not as many kwargs as instructions: {truth!r:.60}")
     given = [{key: plain(value) for key, value in (loaded(x) or {}).items()} for x in kwargs]
     given = [{k: v for k, v in x.items() if v is not None and v == v} for x in given]
     return list(zip(names, given, strict=True))
+
+
+def fits(key, value):
+    """Whether an argument is a relation, a number, a list of texts or a text, which follows from its name."""
+    if key.endswith("relation"):
+        return value in RELATIONS
+    if key.startswith(("num_", "nth_")) or key.endswith("frequency"):
+        return type(value) in (int, float) and value >= key.startswith("nth_")
+    texts = value if key in ("keywords", "forbidden_words") else [value]
+    return isinstance(texts, list) and texts != [] and all(isinstance(x, str) and x.strip() for x in texts)
 
 
 def loaded(value):
@@ -151,6 +165,8 @@ def check_row(data_source, ground_truth, extra_info=None):
         if absent := sorted({*needed} - given.keys()):
             raise ValueError(f"{name} has no {', '.join(absent)}")
         kwargs = {key: given[key] for key in needed}
+        if wrong := [f"{key}={x!r:.60}" for key, x in kwargs.items() if not fits(key, x)]:
+            raise ValueError(f"{name} cannot have {wrong[0]}: write it as IFEval does")
         try:
             CHECKS[name]("x", **kwargs)
         except ImportError as lacks:

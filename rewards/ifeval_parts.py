@@ -1,6 +1,7 @@
 """The kinds of IFEval's instructions that look at paragraphs, words and languages; see ifeval.py."""
 
 import functools
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -48,6 +49,8 @@ def is_in_language(text, language):
     """Whether langdetect takes a text for one in this language; a text without letters is in any."""
     import langdetect
 
+    if language not in (known := sorted(os.listdir(langdetect.PROFILES_DIRECTORY))):
+        raise ValueError(f"the language is {language!r}; langdetect knows {', '.join(known)}")
     langdetect.DetectorFactory.seed = 0  # else the same text may have several languages
     try:
         return langdetect.detect(text) == language

@@ -161,7 +161,9 @@ async def ask(messages, n):
 def written(body):
     """What the judge wrote, in the body of a reply. Raises ValueError."""
     try:
-        return json.loads(body)["choices"][0]["message"]["content"]
+        content = json.loads(body)["choices"][0]["message"]["content"]
+        parts = content if isinstance(content, list) else [dict(type="text", text=content)]
+        return "".join(part["text"] or "" for part in parts if part["type"] == "text")
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(
             f"{client().base_url} sent no chat completion but {body!r:.100}:"

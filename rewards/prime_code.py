@@ -52,7 +52,8 @@ def long_integers():
 
 @long_integers()
 def check_row(data_source, ground_truth, extra_info):
-    read_tests(ground_truth)
+    if not read_tests(ground_truth)[1]:
+        raise ValueError("the ground truth has no test of a program")
 
 
 @long_integers()

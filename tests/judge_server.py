@@ -40,6 +40,10 @@ WRITES = {  # mode: what it writes for a response of one criterion
     "empty": "",
     "null": None,
     "parts": [dict(type="text", text="10")],
+    "thinking": [
+        dict(type="thinking", thinking='{"grades": [1]}'),
+        dict(type="text", text='{"grades": [10]}'),
+    ],
 }
 STATUS = dict(key=401, model=404, refused=422, busy=429, later=429, long=429, broken=500, down=503)
 BODIES = {  # mode: a body of status 200 that is no chat completion

@@ -85,6 +85,11 @@ HAND = {  # template and shape: its rows, of which what is between ⟦ and ⟧ i
         "⟦<|channel|>analysis<|message|>Twice.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Second.<|return|>⟧",
     ],
+    "gptoss, `<think>` in the content": [
+        "<|start|>user<|message|>What is one?<|end|><|start|>assistant"
+        "⟦<|channel|>analysis<|message|>It is so.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>First.<|return|>⟧",
+    ],
     "gptoss, reasoning and a call": [
         "<|start|>user<|message|>What is one?<|end|><|start|>assistant"
         "⟦<|channel|>analysis<|message|>It is so.<|end|>"

@@ -249,7 +249,8 @@ def test_other_forms_of_calls():
     flat = dict(name="f", arguments='{"x": null}')
     [message] = conversation([dict(role="assistant", tool_calls=[flat])], "messages")
     assert message == says("") | dict(tool_calls=[dict(name="f", arguments=dict(x=None))])
-    assert conversation([says("a") | dict(tool_calls=[], name=None)], "messages") == [says("a")]
+    nothing = dict(tool_calls=[], name=None, function_call={})
+    assert conversation([says("a") | nothing], "messages") == [says("a")]
     for nothing in (None, "", {}, "{}"):
         [message] = conversation([calls("f", nothing)], "messages")
         assert message["tool_calls"][0]["function"] == dict(name="f", arguments={})
@@ -263,6 +264,10 @@ BAD = [
     (["{"], "'messages[0]' must be {role, content} or its JSON text, not '{'"),
     ([user(None)], "'messages[0]' must be {role, content} with a string content"),
     ([user([dict(type="image")])], "'messages[0]' must be {role, content} with a string content"),
+    ([user([dict(type="text", text=None)])], "'messages[0]' must be {role, content} with a string content"),
+    ([says([dict(type="text", text="a", train=0)])], "'messages[0]' must be {role, content} with a string"),
+    ([calls("f", {}) | dict(function_call=dict(name="g"))], "'messages[0]' has 'function_call' and 'tool_ca"),
+    ([says("") | dict(tool_calls=[dict(function=dict(name="f"), arguments={})])], "'messages[0].tool_calls["),
     ([calls("f", "{x")], "'messages[0].tool_calls[0]: arguments' must be an object or its JSON text, not '{"),
     ([calls("f", "[1]")], "'messages[0].tool_calls[0]: arguments' must be an object or its JSON text, not '"),
     ([calls("f", dict(x=b""))], "'messages[0].tool_calls[0]: arguments': Object of type bytes is not "),
@@ -303,8 +308,8 @@ def test_a_template_that_leaves_out_calls_is_refused(tmp_path):
 
 
 def test_results_have_the_order_of_the_calls():
-    turn = says("") | dict(tool_calls=[dict(id=x, function=dict(name="f", arguments={})) for x in "ab"])
-    told = {x: dict(role="tool", content=x, tool_call_id=x) for x in "abc"}
+    turn = says("") | dict(tool_calls=[dict(id=[x], function=dict(name="f", arguments={})) for x in "ab"])
+    told = {x: dict(role="tool", content=x, tool_call_id=[x]) for x in "abc"}  # whatever an id may be
     for order, expected in (("ba", "ab"), ("ab", "ab"), ("cba", "abc"), ("cc", "cc")):
         talk = [user(), turn, *map(told.get, order), turn, *map(told.get, order), says("x")]
         found = [m["content"] for m in conversation(talk, "messages") if m["role"] == "tool"]

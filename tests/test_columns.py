@@ -68,6 +68,7 @@ BESIDE = {  # columns beside what is trained: the libraries, what becomes of the
     "segments": ("a", [dict(label=True, text="b")], REFUSED),
     "label": ("t s", False, REFUSED + "dpo.py --loss kto reads it"),
     "kto_tag": ("l", True, REFUSED),
+    "label as a number": ("o", 0, REFUSED + "dpo.py --loss kto reads it"),
     "label of a class": ("s", [1, 3], NAMED),
     "label that is a score": ("s", 0.8, NAMED),
     "labels": ("t", [True, False], NAMED),
@@ -244,7 +245,10 @@ def test_two_that_say_different_things(tmp_path):
         == "<|system|>add"
     )
     for row, problem in (
-        (dict(messages=talk, system="subtract"), "its first message differ: keep one"),
+        (dict(messages=talk, system="subtract"), "the system, said twice, differ: keep one"),
+        (dict(messages=talk, system="add", system_prompt="subtract"), "'system' and 'system_prompt' differ"),
+        (dict(instruction="Add.", question="1+2=", answer="3"), "'instruction' lacks what 'question' says"),
+        (dict(prompt="Add.", input="1+2=", response="3"), "'prompt' lacks what 'input' says: join them"),
         (dict(messages=talk, images=[PICTURE], image=PICTURE), "pictures in 'images' and in 'image'"),
         (dict(messages=[user("<image>What?"), says("3")]), "has the mark <image>, and no picture"),
         (dict(messages=[user("What?\n<image>"), says("3")]), "has the mark <image>, and no picture"),
@@ -256,6 +260,13 @@ def test_two_that_say_different_things(tmp_path):
     ):
         with pytest.raises(ValueError, match=problem):
             first("sft", written(tmp_path, row), tokenizer_with(TEMPLATE))
+    pair = {name: [talk[0], user("1+2="), says(x)] for name, x in dict(chosen="3", rejected="4").items()}
+    with pytest.raises(ValueError, match="the system, said twice, differ: keep one"):
+        first("dpo", written(tmp_path, pair | dict(prompt="1+2=", system="subtract")), tokenizer_with())
+    rows = dict(prompt="Add. 1+2=", question="1+2="), dict(instruction=talk[:2], input="x")
+    rows = [row | dict(output="3") for row in rows]
+    prompts = [first("sft", written(tmp_path, row), tokenizer_with(TEMPLATE))[0] for row in rows]
+    assert prompts == ["<|user|>Add. 1+2=<|assistant|>", "<|system|>add<|user|>1+2=\nx<|assistant|>"]
     said = [user("docker run <image> and <image></image>"), says("3")]
     assert "<image>" in first("sft", written(tmp_path, dict(messages=said)), tokenizer_with(TEMPLATE))[0]
 

@@ -13,10 +13,12 @@ from conftest import python
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from algos import dpo, sft
 from algos import eval as evaluation
 from common.files import replacing
 from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
 from data_prep.lib import source
+from data_prep.lib.cache import load_prompts
 from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
 
@@ -331,10 +333,19 @@ def test_inspect_names_faults(tmp_path):
 COMMA = '{"instruction_id_list": ["punctuation:no_comma"]}'
 TRUTHS = [  # data_source, a ground truth that its scorer reads, one that it does not, what is said
     ("taco", '{"inputs": ["1"], "outputs": ["1"]}', '{"inputs": ["1"]', "broken tests of a program: JSON"),
+    (
+        "taco",
+        '{"inputs": ["1"], "outputs": ["1"]}',
+        '{"inputs": [], "outputs": []}',
+        "the ground truth has no",
+    ),
     ("mbpp", '{"assert_case": ["assert f(1)"]}', '{"assert_case": ["assert f("]}', "broken tests of a"),
     ("kk", "Ann is a knight", "Ann", "ground truth 'Ann' is no list of"),
     ("ifeval", COMMA, COMMA[:-1], "the ground truth has no instruction_id_list: '{"),
     ("ifeval", COMMA, COMMA.replace("no_comma", "x"), "unknown instruction punctuation:x"),
+    ("ifeval", COMMA, COMMA[:-1] + ', "kwargs": [{}, {}]}', "the ground truth has not as many kwargs as"),
+    ("openai/gsm8k", "#### 3", "3 million", "the ground truth is no number: '3 million'"),
+    ("lighteval/MATH", "3 million", " ", "the ground truth must be an answer or a list"),
 ]
 
 
@@ -361,6 +372,7 @@ def test_rows_that_their_scorer_cannot_read(tmp_path, capsys, monkeypatch):
 def test_inspect_takes_what_trainers_take(tmp_path):
     """A data source of one's own is named, and no fault; prompts may be strings."""
     path, own = tmp_path / "x.parquet", good_row(data_source="unheard of")
+    del own["ability"]  # for people alone
     pq.write_table(pa.Table.from_pylist([own]), path)
     result = run_script("inspect.py", path, cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.endswith(f"{path}: valid\n")
@@ -373,7 +385,7 @@ def test_inspect_takes_what_trainers_take(tmp_path):
         (dict(prompt="37+85=", completion="122"), "SFT"),
         (dict(prompt="37+85=", completion="122", label=3), "SFT"),  # a class
         (dict(prompt="37+85=", completion="122", label=True), f"{labelled} dpo.py --loss kto"),
-        (dict(messages=said[0], kto_tag=False), f"{labelled} dpo.py --loss kto"),
+        (dict(messages=said[0], kto_tag=0), f"{labelled} dpo.py --loss kto"),
         (dict(prompt="37+85=", chosen="122", rejected="0"), "preferences"),
         (dict(chosen=said[0], rejected=said[1]), "preferences"),
     ):
@@ -381,11 +393,49 @@ def test_inspect_takes_what_trainers_take(tmp_path):
         result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
         assert result.returncode == 0 and f"{path}: {kind}, 1 rows" in result.stdout
         assert "prompt length in tokens: min 8, median 8" in result.stdout
-    talk = [dict(role="user", content="x"), dict(role="tool", content="x")]
+    talk = [dict(role="user", content="x"), dict(role="tool", content="x"), CHAT[2]]
     pq.write_table(pa.Table.from_pylist([dict(messages=talk)]), path)
     result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
     assert result.returncode == 1 and result.stderr.splitlines()[0] == f"note: {path}: rows of messages"
     assert f"{path}: row 0: the chat template: unknown role tool" in result.stderr
+
+
+UNFIT = [  # a row, what inspect.py and its trainer say of it
+    (
+        dict(prompt="1+2=", completion=[dict(role="assistant", content="3", reasoning="So")]),
+        "an answer must be",
+    ),
+    (
+        dict(prompt=[dict(role="assistant", content="3")], completion="3"),
+        "the prompt ends with a turn of the",
+    ),
+    (dict(messages=[dict(role="assistant", content="3")]), "message 0 is a turn of the assistant, before"),
+    (dict(messages=[dict(role="user", content="1+2=")]), "no row has an answer"),
+    (dict(prompt="1+2=", completion=" "), "no row has an answer"),
+    (dict(prompt="1+2=", completion=3), "an answer must be a string or messages, not 3"),
+    (dict(prompt="1+2=", completion="", label=True), "'completion' is empty, or has an empty turn"),
+    (dict(prompt="1+2=", chosen="3", rejected=" "), "'rejected' is empty, or has an empty turn"),
+    (dict(prompt="1+2=", chosen="3", rejected="3"), "'chosen' and 'rejected' are equal"),
+    (good_row(prompt=[dict(role="assistant", content="3")]), "the prompt ends with a turn of the"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), UNFIT)
+def test_inspect_refuses_what_trainers_refuse(row, says, tmp_path, capsys):
+    path, tokenizer = str(tmp_path / "x.parquet"), tiny_model.make_tokenizer()
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    make = lambda script, **how: script.Args(model="", train_files=(), output_dir="", **how)
+    kto = "kto" if "label" in row else "sigmoid"
+    with pytest.raises(ValueError, match=says):
+        if "data_source" in row:
+            load_prompts([path], tokenizer, 99)
+        elif "completion" in row and kto != "kto" or "messages" in row:
+            sft.load_examples([path], make(sft), tokenizer)
+        else:
+            dpo.load_pairs([path], make(dpo, loss=kto), tokenizer)
+    with pytest.raises(SystemExit) as end:
+        inspect.main(inspect.Args((path,)))
+    assert end.value.code == 1 and says in capsys.readouterr().out
 
 
 # ---- models

@@ -338,7 +338,7 @@ def test_columns_are_added_in_batches(tmp_path, monkeypatch, name):
     source.Source(tmp_path / name).write(tmp_path / "new", iter(parts))
     file = pq.ParquetFile(tmp_path / "new")
     assert file.read().equals(table.append_column("text", added["text"])) and file.num_row_groups > 2
-    for row in (dict(x="text"), dict(x=1, y={})):
+    for row in (dict(x="text"), dict(x=1, y={}), dict(x=2**63)):
         (tmp_path / "bad.jsonl").write_text(f"{lines[0]}\n{json.dumps(row)}\n")
         with pytest.raises(ValueError, match=r"bad.jsonl: its rows fit no parquet file: [^\n]+$"):
             assert source.Source(tmp_path / "bad.jsonl").schema

@@ -31,6 +31,7 @@ CASES = [
         ["PS", "P.P.S"],
     ),
     ("detectable_content:postscript", dict(postscript_marker="P.P.S"), ["P.P.S Bye"], ["P.S. Bye"]),
+    ("detectable_content:postscript", dict(postscript_marker="PS:"), ["ps: Bye"], ["P.P.S Bye"]),
     (
         "detectable_format:json_format",
         {},
@@ -166,6 +167,24 @@ def test_a_missing_argument_is_an_error_of_the_row():
             compute_score("ifeval", "x", dict(instruction_id_list=["startend:end_checker"], kwargs=row))
     row = dict(instruction_id_list=["startend:end_checker"], kwargs=[{"end_phrase": "[end]"}])
     assert compute_score("ifeval", "the [end]", row)["acc"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("length_constraints:number_words", dict(num_words=3, relation="at most")),
+        ("length_constraints:number_words", dict(num_words="3", relation="at least")),
+        ("detectable_format:number_bullet_lists", dict(num_bullets=True)),
+        ("keywords:existence", dict(keywords="owl")),  # each letter would be a word
+        ("keywords:existence", dict(keywords=[])),
+        ("keywords:forbidden_words", dict(forbidden_words=["owl", 3])),
+        ("combination:repeat_prompt", dict(prompt_to_repeat=" ")),
+        ("language:response_language", dict(language="English")),
+    ],
+)
+def test_an_argument_of_another_kind_is_an_error_of_the_row(name, wrong):
+    with pytest.raises(ValueError, match=f"{name} cannot have|the language is 'English'; .*, en, "):
+        check_row("ifeval", dict(instruction_id_list=[name], kwargs=[wrong]))
 
 
 def test_a_missing_package_is_an_error_of_the_row(monkeypatch):

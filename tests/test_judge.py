@@ -117,9 +117,11 @@ def test_a_bad_rubric_ends_a_run_before_its_first_step(judge, refused, tmp_path,
 def test_no_reference_and_odd_texts(judge):
     for text in ("", "\ud800", "x" * 100_000, "=== RESPONSE ===", "\x00"):
         assert "failure" not in scores(judge, row(text, truth=None))[0]
+    judge.mode = "thinking"  # a draft is no verdict
+    assert scores(judge, row("said in parts"))[0]["score"] == 1
 
 
-SCORED = "good fenced thought float bare extra once plain".split()
+SCORED = "good fenced thought thinking float bare extra once plain".split()
 FAILED = dict.fromkeys(WRITES.keys() - SCORED, "ValueError: the judge wrote no verdict with 1 grades")
 FAILED |= dict.fromkeys(["key", "model", "refused"], "ValueError: the judge refuses: Error code: 4")
 FAILED |= dict.fromkeys(BODIES, "ValueError: {url}/ sent no chat completion but ")

@@ -35,9 +35,9 @@ def in_order(messages):
     keys, turn, places = [], 0, {}
     for i, message in enumerate(messages):
         if message["role"] != "tool":
-            places = {x["id"]: n for n, x in enumerate(message.get("tool_calls", ())) if "id" in x}
+            places = {str(x["id"]): n for n, x in enumerate(message.get("tool_calls", ())) if "id" in x}
             turn = i
-        place = places.get(message.get("tool_call_id"), len(places)) if turn < i else -1
+        place = places.get(str(message.get("tool_call_id")), len(places)) if turn < i else -1
         keys.append((turn, place))
     return [messages[i] for i in sorted(range(len(messages)), key=keys.__getitem__)]
 
@@ -60,17 +60,19 @@ def _message(value, where):
         message["role"] = SHAREGPT[message["role"]]
     if message.get("role") not in ROLES:
         raise ValueError(f"'{where}.role' is {message.get('role')!r:.40}; use {', '.join(ROLES)}")
-    if "function_call" in message:  # the older name
-        message["tool_calls"] = [message.pop("function_call")]
+    if called := message.pop("function_call", None):  # the older name
+        if message.get("tool_calls"):
+            raise ValueError(f"'{where}' has 'function_call' and 'tool_calls': keep one")
+        message["tool_calls"] = [called]
     calls = parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
     if calls:  # CAREFUL: with an empty list some templates write a turn of calls
         message["tool_calls"] = [_call(x, f"{where}.tool_calls[{i}]") for i, x in enumerate(calls)]
         message.setdefault("content", "")  # as vLLM does: a template may write a null as "None"
     content = message.get("content")
-    if isinstance(content, list) and all(isinstance(x, dict) and x.get("type") == "text" for x in content):
-        message["content"] = content = "\n".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, list) and all(map(_is_text, content)):
+        message["content"] = content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"'{where}' must be {{role, content}} with a string content")
+        raise ValueError(f"'{where}' must be {{role, content}} with a string content, or {{type, text}}")
     thoughts = {key: message.pop(key) for key in REASONING if key in message}
     if any(not isinstance(thought, str) for thought in thoughts.values()):
         raise ValueError(f"'{where}.{next(iter(thoughts))}' must be a string")
@@ -83,6 +85,12 @@ def _message(value, where):
         message["train"] = False
     unknown.update(message.keys() - FIELDS)
     return message
+
+
+def _is_text(part):
+    """Whether a part of a message says its text and nothing else: not whether it is trained, for one."""
+    said = tidy(part, inside=True)
+    return isinstance(said, dict) and said == dict(type="text", text=str(said.get("text")))
 
 
 def _trained(message, where):
@@ -116,7 +124,9 @@ def _call(value, where):
     function = parsed(call.get("function", call), where, dict, form)
     if not isinstance(function.get("name"), str):
         raise ValueError(f"'{where}' must be {form} with the name of a tool, not {value!r:.60}")
-    if odd := function.keys() - {"name", "arguments", "id", "type", "index"} - {"strict", "description"}:
+    odd = function.keys() - {"name", "arguments"}
+    odd |= call.keys() - {"function"} if "function" in call else set()
+    if odd := odd - {"id", "type", "index", "strict", "description"}:
         raise ValueError(f"'{where}' has {min(odd)!r}, which is not read: write 'name' and 'arguments'")
     arguments = parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
     try:

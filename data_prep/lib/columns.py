@@ -8,7 +8,7 @@ import os
 import sys
 
 from data_prep.lib.chats import conversation, parsed, tools_of
-from data_prep.lib.replies import spoken
+from data_prep.lib.replies import after, spoken
 from data_prep.lib.source import Source
 from envs.messages import MARK
 
@@ -88,8 +88,8 @@ def roots_of(columns):
 
 
 def used(source, columns):
-    """The columns of a file to read: those in `columns`, of any row, and those that may be refused."""
-    return [x for x in source.names if x in (*roots_of(columns), *SHOWN, *REFUSED)]
+    """The columns of a file to read: those in `columns`, of any row, of prompts, and those refused."""
+    return [x for x in source.names if x in (*roots_of(columns), *SHOWN, *REFUSED, *NAMES["prompt"])]
 
 
 def read(record, columns):
@@ -104,7 +104,10 @@ def read(record, columns):
         spoken = what in TALKS or (what == "completion" and isinstance(value, list | dict))
         row[what] = talk_of(value, what, column) if spoken else value
     if columns.get("prompt") == ALPACA[0] and (more := record.get(ALPACA[1])):
-        row["prompt"] = [dict(row["prompt"][0], content=f"{row['prompt'][0]['content']}\n{more}")]
+        *before, last = row["prompt"]
+        row["prompt"] = [*before, dict(last, content=f"{last['content']}\n{more}")]
+    if {"completion", "chosen"} & row.keys() and columns.get("prompt") in NAMES["prompt"]:
+        check_said(record, row["prompt"], columns["prompt"])
     if "label" in row:
         if row["label"] not in (0, 1):
             raise ValueError(f"{columns['label']!r} must be true or false, not {row['label']!r:.60}")
@@ -119,6 +122,14 @@ def read(record, columns):
     if not row["images"] and any(has_mark(m) for what in TALKS for m in row.get(what) or ()):
         raise ValueError(f"it has the mark {MARK}, and no picture in 'images' or 'image'")
     return row
+
+
+def check_said(record, prompt, column):
+    """ValueError if another column of a prompt says what the prompt, which is read of one, does not."""
+    said = " ".join(" ".join(message["content"] for message in prompt).split())
+    for name in NAMES["prompt"]:
+        if isinstance(text := record.get(name), str) and " ".join(text.split()) not in said:
+            raise ValueError(f"{column!r} lacks what {name!r} says: join them in one, or drop {name!r}")
 
 
 def check_fields(row, names=FIELDS):
@@ -163,29 +174,21 @@ def value_of(record, column):
     return value
 
 
-def after(system, messages):
-    """Messages after the words of a system, with which they may begin."""
-    first = messages[0]
-    if first["role"] != "system":
-        return [dict(role="system", content=system), *messages]
-    if first["content"].strip() != system.strip():
-        raise ValueError("its column of the system's words and its first message differ: keep one")
-    return messages
-
-
 def shown(record, columns=()):
     """Of a record: dict(images, tools, chat_template_kwargs), and the words of its system.
 
     ValueError if it fills in a column that others show a model, and that is none of `columns`.
     """
     for name, value in record.items():
-        label = name in NAMES["label"] and not isinstance(value, bool)  # of a class, or a score
+        label = name in NAMES["label"] and value not in (0, 1)  # of a class, or a score
         filled = value not in (None, "", [], {}) and not label
         if filled and name in REFUSED and name not in columns:
             raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}drop the column")
-    system = record.get("system") or record.get("system_prompt") or ""
+    system, *other = [record[x] for x in ("system", "system_prompt") if record.get(x)] or [""]
     if not isinstance(system, str):
         raise ValueError(f"'system' must be a string, not {system!r:.60}")
+    if other not in ([], [system]):
+        raise ValueError("'system' and 'system_prompt' differ: keep one")
     options = record.get("chat_template_kwargs") or {}
     options = parsed(options, "chat_template_kwargs", dict, "an object").items()
     options = {name: x for name, x in options if x not in (None, "", [], {})}

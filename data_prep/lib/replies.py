@@ -40,6 +40,16 @@ def asked(prompt):
     return prompt
 
 
+def after(system, messages):
+    """Messages after the words of a system, with which they may begin."""
+    first = messages[0]
+    if first["role"] != "system":
+        return [dict(role="system", content=system), *messages]
+    if first["content"].strip() != system.strip():
+        raise ValueError("the words of the system, said twice, differ: keep one")
+    return messages
+
+
 def pair_of(prompt, *replies):
     """-> the messages of a prompt and of the replies to it, two or one; each may be a string.
 
@@ -61,8 +71,9 @@ def pair_of(prompt, *replies):
         same.pop()
     if same and (same[0][0] != "assistant" or given[0][: len(prompt)] == prompt):
         if len(words) < len(same):
-            system = [m for m in prompt if m["role"] == "system" and same[0][0] != "system"]
-            prompt = system + given[0][: len(same)]
+            system = [m["content"] for m in prompt if m["role"] == "system"]
+            prompt = given[0][: len(same)]
+            prompt = after(system[0], prompt) if system else prompt
         given = [reply[len(same) :] for reply in given]
     if not prompt or any(reply[0]["role"] != "assistant" for reply in given):
         said = "'chosen' and 'rejected' are not two replies" if names[1:] else "'completion' is no reply"
@@ -90,33 +101,27 @@ def opens_only(text, prompt=""):
 def answer_after(prompt, text):
     """What follows a prompt that may have opened a thought: the answer, which opens it only once.
 
-    An answer without a thought has an empty one, as the templates of Qwen have it.
+    An answer without a thought has an empty one, as the templates of Qwen have it. ValueError if an answer
+    opens a thought and does not close it, or thinks where its prompt does not.
     """
-    check_thought(text, prompt)
     end, begins = prompt.rstrip(), text.lstrip()
     for opening, closing in THOUGHTS.items():
-        if end.endswith(opening) and begins.startswith(opening):
-            return begins.removeprefix(opening).removeprefix("\n" * prompt.endswith("\n"))
-        if end.endswith(opening) and closing not in text:
-            return f"\n{closing}\n\n" + text.lstrip("\n")
-        if end.endswith(closing) and closing in text:
-            return text.partition(closing)[2].lstrip("\n")
-    return text
-
-
-def check_thought(text, prompt):
-    """ValueError if an answer opens a thought and does not close it, or thinks where its prompt does not."""
-    end = prompt.rstrip()
-    for opening, closing in THOUGHTS.items():
-        before, closed, _ = text.partition(closing)
-        thought = before.lstrip().removeprefix(opening)
-        if text.lstrip().startswith(opening) and not closed:
+        before, closed, answer = text.partition(closing)
+        opens, thought = begins.startswith(opening), before.lstrip().removeprefix(opening)
+        if opens and not closed:
             raise ValueError(f"the answer opens {opening} and does not close it by {closing}")
-        if end.endswith(opening) and closed and opening in thought:
-            raise ValueError(f"the answer opens {opening} in its middle, and its prompt has opened it")
-        if end.endswith(closing) and closed and thought.strip():
-            remedy = "let it open one (--chat_template_kwargs), or leave out the thought"
-            raise ValueError(f"the answer has a thought and its prompt an empty one: {remedy}")
+        if end.endswith(closing) and closed:
+            if thought.strip():
+                remedy = "let it open one (--chat_template_kwargs), or leave out the thought"
+                raise ValueError(f"the answer has a thought and its prompt an empty one: {remedy}")
+            return answer.lstrip("\n")
+        if end.endswith(opening):
+            if closed and opening in thought:
+                raise ValueError(f"the answer opens {opening} in its middle, and its prompt has opened it")
+            if not closed:
+                return f"\n{closing}\n\n" + text.lstrip("\n")
+            return begins.removeprefix(opening).removeprefix("\n" * prompt.endswith("\n")) if opens else text
+    return text
 
 
 def thought_apart(message):

@@ -75,7 +75,7 @@ class Source:
         try:
             schema = pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
             pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OverflowError) as error:  # an integer over 64 bits
             raise ValueError(f"{self.path}: its rows fit no parquet file: {one_line(error)}") from None
         return schema
 

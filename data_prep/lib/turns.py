@@ -16,7 +16,7 @@ from functools import cache, lru_cache, partial
 from itertools import groupby
 
 from data_prep.lib.marks import MARKED, in_marks, tried
-from data_prep.lib.replies import MARK_OF_THOUGHT, THOUGHTS, answer_after, check_thought
+from data_prep.lib.replies import MARK_OF_THOUGHT, THOUGHTS, answer_after
 from data_prep.lib.templates import Talk
 from envs.messages import special_tokens
 
@@ -75,26 +75,28 @@ def own_text(message, i, prompt, template):
 
 def turn(talk, i):
     """Prompt and text of turn i, which ends behind EOS, or the last special token; if it has none: EOS."""
-    message, special, ends = talk.messages[i], special_tokens(talk.tokenizer), []
-    eos_token = talk.tokenizer.eos_token
+    message, special, ends = talk.messages[i], special_tokens(talk.tokenizer), {}
+    eos_token, template = talk.tokenizer.eos_token, str(talk.tokenizer.chat_template)
     alone = not message.keys() & {"tool_calls", "reasoning_content"} and special.search(message["content"])
-    for apart in (False, True):
+    own = MARK_OF_THOUGHT.search(template)  # else it may have other marks for the thoughts of the data
+    for apart in (False, True) if own else (True, False):
         said = talk.apart if apart else talk
         prompt, now = said.text(i, True), said.messages[i]
         where, last, begun, end = place(said.kinds[: i + 1], *said.about)
-        ends.append((prompt, end))
+        ends[apart] = prompt, end
         if alone and special.search(MARK_OF_THOUGHT.sub("", begun)):  # as a model wrote it: gpt-oss
             text = message["content"] + end
             break
-        check_thought(message["content"], prompt)
-        if now.get("reasoning_content") and MARK_OF_THOUGHT.search(now["content"]):
-            raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
+        answer_after(prompt, message["content"])  # ValueError for a thought that cannot be there
         text = places(prompt, said.text(i + 1, False), partial(said.text, i, False), last).get(where)
+        twice = now.get("reasoning_content") and MARK_OF_THOUGHT.search(now["content"])
+        if twice and (own or text is not None):
+            raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
         if text is not None:
             break
     else:
-        prompt, end = ends[0]
-        text = own_text(message, i, prompt, str(talk.tokenizer.chat_template)) + end
+        prompt, end = ends[False]
+        text = own_text(message, i, prompt, template) + end
     last = re.compile(rf"(?:(?:{special.pattern})\s*)*$")
     ends = [match.end() for match in special.finditer(text, last.search(text).start())]
     if not ends:
@@ -128,6 +130,9 @@ def marked_turn(talk, i):
 def trained_turns(messages, first=0):
     """Numbers of the turns of the assistant that are trained."""
     told = [m["role"] == "assistant" and m.get("train", True) for m in messages]
+    if told[0] and not first:
+        remedy = "drop it, or say that it is not trained by 'train': false"
+        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
     return [i for i in range(first, len(messages)) if told[i]]
 
 
@@ -140,9 +145,6 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
     wanted = trained_turns(messages, first)
     if hasattr(tokenizer, "image_processor"):
         raise ValueError("a model that takes images reads prompts and completions, no conversations")
-    if wanted[:1] == [0]:
-        remedy = "drop it, or say that it is not trained by 'train': false"
-        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
     talk = Talk(messages, tokenizer, tools)
     if MARKED.search(str(tokenizer.chat_template)):
         pairs = [pair for i in wanted for pair in marked_turn(talk, i)]

@@ -61,11 +61,11 @@ class RewardManager:
         functions = parts_of(self.compute_score).functions.values()
         if compute_score in functions:
             check_sources(sources)
-        checks = {source: [*filter(None, (row_check(f, source) for f in functions))] for source in sources}
-        for row in rows if any(checks.values()) else ():
+        checks = [*filter(None, map(row_check, functions))]
+        for row in rows if checks else ():
             source, truth = row["data_source"], row["reward_model"].get("ground_truth")
             try:
-                for check in checks[source]:
+                for check in checks:
                     check(source, truth, row["extra_info"])
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
