@@ -900,7 +900,7 @@ def load_examples(paths, args, tokenizer, tools=None):
     rows, dropped = encoded_rows(paths, tokenizer, columns, fields, partial(map, example), about, code)
     if paths and not rows:
         problem = f"no row has an answer with a token within --max_length {args.max_length}"
-        raise ValueError(f"{', '.join(paths)}: {problem} (columns {', '.join(columns.values())})")
+        raise ValueError(f"{', '.join(paths)}: {problem}")
     ends = {*pc.list_flatten(rows.column("ends")).unique().to_pylist()}
     return rows, ends, pc.sum(rows.column("truncated"), min_count=0).as_py(), dropped
 
