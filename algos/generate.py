@@ -96,7 +96,7 @@ def check_paths(args):
 
 
 def load_prompts(args, tokenizer, tools):
-    """Ids and images of the prompts within --max_prompt_length, by row number, their file, its rows."""
+    """The prompts within --max_prompt_length, by row number; their file; how many rows it has."""
     source, sees, prompts = Source(args.data), takes_images(args.model, (args.data,)), {}
     refuse((sees and args.env, f"--env {args.env}: {args.model} takes images, which turns do not"))
     about = dict(extra_info="extra_info") if args.env and "extra_info" in source.names else {}

@@ -123,6 +123,12 @@ def test_the_tables_of_what_fits_are_computed():
     assert gpu_memory.table(published, (1, 2, 4, 8)) in (ROOT / "docs/guides/recipes.md").read_text()
 
 
+@pytest.mark.parametrize("numbers", [dict(gpus=(1, 0)), dict(gpu_gib=(-3,))])
+def test_no_gpus_are_refused(numbers):
+    with pytest.raises(SystemExit, match="error: --gpus and --gpu_gib are numbers of at least 1"):
+        gpu_memory.main(gpu_memory.Args(**numbers))
+
+
 def test_the_reward_of_the_readme(tmp_path):
     """The block about own data and rewards runs, and writes rows that the schema accepts."""
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -16,7 +16,7 @@ what is there already is not run again.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -55,16 +55,38 @@ DETAILS = {  # what is changed: flags
     " --rollout_rs_threshold 2",
     "constant groups sampled again (DAPO)": "",
 }
-SIZES = {  # directory of the data, model there, data_source, flags of all runs, details, threads
-    "sums": (ROOT / "runs/sums", "sft/checkpoints/latest/hf", "arithmetic", DEFAULTS, DETAILS, ONE_THREAD),
-    "smollm2": (
-        *(ROOT / "runs/demo-smollm2", "model", "ifeval"),
-        FLAGS["smollm2"]["grpo"] + " --total_steps 16 --test_freq 4 --save_freq 0",
-        {
+
+
+class Size(NamedTuple):
+    """A model with its data, and what is tried on it."""
+
+    data: Path  # directory that sums.py or the demo writes
+    model: str  # in it
+    data_source: str
+    flags: str  # of all runs
+    details: dict
+    threads: dict  # variables of the environment
+
+
+SIZES = {
+    "sums": Size(
+        data=ROOT / "runs/sums",
+        model="sft/checkpoints/latest/hf",
+        data_source="arithmetic",
+        flags=DEFAULTS,
+        details=DETAILS,
+        threads=ONE_THREAD,
+    ),
+    "smollm2": Size(
+        data=ROOT / "runs/demo-smollm2",
+        model="model",
+        data_source="ifeval",
+        flags=FLAGS["smollm2"]["grpo"] + " --total_steps 16 --test_freq 4 --save_freq 0",
+        details={
             "32 prompts x 4": "--train_batch_size 32 --group_size 4",
             "8 prompts x 16": "--train_batch_size 8 --group_size 16",
         },
-        {},
+        threads={},
     ),
 }
 
@@ -85,15 +107,15 @@ def train(args, name, flags, seed):
     """Accuracy on held-out questions of one run, mean over its validations after the first."""
     out = args.output_dir / f"{name.replace(' ', '_')}_{seed}"
     script = "algos/dapo.py" if "DAPO" in name else "algos/grpo.py"
-    root, model, data_source, common, _, threads = SIZES[args.size]
-    root = args.data or root
+    size = SIZES[args.size]
+    data = args.data or size.data
     if not (out / "done").exists():
-        files = ["--model", root / model, "--output_dir", out, "--seed", seed]
+        files = ["--model", data / size.model, "--output_dir", out, "--seed", seed]
         for split in ("train", "val"):
-            files += [f"--{split}_files", root / f"data/{split}.parquet"]
-        run(name, {}, script, *files, *common.split(), *flags.split(), ranks=1, threads=threads)
+            files += [f"--{split}_files", data / f"data/{split}.parquet"]
+        run(name, {}, script, *files, *size.flags.split(), *flags.split(), ranks=1, threads=size.threads)
         (out / "done").touch()
-    return float(np.mean(curve(out, f"val-core/{data_source}/acc/mean@1")[1][1:]))
+    return float(np.mean(curve(out, f"val-core/{size.data_source}/acc/mean@1")[1][1:]))
 
 
 def interval(differences):
@@ -106,7 +128,7 @@ def interval(differences):
 def main():
     args, found = command_line(Args), {}
     for seed in args.seeds:  # seed by seed: a run that is stopped has whole ones
-        for name, flags in {"defaults": "", **SIZES[args.size][4]}.items():
+        for name, flags in {"defaults": "", **SIZES[args.size].details}.items():
             found.setdefault(name, []).append(train(args, name, flags, seed))
     base, table = np.array(found["defaults"]), Table("", "accuracy", "effect", "95 %")
     for name, values in found.items():

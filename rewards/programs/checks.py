@@ -35,9 +35,8 @@ def check_calls(same, program, tests):
         try:
             kind, value = json.loads(result.stdout)
             is_right = result.reason is None and kind == "value" and same(decode(value), expected)
-        # it wrote no reply
         except (ArithmeticError, KeyError, ValueError, TypeError, RecursionError):
-            is_right = False
+            is_right = False  # it wrote no reply
         yield is_right, result.reason
 
 
