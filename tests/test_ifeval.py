@@ -117,6 +117,12 @@ def score(text, *instructions):
     return compute_score("ifeval", text, json.dumps(dict(instruction_id_list=names, kwargs=kwargs)))
 
 
+def test_a_text_between_two_languages_always_has_the_same():
+    """langdetect draws at random: without its seed this text is Afrikaans three times of four, or English."""
+    asked = "language:response_language", dict(language="af")
+    assert len({score("the owls die eulen", asked)["acc"] for _ in range(60)}) == 1
+
+
 def test_every_kind_has_a_case():
     assert {name for name, *_ in CASES} == {*CHECKS} >= {*INSTRUCTIONS}
 
