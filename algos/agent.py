@@ -26,7 +26,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import fail, parse
+    from system.arguments import fail, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 from algos.variants import load_variant, named_loss, unknown, with_defaults
@@ -139,11 +139,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from common import cpu, families
-from common.gpu import compute_device, move, prepare_layers, send
-from common.log_probs import log_probs
-from common.metrics import stats, step_metrics, timed
-from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import load_processor, request
@@ -153,6 +148,11 @@ from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards, score_parts
+from system import cpu, families
+from system.gpu import compute_device, move, prepare_layers, send
+from system.log_probs import log_probs
+from system.metrics import stats, step_metrics, timed
+from system.run import Run, all_reduce, learning_rate, setup_distributed
 
 # ---- The mathematics -------------------------------------------------------------------
 DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative

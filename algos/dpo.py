@@ -26,7 +26,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import fail, parse, refuse
+    from system.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -111,12 +111,6 @@ from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from common import families
-from common.files import model_content, replacing
-from common.gpu import compute_device, prepare_layers, send
-from common.log_probs import log_probs
-from common.metrics import speed_metrics, timed
-from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import BOOLS, IDS, encoded_rows
 from data_prep.lib.columns import KTO
 from data_prep.lib.images import load_processor
@@ -124,6 +118,12 @@ from data_prep.lib.packing import balance, join, one_row, pad, padded, split_mic
 from data_prep.lib.replies import pair_of
 from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.turns import encode_messages, says_nothing
+from system import families
+from system.files import model_content, replacing
+from system.gpu import compute_device, prepare_layers, send
+from system.log_probs import log_probs
+from system.metrics import speed_metrics, timed
+from system.run import Run, all_reduce, learning_rate, setup_distributed
 
 RESPONSES = "chosen", "rejected"  # of a pair
 

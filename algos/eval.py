@@ -18,7 +18,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from system.arguments import parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -46,11 +46,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.files import replacing
 from data_prep.lib.schema import load_rows
 from data_prep.lib.source import Source
 from rewards.manager import RewardManager, check_results
 from rewards.manager.combined import load_rewards
+from system.files import replacing
 
 SAMPLE = ("data_source", "ground_truth", "extra_info", "prompt")  # what a reward gets besides the response
 Z = 1.96  # z of a 95 % interval

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import fail, parse, refuse
+    from system.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -63,9 +63,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from common import cpu
-from common.families import hf_overrides, takes_images, vllm_names
-from common.files import HELD, content, hold, model_content, replacing
 from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.replies import asked, opens_only
@@ -75,6 +72,9 @@ from data_prep.lib.templates import given_by, use_template
 from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards.manager import check_environments
+from system import cpu
+from system.families import hf_overrides, takes_images, vllm_names
+from system.files import HELD, content, hold, model_content, replacing
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons", "episodes")  # the last one with --env
 ENV_WORKERS = 8  # environments of a rank that work at the same time

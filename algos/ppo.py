@@ -27,7 +27,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import fail, parse, refuse
+    from system.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 from algos.variants import named_loss, unknown, with_defaults
@@ -140,11 +140,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from common import cpu, families
-from common.gpu import compute_device, move, prepare_layers, send
-from common.log_probs import log_probs
-from common.metrics import stats, step_metrics, timed
-from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import load_prompt_files, load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
@@ -152,6 +147,11 @@ from data_prep.lib.templates import render, use_template
 from envs.messages import without_special
 from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards
+from system import cpu, families
+from system.gpu import compute_device, move, prepare_layers, send
+from system.log_probs import log_probs
+from system.metrics import stats, step_metrics, timed
+from system.run import Run, all_reduce, learning_rate, setup_distributed
 
 # ---- The mathematics -------------------------------------------------------------------
 DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative

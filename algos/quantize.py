@@ -19,7 +19,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from system.arguments import parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -69,14 +69,14 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from common.families import add_older_names, auto_class, save_tokenizer
-from common.files import replacing
 from data_prep.lib.images import load_tokenizer
 from data_prep.lib.replies import answer
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render
 from data_prep.lib.turns import encode_messages, says_nothing
+from system.families import add_older_names, auto_class, save_tokenizer
+from system.files import replacing
 
 BLOCK = 128  # inputs after whose rounding GPTQ corrects all others at once
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import parse
+    from system.arguments import parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -32,7 +32,7 @@ import jinja2
 import numpy as np
 import tyro
 
-from common.files import replacing
+from system.files import replacing
 
 LIMIT = 5_900_000  # bytes of the HTML file; rollouts get what the other parts leave
 STEPS = 16  # number of dumped steps that each get a share of the rollouts

@@ -22,7 +22,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import fail, parse, refuse
+    from system.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -96,10 +96,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from common import families
-from common.gpu import compute_device, prepare_layers, send
-from common.metrics import speed_metrics, timed
-from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib.cache import IDS, encoded_rows
 from data_prep.lib.columns import opened
 from data_prep.lib.images import load_processor
@@ -108,6 +104,10 @@ from data_prep.lib.replies import pair_of
 from data_prep.lib.templates import given_by, render, use_template
 from data_prep.lib.turns import check_scored
 from envs.messages import without_special
+from system import families
+from system.gpu import compute_device, prepare_layers, send
+from system.metrics import speed_metrics, timed
+from system.run import Run, all_reduce, learning_rate, setup_distributed
 
 PAIR = "chosen_ids", "rejected_ids"  # the conversations of a row
 

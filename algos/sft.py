@@ -23,7 +23,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from common.arguments import fail, parse, refuse
+    from system.arguments import fail, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -104,11 +104,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 from transformers import AttentionInterface, AutoConfig
 from transformers.utils import logging
 
-from common import families
-from common.gpu import compute_device, prepare_layers, send
-from common.log_probs import log_probs
-from common.metrics import speed_metrics, timed
-from common.run import Run, all_reduce, learning_rate, setup_distributed
 from data_prep.lib import packing
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, encoded_rows
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
@@ -117,6 +112,11 @@ from data_prep.lib.replies import answer, asked
 from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.turns import answer_ids, encode_messages, says_nothing, stops
 from envs import load_env
+from system import families
+from system.gpu import compute_device, prepare_layers, send
+from system.log_probs import log_probs
+from system.metrics import speed_metrics, timed
+from system.run import Run, all_reduce, learning_rate, setup_distributed
 
 
 # ---- The mathematics -------------------------------------------------------------------

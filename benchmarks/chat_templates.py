@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common.arguments import parse
+from system.arguments import parse
 
 MARK = "<!-- python benchmarks/chat_templates.py --page -->"
 PAGE, RESULTS = ROOT / "docs/guides/chat-templates.md", ROOT / "benchmarks/results/chat_templates.json"

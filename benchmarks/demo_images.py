@@ -18,7 +18,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.stages import RANKS, ROOT, Stages
 from benchmarks.lib.workload import curve
-from common.arguments import command_line
+from system.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

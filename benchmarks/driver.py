@@ -28,7 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib import workload
 from benchmarks.lib.workload import ROOT, launch, make_model, save, write_parquet
-from common.arguments import command_line
+from system.arguments import command_line
 
 WORKER = Path(__file__).resolve().with_name("lib") / "driver_worker.py"
 TINY = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=16)

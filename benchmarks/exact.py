@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.exact_sampler import CPU, DEVICE, EPS, GPU, T, ints
-from common.arguments import command_line
+from system.arguments import command_line
 
 SHAPES = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8)
 

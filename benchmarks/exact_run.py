@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos import grpo
 from algos.grpo import Args
 from benchmarks.lib import exact_parts
-from common.arguments import parse
+from system.arguments import parse
 
 PARTS = os.environ.get("PARTS", "norm,rope,attention,log_probs,eager").split(",")
 own_vllm, check_sampler, init = grpo.cpu.own_vllm, grpo.check_sampler, qwen3.Qwen3Model.__init__

@@ -20,7 +20,7 @@ from pathlib import Path
 BEGIN, ROOT = time.time(), Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_memory import SIZES
-from common.arguments import parse
+from system.arguments import parse
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_memory import SIZES, TIED
 from benchmarks.lib.workload import durations, launch, machine, make_rows, read_metrics, save
-from common.arguments import parse
+from system.arguments import parse
 
 
 @dataclass(kw_only=True)

@@ -35,9 +35,9 @@ from transformers import AttentionInterface, Qwen2Config, conversion_mapping
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import gpu_check, gpu_memory
-from common import families
-from common.arguments import command_line
 from data_prep.lib.packing import one_row, packed_attention
+from system import families
+from system.arguments import command_line
 
 TINY = (64, 128, 2, 2, 1, 512)  # as gpu_memory.SIZES: width, MLP, layers, heads, KV heads, vocabulary
 GIB = 2**30
@@ -58,7 +58,7 @@ def as_on_gpu(path):
 def trainer():
     """algos/grpo.py as on a GPU, with the log-probs that it imports."""
     module = as_on_gpu("algos/grpo.py")
-    module.log_probs = as_on_gpu("common/log_probs.py").log_probs
+    module.log_probs = as_on_gpu("system/log_probs.py").log_probs
     module.send = marking(module)
     return module
 

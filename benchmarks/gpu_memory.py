@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.arguments import parse, refuse
+from system.arguments import parse, refuse
 
 # sizes of Qwen2.5: width, MLP, layers, heads, KV heads, vocabulary
 SIZES = {

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common.arguments import parse
+from system.arguments import parse
 
 MARK = "<!-- python benchmarks/models.py --page -->"
 PAGE, RESULTS = ROOT / "docs/guides/models.md", ROOT / "benchmarks/results/models.json"

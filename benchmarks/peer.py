@@ -34,7 +34,7 @@ from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.workload import ROOT, durations, launch, make_model, make_rows, read_metrics, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 
 @dataclass

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.demo import FLAGS, TITLES
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import CORES, launch, read_metrics, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

@@ -22,7 +22,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib import workload
 from benchmarks.lib.workload import ROOT, launch, make_model, make_rows, medians, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 STEP = "--model model --train_files rows.parquet --output_dir new --total_steps 1 --train_batch_size 4"
 RL = f"{STEP} --ppo_mini_batch_size 4 --max_prompt_length 96 --max_response_length 16"

@@ -23,7 +23,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.workload import durations, launch, make_model, make_rows, medians, read_metrics, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 # the raw part that does the work of a timing_s/* key; parts without one (sync, reward, adv) are all overhead
 LIMITS = dict(gen="generate", old_log_prob="forward", ref="forward", values="forward")

@@ -20,7 +20,6 @@ import tyro
 from rich.console import Console
 from rich.pretty import Pretty
 
-from common.arguments import no_model
 from data_prep.lib.columns import ANSWER, KTO, PAIR, columns_of, opened, read
 from data_prep.lib.replies import answer, asked, pair_of
 from data_prep.lib.schema import KINDS
@@ -30,6 +29,7 @@ from data_prep.lib.turns import says_nothing, trained_turns
 from data_prep.prepare import prompt_key, repeated_prompts, run
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
+from system.arguments import no_model
 
 FORMS = {  # columns that a trainer wants of a file
     "RL": {name: name for name in KINDS["RL"] if name != "ability"},

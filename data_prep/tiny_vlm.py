@@ -13,7 +13,7 @@ sys.path[:] = [os.path.dirname(HERE), *(path for path in sys.path if os.path.rea
 
 from dataclasses import dataclass
 
-from common.arguments import parse
+from system.arguments import parse
 
 
 @dataclass
@@ -40,8 +40,8 @@ from transformers import GenerationConfig, Idefics3Config, Idefics3ForConditiona
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.utils import logging
 
-from common.files import replacing
 from data_prep.tiny_model import CHAT_TEMPLATE, make_tokenizer
+from system.files import replacing
 
 PATCH, SCALE = 4, 2  # pixels of a patch, and patches of a token, along one side
 PICTURE_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")

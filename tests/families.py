@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from common.families import auto_class, decoder
 from data_prep.tiny_model import make_tokenizer
+from system.families import auto_class, decoder
 
 WINDOW = 4
 COMMON = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, max_position_embeddings=512)

@@ -24,9 +24,9 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils._http import default_client_factory
 
 from algos import grpo
-from common.arguments import FLAGS, KNOWN, MODELS, foreign, impossible, no_model, parse, unusable
-from common.metrics import data_sheet_speed
-from common.run import Run, open_run, open_tracker, ranks_on
+from system.arguments import FLAGS, KNOWN, MODELS, foreign, impossible, no_model, parse, unusable
+from system.metrics import data_sheet_speed
+from system.run import Run, open_run, open_tracker, ranks_on
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
 SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
@@ -69,7 +69,7 @@ def test_every_number_has_a_range():
     named = [flag for names in FLAGS.values() for flag in names.split()]
     assert len(named) == len(set(named)) == len(KNOWN)
     assert {*named} | {other for known in KNOWN.values() for other, _ in known.idle} <= set(flags)
-    source = (ROOT / "common/arguments.py").read_text()
+    source = (ROOT / "system/arguments.py").read_text()
     assert len(FLAGS) == len(re.findall(r"^    Known\(", source, re.MULTILINE))  # no two rows are equal
 
 
@@ -140,7 +140,7 @@ TOGETHER = (  # scripts, their flags, what is said
 @pytest.mark.parametrize(("scripts", "given", "line"), TOGETHER)
 def test_flags_that_cannot_work_together(scripts, given, line, monkeypatch):
     """And a copy of a script that has not one of these flags does not break."""
-    monkeypatch.setattr("common.arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("system.arguments.find_spec", lambda name: None)
     monkeypatch.setenv("WORLD_SIZE", str(given.get("world", 1)))
     given = {name: value for name, value in given.items() if name != "world"}
     for script in scripts.split():
@@ -280,7 +280,7 @@ def test_a_copy_elsewhere_says_what_it_needs(script, tmp_path):
     (tmp_path / script).write_text((ROOT / "algos" / script).read_text())
     done = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, cwd=tmp_path)
     needs = "activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY"
-    assert (done.returncode, done.stderr) == (1, f"error: No module named 'common': {needs}\n")
+    assert (done.returncode, done.stderr) == (1, f"error: No module named 'system': {needs}\n")
 
 
 @pytest.fixture(autouse=True)
@@ -425,7 +425,7 @@ def test_links_to_models_are_followed(tmp_path):
 
 def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
     assert open_run(Tracked(str(tmp_path))) is None
-    monkeypatch.setattr("common.run.find_spec", lambda name: None)
+    monkeypatch.setattr("system.run.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"--tracker wandb is missing: pip install .*-extra.txt"):
         open_run(Tracked(str(tmp_path), "wandb"))
 
@@ -443,13 +443,13 @@ def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
 def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM's platform for CPUs leaves it
-    monkeypatch.setattr("common.run.dist.get_world_size", lambda: ranks)
-    monkeypatch.setattr("common.run.torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr("common.run.psutil.cpu_count", lambda logical: cores)
+    monkeypatch.setattr("system.run.dist.get_world_size", lambda: ranks)
+    monkeypatch.setattr("system.run.torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("system.run.psutil.cpu_count", lambda logical: cores)
     lm, trains = torch.nn.Linear(2000, 1000), "\ntrains 2M of 2.001M weights"
     some = f"{ranks} rank{'s' * (ranks > 1)}"
     assert ranks_on(lm) == f"{some} on cpu{idle}{trains}"
-    monkeypatch.setattr("common.run.compute_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("system.run.compute_device", lambda: torch.device("cuda"))
     assert ranks_on(lm) == f"{some} on cuda{trains}"
 
 
@@ -485,8 +485,8 @@ def test_a_resumed_run_continues_in_wandb(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("steps", "total", "said"), [(6, 6, "done"), (6, 3, "done"), (2, 6, "stopped; ")])
 def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
     """Also one that has more steps than --total_steps says now."""
-    monkeypatch.setattr("common.run.leave", lambda code: None)
-    monkeypatch.setattr("common.run.ranks_on", lambda *_: "")
+    monkeypatch.setattr("system.run.leave", lambda code: None)
+    monkeypatch.setattr("system.run.ranks_on", lambda *_: "")
     monkeypatch.setattr(logging.getLogger("rewards"), "handlers", [])
     run = Run(Tracked(str(tmp_path / "run")))
     run.step = steps
@@ -499,7 +499,7 @@ def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
 
 def test_a_signal_long_after_the_first_ends_the_run(tmp_path, monkeypatch):
     run, now = Run(Tracked(str(tmp_path / "run"))), [5.0]
-    monkeypatch.setattr("common.run.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("system.run.time.monotonic", lambda: now[0])
     for now[0] in (5.0, 14.9):
         run.on_signal(15, None)
     assert run.signal == 15

@@ -10,9 +10,9 @@ from conftest import changed, load_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
-from common import checkpoints
-from common.files import model_content
 from data_prep.tiny_model import make_tokenizer
+from system import checkpoints
+from system.files import model_content
 from tests import families
 
 TRAINERS = grpo, dapo, ppo, agent, distill, sft, dpo, rm

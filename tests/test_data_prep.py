@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from algos import dpo, sft
 from algos import eval as evaluation
-from common.files import replacing
 from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
 from data_prep.lib import source
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
+from system.files import replacing
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]

@@ -8,7 +8,7 @@ from conftest import ROOT, each, load_weights, make_args, metrics, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, quantize, rm, sft
-from common.families import auto_class, dequantised
+from system.families import auto_class, dequantised
 from tests import families
 
 TRAINERS = agent, dapo, distill, dpo, grpo, ppo, rm, sft

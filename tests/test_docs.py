@@ -171,7 +171,7 @@ def test_metrics(page):
 
 
 def test_documented_metrics_are_computed():
-    places = "algos/*.py", "algos/*.html", "common/*.py", "rewards/manager/*.py"
+    places = "algos/*.py", "algos/*.html", "system/*.py", "rewards/manager/*.py"
     code = "".join(path.read_text() for place in places for path in ROOT.glob(place))
     names = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
     for name in re.findall(r"`([^`]+)`", " ".join(names)):

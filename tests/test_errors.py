@@ -46,7 +46,7 @@ def messages():
     """What `fail` gets, the messages that `refuse` gets, what `impossible` returns; and `of_rewards`."""
     found = of_rewards()
     cache = ROOT / "data_prep/lib/cache.py"
-    for path in sorted([*(ROOT / "algos").glob("**/*.py"), *(ROOT / "common").glob("*.py"), cache]):
+    for path in sorted([*(ROOT / "algos").glob("**/*.py"), *(ROOT / "system").glob("*.py"), cache]):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -54,7 +54,7 @@ def messages():
             sets = [x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign)]
             names = {ast.unparse(x.targets[0]): x.value for x in sets if isinstance(x, ast.Assign)}
             calls = [x for x in nodes if isinstance(x, ast.Call)]
-            if function.name.startswith("wrong_"):  # flags together: `impossible` of common/arguments.py
+            if function.name.startswith("wrong_"):  # flags together: `impossible` of system/arguments.py
                 found |= {skeleton(x.value, names) for x in nodes if isinstance(x, ast.Return)}
             found |= {skeleton(x.args[0], names) for x in calls if ast.unparse(x.func) == "fail"}
             pairs = [pair for x in calls if ast.unparse(x.func) == "refuse" for pair in x.args]

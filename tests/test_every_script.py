@@ -13,8 +13,8 @@ from conftest import each, load_weights, make_args
 from transformers import AutoConfig, LlamaConfig
 
 from algos import agent, dapo, distill, dpo, generate, grpo, ppo, quantize, rm, sft
-from common.families import hf_overrides
 from data_prep.lib import packing
+from system.families import hf_overrides
 from tests import families
 
 NO_TOOLS = SimpleNamespace(tools=[], parser=None, calls_tools=False)  # in place of an EnvPool

@@ -12,7 +12,7 @@ from conftest import ROOT, holder, kill, run, start
 from transformers import AutoTokenizer
 
 from algos import generate
-from common.files import HELD
+from system.files import HELD
 
 COLUMNS = generate.COLUMNS[:-1]
 GENERATE = ROOT / "algos/generate.py"
@@ -93,7 +93,7 @@ def test_a_killed_run_goes_on(alone, tiny, data, tmp_path, refused):
     assert list(sorted(left)) == ["00000000.parquet", "00000004.parquet"] and not out.exists()
     assert len(list(shards.glob("[!.]*"))) == 2 and len(list(shards.iterdir())) == 4  # .lock, one not done
 
-    program = "import sys, time; from pathlib import Path; from common import files;"
+    program = "import sys, time; from pathlib import Path; from system import files;"
     program += "files.hold(Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(600)"
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {program}"
     with start("-c", program, shards, stdout=subprocess.PIPE) as other:

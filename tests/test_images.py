@@ -260,7 +260,7 @@ def test_pixels_are_those_of_vllms_loader(tmp_path, capfd):
 
 def test_one_place_opens_pictures():
     opens = re.compile(r"Image\.open|load_image|decode_image|read_image|imread")
-    folders = "algos", "benchmarks", "common", "data_prep", "envs", "rewards"
+    folders = "algos", "benchmarks", "system", "data_prep", "envs", "rewards"
     found = [
         path for name in folders for path in (ROOT / name).rglob("*.py") if opens.search(path.read_text())
     ]

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from algos import grpo
-from common import families
-from common.gpu import move, prepare_layers
 from data_prep.lib.packing import packed_attention, states_apart
+from system import families
+from system.gpu import move, prepare_layers
 
 SIZES = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
 SIZES["vocab_size"] = 64

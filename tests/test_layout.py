@@ -6,7 +6,7 @@ import re
 from conftest import ROOT
 
 # from the lowest to the highest; the scripts of data_prep/ are used by nobody but people
-LAYERS = "common", "rewards", "envs", "data_prep/lib", "data_prep", "algos", "benchmarks"
+LAYERS = "system", "rewards", "envs", "data_prep/lib", "data_prep", "algos", "benchmarks"
 MAP = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
 
 
@@ -46,7 +46,7 @@ def test_imports_go_downwards():
 
 def test_common_is_small():
     """What knows no algorithm: flags, a run's log and checkpoints, CPUs, families of models."""
-    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")}
+    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "system").glob("*.py")}
     assert sum(lines.values()) <= 1607
     assert set(lines) == {
         *("__init__.py", "arguments.py", "checkpoints.py", "cpu.py"),
@@ -63,7 +63,7 @@ def test_the_map_is_the_tree():
         if folder:
             drawn.setdefault(folder, set()).update(re.findall(r"\b\w+\.py\b", line))
     assert [name for name in drawn if not (ROOT / name).is_dir()] == []
-    for name in ("algos/", "rewards/", "envs/", "common/", "data_prep/", "data_prep/lib/", "benchmarks/"):
+    for name in ("algos/", "rewards/", "envs/", "system/", "data_prep/", "data_prep/lib/", "benchmarks/"):
         there = {path.name for path in (ROOT / name).glob("*.py")} - {"__init__.py"}
         assert there == drawn[name], name
     folders = {f"{path.name}/" for path in ROOT.iterdir() if (path / "__init__.py").exists()}

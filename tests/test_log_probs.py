@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from common import log_probs as module
-from common.families import hf_overrides
-from common.log_probs import LogProbs, log_probs
+from system import log_probs as module
+from system.families import hf_overrides
+from system.log_probs import LogProbs, log_probs
 from tests import families
 
 

@@ -7,8 +7,8 @@ import transformers
 from families import ATTENTION, FAMILIES
 from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
-from common.families import add_older_names, save_tokenizer
 from data_prep.tiny_model import make_tokenizer
+from system.families import add_older_names, save_tokenizer
 
 THETA = dict(rope_theta=30000.0)
 LINEAR = dict(rope_type="linear", factor=8.0)

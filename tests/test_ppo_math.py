@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algos import ppo
-from common.metrics import failure_metrics
 from rewards.manager import RewardManager, demote_failures
 from rewards.manager.combined import load_rewards
+from system.metrics import failure_metrics
 
 ROW = "data_source", "solution_str", "ground_truth"
 

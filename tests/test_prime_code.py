@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.metrics import failure_metrics
 from rewards import load_reward_fn, prime_code, sandbox
 from rewards.manager import RewardManager
 from rewards.prime_code import compute_score, find_program
 from rewards.programs import checks
 from rewards.programs.outputs import same_json, same_text
 from rewards.sandbox.calls import decode, encode
+from system.metrics import failure_metrics
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "prime_code.jsonl").open()]
 FENCE = "```"

@@ -121,7 +121,7 @@ def test_words(page):
     assert not found
 
 
-@pytest.mark.parametrize("folder", ("algos", "rewards", "envs", "data_prep", "common"))
+@pytest.mark.parametrize("folder", ("algos", "rewards", "envs", "data_prep", "system"))
 def test_words_of_comments(folder):
     """And of docstrings and help texts, which are the strings of three quotes."""
     found = []

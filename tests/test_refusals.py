@@ -16,8 +16,8 @@ from workers.ppo_reward_model import write_reward_model
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from algos.variants import OF_SCRIPTS, known
-from common.arguments import impossible
 from data_prep.lib.schema import write_parquet
+from system.arguments import impossible
 
 VARIANTS = """
 def one(logp_nt, old_logp_nt, adv_nt, mask_nt): return logp_nt

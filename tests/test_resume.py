@@ -18,8 +18,8 @@ from conftest import run as launch
 from test_flags import flags
 
 from algos import grpo
-from common import checkpoints, files, run
 from data_prep.lib.schema import write_parquet
+from system import checkpoints, files, run
 
 # flags of grpo.py that may change: rate and schedule, steps, frequencies, validation, tracker, memory, ranks
 MAY = set(
@@ -61,7 +61,7 @@ def test_the_page_has_the_table():
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
     """A run with a checkpoint -> its arguments. Its files are in the directory."""
-    monkeypatch.setattr("common.files.HELD", {})
+    monkeypatch.setattr("system.files.HELD", {})
     model, step = tmp_path / "model", tmp_path / "run/checkpoints/step_000001"
     model.mkdir()
     (model / "pytorch_model.bin").write_bytes(bytes(range(256)) * 9000)
@@ -177,7 +177,7 @@ def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
 
 def test_two_runs_in_one_directory(begun):
     """The second says which process has it; a kill frees it."""
-    program = "import sys, time; from common import files; from pathlib import Path;"
+    program = "import sys, time; from system import files; from pathlib import Path;"
     program += "files.hold(Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(600)"
     for file in files.HELD.values():  # a new process has none
         file.close()

@@ -15,12 +15,12 @@ from hostile_reward import hostile_reward
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.files import content
-from common.metrics import failure_metrics
 from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
 from rewards.manager import RewardManager, demote_failures, validation_metrics, validation_summary
 from rewards.manager.combined import CombinedReward, load_rewards, score_parts
 from rewards.sandbox import SandboxError
+from system.files import content
+from system.metrics import failure_metrics
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
 

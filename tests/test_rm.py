@@ -13,9 +13,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import rm
-from common.families import special_layers
 from data_prep.lib.schema import load_rows, write_parquet
 from data_prep.tiny_model import make_tokenizer
+from system.families import special_layers
 from tests import families
 
 SCRIPT, STEPS = ROOT / "algos/rm.py", 8

@@ -17,12 +17,12 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from common.families import save_tokenizer
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer
 from data_prep.lib.schema import write_parquet
 from data_prep.lib.templates import render
 from data_prep.lib.turns import answer_ids, encode_messages, ids_after
+from system.families import save_tokenizer
 
 TEXT = "Pay 12,345.67 for hello world (x+1) 1234... HELLO\n\n  two  don't <|end|>\nÜber é"
 NAMED = [  # model type, and the class that its tokenizer_config.json names, as published models have them

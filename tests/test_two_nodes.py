@@ -46,7 +46,7 @@ LEAVES = """
 import atexit, sys
 sys.path.insert(0, sys.argv[1])
 from algos import sft
-from common import run
+from system import run
 class AtTheEndOfPython:
     def __del__(self):
         print("Python ends")

@@ -8,9 +8,9 @@ from conftest import ROOT, changed, cut_back, healthy, load_weights, run, same
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from algos import grpo, ppo, rm
-from common.checkpoints import write_hf
-from common.families import auto_class, decoder, hf_overrides, unused_weights
 from data_prep.lib.schema import load_rows
+from system.checkpoints import write_hf
+from system.families import auto_class, decoder, hf_overrides, unused_weights
 from tests import families
 
 INSIDE = "language_model.", "lm_head."  # what names of the language model's weights begin with or have
@@ -175,7 +175,7 @@ def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_p
 @pytest.mark.parametrize("family", ("qwen3_5", "qwen3_5_text", "qwen3_5_moe"))
 def test_qwen3_5_without_torchvision_is_one_line(family, models, monkeypatch):
     """vLLM would say no more than that its architecture failed to be inspected."""
-    monkeypatch.setattr("common.families.find_spec", lambda name: None)
+    monkeypatch.setattr("system.families.find_spec", lambda name: None)
     if not (models / family).exists():
         families.write(family, models / family)
     line = rf"{family} \({family}\): vLLM needs torchvision: install the build for torch 2"

@@ -18,8 +18,8 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
-from common.arguments import fail
 from rewards import load_from
+from system.arguments import fail
 
 HERE = Path(__file__).parent
 TAKES = dict(policy_loss="logp_nt old_logp_nt adv_nt mask_nt", adv_estimator="score_n group_n length_n parts")

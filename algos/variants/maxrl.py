@@ -1,6 +1,6 @@
 """MaxRL (arXiv 2602.02710), for scores from 0 to 1."""
 
-from common.arguments import fail
+from system.arguments import fail
 
 
 def maxrl(score_n, group_n, length_n, parts):

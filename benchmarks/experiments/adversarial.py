@@ -20,8 +20,8 @@ from benchmarks.demo import FLAGS
 from benchmarks.experiments import sums
 from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import read_metrics, save
-from common.arguments import command_line
 from data_prep.lib.schema import write_parquet
+from system.arguments import command_line
 
 ROUNDS, STEPS, PAIRS = 5, 6, 768  # rounds of a run, steps of PPO in a round, new pairs of a round
 JUDGE = "--max_length 64 --train_batch_size 64 --total_epochs 2 --lr 3e-4 --warmup_steps 5"

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.conversations import PLAIN, SPECIAL, ends_of
 from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import read_metrics
-from common.arguments import command_line
 from data_prep import arithmetic, tiny_model
 from data_prep.lib.calls import called
 from data_prep.lib.schema import write_parquet
 from data_prep.lib.templates import render
 from envs import load_env
+from system.arguments import command_line
 
 PARSERS = dict(deepseekv3="deepseek_v3")  # its template shows no tools
 SHOWN = "env/used_ratio", "critic/score/mean"

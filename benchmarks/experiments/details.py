@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo import FLAGS
 from benchmarks.lib.stages import ONE_THREAD, ROOT, run
 from benchmarks.lib.workload import curve, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 # four optimizer steps in a step: with one, clips and old policies do nothing
 DEFAULTS = "--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 8"

@@ -23,8 +23,8 @@ from benchmarks.experiments.seeds import held_out
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, read_metrics, save
-from common.arguments import command_line
 from data_prep.lib.schema import write_parquet
+from system.arguments import command_line
 
 METHODS = "distill full", "distill sampled", "GRPO", "SFT"
 RL = f"{FLAGS['grpo']} --total_steps 60 --save_freq 0"

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import read_metrics, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 SFT = (
     "--max_length 32 --train_batch_size 64 --total_steps 300 --warmup_steps 20 --test_freq 0 --save_freq 0"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from common.arguments import parse
+from system.arguments import parse
 
 
 @dataclass(kw_only=True)

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.demo import FLAGS
 from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import curve, launch, read_metrics, save
-from common.arguments import command_line
 from data_prep.arithmetic import STEPS, answer_at_once, make_row
 from data_prep.lib.schema import write_parquet
+from system.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

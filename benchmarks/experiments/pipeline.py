@@ -20,7 +20,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
-from common.arguments import command_line
+from system.arguments import command_line
 
 STEP = "--save_freq 0 --lr_schedule constant --gradient_checkpointing none"
 SFT = f"{STEP} --max_length 32 --train_batch_size 64 --warmup_steps 20 --test_freq 0"

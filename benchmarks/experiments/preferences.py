@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import read_metrics, save
-from common.arguments import command_line
 from data_prep.lib.schema import load_rows
+from system.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

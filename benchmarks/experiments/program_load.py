@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.stages import ROOT
-from common.arguments import command_line
 from rewards import prime_code
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 from rewards.programs import checks
+from system.arguments import command_line
 
 TIMEOUT_S = 0.5  # of a processor for a test, in place of 4
 WORK = "import time\nn = int(input())\nwhile time.process_time() < {}: pass\nprint(n + {})"

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments import vapo
 from benchmarks.lib.stages import ROOT
-from common.arguments import command_line
+from system.arguments import command_line
 
 vapo.KEYS["standard deviation of the quantiles"] = "critic/values_std/mean"
 MEAN = "--critic_lam 1"  # what a quantile is of

@@ -26,7 +26,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.workload import ROOT, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 WAYS = {
     "w8a8": "--scheme w8a8",

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.sums import FLAGS
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

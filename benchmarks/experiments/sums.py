@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.stages import ROOT, Stages
-from common.arguments import command_line
+from system.arguments import command_line
 
 FLAGS = dict(
     sft="--max_length 32 --train_batch_size 64 --total_epochs 50 --total_steps 400 --lr 1e-3"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.experiments.seeds import plt
 from benchmarks.lib.stages import ROOT, run
 from benchmarks.lib.workload import curve, save
-from common.arguments import command_line
+from system.arguments import command_line
 
 SFT = (
     "--max_length 40 --train_batch_size 64 --total_steps 600 --lr 1e-3 --lr_schedule constant"

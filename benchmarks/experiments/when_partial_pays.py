@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common.arguments import command_line
+from system.arguments import command_line
 
 GPUS, GROUPS, GROUP, LONGEST, MEAN = 8, 64, 16, 8192, 1000
 READ_S = 0.009  # 15 GB of weights at 3.35 TB/s, times two: 1.7 s for 480 steps of 6 GB were measured

@@ -210,7 +210,7 @@ def main():
     spec.loader.exec_module(algo)
     args, clock, parts = algo.Args(**algo.parse(algo.Args)), Clock(), []
     dict(step=watch_steps, start=watch_start)[kind](algo, clock, parts)
-    run = sys.modules["common.run"]
+    run = sys.modules["system.run"]
     run.leave, leave = lambda _: None, run.leave  # the figures are still to be written
     with suppress(Ready):
         algo.main(args)

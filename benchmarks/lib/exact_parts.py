@@ -2,7 +2,7 @@
 
 import torch
 
-from common.log_probs import CHUNK, LogProbs
+from system.log_probs import CHUNK, LogProbs
 
 
 class Norm(torch.autograd.Function):

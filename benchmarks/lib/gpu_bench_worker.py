@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import grpo
 from benchmarks.gpu_bench import CUDA, MODELS, ROWS, Budget
 from benchmarks.gpu_check import write_random
-from common.log_probs import CHUNK, log_probs
-from common.metrics import matmul_speed, speed_metrics
-from common.run import leave
 from data_prep.lib.packing import join, one_row, packed_attention, padded
+from system.log_probs import CHUNK, log_probs
+from system.metrics import matmul_speed, speed_metrics
+from system.run import leave
 
 # FLOP/s of products in bfloat16 by the data sheet, without sparsity
 DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}

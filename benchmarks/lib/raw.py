@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos.grpo import all_reduce, setup_distributed
-from common.arguments import command_line
-from common.metrics import matmul_speed
-from common.run import leave
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.packing import one_row, padded, split_micro_batches
+from system.arguments import command_line
+from system.metrics import matmul_speed
+from system.run import leave
 
 
 @dataclass

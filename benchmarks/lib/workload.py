@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from common.files import replacing
 from data_prep.lib.schema import write_parquet
+from system.files import replacing
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -27,9 +27,9 @@ from filelock import FileLock, Timeout
 from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
-from common.arguments import fail
 from data_prep.lib import chats, columns, images, replies, schema, source, templates
 from envs import messages
+from system.arguments import fail
 
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))

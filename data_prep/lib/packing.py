@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import families
+from system import families
 
 
 def balance(lengths, ranks):

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.files import replacing
 from data_prep.lib.chats import in_text, say_unknown
 from data_prep.lib.columns import TALKS, check_fields, opened, read, shown, talk_of, used
 from data_prep.lib.source import by_bytes
+from system.files import replacing
 
 OPTIONAL = ("images", "tools", "chat_template_kwargs")  # where it is missing or null, a row has none
 KINDS = {  # columns of a file

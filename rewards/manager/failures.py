@@ -3,7 +3,7 @@
 import logging
 import re
 
-from common.arguments import fail
+from system.arguments import fail
 
 LOG = logging.getLogger("rewards")  # of a run: its terminal and log.txt; else stderr
 PASSING = re.compile(r"\w*(timeout|connect)", re.IGNORECASE)  # exceptions of a server that may come back

@@ -24,7 +24,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 name, faults, notes = sys.argv[1:4]
 del sys.argv[1:4]
 algo = importlib.import_module(f"algos.{name}")
-checkpoints, run = (importlib.import_module(f"common.{x}") for x in ("checkpoints", "run"))
+checkpoints, run = (importlib.import_module(f"system.{x}") for x in ("checkpoints", "run"))
 timed, log, write, lasted = algo.timed, run.Run.log, run.write_checkpoint, {}
 
 

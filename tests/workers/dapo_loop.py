@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dapo
-from common import metrics, run
+from system import metrics, run
 
 RIGHT, WRONG, LENGTH = 1, 0, 4  # LENGTH: --max_response_length
 ALL_RIGHT = [(RIGHT, 2)] * 4

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
-from common import checkpoints, run
-from common.arguments import fail
+from system import checkpoints, run
+from system.arguments import fail
 
 
 def before():

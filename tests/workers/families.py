@@ -17,7 +17,7 @@ sys.path.insert(0, __file__.rsplit("/workers/", 1)[0])
 from families import write
 
 from algos import grpo
-from common.run import leave
+from system.run import leave
 
 
 def sleep(model):

@@ -16,7 +16,7 @@ from shared import Capture, fill_adapters, trained
 from shared import make_rows as sampled_rows
 from transformers import AutoModelForCausalLM
 
-from common.run import leave
+from system.run import leave
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 

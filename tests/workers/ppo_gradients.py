@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
-from common.checkpoints import load_checkpoint, write_checkpoint
-from common.run import leave
+from system.checkpoints import load_checkpoint, write_checkpoint
+from system.run import leave
 
 MOVED = 0.3  # change of the values since the step began: more than --cliprange_value
 CORRECT = 1  # a response with a negative score

@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
-from common.run import leave
 from data_prep.lib.schema import load_rows
+from system.run import leave
 
 
 def main(model, pairs, out):

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
-from common.run import leave
+from system.run import leave
 
 # prompt and response tokens: very unequal; the two rows with prompts of 30 share theirs, as do those of 2
 LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7), (30, 2), (2, 6)]

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from common import metrics, run
+from system import metrics, run
 from tests.workers import dapo_loop
 
 SFT = "--max_length 32 --warmup_steps 0 --lr 1e-2"

@@ -12,8 +12,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.families import unused_weights
-from common.gpu import compute_device
+from system.families import unused_weights
+from system.gpu import compute_device
 
 
 @contextmanager

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.arguments import KNOWN, MODELS, fail
-from common.checkpoints import load_checkpoint, write_checkpoint
-from common.cpu import keep_freed_memory
-from common.files import content, hold, json_line, model_content, replacing
-from common.gpu import compute_device
+from system.arguments import KNOWN, MODELS, fail
+from system.checkpoints import load_checkpoint, write_checkpoint
+from system.cpu import keep_freed_memory
+from system.files import content, hold, json_line, model_content, replacing
+from system.gpu import compute_device
 
 MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
 DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  # and another run begins

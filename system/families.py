@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import AutoModelForSequenceClassific
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import cached_file
 
-from common.arguments import fail
+from system.arguments import fail
 
 PLAIN = {  # language models that differ only in the positions of images: type, and class in vLLM
     "qwen2_vl_text": "Qwen2ForCausalLM",

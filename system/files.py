@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from common.arguments import fail
+from system.arguments import fail
 
 LOADED = "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "vocab.*", "merges.txt"  # with a model
 WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth"  # the first that a directory has

@@ -12,8 +12,8 @@ from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from common.arguments import fail
-from common.families import add_older_names, save_tokenizer
+from system.arguments import fail
+from system.families import add_older_names, save_tokenizer
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
 
