@@ -140,10 +140,10 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from data_prep.lib.cache import load_prompt_files
-from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
+from envs.calls import learn_calls, observation
 from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary

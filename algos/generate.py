@@ -63,12 +63,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from data_prep.lib.calls import learn_calls, observation
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, request
 from data_prep.lib.replies import asked, opens_only
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, use_template
+from envs.calls import learn_calls, observation
 from envs.messages import Unrenderable, shorten
 from envs.pool import EnvPool
 from rewards.manager import check_environments

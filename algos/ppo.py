@@ -143,8 +143,8 @@ from transformers.utils import logging
 from data_prep.lib.cache import load_prompt_files, load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer, request
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
+from data_prep.lib.special import without_special
 from data_prep.lib.templates import render, use_template
-from envs.messages import without_special
 from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards
 from system import cpu, families

@@ -101,9 +101,9 @@ from data_prep.lib.columns import opened
 from data_prep.lib.images import load_processor
 from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import pair_of
+from data_prep.lib.special import without_special
 from data_prep.lib.templates import given_by, render, use_template
 from data_prep.lib.turns import check_scored
-from envs.messages import without_special
 from system import families
 from system.gpu import compute_device, prepare_layers, send
 from system.metrics import speed_metrics, timed

@@ -37,10 +37,10 @@ if __name__ == "__main__":
 import jinja2
 
 from benchmarks.lib.conversations import SHAPES, TOOLS, ends_of, forms, make_tokenizer, messages_of
-from data_prep.lib.calls import find_reader
+from data_prep.lib.special import RENDER_ERRORS
 from data_prep.lib.templates import plain, render, shows_tools
 from data_prep.lib.turns import encode_messages, trained_turns
-from envs.messages import RENDER_ERRORS
+from envs.calls import find_reader
 
 READ = "its calls are read"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from data_prep.lib.chats import say_unknown
 from data_prep.lib.schema import check_row, write_parquet
 from data_prep.lib.source import ENDINGS, Source, plain_rows
-from envs import one_line
 from system.arguments import command_line, unusable
+from system.text import one_line
 
 BROKEN = (ValueError, TypeError, LookupError, AttributeError)  # what a mapping raises on an unexpected record
 SHOWN = 10  # broken rows that are named

@@ -40,8 +40,3 @@ def load_env(spec):
         f"--env {spec}: {spec.rpartition(':')[2]!r} is no class with `step`, no list of functions"
         " and no class of TRL with `reset`"
     )
-
-
-def one_line(text):
-    """An error for a model or a log: one line of at most 200 characters."""
-    return " ".join(str(text).split())[:200]

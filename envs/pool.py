@@ -13,10 +13,11 @@ import threading
 
 import cloudpickle
 
-from envs import load_env, one_line
+from envs import load_env
 from envs.tools import ToolEnv, Turn
 from rewards.manager.awaiting import awaited
 from rewards.manager.worker import Worker, WorkerError
+from system.text import one_line
 
 
 class EnvPool:
@@ -33,7 +34,7 @@ class EnvPool:
             raise ValueError(f"environments with {workers} workers, {timeout_s} s: both must be above 0")
         env_class = load_env(spec)
         self.tools, self.calls_tools = env_class.tools, issubclass(env_class, ToolEnv)
-        self.parser, self.read_calls, self.ends = parser, None, []  # the last two: data_prep/lib/calls.py
+        self.parser, self.read_calls, self.ends = parser, None, []  # the last two: envs/calls.py
         self._loading, self._timeout_s, self._workers = _Loading(spec), timeout_s, workers
         self._states, self._in_flight = {}, 0
         self._calls, self._answers = queue.SimpleQueue(), queue.SimpleQueue()

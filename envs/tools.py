@@ -1,7 +1,7 @@
 """Tools in OpenAI's manner: plain functions, which the model is shown as JSON schemas and calls in its text.
 
 Calls are [(name, arguments), ...] of a turn, (None, what is wrong) for a call that cannot be read; nothing if
-there is no call.  vLLM's parsers read them, see data_prep/lib/calls.py; here are formats read without it.
+there is no call.  vLLM's parsers read them, see envs/calls.py; here are formats read without it.
 """
 
 import ast
@@ -12,9 +12,9 @@ import types
 import typing
 from contextlib import suppress
 
-from envs import one_line
 from rewards.manager.awaiting import awaited
 from rewards.sandbox import SandboxError
+from system.text import one_line
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 CHANNELS = re.compile(r"to=functions\.([^\s<]+)[^{]*?<\|message\|>(.*?)(?:<\|(?:call|end)\|>|\Z)", re.DOTALL)

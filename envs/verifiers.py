@@ -15,9 +15,9 @@ from verifiers.v1.state import state_cls
 from verifiers.v1.utils.decorators import discover_decorated
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-from envs import one_line
 from envs.tools import ToolEnv
 from rewards.manager.awaiting import awaited
+from system.text import one_line
 
 READS = ("VERIFIERS_CONFIG",)
 

@@ -8,7 +8,7 @@ from conftest import ROOT
 from test_envs import hermes
 
 from benchmarks.lib.conversations import make_tokenizer
-from data_prep.lib.calls import learn_calls, reader
+from envs.calls import learn_calls, reader
 from envs.pool import EnvPool
 from envs.tools import UNREADABLE
 

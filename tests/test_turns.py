@@ -13,7 +13,7 @@ from algos import sft
 from data_prep import rejection, tiny_model
 from data_prep.lib import replies, templates, turns
 from data_prep.lib.images import encode_prompt
-from envs.messages import without_special
+from data_prep.lib.special import without_special
 
 START, LOOP, BODY, STOP, TAIL = (
     "{%- for m in messages -%}",

@@ -24,10 +24,10 @@ from benchmarks.lib.conversations import PLAIN, SPECIAL, ends_of
 from benchmarks.lib.stages import ROOT, Stages
 from benchmarks.lib.workload import read_metrics
 from data_prep import arithmetic, tiny_model
-from data_prep.lib.calls import called
 from data_prep.lib.schema import write_parquet
 from data_prep.lib.templates import render
 from envs import load_env
+from envs.calls import called
 from system.arguments import command_line
 
 PARSERS = dict(deepseekv3="deepseek_v3")  # its template shows no tools

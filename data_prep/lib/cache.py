@@ -28,7 +28,6 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
 from data_prep.lib import chats, columns, images, replies, schema, source, templates
-from envs import messages
 from system.arguments import fail
 
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
@@ -157,7 +156,7 @@ def key_of(paths, tokenizer, about, code):
     digest = xxhash.xxh3_128(repr(about).encode())
     with tempfile.TemporaryDirectory() as state:
         tokenizer.save_pretrained(state)
-        ours = messages.__file__, *Path(__file__).parent.glob("*.py")
+        ours = Path(__file__).parent.glob("*.py")
         for path in [*paths, *sorted(map(str, ours)), *sorted(filter(Path.is_file, Path(state).rglob("*")))]:
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())

@@ -10,7 +10,7 @@ import sys
 from data_prep.lib.chats import conversation, parsed, tools_of
 from data_prep.lib.replies import after, spoken
 from data_prep.lib.source import Source
-from envs.messages import MARK
+from data_prep.lib.special import MARK
 
 NAMES = {  # what a row says: the columns that may say it, the first that a file has is read
     "messages": ("messages", "conversations"),

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import cached_file
 
+from data_prep.lib.special import MARK
 from data_prep.lib.templates import render
-from envs.messages import MARK
 
 FORMATS = (  # those that vLLM reads, in its order; not EPS, which PIL hands to Ghostscript
     "AVIF BLP BMP CUR DCX DDS DIB FITS FLI FTEX GBR GIF ICNS ICO IM IMT IPTC JPEG JPEG2000 MCIDAS MSP PCD PCX"

@@ -10,8 +10,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from data_prep.lib.chats import in_text
 from data_prep.lib.replies import MARK_OF_THOUGHT
-from envs import one_line
-from envs.messages import RENDER_ERRORS
+from data_prep.lib.special import RENDER_ERRORS
+from system.text import one_line
 
 PARTS = re.compile(f"({MARK_OF_THOUGHT.pattern})")
 TYPES = dict(text="string", number="integer", names="array", on="boolean")

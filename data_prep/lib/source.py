@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from envs import one_line
+from system.text import one_line
 
 JSON = ".jsonl", ".jsonl.gz", ".json", ".json.gz"
 ENDINGS = ".parquet", *JSON, ".arrow"

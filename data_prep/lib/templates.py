@@ -10,8 +10,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from data_prep.lib.marks import TOOL, TOOLS, formed, kinds, tried, written
 from data_prep.lib.replies import thought_apart
-from envs import one_line
-from envs.messages import without_special
+from data_prep.lib.special import without_special
+from system.text import one_line
 
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
 OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that are given anyway

@@ -17,8 +17,8 @@ from itertools import groupby
 
 from data_prep.lib.marks import MARKED, in_marks, tried
 from data_prep.lib.replies import MARK_OF_THOUGHT, THOUGHTS, answer_after
+from data_prep.lib.special import special_tokens
 from data_prep.lib.templates import Talk
-from envs.messages import special_tokens
 
 ELSE = "take a model whose template shows it, or another by --chat_template"
 

@@ -11,13 +11,13 @@ from collections import Counter
 from copy import copy
 
 from data_prep.lib.marks import TOOLS
+from data_prep.lib.special import special_tokens
 from data_prep.lib.templates import Talk, render, shows_tools
 from data_prep.lib.turns import turn
 from envs import messages as plain_messages
-from envs import one_line
-from envs.messages import special_tokens
 from envs.tools import UNREADABLE, harmony
 from system import cpu
+from system.text import one_line
 
 ONE = "zqtool", dict(text="New York, NY", number=3, names=["a", "b c"], on=True)
 HARD = "zqtool", dict(text='L\'Aquila "x"\nis <b>北京', number=-1, names=[], on=False)
