@@ -14,7 +14,7 @@ its trajectory only.  Methods and tools may be `async def`: each process has one
 
 import warnings
 
-from rewards import load_from
+from system.plugins import load_from
 
 warnings.filterwarnings("ignore", category=SyntaxWarning)  # what a model writes is parsed as Python, too
 

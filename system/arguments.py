@@ -8,18 +8,13 @@ import os
 import re
 import sys
 import warnings
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, make_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import tyro
-
-# before torch is loaded: notes of libraries on NUMA nodes, Triton and their plans, on which nobody can act
-os.environ |= dict(TORCH_CPP_LOG_LEVEL="ERROR", TORCH_LOGS="-torch._library") | os.environ
-warnings.filterwarnings("ignore", category=FutureWarning)
-gc.set_threshold(50_000)  # with 700 a sixth of the imports' time is a search for garbage in what stays
-atexit.register(gc.freeze)  # the search at Python's end would take a second
 
 INF = math.inf
 COUNT, NOT_NEGATIVE, POSITIVE = (1, INF, "at least 1"), (0, INF, "at least 0"), (1e-9, INF, "above 0")
@@ -93,6 +88,7 @@ def parse(args_class, words=None, unknown=None):
 
     unknown: a function of {flag: value}, which says what a script does not know, or None.
     """
+    before_torch()
     problem = foreign(fields(args_class), sys.argv[1:] if words is None else words)
     if not problem:
         groups = command_line(in_groups(args_class), words)
@@ -104,6 +100,15 @@ def parse(args_class, words=None, unknown=None):
         rank = os.environ.get("RANK", 0)
         raise SystemExit(1 if int(os.environ.get("LOCAL_RANK", rank)) else f"error: {problem}")
     return flags
+
+
+def before_torch():
+    """Keep libraries quiet, and imports quick: to be called before torch is loaded."""
+    # notes on NUMA nodes, Triton and plans, on which nobody can act
+    os.environ |= dict(TORCH_CPP_LOG_LEVEL="ERROR", TORCH_LOGS="-torch._library") | os.environ
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    gc.set_threshold(50_000)  # with 700 a sixth of the imports' time is a search for garbage in what stays
+    atexit.register(gc.freeze)  # the search at Python's end would take a second
 
 
 def foreign(flags, words):
@@ -173,6 +178,15 @@ def fail(message):
     for bar in [*getattr(tqdm, "_instances", ())]:
         bar.close()  # the line is below it
     raise SystemExit(1 if int(os.environ.get("RANK", 0)) else f"error: {message}")
+
+
+@contextmanager
+def one_line_errors(start=""):
+    """Make what libraries and users' files raise in the block one line, which ends the script."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        fail(start + " ".join(str(error).split()))
 
 
 def refuse(*problems):

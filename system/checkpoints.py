@@ -30,18 +30,28 @@ def checkpointed(models, optimizers):
     return dict(model=model, optimizer=optim)
 
 
+def read_state(path):
+    """The trainer's state of a checkpoint, with the number of its step."""
+    try:
+        return json.loads((path / "trainer_state.json").read_text())
+    except (OSError, ValueError) as error:
+        damaged(path, " ".join(str(error).split()))
+
+
 def load_checkpoint(path, models, optimizers):
-    """Load a checkpoint at any world size -> the trainer's state."""
+    """Load weights and optimizers of a checkpoint, at any world size."""
     content = checkpointed(models, optimizers)
     try:
-        state = json.loads((path / "trainer_state.json").read_text())
         dcp.load(content, checkpoint_id=path / "dcp")
     except (dcp.CheckpointException, OSError, ValueError) as error:
-        problem = f"is damaged, or of another model ({in_one_line(error)})"
-        fail(f"{path} {problem}: point {path.parent / 'latest'} at an earlier step, or remove it")
+        damaged(path, in_one_line(error))
     states = dict(model_state_dict=content["model"], optim_state_dict=content["optimizer"])
     dcp_state.set_state_dict(nn.ModuleDict(models), optimizers, **states, options=TRAINED)
-    return state
+
+
+def damaged(path, why):
+    remedy = f"point {path.parent / 'latest'} at an earlier step, or remove it"
+    fail(f"{path} is damaged, or of another model ({why}): {remedy}")
 
 
 def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, whole_weights):

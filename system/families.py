@@ -106,7 +106,7 @@ def special_layers(config, one_row=False):
     """What a model has besides attention to all earlier tokens.
 
     one_row: what keeps its texts from one row. The attention for that knows windows, where the model passes
-    them to it, and `states_apart` of packing.py knows layers with a state.
+    them to it, and `states_apart` of attention.py knows layers with a state.
     """
     auto = AutoModelForImageTextToText if wrapped(config) else AutoModelForCausalLM
     model = auto._model_mapping.get(type(config), None)
@@ -155,11 +155,17 @@ def to_files(lm):
 
 
 def rounding_limit(lm, dtype, rollout_quantization=None):
-    """Mean |log-prob difference| of rounding alone, and whether it chooses experts that nearly tie."""
-    experts = any(type(layer).__name__.endswith("Experts") for layer in lm.modules())
+    """The mean |log-prob difference| of sampler and trainer that rounding alone may make.
+
+    In a mixture, rounding chooses experts that nearly tie.
+    """
     if rollout_quantization:
-        return 0.3, experts
-    return {"float32": 1e-4, "bfloat16": 0.3 if experts else 0.1}[dtype], experts
+        return 0.3
+    if dtype == "float32":
+        return 1e-4
+    if any(type(layer).__name__.endswith("Experts") for layer in lm.modules()):
+        return 0.3
+    return 0.1
 
 
 def dequantised(config):

@@ -55,18 +55,18 @@ def data_sheet_speed(dtype):
 def step_metrics(rows, load, policy, timing, dtype, sampled=None):
     """Scores, lengths, balance and time of a step: what all algorithms have.
 
-    load: token counts of what each rank, or group of ranks with --sp_size, has trained on.
+    load: number of tokens that each rank, or group of ranks with --sp_size, has trained on.
     sampled: the rows that were sampled, where they are not those that were trained on.
     """
     responses, prompts = [row["length"] for row in rows], [row["prompt_length"] for row in rows]
     ranks, results = dist.get_world_size(), [row["reward"] for row in rows]
-    rank_tokens, balanced = [0] * ranks, [sum(tokens) * len(load) / ranks for tokens in load]
+    rank_tokens, balanced = [0] * ranks, [tokens * len(load) / ranks for tokens in load]
     for row in rows if sampled is None else sampled:
         rank_tokens[row["rank"]] += row["prompt_length"] + row["length"]
     lengths = [a + b for a, b in zip(prompts, responses)]
     metrics = stats("critic/score", [result["score"] for result in results]) | failure_metrics(results)
     metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
-    metrics |= speed_metrics(lengths, policy, timing, dtype, sum(map(sum, load)))
+    metrics |= speed_metrics(lengths, policy, timing, dtype, sum(load))
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
         "global_seqlen/mean": sum(lengths) / ranks,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from system.arguments import KNOWN, MODELS, fail
-from system.checkpoints import load_checkpoint, write_checkpoint
+from system.checkpoints import load_checkpoint, read_state, write_checkpoint
 from system.cpu import keep_freed_memory
 from system.files import content, hold, json_line, model_content, replacing
 from system.gpu import compute_device
@@ -40,141 +40,224 @@ TIMEOUT_S = 3600  # seconds that a rank waits for the others
 
 def open_run(args):
     """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
-    out, latest = Path(args.output_dir), Path(args.output_dir, "checkpoints/latest")
-    real = lambda name: os.path.realpath(name) if os.path.isdir(name) else name
-    for flag in MODELS:  # not by symbolic links, which may move, as `latest` of another run does
-        if name := getattr(args, flag, None):
-            setattr(args, flag, real(name) if isinstance(name, str) else (*map(real, name),))
+    flags = vars(args)
+    for flag in flags.keys() & MODELS:  # not by symbolic links, which may move, as `latest` of another run
+        if isinstance(flags[flag], str):
+            flags[flag] = without_links(flags[flag])
+        elif flags[flag]:
+            flags[flag] = tuple(without_links(name) for name in flags[flag])
     if args.tracker != "none" and not find_spec(args.tracker):
         fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
-    for flag in [flag for flag, known in KNOWN.items() if known.gpu]:  # parse() has not loaded torch
-        if vars(args).get(flag, "none") not in (False, "none") and not torch.cuda.is_available():
+    for flag, value in flags.items():  # parse() has not loaded torch
+        needs_gpu = flag in KNOWN and KNOWN[flag].gpu and value not in (False, "none")
+        if needs_gpu and not torch.cuda.is_available():
             fail(f"--{flag} needs a GPU")
+
+    out = Path(args.output_dir)
     hold(out, f"--output_dir {out}")
-    if (out / "args.json").exists() and args.resume == "never":
+    if args.resume == "never" and (out / "args.json").exists():
         fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
+    latest = out / "checkpoints/latest"
     if latest.exists():  # the same command resumes its own run
-        if changes := differences(latest.resolve(), args, MAY_CHANGE):
-            may = not differences(latest.resolve(), args, MAY_CHANGE | DATA)
-            new = f"begin in another one by --resume {latest}" if may else "choose another"
+        checkpoint = latest.resolve()
+        changes = differences(checkpoint, args, MAY_CHANGE)
+        if changes:
+            new = "choose another"
+            if not differences(checkpoint, args, MAY_CHANGE | DATA):
+                new = f"begin in another one by --resume {latest}"
             fail(f"--output_dir {out} holds a run with other arguments ({changes}): put them back, or {new}")
-        return latest.resolve()
+        return checkpoint
+
     if args.resume in ("auto", "never"):
         return None
-    checkpoint = Path(args.resume)
+    checkpoint = Path(args.resume).resolve()
     if not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    if changes := differences(checkpoint.resolve(), args, MAY_CHANGE | DATA):
+    changes = differences(checkpoint, args, MAY_CHANGE | DATA)
+    if changes:
         fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
-    return checkpoint.resolve()
+    return checkpoint
+
+
+def without_links(name):
+    """The path of a directory; the name of a model on the hub as it is."""
+    if os.path.isdir(name):
+        return os.path.realpath(name)
+    return name
 
 
 def differences(checkpoint, args, may):
     """What differs between the run of a checkpoint and this one, except flags that may."""
-    saved, saved_content, found = {}, {}, []
+    saved = {}
+    saved_content = {}
     with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
         saved_content = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
         saved = json.loads((checkpoint.parents[1] / "args.json").read_text())
-    now, content_now = json.loads(json.dumps(asdict(args))), contents(args)
-    for flag in [flag for flag in now if flag not in may]:
-        one, other = (saved_content, content_now) if flag in (*MODELS, *FILES) else (saved, now)
-        if flag not in other or one.get(flag, other[flag]) == other[flag]:
+    content_now = contents(args)
+    found = []
+    for flag, value in json.loads(json.dumps(asdict(args))).items():
+        if flag in may:
             continue
-        what = f"{saved.get(flag, now[flag])} there, {now[flag]} now"
-        if flag in MODELS:  # which files
-            pairs = [(a.items(), b.items()) for a, b in zip(one[flag], other[flag])]
-            files = sorted({name for a, b in pairs for name, _ in a ^ b})
-            what = f"{now[flag]} has another {', '.join(files) or 'number of models'}"
-        elif saved.get(flag, now[flag]) == now[flag]:
-            what = f"{now[flag]} has another content"
-        found.append(f"--{flag} {what}")
+        before = saved.get(flag, value)
+        change = f"{before} there, {value} now" if before != value else ""
+        if flag in MODELS or flag in FILES:
+            content = content_now.get(flag)
+            content_before = saved_content.get(flag, content)
+            if content is None or content_before == content:
+                continue
+            if flag in MODELS:
+                change = f"{value} has another {changed_files(content_before, content)}"
+            elif not change:
+                change = f"{value} has another content"
+        if change:
+            found.append(f"--{flag} {change}")
     return "; ".join(found)
+
+
+def changed_files(before, now):
+    """Names of the files of models that differ."""
+    names = set()
+    for one, other in zip(before, now):
+        names |= {name for name, _ in one.items() ^ other.items()}
+    return ", ".join(sorted(names)) or "number of models"
 
 
 def contents(args):
     """{flag: digests} of the models and files that decide what a run learns; a checkpoint keeps them."""
     if int(os.environ.get("RANK", 0)):  # the first rank reads, and speaks
         return {}
-    names = {flag: getattr(args, flag, None) or () for flag in (*MODELS, *FILES)}
-    names = {flag: [x] if isinstance(x, str) else x for flag, x in names.items()}
-    return {flag: [*map(model_content if flag in MODELS else content, some)] for flag, some in names.items()}
+    found = {}
+    for flag, value in vars(args).items():
+        if flag not in MODELS and flag not in FILES:
+            continue
+        names = value or ()
+        if isinstance(names, str):
+            names = [names]
+        digest = model_content if flag in MODELS else content
+        found[flag] = [digest(name) for name in names]
+    return found
 
 
 def open_tracker(args, step):
     """-> a function of ({name: number or rows of TEXTS}, step). Those after `step` go: they come again."""
-    out = Path(args.output_dir)
-    if args.tracker == "wandb":  # which reads WANDB_PROJECT, and WANDB_MODE=offline for no network
-        import wandb
-
-        name = out / "wandb.id"  # a resumed run continues in the same one
-        if not (name.exists() and name.read_text()):  # empty: a kill, as it was written
-            name.write_text(uuid4().hex[:8])
-        own = dict(id=name.read_text(), resume="allow", config=asdict(args))
-        log = wandb.init(dir=out, name=out.name, **own).log
-        table = lambda x: wandb.Table(columns=TEXTS, data=x) if isinstance(x, list) else x
-        return lambda metrics, step: log({name: table(x) for name, x in metrics.items()}, step)
+    if args.tracker == "wandb":
+        return wandb_tracker(args)
     if args.tracker == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(out / "tensorboard", purge_step=step + 1)
-
-        def track(metrics, step):
-            for name, value in metrics.items():
-                if isinstance(value, list):  # of texts: as Markdown has code
-                    texts = "\n\n".join(cell for row in value for cell in row)
-                    writer.add_text(name, indent(texts, "    "), step)
-                else:
-                    writer.add_scalar(name, value, step)
-            writer.flush()  # it writes every two minutes, and not at exit
-
-        return track
+        return tensorboard_tracker(args, step)
     return lambda metrics, step: None
 
 
+def wandb_tracker(args):
+    """W&B reads WANDB_PROJECT, and WANDB_MODE=offline for no network."""
+    import wandb
+
+    out = Path(args.output_dir)
+    name = out / "wandb.id"  # a resumed run continues in the same one
+    if not (name.exists() and name.read_text()):  # empty: a kill, as it was written
+        name.write_text(uuid4().hex[:8])
+    run = wandb.init(dir=out, name=out.name, id=name.read_text(), resume="allow", config=asdict(args))
+
+    def track(metrics, step):
+        values = {}
+        for name, value in metrics.items():
+            if isinstance(value, list):
+                value = wandb.Table(columns=TEXTS, data=value)
+            values[name] = value
+        run.log(values, step)
+
+    return track
+
+
+def tensorboard_tracker(args, step):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(Path(args.output_dir) / "tensorboard", purge_step=step + 1)
+
+    def track(metrics, step):
+        for name, value in metrics.items():
+            if isinstance(value, list):  # of texts: as Markdown has code
+                texts = "\n\n".join(cell for row in value for cell in row)
+                writer.add_text(name, indent(texts, "    "), step)
+            else:
+                writer.add_scalar(name, value, step)
+        writer.flush()  # it writes every two minutes, and not at exit
+
+    return track
+
+
 class Run:
-    """A run of a trainer. Rank 0 writes its directory; the other ranks are silent.
+    """A run of a trainer, the block of a `with`. Rank 0 writes its directory; the other ranks are silent.
 
     step: the last one that the weights have, then the one in progress. total: the number of steps.
+    state: what `updated` was given before the run was stopped; {} in a new run.
+    Whatever ends the block, the last whole step is saved.
     """
 
     def __init__(self, args):
         """Open output_dir, before anything slow; see `open_run`."""
-        self.args, self.out, self.rank0 = args, Path(args.output_dir), int(os.environ.get("RANK", 0)) == 0
-        self.checkpoint, self.content = open_run(args), contents(args)  # now: files may change later
+        self.args = args
+        self.out = Path(args.output_dir)
+        self.rank0 = int(os.environ.get("RANK", 0)) == 0
+        self.checkpoint = open_run(args)
+        self.state = read_state(self.checkpoint) if self.checkpoint else dict(step=0)
+        self.step = self.state.pop("step")
+        self.state.pop("content", None)
+        self.content = contents(args)  # now: files may change later
         self.unsaved = None  # the state of the last whole step that is in no checkpoint yet
         self.seconds = {}  # of the last checkpoint, for the timing of the step after it
-        self.signal = self.signalled = 0  # its number, and the time of the first one
+        self.signal = 0  # its number
+        self.signalled = 0  # the time of the first one
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first step there is nothing to save
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        self.save_first()
+        if error is None:
+            self.close()
+
+    def plan(self, total_steps, summary):
+        """Say what the run has read; end it here, before a model is loaded, if it has all its steps.
+
+        summary: of its data.
+        """
+        self.total = total_steps
+        self.say(summary)
+        if self.step < total_steps:
+            return
+        if self.checkpoint.parents[1] != self.out.resolve():
+            steps = f"{self.step} steps, and this run has {total_steps}"
+            fail(f"--resume {self.args.resume} has {steps}: pass more, by --total_steps or --total_epochs")
+        self.say_end()
+        sys.exit()
+
     def load(self, models, optimizers, tokenizer, whole_weights):
-        """Load the checkpoint to go on from -> the state that `updated` was given, {} in a new run.
+        """Load the weights of the checkpoint to go on from; say how those of the next ones are made.
 
         models: {directory in a checkpoint: model}, with one optimizer or a list of them.
         whole_weights(lm, dtype): yields names and whole weights of a sharded model, on all ranks alike.
         """
         self.parts = models, optimizers, tokenizer, whole_weights
-        for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             optimizer.register_step_pre_hook(lambda *_: self.forget())
-        state = load_checkpoint(self.checkpoint, models, optimizers) if self.checkpoint else dict(step=0)
-        self.step = state.pop("step")
-        return {name: value for name, value in state.items() if name != "content"}
+        if self.checkpoint:
+            load_checkpoint(self.checkpoint, models, optimizers)
 
-    def start(self, total_steps, summary, lm):
+    def start(self, lm):
         """Write what a run has from its start, and say what it is about to do."""
-        self.total = total_steps
-        self.bar = tqdm(total=total_steps, initial=self.step, desc="step", disable=not self.rank0)
-        atexit.register(self.save_first)
-        # `save_first` needs the process group, which ends with an engine that nothing refers to
-        self.trainer = sys._getframe(1)
-        told = logging.Handler()  # what rewards and environments have to say; info is for log.txt alone
-        told.emit = lambda record: self.say(record.getMessage(), record.levelno > logging.INFO)
-        logging.getLogger("rewards").setLevel(logging.INFO)
-        logging.getLogger("rewards").addHandler(told)
+        self.bar = tqdm(total=self.total, initial=self.step, desc="step", disable=not self.rank0)
+        handler = logging.Handler()  # what rewards and environments have to say; info is for log.txt alone
+        handler.emit = lambda record: self.say(record.getMessage(), record.levelno > logging.INFO)
+        logger = logging.getLogger("rewards")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
         if self.rank0:
             clean(self.out, self.step, self.args)
             self.track = open_tracker(self.args, self.step)
-        origin = f"\nresumed from {self.checkpoint}" if self.checkpoint else ""
-        self.say(f"{summary}\n{total_steps} steps, {ranks_on(lm)}{origin}")
+        self.say(f"{self.total} steps, {ranks_on(lm)}")
+        if self.checkpoint:
+            self.say(f"resumed from {self.checkpoint}")
 
     def steps(self):
         """Each step that is left, and a dict for the seconds of its parts; none after any rank's signal."""
@@ -185,7 +268,8 @@ class Run:
             # stacks of all ranks, in turn, of a step that hangs
             faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)
             self.begin = time.perf_counter()
-            timing, self.seconds = self.seconds, {}
+            timing = self.seconds
+            self.seconds = {}
             yield self.step, timing
             [signalled] = all_reduce([self.signal], dist.ReduceOp.MAX)
             if signalled:
@@ -220,43 +304,57 @@ class Run:
 
     def dump(self, rows, kind="step"):
         """With --rollout_dump: scored rows, one JSON line each. kind val: a tracker has some of them, too."""
-        if self.rank0 and kind == "val":
-            texts = [row["sampled"] | row["reward"] for row in rows if row["sample"] == 0]
-            self.track({"val/texts": [[str(text[key]) for key in TEXTS] for text in texts[:8]]}, self.step)
-        if not self.rank0 or not self.args.rollout_dump:
+        if not self.rank0:
             return
-        (self.out / "rollouts").mkdir(exist_ok=True)
-        with (self.out / f"rollouts/{kind}_{self.step:06d}.jsonl").open("w") as file:
+        if kind == "val":
+            texts = []
             for row in rows:
-                where = {name: row[name] for name in ("index", "sample", "finish_reason")}
-                ids = dict(response_ids=row["response_ids"].tolist())
-                file.write(json_line(row["sampled"] | row["reward"] | where | ids))
+                if row["sample"] == 0 and len(texts) < 8:
+                    text = row["sampled"] | row["reward"]
+                    texts.append([str(text[key]) for key in TEXTS])
+            self.track({"val/texts": texts}, self.step)
+        if self.args.rollout_dump:
+            folder = self.out / "rollouts"
+            folder.mkdir(exist_ok=True)
+            with (folder / f"{kind}_{self.step:06d}.jsonl").open("w") as file:
+                for row in rows:
+                    line = row["sampled"] | row["reward"]
+                    for name in ("index", "sample", "finish_reason"):
+                        line[name] = row[name]
+                    line["response_ids"] = row["response_ids"].tolist()
+                    file.write(json_line(line))
 
     def say(self, message, in_terminal=True):
         """A line for people, in the terminal and in log.txt."""
-        if self.rank0:
-            if in_terminal:
-                self.bar.write(message)
-            with (self.out / "log.txt").open("a") as file:
-                file.write(message + "\n")
+        if not self.rank0:
+            return
+        if in_terminal:
+            tqdm.write(message)
+        with (self.out / "log.txt").open("a") as file:
+            file.write(message + "\n")
 
     def log(self, metrics, **shown):
         """One dict a step; shown: metrics at the progress bar, under shorter names."""
         metrics = {name: float(value) for name, value in metrics.items()}
         metrics["training/global_step"] = self.step
-        if any(n for name, n in metrics.items() if name.endswith("skipped_updates")):
+        skipped = [value for name, value in metrics.items() if name.endswith("skipped_updates")]
+        if any(skipped):
             self.say(f"warning: step {self.step}: updates were skipped, their gradients are not finite")
         metrics["training/nonfinite"] = sum(not math.isfinite(value) for value in metrics.values())
-        if self.rank0:
-            with (self.out / "metrics.jsonl").open("a") as file:
-                file.write(json_line(metrics))
-            self.bar.set_postfix({k: f"{metrics[name]:.4g}" for k, name in shown.items()}, refresh=False)
-            self.bar.update(self.step - self.bar.n)
-            self.track(metrics, self.step)
+        if not self.rank0:
+            return
+        with (self.out / "metrics.jsonl").open("a") as file:
+            file.write(json_line(metrics))
+        postfix = {short: f"{metrics[name]:.4g}" for short, name in shown.items()}
+        self.bar.set_postfix(postfix, refresh=False)
+        self.bar.update(self.step - self.bar.n)
+        self.track(metrics, self.step)
 
     def save(self):
         """Write a checkpoint. Its seconds are in the timing of the next step."""
-        begin, state, self.unsaved = time.perf_counter(), self.unsaved, None
+        begin = time.perf_counter()
+        state = self.unsaved
+        self.unsaved = None
         path = write_checkpoint(self.out, self.args.model, self.args.keep_checkpoints, state, *self.parts)
         self.seconds = dict(save_checkpoint=time.perf_counter() - begin)
         return path
@@ -265,24 +363,31 @@ class Run:
         """At the end of the process, whatever ends it: save a whole step if all ranks end together."""
         if self.unsaved is None:
             return
-        store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        ranks = range(dist.get_world_size())
         try:
             store.set(f"end of rank {dist.get_rank()}", "")
-            store.wait([f"end of rank {rank}" for rank in range(world)], END)
+            store.wait([f"end of rank {rank}" for rank in ranks], END)
             self.say(f"saved first: {self.save()}")
         except (Exception, SystemExit) as error:  # whatever it is, the run ends for another reason
             print(f"what was trained since the last checkpoint is lost: {error}", file=sys.stderr)
 
     def close(self):
         """Say where the results are and what to do next, and end the process."""
-        self.save_first()
         self.bar.close()
-        done = "done" if self.step >= self.total else "stopped; the same command resumes it"
+        self.say_end()
+        stopped = self.signal and self.step < self.total
+        leave(128 + self.signal if stopped else 0)
+
+    def say_end(self):
+        whole = self.step >= self.total
+        done = "done" if whole else "stopped; the same command resumes it"
         weights = self.out / "checkpoints/latest/hf"
+        if not weights.exists():
+            weights = self.args.model
         self.say(f"step {self.step} of {self.total}, {done}")
-        self.say(f"weights: {weights if weights.exists() else self.args.model}")
+        self.say(f"weights: {weights}")
         self.say(f"report:  python algos/report.py {self.out} --output report.html")
-        leave(128 + self.signal if self.signal and self.step < self.total else 0)
 
 
 def clean(out, step, args):
@@ -291,13 +396,16 @@ def clean(out, step, args):
         if not (checkpoint / "trainer_state.json").exists():  # its last file: a kill left it unfinished
             shutil.rmtree(checkpoint)
     metrics = out / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if step and metrics.exists() else []
-    # one may be cut short
-    keep = lambda line: line.endswith("}") and json.loads(line)["training/global_step"] <= step
-    kept = "".join(f"{line}\n" for line in filter(keep, lines))
-    for name, text in (("metrics.jsonl", kept), ("args.json", json.dumps(asdict(args), indent=2))):
-        with replacing(out / name) as new:
-            new.write_text(text)
+    kept = ""
+    if step and metrics.exists():
+        for line in metrics.read_text().splitlines():
+            whole = line.endswith("}")  # one may be cut short
+            if whole and json.loads(line)["training/global_step"] <= step:
+                kept += f"{line}\n"
+    with replacing(metrics) as new:
+        new.write_text(kept)
+    with replacing(out / "args.json") as new:
+        new.write_text(json.dumps(asdict(args), indent=2))
 
 
 def setup_distributed(hsdp_replicas=1):
@@ -309,21 +417,32 @@ def setup_distributed(hsdp_replicas=1):
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
         fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if cuda and here > gpus:
-        fail(f"{here} ranks on a machine with {gpus} GPUs: --nproc_per_node {gpus}")
     if cuda:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        gpus = torch.cuda.device_count()
+        if here > gpus:
+            fail(f"{here} ranks on a machine with {gpus} GPUs: --nproc_per_node {gpus}")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
+        device = torch.device("cpu")
         keep_freed_memory()
     timeout = timedelta(seconds=TIMEOUT_S)
     c10d = dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # for subgroups
+    c10d.default_pg_timeout = timeout  # for subgroups
+    c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    shape = hsdp_replicas, dist.get_world_size() // hsdp_replicas
+    shape = (hsdp_replicas, dist.get_world_size() // hsdp_replicas)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return device, mesh if hsdp_replicas > 1 else mesh["shard"]
+    if hsdp_replicas == 1:
+        mesh = mesh["shard"]
+    return device, mesh
+
+
+def sum_over_ranks(sums):
+    """{name: scalar tensor of this rank} -> {name: sum over all ranks}."""
+    totals = all_reduce(torch.stack(list(sums.values())).tolist())
+    return dict(zip(sums, totals))
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
@@ -342,7 +461,9 @@ def learning_rate(peak, step, total_steps, warmup_steps, schedule, decay_steps=0
     if step <= warmup_steps:
         return peak * step / warmup_steps
     decaying = total_steps - warmup_steps
-    decaying = max(min(decay_steps or decaying, decaying), 1)
+    if decay_steps:
+        decaying = min(decay_steps, decaying)
+    decaying = max(decaying, 1)
     done = max(step - 1 - total_steps + decaying, 0) / decaying
     decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
     return peak * decay[schedule]
@@ -359,14 +480,28 @@ def leave(code=0):
 
 def ranks_on(lm):
     """A run's first lines: how many ranks on what, and what they train."""
-    ranks, threads = dist.get_world_size(), torch.get_num_threads()
+    ranks = dist.get_world_size()
     device = compute_device().type
+    text = f"{ranks} rank{'s' * (ranks > 1)} on {device}"
     here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
-    cores = psutil.cpu_count(logical=False) or here * threads  # unknown on some machines
-    text, idle = f"{ranks} rank{'s' * (ranks > 1)} on {device}", cores - here * threads
+    busy = here * torch.get_num_threads()
+    cores = psutil.cpu_count(logical=False) or busy  # unknown on some machines
+    idle = cores - busy
     if device == "cpu" and idle > 0:
-        text += f", {idle} of {cores} cores idle: OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores}"
-    trained = {name: p.numel() for name, p in lm.named_parameters() if p.requires_grad}
-    layers = " ".join(sorted({n.split(".lora_")[0].rpartition(".")[2] for n in trained if ".lora_" in n}))
-    part = f"{sum(trained.values()) / 1e6:.3g}M of {sum(p.numel() for p in lm.parameters()) / 1e6:.4g}M"
-    return text + (f"\nLoRA trains {part} weights: {layers}" if layers else f"\ntrains {part} weights")
+        remedy = f"OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores}"
+        text += f", {idle} of {cores} cores idle: {remedy}"
+
+    weights = sum(p.numel() for p in lm.parameters())
+    trained = 0
+    layers = set()  # with LoRA
+    for name, p in lm.named_parameters():
+        if not p.requires_grad:
+            continue
+        trained += p.numel()
+        layer, lora, _ = name.partition(".lora_")
+        if lora:
+            layers.add(layer.rpartition(".")[2])
+    part = f"{trained / 1e6:.3g}M of {weights / 1e6:.4g}M"
+    if layers:
+        return f"{text}\nLoRA trains {part} weights: {' '.join(sorted(layers))}"
+    return f"{text}\ntrains {part} weights"

@@ -24,10 +24,10 @@ from data_prep.lib.schema import KINDS, load_rows
 from envs import load_env
 from envs.pool import EnvPool, _checked, step_env
 from envs.tools import UNREADABLE, ToolEnv, Turn, harmony, parse_calls
-from rewards import load_file
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 from rewards.sandbox import LOST
+from system.plugins import load_file
 
 HOSTILE = '''
 import os, random, signal, subprocess, threading

@@ -14,12 +14,13 @@ def mine(score_n, group_n, length_n, parts):  # score, group number and trained 
 
 import ast
 import inspect
+from collections import defaultdict
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
-from rewards import load_from
 from system.arguments import fail
+from system.plugins import load_from
 
 HERE = Path(__file__).parent
 TAKES = dict(policy_loss="logp_nt old_logp_nt adv_nt mask_nt", adv_estimator="score_n group_n length_n parts")
@@ -60,11 +61,35 @@ def load_variant(flag, spec):
     return function
 
 
-def named_loss(args, clip):
-    """The function of --policy_loss, with the bounds that flags give it; clip: that of `clip`."""
-    loss = clip if args.policy_loss == "clip" else load_variant("policy_loss", args.policy_loss)
-    bounds = {name: getattr(args, flag) for flag, name in CLIPS.items()}
-    return partial(loss, **{name: x for name, x in bounds.items() if x is not None})  # sapo has none
+def load_loss(args, clip):
+    """-> the arguments with the defaults of --policy_loss, for flags that are None, and its function.
+
+    clip: the function of --policy_loss clip. A variant that cannot be used stops the script with one line.
+    """
+    flags = asdict(args)
+    spec = args.policy_loss
+    try:
+        if flags.get("adv_estimator", "grpo") not in OF_SCRIPTS["adv_estimator"]:
+            load_variant("adv_estimator", flags["adv_estimator"])
+        loss = clip if spec == "clip" else load_variant("policy_loss", spec)
+        check_loss(loss, spec)
+    except ValueError as error:
+        fail(" ".join(str(error).split()))
+    has = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
+    defaults = dict(loss_agg=has.get("loss_agg", "token-mean"))
+    bounds = {}
+    for flag, name in CLIPS.items():
+        value = flags.get(flag)
+        if value is not None and name not in has:
+            fail(f"--{flag} {value} has no effect with --policy_loss {spec}")
+        defaults[flag] = has.get(name)
+        if name in has:
+            bounds[name] = defaults[flag] if value is None else value
+    average = defaults["loss_agg"]
+    if average not in AVERAGES or (average != "token-mean" and "loss_agg" not in flags):
+        fail(f"--policy_loss {spec} averages by {average}, which this script does not know")
+    missing = {flag: x for flag, x in defaults.items() if flags.get(flag, 0) is None}
+    return replace(args, **missing), partial(loss, **bounds)
 
 
 def check_loss(loss, spec):
@@ -82,25 +107,26 @@ def check_loss(loss, spec):
         raise ValueError(f"{what} must return three tensors [N, T], first a loss with a gradient")
 
 
-def with_defaults(args, clip):
-    """The arguments with the defaults of --policy_loss, for flags that are None.
+def is_zero_without_advantage(loss):
+    """Whether rows with advantage 0 have no gradient, so that they need not be run: the loss decides.
 
-    clip: the function of --policy_loss clip. A variant that cannot be used stops the script with one line.
+    loss: of log-probs, entropies and a batch -> loss of each token first. It is tried on four rows with
+    advantage 0, whose log-probs differ from the old ones by up to 6, in both directions; a column of the
+    batch that is not known here is random.
     """
-    flags, spec = asdict(args), args.policy_loss
-    try:
-        if flags.get("adv_estimator", "grpo") not in OF_SCRIPTS["adv_estimator"]:
-            load_variant("adv_estimator", flags["adv_estimator"])
-        loss = clip if spec == "clip" else load_variant("policy_loss", spec)
-        check_loss(loss, spec)
-    except ValueError as error:
-        fail(" ".join(str(error).split()))
-    has = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
-    for flag, name in CLIPS.items():
-        if name not in has and flags.get(flag) is not None:
-            fail(f"--{flag} {flags[flag]} has no effect with --policy_loss {spec}")
-    defaults = {flag: has.get(name) for flag, name in CLIPS.items()}
-    defaults["loss_agg"] = average = has.get("loss_agg", "token-mean")
-    if average not in AVERAGES or (average != "token-mean" and "loss_agg" not in flags):
-        fail(f"--policy_loss {spec} averages by {average}, which this script does not know")
-    return replace(args, **{flag: x for flag, x in defaults.items() if flags.get(flag, 0) is None})
+    import torch
+
+    random = torch.Generator().manual_seed(1)
+    draw = lambda: torch.rand(4, 64, generator=random)
+    logp_nt = (-9 * draw()).requires_grad_()
+    entropy_nt = (3 * draw()).requires_grad_()
+    batch = defaultdict(draw)
+    batch["old_logp_nt"] = logp_nt.detach() + 12 * draw() - 6
+    batch["rollout_logp_nt"] = batch["old_logp_nt"]
+    batch["ref_logp_nt"] = -9 * draw()
+    batch["mask_nt"] = torch.ones(4, 64, dtype=torch.bool)
+    batch["adv_nt"] = torch.zeros(4, 64)
+    loss_nt = loss(logp_nt, entropy_nt, batch)[0]
+    inputs = logp_nt, entropy_nt
+    gradients = torch.autograd.grad(loss_nt.sum(), inputs, allow_unused=True, materialize_grads=True)
+    return not any(gradient.any() for gradient in gradients)

@@ -9,7 +9,7 @@ import time
 
 import cloudpickle
 
-from rewards import load_file
+from system.plugins import load_file
 
 MAX_BYTES = 256 << 20  # of a reply
 
