@@ -22,7 +22,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from system.arguments import fail, parse
+    from system.arguments import fail, one_line_errors, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -82,19 +82,21 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AttentionInterface, AutoConfig
 from transformers.utils import logging
 
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
-from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards
 from system import cpu, families
+from system.attention import packed_attention, states_apart
+from system.batches import balance, join, one_row, pad, padded, split_micro_batches
 from system.gpu import compute_device, prepare_layers, send
 from system.log_probs import log_probs
 from system.metrics import stats, step_metrics, timed
-from system.run import Run, all_reduce, setup_distributed
+from system.run import Run, all_reduce, setup_distributed, sum_over_ranks
+from system.sampler import CAUSES, engine_options
 
 # ---- The mathematics -------------------------------------------------------------------
 DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative
@@ -107,10 +109,13 @@ def group_advantages(score_n, group_n, norm_by_std=True):
     A group of one has mean 0 and std 1; the advantages of a constant group are 0.
     """
     adv_n = score_n.clone()
-    for member in [group_n == g for g in group_n.unique()]:
-        if member.sum() > 1:
-            s = score_n[member] - score_n[member][0]  # so that a constant group has exactly 0
-            adv_n[member] = (s - s.mean()) / (s.std() + 1e-6 if norm_by_std else 1.0)  # eq: grpo.advantage
+    sizes = group_n.unique(return_counts=True)[1]
+    for member in group_n.argsort(stable=True).split(sizes.tolist()):
+        if len(member) == 1:
+            continue
+        s = score_n[member] - score_n[member[0]]  # a constant group has exactly 0
+        scale = s.std() + 1e-6 if norm_by_std else 1.0
+        adv_n[member] = (s - s.mean()) / scale  # eq: grpo.advantage
     return adv_n
 
 
@@ -132,170 +137,157 @@ def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0
 # ---- The step --------------------------------------------------------------------------
 def update_actor(policy, optimizer, mini_batches, args):
     """One optimizer step for each mini-batch of `distribute` -> mean metrics."""
-    sums, norms = defaultdict(float), []
-    for sequences, (tokens, _) in mini_batches:
-        for rows in micro_batches(policy, sequences, args):
-            logp_nt, entropy_nt = token_logps(policy, rows, args)
+    sums = defaultdict(float)
+    norms = []
+    for sequences, tokens in mini_batches:
+        for rows in micro_batches(policy, sequences, args.max_tokens_per_microbatch):
+            logp_nt, entropy_nt = token_logps(policy, rows)
             batch = collate(rows, logp_nt.device)
             # without old_logp_nt, which a single update does not need, the policy is its own old policy
             old_nt = batch.get("old_logp_nt", logp_nt.detach())
             clip = args.clip_ratio_low, args.clip_ratio_high
             loss_nt, clipped_nt, _ = policy_loss(logp_nt, old_nt, batch["adv_nt"], batch["mask_nt"], *clip)
             # the sampler rounds differently from the trainer: importance weights, truncated at 2
-            tis_nt = (old_nt - batch["rollout_logp_nt"]).clamp(-20, 20).exp().clamp(max=2.0)
-            loss_nt = loss_nt * tis_nt  # eq: grpo.tis
+            d_nt = old_nt - batch["rollout_logp_nt"]
+            d_nt = d_nt.where(d_nt.isfinite(), 0.0)  # the sampler's number is missing
+            loss_nt = loss_nt * d_nt.clamp(-20, 20).exp().clamp(max=2.0)  # eq: grpo.tis
             # tokens are of all ranks and micro-batches: no split of the work changes the gradient
             weight_nt = batch["mask_nt"].float() / max(tokens, 1)  # eq: grpo.aggregation
             # FSDP averages gradients over the ranks, but the tokens already count all ranks
-            loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
-            loss.backward()
+            (weight_nt * loss_nt).sum().mul(dist.get_world_size()).backward()
+
             means = dict(pg_loss=loss_nt, pg_clipfrac=clipped_nt, entropy=entropy_nt, ppo_kl=old_nt - logp_nt)
             for name, x_nt in means.items():
                 sums[name] += (weight_nt * x_nt.detach()).sum()
             for row, logp_t in zip(rows, logp_nt.detach()):  # for `check_sampler`
                 row.setdefault("old_logp_t", logp_t[: row["length"]])
+
         norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
         norms.append(norm)
         if math.isfinite(norm):  # the norm over all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
-    totals = all_reduce(torch.stack([*sums.values()]).tolist())
-    metrics = {f"actor/{name}": total / len(norms) for name, total in zip(sums, totals)}
-    return metrics | {"actor/grad_norm": np.mean(norms)}
+
+    metrics = {f"actor/{name}": total / len(norms) for name, total in sum_over_ranks(sums).items()}
+    metrics["actor/grad_norm"] = np.mean(norms)
+    metrics["actor/skipped_updates"] = np.sum(~np.isfinite(norms))
+    return metrics
 
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    run = Run(args)
-    tokenizer, manager, train_rows, val_rows, summary = load_data(args)
-    steps_per_epoch = len(train_rows) // args.train_batch_size
+    with Run(args) as run:
+        tokenizer, manager, train_rows, val_rows, summary = load_data(args)
+        steps_per_epoch = len(train_rows) // args.train_batch_size
+        run.plan(args.total_steps, summary)
 
-    # ---- models: the engine first, while the GPU is empty; then it sleeps
-    device, mesh = setup_distributed()
-    engine = build_engine(args, device)
-    policy = load_model(args, mesh, device)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    # hf is the directory that the model has in a checkpoint
-    run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
-    run.start(args.total_steps, summary, policy.lm)
-    sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
-    greedy = sampling | dict(temperature=0.0)
+        # ---- models: the engine first, while the GPU is empty; then it sleeps
+        device, mesh = setup_distributed()
+        run.say("starting vLLM")
+        engine = build_engine(args, device)
+        run.say(f"loading {args.model}")
+        policy = load_model(args, mesh, device)
+        options = dict(lr=args.lr, weight_decay=args.weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(policy.parameters(), **options)
+        # hf is the directory that the model has in a checkpoint
+        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+        run.start(policy.lm)
+        sampling = dict(max_tokens=args.max_response_length, stop_token_ids=[tokenizer.eos_token_id])
 
-    def validate():
-        with awake(engine, policy, args, timing={}):
-            rows = rollout(engine, args, val_rows, step=0, group_size=1, **greedy)
-        metrics, text = validation_summary(score_rows(rows, manager, tokenizer), run.step)
-        run.say(text)
-        return metrics
+        def validate():
+            with awake(engine, policy, timing={}):
+                rows = rollout(engine, args, val_rows, step=0, group_size=1, temperature=0.0, **sampling)
+            metrics, text = validation_summary(score_rows(rows, manager, tokenizer), run.step)
+            run.say(text)
+            return metrics
 
-    if val_rows and not run.step:
-        run.log(validate())
+        if val_rows and not run.step:
+            run.log(validate())
 
-    for step, timing in run.steps():
-        epoch, batch = divmod(step - 1, steps_per_epoch)
-        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
-        prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
-        # ---- rollout: the sampler wakes with the trainer's weights, answers and sleeps again
-        with awake(engine, policy, args, timing), timed(timing, "gen"):
-            rows = rollout(engine, args, prompts, step, args.group_size, **sampling)
-        # ---- reward: from here on every rank has the rows of all ranks
-        with timed(timing, "reward"):
-            rows = score_rows(rows, manager, tokenizer)
-        # ---- advantage, then balance over the ranks
-        score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
-        adv_n = group_advantages(score_n, torch.tensor([row["group"] for row in rows]))
-        for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
-            row["adv_t"] = np.full(row["length"], adv, np.float32)
-        mini_batches, own_rows, load = distribute(rows, policy.packed, args)
-        # ---- log-probs: those of the first mini-batch are made by its own update
-        if len(mini_batches) > 1:
-            store_logps(policy, mini_batches[1:], "old_logp_t", args)
-        # ---- update
-        with timed(timing, "update_actor"):
-            metrics = update_actor(policy, optimizer, mini_batches, args)
-        run.updated()
-        metrics |= check_sampler(policy, own_rows, args, step)
-        # ---- validation
-        if val_rows and run.due(args.test_freq):
-            metrics |= validate()
-        # ---- metrics, and a checkpoint after them: each has its metrics
-        timing["step"] = run.elapsed()
-        metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype)
-        metrics |= stats("critic/rewards", score_n) | stats("critic/advantages", adv_n)
-        metrics |= {"training/epoch": epoch}
-        run.log(metrics, score="critic/score/mean", length="response_length/mean")
-        if run.due(args.save_freq):
-            run.save()
-    run.close()
+        for step, timing in run.steps():
+            epoch, batch = divmod(step - 1, steps_per_epoch)
+            order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+            chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
+            prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
+            # ---- rollout: the sampler wakes with the trainer's weights, answers and sleeps again
+            with awake(engine, policy, timing), timed(timing, "gen"):
+                rows = rollout(engine, args, prompts, step, args.group_size, temperature=1.0, **sampling)
+            # ---- reward: from here on every rank has the rows of all ranks
+            with timed(timing, "reward"):
+                rows = score_rows(rows, manager, tokenizer)
+            # ---- advantage, then balance over the ranks
+            score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
+            adv_n = group_advantages(score_n, torch.tensor([row["group"] for row in rows]))
+            for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
+                row["adv_t"] = np.full(row["length"], adv, np.float32)
+            updates = args.train_batch_size // args.ppo_mini_batch_size
+            budget = args.max_tokens_per_microbatch
+            mini_batches, own_rows, load = distribute(rows, updates, budget, policy.packed)
+            # ---- log-probs: those of the first mini-batch are made by its own update
+            if len(mini_batches) > 1:
+                store_logps(policy, mini_batches[1:], "old_logp_t", budget)
+            # ---- update
+            with timed(timing, "update_actor"):
+                metrics = update_actor(policy, optimizer, mini_batches, args)
+            run.updated()
+            metrics |= check_sampler(policy, own_rows, args, step)
+            # ---- validation
+            if val_rows and run.due(args.test_freq):
+                metrics |= validate()
+            # ---- metrics, and a checkpoint after them: each has its metrics
+            timing["step"] = run.elapsed()
+            metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype)
+            metrics |= stats("critic/rewards", score_n) | stats("critic/advantages", adv_n)
+            metrics |= {"training/epoch": epoch}
+            run.log(metrics, score="critic/score/mean", length="response_length/mean")
+            if run.due(args.save_freq):
+                run.save()
 
 
-# --------------------------------------------------------------------------------------------------
-# The system
-# --------------------------------------------------------------------------------------------------
-# region log-probs
+# ---- The system ------------------------------------------------------------------------
+def load_data(args):
+    """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
+    with one_line_errors():
+        if families.wrapped(AutoConfig.from_pretrained(args.model)):
+            fail(f"--model {args.model} has more than a language model: take algos/grpo.py")
+        tokenizer = load_processor(args.model)
+        manager = RewardManager("naive", load_rewards(args.reward_fn, (), args.group_size))
+        data = args.train_files, args.val_files, args.max_prompt_length
+        train_rows, val_rows, summary = load_prompt_files(tokenizer, args.train_batch_size, *data)
+        manager.check(train_rows, val_rows)
+    return tokenizer, manager, train_rows, val_rows, summary
+
+
 class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
 
     packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
     """
 
-    def __init__(self, lm, packed=False):
+    def __init__(self, lm, packed):
         super().__init__()
-        self.lm, self.packed = lm, packed
+        self.lm = lm
+        self.packed = packed
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
-        config = lm.config.get_text_config()
         # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
+        config = lm.config
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
         self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
         self.softcap = getattr(config, "final_logit_softcapping", None)
 
-    def hidden(self, where, inputs):
-        """What the output layer reads at flat positions, [L, H]."""
-        body = families.decoder(self.lm)
-        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-
-    def forward(self, where, target, args, **inputs):
+    def forward(self, where, target, **inputs):
         """where [L]: flat positions that predict target [L] -> columns of `log_probs`."""
-        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        options = dict(scale=self.scale, softcap=self.softcap)
-        return log_probs(hidden.to(weight.dtype), weight, target, **options)  # float32 in Mamba
+        body = families.decoder(self.lm)
+        hidden = body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
+        weight = self.lm.get_output_embeddings().weight
+        # float32 in Mamba
+        return log_probs(hidden.to(weight.dtype), weight, target, scale=self.scale, softcap=self.softcap)
 
 
-def token_logps(policy, rows, args):
-    """Columns [N, T] of the response tokens of rows, 0 after a response's end.
-
-    logp_nt: log-probs of the tokens.
-    entropy_nt: entropy of the distributions that predict them.
-    """
-    layout = one_row if policy.packed else padded
-    texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
-    prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
-    inputs, where = layout(prompts, responses)
-    inputs = {name: send(x) for name, x in inputs.items()}
-    columns = policy(send(where), send(join(responses)), args, **inputs)
-    lengths = [len(response) for response in responses]
-    return [pad(column.split(lengths))[: len(rows)] for column in columns]
-
-
-# endregion
-# region ranks
-def on_every_rank(model, batches):
-    """This rank's micro-batches, and empty ones after them: every rank has as many."""
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
-    [largest] = all_reduce([max(len(batches), 1)], dist.ReduceOp.MAX)
-    for number in range(int(largest)):
-        model.set_requires_all_reduce(number == largest - 1)  # over the replicas of HSDP
-        yield batches[number] if number < len(batches) else []
-
-
-# endregion
-# region model
 def load_model(args, mesh, device):
     """The model in float32 in its root module, sharded by FSDP2. Rank 0 reads the weights for all."""
-    config, attention = read_config(args)
+    config, attention = read_config(args.model)
     auto = families.auto_class(config)
     full = None if dist.get_rank() else families.from_files(auto, args.model)
     config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
@@ -306,10 +298,11 @@ def load_model(args, mesh, device):
     policy = TokenLogps(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
     fsdp = dict(mesh=mesh, mp_policy=precision)
-    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
-    blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
-    for block in blocks[::-1]:  # inner first
-        fully_shard(block, **fsdp)
+    parts = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
+    if not config.tie_word_embeddings:
+        parts.append(lm.get_input_embeddings())
+    for part in parts[::-1]:  # inner first
+        fully_shard(part, **fsdp)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
@@ -324,19 +317,17 @@ def load_model(args, mesh, device):
     return policy
 
 
-def read_config(args):
+def read_config(path):
     """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
     logging.disable_progress_bar()  # of transformers
-    config = AutoConfig.from_pretrained(args.model)
+    config = AutoConfig.from_pretrained(path)
     for name in config.to_dict():
         if "dropout" in name or name.endswith("_pdrop"):
             setattr(config, name, 0.0)  # CAREFUL: else the first ratio is not 1
-    if families.wrapped(config):
-        fail(f"--model {args.model} has more than a language model: take algos/grpo.py")
-    attention = "sdpa"
-    if not families.special_layers(config, one_row=True):
-        attention = "packed"
-    return config, attention
+    if families.special_layers(config, one_row=True):
+        return config, "sdpa"
+    AttentionInterface.register("packed", packed_attention)
+    return config, "packed"
 
 
 @torch.no_grad()
@@ -351,27 +342,9 @@ def whole_weights(lm, dtype):
         yield from to_files({name: x}).items()
 
 
-# endregion
-# region data
-def load_data(args):
-    """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
-    try:
-        tokenizer = load_processor(args.model)
-        manager = RewardManager("naive", load_rewards(args.reward_fn, (), args.group_size))
-        data = args.train_files, args.val_files, args.max_prompt_length
-        train_rows, val_rows, summary = load_prompt_files(tokenizer, args.train_batch_size, *data)
-        manager.check(train_rows, val_rows)
-    except (ValueError, OSError, ImportError) as error:
-        fail(" ".join(str(error).split()))
-    return tokenizer, manager, train_rows, val_rows, summary
-
-
-# endregion
-# region sampler
 def build_engine(args, device):
     """A vLLM engine in this process, asleep. Its weights are random until the first sync."""
     cuda = device.type == "cuda"
-    config = AutoConfig.from_pretrained(args.model)
     with cpu.own_vllm():
         import vllm
         from vllm.usage.usage_lib import UsageContext
@@ -386,23 +359,19 @@ def build_engine(args, device):
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled
             generation_config="vllm",  # the model's EOS tokens, but not its temperature
             gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
             enable_sleep_mode=cuda,  # a CPU's sleep does nothing
-            enforce_eager=not cuda,
-            enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
-            enable_prefix_caching=cuda or not families.recurrent(config),  # states need such cuts
-            block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
             disable_log_stats=True,
-            **families.vllm_options(config, False),
+            **engine_options(args.model, cuda),
         )
-        engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
+        with one_line_errors():  # a response that is longer than the model's positions, for one
+            engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
     torch.manual_seed(args.seed)  # vLLM overwrites the global generator
     engine.sleep(level=2)
     return engine
 
 
 @contextmanager
-def awake(engine, policy, args, timing):
+def awake(engine, policy, timing):
     """While the block lasts, the sampler is awake, with the weights of the policy."""
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
@@ -428,24 +397,25 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows = [dict(p, sample=g, rank=rank) for p in prompts[rank::world] for g in range(group_size)]
-    options = dict(max_tokens=args.max_response_length, detokenize=False)
-    options |= dict(logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY) | sampling
-    for i, row in enumerate(rows):
-        seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
-        params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
-        engine.add_request(str(i), request(row), params)
+    rank = dist.get_rank()
+    options = dict(logprobs=0, flat_logprobs=True, detokenize=False) | sampling
+    rows = []
+    for prompt in prompts[rank :: dist.get_world_size()]:
+        for g in range(group_size):
+            seed = np.random.SeedSequence((args.seed, step, prompt["index"], g)).generate_state(1)
+            params = SamplingParams(seed=int(seed[0]), output_kind=RequestOutputKind.FINAL_ONLY, **options)
+            engine.add_request(str(len(rows)), request(prompt), params)
+            rows.append(dict(prompt, sample=g, rank=rank))
     while engine.has_unfinished_requests():
         for answer in engine.step():  # converted at once: vLLM's lists take 200 bytes a token
             row = rows[int(answer.request_id)]
-            [response] = answer.outputs
-            row["response_ids"] = np.array(response.token_ids, np.int32)
-            row["rollout_logp_t"] = np.array(response.logprobs.logprobs, np.float32)
-            row["mask_t"] = np.ones(len(response.token_ids), bool)  # the tokens that are trained
-            row["length"] = len(response.token_ids)
+            [output] = answer.outputs
+            row["response_ids"] = np.array(output.token_ids, np.int32)
+            row["rollout_logp_t"] = np.array(output.logprobs.logprobs, np.float32)
+            row["mask_t"] = np.ones(len(output.token_ids), bool)  # the tokens that are trained
+            row["length"] = len(output.token_ids)
             row["prompt_length"] = len(row["prompt_ids"])
-            row["finish_reason"] = response.finish_reason
+            row["finish_reason"] = output.finish_reason
     return rows
 
 
@@ -461,36 +431,36 @@ def score_rows(rows, manager, tokenizer):
     return demote_failures(rows)
 
 
-# endregion
-# region rows
-def distribute(rows, packed, args):
-    """Distribute the rows of each optimizer step over the ranks, balanced by tokens.
+def distribute(rows, steps, budget, packed):
+    """Deal the rows of each optimizer step to the ranks, balanced by tokens.
 
     A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
     ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
-    (tokens, responses) of all ranks; this rank's rows; and the token counts of every rank.
+    tokens of all ranks; this rank's rows; and the number of tokens of every rank.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    size = args.ppo_mini_batch_size * args.group_size
-    mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    longest = args.max_tokens_per_microbatch // 4 if packed else 0
-    for start in range(0, len(rows), size):
-        step_rows = rows[start : start + size]
+    ranks = dist.get_world_size()
+    longest = budget // 4 if packed else 0
+    mini_batches = []
+    own_rows = []
+    load = [0] * ranks
+    for step in range(steps):
+        step_rows = rows[len(rows) * step // steps : len(rows) * (step + 1) // steps]
         sequences = []
         for _, group in groupby(step_rows, key=itemgetter("group")):
-            sequences.append([])
+            sequence = []
             for row in group:
-                if sequences[-1] and token_count([*sequences[-1], row]) > longest:
-                    sequences.append([])
-                sequences[-1].append(row)
+                if sequence and token_count([*sequence, row]) > longest:
+                    sequences.append(sequence)
+                    sequence = []
+                sequence.append(row)
+            sequences.append(sequence)
         lengths = [token_count(sequence) for sequence in sequences]
         parts = balance(lengths, ranks)
-        for tokens, part in zip(load, parts):
-            tokens += [lengths[i] for i in part]
-        own = [sequences[i] for i in parts[rank]]
+        for i, part in enumerate(parts):
+            load[i] += sum(lengths[k] for k in part)
+        own = [sequences[i] for i in parts[dist.get_rank()]]
         own_rows += chain(*own)
-        trained = [int(row["mask_t"].sum()) for row in step_rows]
-        mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
+        mini_batches.append((own, sum(int(row["mask_t"].sum()) for row in step_rows)))
     return mini_batches, own_rows, load
 
 
@@ -499,20 +469,40 @@ def token_count(sequence):
     return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
 
 
-def micro_batches(policy, sequences, args):
-    """Cut sequences into micro-batches -> the rows of each."""
+def micro_batches(policy, sequences, budget):
+    """Cut sequences into micro-batches of `budget` tokens -> the rows of each, as many on all ranks."""
     lengths = [token_count(sequence) for sequence in sequences]
-    batches = split_micro_batches(lengths, args.max_tokens_per_microbatch, policy.packed)
-    for batch in on_every_rank(policy, batches):
+    batches = split_micro_batches(lengths, budget, policy.packed)
+    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
+    [largest] = all_reduce([max(len(batches), 1)], dist.ReduceOp.MAX)
+    for number in range(int(largest)):
+        batch = batches[number] if number < len(batches) else []
         yield [row for i in batch for row in sequences[i]]
 
 
+def token_logps(policy, rows):
+    """Columns [N, T] of the response tokens of rows, 0 after a response's end.
+
+    logp_nt: log-probs of the tokens.
+    entropy_nt: entropy of the distributions that predict them.
+    """
+    prompts = [row["prompt_ids"] for row in rows] or [[0]]  # a dummy: forward and backward are collectives
+    responses = [row["response_ids"] for row in rows] or [[0]]
+    layout = one_row if policy.packed else padded
+    inputs, where = layout(prompts, responses)
+    inputs = {name: send(x) for name, x in inputs.items()}
+    columns = policy(send(where), send(join(responses)), **inputs)
+    lengths = [len(response) for response in responses]
+    return [pad(column.split(lengths))[: len(rows)] for column in columns]
+
+
 @torch.no_grad()
-def store_logps(policy, mini_batches, name, args):
+def store_logps(policy, mini_batches, name, budget):
     """Store the log-probs of this rank's rows under `name`."""
     sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]
-    for rows in micro_batches(policy, sequences, args):
-        for row, logp_t in zip(rows, token_logps(policy, rows, args)[0]):
+    for rows in micro_batches(policy, sequences, budget):
+        logp_nt, _ = token_logps(policy, rows)
+        for row, logp_t in zip(rows, logp_nt):
             row[name] = logp_t[: row["length"]]
 
 
@@ -526,18 +516,20 @@ def collate(rows, device):
 
 def check_sampler(policy, rows, args, step):
     """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
-    gaps = [torch.as_tensor(row["old_logp_t"]).cpu() - torch.as_tensor(row["rollout_logp_t"]) for row in rows]
-    gap = torch.cat([torch.zeros(0), *gaps]).abs()
-    total, tokens = all_reduce([gap.sum().item(), len(gap)])
-    gap = total / max(tokens, 1)
-    limit, _ = families.rounding_limit(policy.lm, args.compute_dtype)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for row in rows:
+        gap_t = torch.as_tensor(row["old_logp_t"]).cpu() - torch.as_tensor(row["rollout_logp_t"])
+        found_t = torch.as_tensor(row["rollout_logp_t"]).isfinite()  # otherwise a number is missing
+        sums += torch.tensor([gap_t[found_t].abs().sum(), found_t.sum(), (~found_t).sum()])
+    gap, compared, missing = all_reduce(sums.tolist())
+    if missing and not compared:
+        fail(f"step {step}: none of the sampler's log-probs is finite. Causes: {CAUSES}")
+    gap = gap / max(compared, 1)
+    limit = families.rounding_limit(policy.lm, args.compute_dtype)
     if not gap < limit:  # `not <` also fails for NaN
-        why = "the sampler does not hold the trainer's weights, or computes differently"
-        fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit:.3g}")
-    return {"training/rollout_logp_diff_mean": gap}
-
-
-# endregion
+        gaps = f"their log-probs by {gap:.3g} on average, over {limit:.3g}, the limit of rounding"
+        fail(f"step {step}: sampler and trainer differ, {gaps}. Causes: {CAUSES}")
+    return {"training/rollout_logp_diff_mean": gap, "training/rollout_logp_missing": missing}
 
 
 if __name__ == "__main__":
