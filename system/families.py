@@ -80,7 +80,7 @@ def check_positions(lm, max_length):
         fail(f"{name}, fewer than --max_length {max_length}")
 
 
-def unused_weights(lm, sees_images):
+def unused_weights(lm, sees_images=False):
     """{name: weight} of the encoders of a model that is trained on text alone."""
     if not wrapped(lm.config) or sees_images:
         return {}
