@@ -127,6 +127,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.distributed as dist
+from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -137,7 +138,6 @@ from transformers.utils import logging
 from data_prep.lib import packing
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
-from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.templates import use_template
 from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
 from rewards.manager.combined import load_rewards

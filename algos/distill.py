@@ -29,7 +29,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from system.arguments import fail, parse, refuse
+    from system.arguments import fail, one_line_errors, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -122,7 +122,6 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
         self.ppo_mini_batch_size = self.ppo_mini_batch_size or self.train_batch_size
 
 
@@ -133,25 +132,34 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
-from transformers.utils import logging
 
 from data_prep.lib.cache import load_prompt_files
-from data_prep.lib.images import load_processor, load_tokenizer, request
-from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
+from data_prep.lib.images import load_processor, load_tokenizer
 from data_prep.lib.templates import render, use_template
 from data_prep.lib.turns import answer_ids
-from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
+from rewards.manager import RewardManager, validation_summary
 from rewards.manager.combined import load_rewards
 from system import cpu, families
-from system.gpu import compute_device, move, prepare_layers, send
-from system.log_probs import log_probs
+from system.attention import states_apart
+from system.batches import collate, distribute, micro_batches, run_rows, store_logps, token_logps
+from system.gpu import move, prepare_layers
 from system.metrics import step_metrics, timed
-from system.run import Run, all_reduce, learning_rate, setup_distributed
+from system.model import (
+    TokenLogps,
+    add_adapters,
+    check_model,
+    freeze,
+    kept_on_host,
+    parts_of,
+    read_model,
+    read_weights,
+    whole_weights,
+)
+from system.run import Run, learning_rate, setup_distributed, sum_over_ranks
+from system.sampler import answers, check_sampler, engine_options, score_rows
 
 # ---- The mathematics -------------------------------------------------------------------
 DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative
@@ -162,13 +170,16 @@ def reverse_kl(student, teacher, target):
     """target [L] -> log-prob [L] of the targets by the student p, and KL(p || q) [L], in float32.
 
     student, teacher: hidden [L, H], weight [V, H], temperature and softcap of each; their H may differ.
-    p = 1/2 1/4 1/4, q = 1/4 1/4 1/2 -> KL = 1/2 log 2 - 1/4 log 2.
+    p = 1/2 1/4 1/4, q = 1/4 1/4 1/2 -> KL = 1/2 log 2 - 1/4 log 2. Where q is not finite the KL is NaN, and
+    has no gradient.
     """
     logp_lv = log_distribution(*student)
     logq_lv = log_distribution(*teacher)
+    missing_lv = ~logq_lv.isfinite()
     # d KL = sum dp (log p - log q), as sum p dlog p = 0: so equal models have a gradient of 0
-    diff_lv = (logp_lv - logq_lv).detach()  # eq: distill.gradient
+    diff_lv = (logp_lv - logq_lv).detach().masked_fill(missing_lv, 0.0)  # eq: distill.gradient
     kl = (logp_lv.exp() * diff_lv).sum(-1)  # eq: distill.full
+    kl = kl.masked_fill(missing_lv.any(-1), math.nan)
     return logp_lv.detach().gather(-1, target[:, None])[:, 0], kl
 
 
@@ -203,7 +214,9 @@ def loss_weights(mask_nt, mode, max_length=None, totals=None):
     """
     mask_nt = mask_nt.float()
     length_n1 = mask_nt.sum(-1, keepdim=True)
-    tokens, responses = (max(int(x), 1) for x in totals or (length_n1.sum(), (length_n1 > 0).sum()))
+    tokens, responses = totals or (length_n1.sum(), (length_n1 > 0).sum())
+    tokens = max(int(tokens), 1)
+    responses = max(int(responses), 1)
     denominator = {
         "token-mean": tokens,
         "seq-mean-token-sum": responses,
@@ -213,26 +226,65 @@ def loss_weights(mask_nt, mode, max_length=None, totals=None):
     return mask_nt / denominator[mode]  # eq: grpo.aggregation
 
 
+def rollout_weights(args, logp_nt, batch):
+    """Factors of the token losses that correct for the sampler's log-probs; without a gradient.
+
+    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where out of bounds.
+    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; rejected: token 1 0, sequence 0 0.
+    off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
+    A log-prob of the sampler that is not finite is missing: its ratio is 1.
+    """
+    mask_nt, rollout_logp_nt = batch["mask_nt"].bool(), batch["rollout_logp_nt"]
+    old_nt = batch.get("old_logp_nt", logp_nt.detach())
+    known_nt = mask_nt & rollout_logp_nt.isfinite()
+    d_nt = (old_nt - rollout_logp_nt).where(known_nt, 0.0)
+    d_n1 = d_nt.sum(-1, keepdim=True)
+    length_n1 = mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    logs = dict(token=d_nt, sequence=d_n1, geometric=d_n1 / length_n1)
+    ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
+    weight_nt = torch.ones_like(d_nt)
+    if args.rollout_is:
+        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+    if args.rollout_rs == "off_policy":  # of the trained policy (DeepSeek-V3.2, 2512.02556, 3.1)
+        behind_nt = (rollout_logp_nt - logp_nt.detach()).where(known_nt, 0.0)
+        far_n1 = behind_nt.sum(-1, keepdim=True) / length_n1 > args.rollout_rs_threshold[0]
+        weight_nt = weight_nt * ~(far_n1 & (batch["adv_nt"] < 0))  # eq: grpo.off_policy
+    elif args.rollout_rs:
+        ratio_nt = ratios[args.rollout_rs]
+        high = args.rollout_rs_threshold[-1]
+        low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
+        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
+    return weight_nt
+
+
+def advantages(logp_nt, batch):
+    """A = log q - log p of the sampled tokens; 0 where the teacher gave no finite number."""
+    adv_nt = batch["teacher_logp_nt"] - logp_nt.detach()  # eq: distill.advantage
+    return adv_nt.where(batch["teacher_logp_nt"].isfinite(), 0.0)
+
+
 def actor_loss(args, logp_nt, other_nt, batch):
     """The loss of each token before weighting -> loss_nt, and two dicts of what is reported.
 
     other_nt: the entropy; with --kl full the KL. losses: its parts, averaged as it is.
     means: averaged over tokens. Without old_logp_nt, which a single update does not need, the policy is
-    its own old policy.
+    its own old policy. A token that the teacher gave no finite number is not trained.
     """
     if args.kl == "full":
-        return other_nt, dict(kl_loss=other_nt), dict(teacher_kl=other_nt)
-    mask_nt = batch["mask_nt"]
+        missing_nt = ~other_nt.isfinite()
+        kl_nt = other_nt.masked_fill(missing_nt, 0.0)
+        return kl_nt, dict(kl_loss=kl_nt), dict(teacher_kl=kl_nt, teacher_missing=missing_nt)
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
     # CAREFUL: without the ratio, log p - log q as a loss has an expected gradient of 0
-    adv_nt = batch["teacher_logp_nt"] - logp_nt.detach()  # eq: distill.advantage
-    low, high = args.clip_ratio_low, args.clip_ratio_high
-    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, mask_nt, low, high)
-    weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
+    adv_nt = advantages(logp_nt, batch)
+    clip = args.clip_ratio_low, args.clip_ratio_high
+    loss_nt, clipped_nt, lower_nt = policy_loss(logp_nt, old_nt, adv_nt, batch["mask_nt"], *clip)
+    weight_nt = rollout_weights(args, logp_nt, batch | dict(adv_nt=adv_nt))
     loss_nt = loss_nt * weight_nt
     losses = dict(pg_loss=loss_nt)
     means = dict(entropy=other_nt, ppo_kl=old_nt - logp_nt, rollout_rs_masked=weight_nt == 0)
     means |= dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt, teacher_kl=-adv_nt)
+    means["teacher_missing"] = ~batch["teacher_logp_nt"].isfinite()
     return loss_nt, losses, means
 
 
@@ -251,18 +303,34 @@ def show_teacher(args, rows, tokenizer):
         correct = [row for row in group if row["reward"].get("acc", row["reward"]["score"]) >= 1]
         for row in group:
             others = [other["sampled"]["solution_str"] for other in correct if other is not row]
-            known = dict(answer=row["extra_info"].get("answer"), feedback=row["reward"].get("feedback"))
-            known |= dict(solution=others[0] if others else "", prompt=row["prompt"][-1]["content"])
-            fit = [text for text in args.teacher_prompt if all(known[x] for x in FIELD.findall(text))]
-            text = FIELD.sub(lambda field, known=known: str(known[field[1]]), fit[0] if fit else "{prompt}")
-            messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
-            ids = tokenizer.encode(render(messages, tokenizer, row.get("tools")), add_special_tokens=False)
-            shown = bool(fit) and len(ids) <= args.max_tokens_per_microbatch - args.max_response_length
-            ids = ids if shown else row["prompt_ids"]
-            row["teacher"] = dict(prompt_ids=ids, prompt_length=len(ids))
-            row["mask_t"] &= shown
-            row["sampled"] |= dict(teacher_prompt_str=text if shown else None)
+            known = dict(
+                prompt=row["prompt"][-1]["content"],
+                answer=row["extra_info"].get("answer"),
+                solution=others[0] if others else "",
+                feedback=row["reward"].get("feedback"),
+            )
+            text = teacher_text(args.teacher_prompt, known)
+            row["sampled"]["teacher_prompt_str"] = None
+            row["teacher"] = dict(prompt_ids=row["prompt_ids"], prompt_length=row["prompt_length"])
+            if text is not None:
+                messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
+                text_ids = tokenizer.encode(
+                    render(messages, tokenizer, row.get("tools")), add_special_tokens=False
+                )
+                if len(text_ids) <= args.max_tokens_per_microbatch - args.max_response_length:
+                    row["sampled"]["teacher_prompt_str"] = text
+                    row["teacher"] = dict(prompt_ids=text_ids, prompt_length=len(text_ids))
+            if row["sampled"]["teacher_prompt_str"] is None:
+                row["mask_t"] = np.zeros_like(row["mask_t"])
     return np.mean([row["mask_t"].any() for row in rows])
+
+
+def teacher_text(templates, known):
+    """The first of the templates all of whose fields are known, filled in; None: there is none."""
+    for template in templates:
+        if all(known[field] for field in FIELD.findall(template)):
+            return FIELD.sub(lambda field: str(known[field[1]]), template)
+    return None
 
 
 def ask_teachers(args, teachers, mini_batches):
@@ -271,7 +339,9 @@ def ask_teachers(args, teachers, mini_batches):
     for source, teacher in zip(args.teacher_sources or [None], teachers):
         own = [row for row in rows if source in (None, row["data_source"])]
         shown = [row | row.get("teacher", {}) for row in own]
-        store_logps(teacher, [([[row] for row in shown], None)], "teacher_logp_t", args)
+        sequences = [[row] for row in shown]
+        budget = args.max_tokens_per_microbatch
+        store_logps(teacher, [(sequences, None)], "teacher_logp_t", args.temperature, budget)
         for row, copy in zip(own, shown):
             row["teacher_logp_t"] = copy["teacher_logp_t"]
 
@@ -283,587 +353,154 @@ def follow(teacher, policy, rate):
         q.mul_(1 - rate).add_(p, alpha=rate)  # eq: distill.average
 
 
-def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch of `distribute` -> mean metrics."""
-    sums, norms = defaultdict(float), []
+def logps_and_kl(policy, teacher, rows, temperature):
+    """As `token_logps`, with the KL in place of the entropy; the teacher may read other prompts."""
+    with torch.no_grad():
+        (hidden, weight), _ = run_rows(teacher, [row | row.get("teacher", {}) for row in rows])
+    theirs = hidden, weight, temperature / teacher.scale, teacher.softcap
+    return token_logps(policy, rows, temperature, teacher=theirs)
+
+
+def update_actor(policy, teacher, optimizer, mini_batches, args):
+    """One optimizer step for each mini-batch of `distribute` -> mean metrics. teacher: with --kl full."""
+    sums = defaultdict(float)
+    norms = []
     for sequences, totals in mini_batches:
-        for rows in micro_batches(policy, sequences, args):
-            policy.rows = rows  # for `Student`: its teacher may read other prompts
-            logp_nt, other_nt = token_logps(policy, rows, args)
+        for rows in micro_batches(policy, sequences, args.max_tokens_per_microbatch):
+            if args.kl == "full":
+                logp_nt, other_nt = logps_and_kl(policy, teacher, rows, args.temperature)
+            else:
+                logp_nt, other_nt = token_logps(policy, rows, args.temperature)
             batch = collate(rows, logp_nt.device)
             loss_nt, losses, means = actor_loss(args, logp_nt, other_nt, batch)
             # totals are of all ranks and micro-batches: no split of the work changes the gradient
             weight_nt = loss_weights(batch["mask_nt"], args.loss_agg, args.max_response_length, totals)
             # FSDP averages gradients over the ranks, but the totals already count all ranks
-            loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
-            loss.backward()
+            (weight_nt * loss_nt).sum().mul(dist.get_world_size()).backward()
+
+            for name, x_nt in losses.items():
+                sums[name] += (weight_nt * x_nt.detach()).sum()
             mean_nt = loss_weights(batch["mask_nt"], "token-mean", None, totals)
-            for average_nt, terms in ((weight_nt, losses), (mean_nt, means)):
-                for name, x_nt in terms.items():
-                    sums[name] += (average_nt * x_nt.detach()).sum()
+            for name, x_nt in means.items():
+                sums[name] += (mean_nt * x_nt.detach()).sum()
             for row, logp_t in zip(rows, logp_nt.detach()):
-                if "old_logp_t" not in row:  # of the first update: the old policy
-                    row["old_logp_t"] = logp_t[: row["length"]]
+                row.setdefault("old_logp_t", logp_t[: row["length"]])  # of the first update: the old policy
+
         norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
         norms.append(norm)
         if math.isfinite(norm):  # the norm over all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
-    totals = all_reduce(torch.stack([*sums.values()]).tolist())
-    metrics = {f"actor/{name}": total / len(norms) for name, total in zip(sums, totals)}
-    return metrics | {
-        "actor/grad_norm": np.mean(norms),
-        "actor/skipped_updates": np.sum(~np.isfinite(norms)),
-    }
+
+    metrics = {f"actor/{name}": total / len(norms) for name, total in sum_over_ranks(sums).items()}
+    metrics["actor/grad_norm"] = np.mean(norms)
+    metrics["actor/skipped_updates"] = np.sum(~np.isfinite(norms))
+    return metrics
 
 
 def main(args):
     # ---- arguments and data: checked before anything slow
     if args.kl == "full":  # its loss has no ratio of sampled tokens to correct
         args = replace(args, rollout_is=None, rollout_rs=None)
-    run = Run(args)
-    tokenizer, manager, train_rows, val_rows, summary = load_data(args)
-    check_teacher(args, tokenizer, train_rows)
-    steps_per_epoch = len(train_rows) // args.train_batch_size
-    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+    with Run(args) as run:
+        tokenizer, manager, train_rows, val_rows, summary = load_data(args)
+        check_teacher(args, tokenizer, train_rows)
+        steps_per_epoch = len(train_rows) // args.train_batch_size
+        run.plan(args.total_steps or args.total_epochs * steps_per_epoch, summary)
 
-    # ---- models: the engine first, while the GPU is empty; then it sleeps
-    device, mesh = setup_distributed(args.hsdp_replicas)
-    engine = build_engine(args, device)
-    policy, teachers = load_models(args, mesh, device)
-    models = [policy, *teachers]
-    trained = dict(hf=policy.lm)  # the directories that they have in a checkpoint
-    if args.teacher_update_rate:
-        trained["teacher"] = teachers[0].lm
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    run.load(trained, optimizer, tokenizer, whole_weights)
-    run.start(total_steps, summary, policy.lm)
-    sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
+        # ---- models: the engine first, while the GPU is empty; then it sleeps
+        device, mesh = setup_distributed(args.hsdp_replicas)
+        run.say("starting vLLM")
+        engine = build_engine(args, device)
+        run.say(f"loading {args.model} and {', '.join(args.teacher)}")
+        policy, teachers = load_models(args, mesh, device)
+        models = [policy, *teachers]
+        trained = dict(hf=policy.lm)  # the directories that they have in a checkpoint
+        if args.teacher_update_rate:
+            trained["teacher"] = teachers[0].lm
+        parameters = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
+        run.load(trained, optimizer, tokenizer, whole_weights)
+        run.start(policy.lm)
+        sampling = dict(top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
+        limit = families.rounding_limit(policy.lm, args.compute_dtype, args.rollout_quantization)
+        if args.top_p < 1:  # the sampler has another distribution on purpose
+            limit = math.inf
 
-    def validate():
-        with awake(engine, models, optimizer, args, timing={}):
-            options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
-            rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
-        rows = score_rows(rows, manager, tokenizer)
-        run.dump(rows, "val")
-        metrics, text = validation_summary(rows, run.step)
-        run.say(text)
-        return metrics
-
-    if val_rows and not run.step:
-        run.log(validate())
-
-    for step, timing in run.steps():
-        epoch, batch = divmod(step - 1, steps_per_epoch)
-        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
-        prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
-        sampled = np.random.default_rng((args.seed, step)).random(len(chosen)) < args.lam
-        # ---- rollout: the student answers its share of the prompts, the data the others
-        with awake(engine, models, optimizer, args, timing), timed(timing, "gen"):
-            own = [row for row in prompts if sampled[row["group"]]]
-            rows = rollout(engine, args, own, step, args.group_size, **sampling)
-        for row in rows:
-            row["older_t"] = np.zeros(row["length"], bool)
-        rows += data_rows([row for row in prompts if not sampled[row["group"]]], tokenizer, args)
-        # ---- reward: from here on every rank has the rows of all ranks
-        with timed(timing, "reward"):
+        def validate():
+            with awake(engine, models, optimizer, args, timing={}):
+                options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
+                rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
             rows = score_rows(rows, manager, tokenizer)
-        shown = show_teacher(args, rows, tokenizer) if args.teacher_prompt else 1.0
-        # ---- balance over the ranks
-        mini_batches, own_rows, load = distribute(rows, policy.packed, args)
-        # ---- log-probs: those of the first mini-batch are made by its own update
-        if len(mini_batches) > 1:
-            with timed(timing, "old_log_prob"):
-                store_logps(policy, mini_batches[1:], "old_logp_t", args)
-        if args.kl == "sampled":
-            with timed(timing, "ref"):
-                ask_teachers(args, teachers, mini_batches)
-        # ---- update
-        lr = learning_rate(args.lr, step, total_steps, args.warmup_steps, args.lr_schedule)
-        optimizer.param_groups[0]["lr"] = lr
-        with timed(timing, "update_actor"):
-            metrics = update_actor(policy, optimizer, mini_batches, args)
-            if args.teacher_update_rate:
-                follow(teachers[0], policy, args.teacher_update_rate)
-        run.updated()
-        metrics |= check_sampler(policy, own_rows, args, step)
-        # ---- validation
-        if val_rows and run.due(args.test_freq):
-            with timed(timing, "testing"):
-                metrics |= validate()
-        # ---- metrics
-        timing["step"] = run.elapsed()
-        metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype)
-        metrics |= {
-            "actor/lr": lr,
-            "training/taught": shown,
-            "training/epoch": epoch,
-        }
-        run.log(metrics, score="critic/score/mean", length="response_length/mean")
-        run.dump(rows)
-        # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if run.due(args.save_freq):
-            run.save()
-    run.close()
-
-
-# --------------------------------------------------------------------------------------------------
-# The system
-# --------------------------------------------------------------------------------------------------
-# Above: the algorithm, change it freely. Below: regions that other scripts share;
-# `make fix-copies FROM=algos/distill.py` carries a change there to them.
-
-
-# region log-probs
-class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
-
-    packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
-    """
-
-    def __init__(self, lm, packed=False):
-        super().__init__()
-        self.lm, self.packed = lm, packed
-        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
-        config = lm.config.get_text_config()
-        # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
-        factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
-        self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-
-    def hidden(self, where, inputs):
-        """What the output layer reads at flat positions, [L, H]."""
-        body = families.decoder(self.lm)
-        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-
-    def forward(self, where, target, args, **inputs):
-        """where [L]: flat positions that predict target [L] -> columns of `log_probs`."""
-        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        # CAREFUL: without the temperature the ratio would compare two different distributions
-        options = dict(scale=self.scale / args.temperature, softcap=self.softcap)
-        return log_probs(hidden.to(weight.dtype), weight, target, **options)  # float32 in Mamba
-
-
-def token_logps(policy, rows, args):
-    """Columns [N, T] of the response tokens of rows, 0 after a response's end.
-
-    logp_nt: log-probs of the tokens.
-    entropy_nt: entropy of the distributions that predict them.
-    """
-    layout = one_row if policy.packed else padded
-    texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
-    prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
-    inputs, where = layout(prompts, responses)
-    inputs = {name: send(x) for name, x in inputs.items()}
-    columns = policy(send(where), send(join(responses)), args, **inputs)
-    lengths = [len(response) for response in responses]
-    return [pad(column.split(lengths))[: len(rows)] for column in columns]
-
-
-# endregion
-# region ranks
-def on_every_rank(model, batches):
-    """This rank's micro-batches, and empty ones after them: every rank has as many."""
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
-    [largest] = all_reduce([max(len(batches), 1)], dist.ReduceOp.MAX)
-    for number in range(int(largest)):
-        model.set_requires_all_reduce(number == largest - 1)  # over the replicas of HSDP
-        yield batches[number] if number < len(batches) else []
-
-
-# endregion
-# region model
-def load_model(args, mesh, device, set_trained, root):
-    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
-
-    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
-    """
-    config, attention = read_config(args)
-    auto = families.auto_class(config)
-    original_dtype = config.dtype or torch.float32
-    full = None if dist.get_rank() else families.from_files(auto, args.model)
-    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
-    with torch.device("meta"):
-        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args.sees_images).values():
-            x.requires_grad_(False)
-        set_trained(lm, args)
-        for p in lm.parameters():
-            if not p.requires_grad:
-                p.data = p.data.to(original_dtype)
-    lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = root(lm, attention == "packed")
-    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    fsdp = dict(mesh=mesh, mp_policy=precision)
-    if args.offload == "always":
-        fsdp["offload_policy"] = CPUOffloadPolicy()
-        lm.get_input_embeddings().register_forward_pre_hook(lambda _, x: send(x[0]))  # for Llama 4
-        device = torch.device("cpu")  # of the shards
-    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
-    blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
-    for block in blocks[::-1]:  # inner first
-        fully_shard(block, **fsdp)
-    # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, **fsdp, reshard_after_forward=True)
-    policy.to_empty(device=device)
-    if full:
-        set_trained(full, args)
-    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
-    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
-        if full:
-            buffer.copy_(full.get_buffer(name))
-        dist.broadcast(buffer, 0)
-        layer, _, end = name.rpartition(".")
-        setattr(lm.get_submodule(layer), end, buffer.to(compute_device()))
-    if full:  # saved with the weights: it may name more EOS tokens
-        lm.generation_config = full.generation_config
-    return policy
-
-
-def read_config(args):
-    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
-    logging.disable_progress_bar()  # of transformers
-    config = AutoConfig.from_pretrained(args.model)
-    attention = args.attn_implementation
-    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
-        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
-        for name in part.to_dict():
-            if "dropout" in name or name.endswith("_pdrop"):
-                setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
-    special = families.special_layers(config, one_row=True)
-    for name in args.teacher:  # it reads the same rows
-        special += families.special_layers(AutoConfig.from_pretrained(name), one_row=True)
-    if attention == "sdpa" and not special:
-        attention = "packed"
-    return config, attention
-
-
-def freeze(lm, args):
-    """Train nothing."""
-    lm.requires_grad_(False)
-
-
-def add_adapters(lm, args):
-    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen.
-
-    All linear layers except experts, routers and the output layer.
-    """
-    if not args.lora_rank:
-        return
-    import peft  # here, because it takes two seconds
-    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
-
-    renamed.clear()  # CAREFUL: peft would give adapters of shared experts to all experts
-    body = {*families.decoder(lm).modules()}  # all but the output layer
-    left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
-    targets = []
-    for name, layer in lm.named_modules():
-        linear = type(layer) is nn.Linear and layer in body
-        if linear and ".experts." not in name and not name.endswith(left_out):
-            targets.append(name)
-    scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
-    torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
-
-
-@torch.no_grad()
-def whole_weights(lm, dtype, skipped=()):
-    """Names and weights of the sharded model as its files have them, one whole weight at a time.
-
-    Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
-    """
-    to_files = families.to_files(lm)
-    for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:
-            continue
-        layer, base, end = name.partition(".base_layer.")
-        if base and end == "weight":
-            x = merged_weight(lm.get_submodule(layer), x).to(dtype)
-        elif isinstance(x, DTensor):
-            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
-        yield from to_files({name.replace(".base_layer", ""): x}).items()
-
-
-def merged_weight(lora, weight):
-    """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (x.default.weight.to(compute_device()).full_tensor() for x in (lora.lora_A, lora.lora_B))
-    weight = weight.to(compute_device()).full_tensor()
-    return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
-
-
-# endregion
-# region data
-def load_data(args):
-    """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
-    try:
-        check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, sees=args.sees_images)
-        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
-        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
-        manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
-        data = args.train_files, args.val_files, args.max_prompt_length
-        train_rows, val_rows, summary = load_prompt_files(tokenizer, args.train_batch_size, *data)
-        manager.check(train_rows, val_rows)
-    except (ValueError, OSError, ImportError) as error:
-        fail(" ".join(str(error).split()))
-    return tokenizer, manager, train_rows, val_rows, summary
-
-
-def check_model(config, args):
-    """ValueError if this script cannot train the model as its authors defined it."""
-    name = f"{args.model} ({config.model_type})"
-    if args.sees_images:
-        raise ValueError(f"{name} takes images, which only grpo.py and sft.py do")
-    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if args.attn_implementation == "sdpa" and softcap:
-        raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
-    with torch.device("meta"):  # both refuse what they cannot do, before weights are loaded
-        lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
-        add_adapters(lm, args)
-        TokenLogps(lm)
-
-
-# endregion
-# region sampler
-def build_engine(args, device):
-    """A vLLM engine in this process, asleep. Its weights are random until the first sync."""
-    cuda = device.type == "cuda"
-    config = AutoConfig.from_pretrained(args.model)
-    with cpu.own_vllm():
-        import vllm
-        from vllm.usage.usage_lib import UsageContext
-
-        options = vllm.EngineArgs(
-            model=args.model,
-            load_format="dummy",
-            dtype=args.compute_dtype,
-            quantization=args.rollout_quantization,
-            seed=args.seed,
-            max_model_len=args.max_prompt_length + args.max_response_length,
-            tensor_parallel_size=args.tp_size,
-            distributed_executor_backend="external_launcher",
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled
-            generation_config="vllm",  # the model's EOS tokens, but not its temperature
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
-            enable_sleep_mode=cuda,  # a CPU's sleep does nothing
-            enforce_eager=not cuda,
-            enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
-            enable_prefix_caching=cuda or not families.recurrent(config),  # states need such cuts
-            block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
-            disable_log_stats=True,
-            **families.vllm_options(config, args.sees_images),
-        )
-        try:
-            engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
-        except ValueError as error:  # a response that is longer than the model's positions, for one
-            fail(" ".join(str(error).split()))
-    torch.manual_seed(args.seed)  # vLLM overwrites the global generator
-    engine.sleep(level=2)
-    return engine
-
-
-@contextmanager
-def awake(engine, models, optimizer, args, timing):
-    """While the block lasts, the sampler is awake, with the weights of the first of the models."""
-    with timed(timing, "sync"):
-        engine.wake_up(tags=["weights"])
-        sync_weights(engine, models[0].lm, args)
-        if args.offload == "sampling":
-            move("cpu", models, optimizer)
-        engine.wake_up(tags=["kv_cache"])
-    yield
-    with timed(timing, "sync"):
-        engine.sleep(level=2)
-        if args.offload == "sampling":
-            move("cuda", models, optimizer)
-
-
-def sync_weights(engine, lm, args):
-    """Stream the sharded model into the sampler, which packs it as it packs what it loads."""
-    config = engine.model_config
-    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args.sees_images))
-    weights = families.vllm_names(weights, lm.config, config.hf_config)
-    engine.apply_model(cpu.before_reload)
-    engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
-    engine.apply_model(cpu.after_reload)
-    engine.reset_prefix_cache()
-
-
-def rollout(engine, args, prompts, step, group_size, **sampling):
-    """Let the sampler answer the prompts of all ranks -> the rows of this rank.
-
-    Ranks that share a sampler (--tp_size) answer the union of their prompts and keep whole groups.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = prompts[rank // args.tp_size :: world // args.tp_size]
-    rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
-    options = dict(max_tokens=args.max_response_length, detokenize=False)
-    options |= dict(logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY) | sampling
-    waiting = [*enumerate(rows)][::-1]  # a request holds its images
-    at_once = engine.vllm_config.scheduler_config.max_num_seqs
-    while waiting or engine.has_unfinished_requests():
-        while waiting and engine.get_num_unfinished_requests() < at_once:
-            i, row = waiting.pop()
-            seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
-            params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
-            engine.add_request(str(i), request(row), params)
-        for answer in engine.step():  # converted at once: vLLM's lists take 200 bytes a token
-            row = rows[int(answer.request_id)]
-            [response] = answer.outputs
-            row["response_ids"] = np.array(response.token_ids, np.int32)
-            row["rollout_logp_t"] = np.array(response.logprobs.logprobs, np.float32)
-            row["mask_t"] = np.ones(len(response.token_ids), bool)  # the tokens that are trained
-            row["length"] = len(response.token_ids)
-            row["prompt_length"] = len(row["prompt_ids"])
-            row["finish_reason"] = response.finish_reason
-    return [row for i, row in enumerate(rows) if i // group_size % args.tp_size == rank % args.tp_size]
-
-
-def score_rows(rows, manager, tokenizer):
-    """Score this rank's rows -> the rows of all ranks, on each of them, by prompt and sample."""
-    scored = manager.score_responses(rows, tokenizer)
-    by_rank = [scored]
-    if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, scored)
-    rows = sorted(chain(*by_rank), key=itemgetter("group", "sample"))
-    check_failures(rows)
-    return demote_failures(rows)
-
-
-# endregion
-# region rows
-def distribute(rows, packed, args):
-    """Distribute the rows of each optimizer step over the ranks, balanced by tokens.
-
-    A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
-    ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
-    (tokens, responses) of all ranks; this rank's rows; and the token counts of every rank.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    size = args.ppo_mini_batch_size * args.group_size
-    mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    longest = args.max_tokens_per_microbatch // 4 if packed else 0
-    for start in range(0, len(rows), size):
-        step_rows = rows[start : start + size]
-        sequences = []
-        for _, group in groupby(step_rows, key=itemgetter("group")):
-            sequences.append([])
-            for row in group:
-                if sequences[-1] and token_count([*sequences[-1], row]) > longest:
-                    sequences.append([])
-                sequences[-1].append(row)
-        lengths = [token_count(sequence) for sequence in sequences]
-        parts = balance(lengths, ranks)
-        for tokens, part in zip(load, parts):
-            tokens += [lengths[i] for i in part]
-        own = [sequences[i] for i in parts[rank]]
-        own_rows += chain(*own)
-        trained = [int(row["mask_t"].sum()) for row in step_rows]
-        mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
-    return mini_batches, own_rows, load
-
-
-def token_count(sequence):
-    """Tokens of rows that share their prompt."""
-    return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
-
-
-def micro_batches(policy, sequences, args):
-    """Cut sequences into micro-batches -> the rows of each."""
-    lengths = [token_count(sequence) for sequence in sequences]
-    batches = split_micro_batches(lengths, args.max_tokens_per_microbatch, policy.packed)
-    for batch in on_every_rank(policy, batches):
-        yield [row for i in batch for row in sequences[i]]
-
-
-@torch.no_grad()
-def store_logps(policy, mini_batches, name, args):
-    """Store the log-probs of this rank's rows under `name`."""
-    sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]
-    for rows in micro_batches(policy, sequences, args):
-        for row, logp_t in zip(rows, token_logps(policy, rows, args)[0]):
-            row[name] = logp_t[: row["length"]]
-
-
-def collate(rows, device):
-    """A batch of rows: adv_t of each row -> adv_nt, padded, and so for all that is per token."""
-    if not rows:
-        return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
-    names = [name for name in rows[0] if name.endswith("_t")]
-    return {name[:-1] + "nt": send(pad([row[name] for row in rows]), device) for name in names}
-
-
-# endregion
-# region sampler against trainer
-def rollout_weights(args, logp_nt, old_nt, rollout_logp_nt, mask_nt, adv_nt):
-    """Factors of the token losses that correct for the sampler's log-probs; without a gradient.
-
-    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where out of bounds.
-    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; rejected: token 1 0, sequence 0 0.
-    off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
-    """
-    d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
-    d_n1, length_n1 = d_nt.sum(-1, keepdim=True), mask_nt.sum(-1, keepdim=True).clamp(min=1)
-    logs = dict(token=d_nt, sequence=d_n1, geometric=d_n1 / length_n1)
-    ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
-    weight_nt = torch.ones_like(d_nt)
-    if args.rollout_is:
-        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
-    if args.rollout_rs == "off_policy":  # of the trained policy (DeepSeek-V3.2, 2512.02556, 3.1)
-        behind_nt = (rollout_logp_nt - logp_nt.detach()).where(mask_nt.bool(), 0.0)
-        far_n1 = behind_nt.sum(-1, keepdim=True) / length_n1 > args.rollout_rs_threshold[0]
-        weight_nt = weight_nt * ~(far_n1 & (adv_nt < 0))  # eq: grpo.off_policy
-    elif args.rollout_rs:
-        ratio_nt = ratios[args.rollout_rs]
-        high = args.rollout_rs_threshold[-1]
-        low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
-        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
-    return weight_nt
-
-
-def check_sampler(policy, rows, args, step):
-    """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
-    logps, weights = [torch.zeros(0, 2)], [torch.zeros(0)]  # a rank may have no rows
-    for start in range(0, len(rows), 64):  # no more are padded at a time
-        batch = collate(rows[start : start + 64], "cpu")
-        ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
-        weight_nt = rollout_weights(args, ours_nt, ours_nt, theirs_nt, mask_nt, torch.zeros_like(ours_nt))
-        weights.append(weight_nt.expand_as(mask_nt)[mask_nt])
-        mask_nt = mask_nt & ~batch["older_nt"]  # of this step's sampler
-        logps.append(torch.stack([ours_nt, theirs_nt], -1)[mask_nt])
-    weight, (ours, theirs) = torch.cat(weights).double(), torch.cat(logps).double().unbind(-1)
-    gap, prob_gap = (ours - theirs).abs(), (ours.exp() - theirs.exp()).abs()
-    sums = len(gap), gap.sum(), prob_gap.sum(), len(weight), weight.sum(), (weight**2).sum()
-    compared, gap, prob_gap_sum, tokens, total, squares = all_reduce(sums)
-    gap = gap / max(compared, 1)
-    [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
-    limit, experts = families.rounding_limit(policy.lm, args.compute_dtype, args.rollout_quantization)
-    limit = math.inf if args.top_p < 1 else limit  # it samples another distribution on purpose
-    if not gap < limit:  # `not <` also fails for NaN
-        why = "the sampler does not hold the trainer's weights, or computes differently"
-        why += ", or rounding sends tokens to other experts" * experts
-        fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit:.3g}")
-    return {
-        "training/rollout_probs_diff_mean": prob_gap_sum / max(compared, 1),
-        "training/rollout_probs_diff_max": largest,
-        "training/rollout_logp_diff_mean": gap,
-        "rollout_corr/rollout_is_mean": total / max(tokens, 1),
-        "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
-    }
-
-
-# endregion
+            run.dump(rows, "val")
+            metrics, text = validation_summary(rows, run.step)
+            run.say(text)
+            return metrics
+
+        if val_rows and not run.step:
+            run.log(validate())
+
+        for step, timing in run.steps():
+            epoch, batch = divmod(step - 1, steps_per_epoch)
+            order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+            chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
+            prompts = [dict(train_rows[i], group=g) for g, i in enumerate(chosen)]
+            sampled = np.random.default_rng((args.seed, step)).random(len(chosen)) < args.lam
+            # ---- rollout: the student answers its share of the prompts, the data the others
+            with awake(engine, models, optimizer, args, timing), timed(timing, "gen"):
+                own = [row for row in prompts if sampled[row["group"]]]
+                options = sampling | dict(temperature=args.temperature)
+                rows = rollout(engine, args, own, step, args.group_size, **options)
+            for row in rows:
+                row["older_t"] = np.zeros(row["length"], bool)
+            rows += data_rows([row for row in prompts if not sampled[row["group"]]], tokenizer, args)
+            # ---- reward: from here on every rank has the rows of all ranks
+            with timed(timing, "reward"):
+                rows = score_rows(rows, manager, tokenizer)
+            shown = show_teacher(args, rows, tokenizer) if args.teacher_prompt else 1.0
+            # ---- balance over the ranks
+            updates = args.train_batch_size // args.ppo_mini_batch_size
+            budget = args.max_tokens_per_microbatch
+            mini_batches, own_rows, load = distribute(rows, updates, budget, policy.packed)
+            # ---- log-probs: those of the first mini-batch are made by its own update
+            if len(mini_batches) > 1:
+                with timed(timing, "old_log_prob"):
+                    store_logps(policy, mini_batches[1:], "old_logp_t", args.temperature, budget)
+            if args.kl == "sampled":
+                with timed(timing, "ref"):
+                    ask_teachers(args, teachers, mini_batches)
+            # ---- update
+            lr = learning_rate(args.lr, step, run.total, args.warmup_steps, args.lr_schedule)
+            optimizer.param_groups[0]["lr"] = lr
+            with timed(timing, "update_actor"):
+                metrics = update_actor(policy, teachers[0], optimizer, mini_batches, args)
+                if args.teacher_update_rate:
+                    follow(teachers[0], policy, args.teacher_update_rate)
+            run.updated()
+            metrics |= check_sampler(own_rows, partial(weights_now, args), limit, step)
+            # ---- validation
+            if val_rows and run.due(args.test_freq):
+                with timed(timing, "testing"):
+                    metrics |= validate()
+            # ---- metrics
+            timing["step"] = run.elapsed()
+            metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype)
+            metrics |= {
+                "actor/lr": lr,
+                "training/taught": shown,
+                "training/epoch": epoch,
+            }
+            run.log(metrics, score="critic/score/mean", length="response_length/mean")
+            run.dump(rows)
+            # ---- checkpoint, after the metrics: each checkpoint has its metrics
+            if run.due(args.save_freq):
+                run.save()
+
+
+def weights_now(args, logp_nt, batch):
+    """`rollout_weights` of the policy that sampled, for metrics."""
+    adv_nt = torch.zeros_like(logp_nt)
+    return rollout_weights(args, logp_nt, batch | dict(adv_nt=adv_nt))
 
 
 class Float32Logits(torch.autograd.Function):
@@ -887,58 +524,41 @@ class Float32Logits(torch.autograd.Function):
 class Teacher(TokenLogps):
     """A causal LM whose forward returns what its output layer reads, and that layer's weight."""
 
-    def forward(self, where, **inputs):
-        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
+    def forward(self, where, target, temperature, **inputs):
+        hidden = self.hidden(where, inputs)
+        weight = self.lm.get_output_embeddings().weight
         return hidden.to(weight.dtype), weight.clone()  # FSDP takes it away after the forward
 
 
 class Student(TokenLogps):
-    """The policy with --kl full: its forward returns log-probs and, in place of the entropy, the KL.
+    """The policy with --kl full: its forward returns log-probs and, in place of the entropy, the KL."""
 
-    Teacher and student read the same rows in the same layout, so equal models have equal bits; with
-    --teacher_prompt the teacher reads other prompts.
-    """
-
-    def __init__(self, lm, packed, teacher):
-        super().__init__(lm, packed)
-        self.teacher = [teacher]  # in a list it is no part of the student: not trained, sharded or saved
-
-    def forward(self, where, target, args, **inputs):
-        if not torch.is_grad_enabled():
-            return super().forward(where, target, args, **inputs)
-        [teacher] = self.teacher
-        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
+    def forward(self, where, target, temperature, teacher=None, **inputs):
+        """teacher: its hidden states at these positions, weight, temperature and softcap; None: no KL."""
+        if teacher is None:
+            return super().forward(where, target, temperature, **inputs)
+        hidden = self.hidden(where, inputs)
+        weight = self.lm.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # float32 in Mamba
-        shown = [row | row["teacher"] for row in self.rows if "teacher" in row]
-        if shown:
-            layout = one_row if self.packed else padded
-            device = where.device
-            prompts, responses = [row["prompt_ids"] for row in shown], [row["response_ids"] for row in shown]
-            inputs, where = layout(prompts, responses)
-            inputs = {name: send(x, device) for name, x in inputs.items()}
-        with torch.no_grad():
-            hidden_q, weight_q = teacher(where, **inputs)
+        teacher_hidden, *teacher_head = teacher
         chunks = []
-        for h, h_q, t in zip(*[x.split(KL_CHUNK) for x in (hidden, hidden_q, target)]):
-            ours = h, weight, args.temperature / self.scale, self.softcap
-            theirs = h_q, weight_q, args.temperature / teacher.scale, teacher.softcap
+        for h, h_q, t in zip(*[x.split(KL_CHUNK) for x in (hidden, teacher_hidden, target)]):
+            ours = h, weight, temperature / self.scale, self.softcap
             # logits exist for one chunk at a time; the backward pass computes them again
-            chunks.append(checkpoint(reverse_kl, ours, theirs, t, use_reentrant=False))
+            chunks.append(checkpoint(reverse_kl, ours, (h_q, *teacher_head), t, use_reentrant=False))
         return [torch.cat(column) for column in zip(*chunks)]
 
 
 def load_models(args, mesh, device):
     """-> student and teachers, with the same layout of rows: one that all can read."""
     # a teacher that follows is float32 and in checkpoints; --lora_rank is refused with it
-    set_trained = add_adapters if args.teacher_update_rate else freeze
-    root = Teacher if args.kl == "full" else TokenLogps
+    set_trained = adapters_of(args) if args.teacher_update_rate else freeze
+    full = args.kl == "full"
     teachers = []
     for name in args.teacher:
-        of_teacher = replace(args, model=name, teacher=(args.model, *args.teacher))
-        teachers.append(load_model(of_teacher, mesh, device, set_trained, root))
-    if args.kl == "full":
-        root = partial(Student, teacher=teachers[0])
-    return load_model(args, mesh, device, add_adapters, root), teachers
+        teachers.append(load_model(args, name, mesh, device, set_trained, Teacher if full else TokenLogps))
+    student = load_model(args, args.model, mesh, device, adapters_of(args), Student if full else TokenLogps)
+    return student, teachers
 
 
 def check_teacher(args, tokenizer, rows):
@@ -946,45 +566,60 @@ def check_teacher(args, tokenizer, rows):
     ours = tokenizer.get_vocab()
     size = AutoConfig.from_pretrained(args.model).get_text_config().vocab_size
     for name in args.teacher:
-        try:
-            config = AutoConfig.from_pretrained(name)
-            check_model(config, replace(args, model=name, lora_rank=0))
+        with one_line_errors(f"--teacher {name}: "):
+            check_model(name, args.attn_implementation, freeze)
+            their_size = AutoConfig.from_pretrained(name).get_text_config().vocab_size
             theirs = load_tokenizer(name).get_vocab()
-        except (ValueError, OSError, ImportError) as error:
-            fail(f"--teacher {name}: {' '.join(str(error).split())}")
         other = sorted({token for token, _ in ours.items() ^ theirs.items()})
         if other:
-            number, their_number = ours.get(other[0], "none"), theirs.get(other[0], "none")
+            number = ours.get(other[0], "none")
+            their_number = theirs.get(other[0], "none")
             first = f"{other[0]!r} is number {their_number} there, {number} in --model"
             fail(f"--teacher {name} has another vocabulary: {len(other)} tokens differ, {first}")
-        their_size = config.get_text_config().vocab_size
         if args.kl == "full" and size != their_size:
             fail(f"--kl full: {size} logits of --model, {their_size} of --teacher: use --kl sampled")
+    check_sources(args, rows)
+    check_answers(args, rows)
+
+
+def check_sources(args, rows):
+    """Stop if teachers and sources of rows do not fit each other."""
     sources = args.teacher_sources
     several = len(args.teacher) > 1
-    follows = args.teacher_update_rate > 0
     odd = sorted(rows.unique("data_source") ^ {*sources}) if sources else []
     uneven = (several or sources) and len(sources) != len(args.teacher)
     paths = {os.path.realpath(name) for name in (args.model, *args.teacher)}
     same = len(paths) == 1 and not (args.lora_rank or several)
-    asked = args.lam < 1 or any("{answer}" in text for text in args.teacher_prompt)
-    texts = [row["extra_info"].get("answer") for row in rows] if asked else []
-    missing = [row["index"] for row, text in zip(rows, texts) if not (text and isinstance(text, str))]
-    alone = args.lam == 1 or args.kl == "full" and args.group_size == 1
-    no_rule = args.reward_fn == ("none",)
-    templates = args.teacher_prompt
-    empty = [text for text in templates if "{solution}" in text and (no_rule or args.group_size == 1)]
-    empty += [text for text in templates if "{feedback}" in text and no_rule]
-    idle = templates and {*templates} <= {*empty}
+    follows = args.teacher_update_rate > 0
     refuse(
-        (not alone, f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1"),
-        (missing, f"{len(missing)} rows have no text in extra_info.answer, first {min(missing, default=0)}"),
-        (idle, "--teacher_prompt: {solution} needs --group_size above 1, both it and {feedback} a rule"),
         (several and args.kl == "full", "several --teacher need --kl sampled"),
         (uneven, f"{len(args.teacher)} --teacher and {len(sources)} --teacher_sources: give one for each"),
         (odd, f"--teacher_sources: a data_source without a teacher or without rows: {', '.join(odd)}"),
         (follows and not same, "--teacher_update_rate needs the --model as --teacher, no --lora_rank"),
     )
+
+
+def check_answers(args, rows):
+    """Stop if the data's answers, or the fields of --teacher_prompt, are asked for and not there."""
+    if args.lam < 1 and not (args.kl == "full" and args.group_size == 1):
+        fail(f"--lam {args.lam}: the data's one response to a prompt needs --kl full --group_size 1")
+    if args.lam < 1 or any("{answer}" in text for text in args.teacher_prompt):
+        missing = []
+        for row in rows:
+            text = row["extra_info"].get("answer")
+            if not (text and isinstance(text, str)):
+                missing.append(row["index"])
+        if missing:
+            fail(f"{len(missing)} rows have no text in extra_info.answer, first {min(missing)}")
+    no_rule = args.reward_fn == ("none",)
+    filled = []
+    for text in args.teacher_prompt:
+        no_solution = "{solution}" in text and (no_rule or args.group_size == 1)
+        no_feedback = "{feedback}" in text and no_rule
+        if not no_solution and not no_feedback:
+            filled.append(text)
+    if args.teacher_prompt and not filled:
+        fail("--teacher_prompt: {solution} needs --group_size above 1, both it and {feedback} a rule")
 
 
 def data_rows(prompts, tokenizer, args):
@@ -994,15 +629,142 @@ def data_rows(prompts, tokenizer, args):
     for row in prompts[rank :: dist.get_world_size()]:
         ids = answer_ids(row["prompt_ids"], row["extra_info"]["answer"], tokenizer)
         ids = np.array(ids[: args.max_response_length], np.int32)
-        answer = dict(sample=0, rank=rank, response_ids=ids)
-        answer["rollout_logp_t"] = np.zeros(len(ids), np.float32)
-        answer["mask_t"] = np.ones(len(ids), bool)
-        answer["older_t"] = np.ones(len(ids), bool)  # no sampler of this step made them
-        answer["length"] = len(ids)
-        answer["prompt_length"] = len(row["prompt_ids"])
-        answer["finish_reason"] = "stop" if ids[-1] == tokenizer.eos_token_id else "length"
+        ended = ids[-1] == tokenizer.eos_token_id
+        answer = dict(
+            sample=0,
+            rank=rank,
+            response_ids=ids,
+            rollout_logp_t=np.zeros(len(ids), np.float32),
+            mask_t=np.ones(len(ids), bool),
+            older_t=np.ones(len(ids), bool),  # no sampler of this step made them
+            length=len(ids),
+            prompt_length=len(row["prompt_ids"]),
+            finish_reason="stop" if ended else "length",
+        )
         rows.append(row | answer)
     return rows
+
+
+# ---- The system: data, FSDP2 and vLLM; the rest of it is in system/ ------------------------
+def load_data(args):
+    """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
+    with one_line_errors():
+        check_model(args.model, args.attn_implementation, adapters_of(args))
+        if families.takes_images(args.model, (*args.train_files, *args.val_files)):
+            fail(f"{args.model} takes images, which only grpo.py and sft.py do")
+        tokenizer = load_processor(args.model)
+        use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
+        reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
+        manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
+        data = args.train_files, args.val_files, args.max_prompt_length
+        train_rows, val_rows, summary = load_prompt_files(tokenizer, args.train_batch_size, *data)
+        manager.check(train_rows, val_rows)
+    return tokenizer, manager, train_rows, val_rows, summary
+
+
+def adapters_of(args):
+    """What is trained: the model, or adapters with --lora_rank."""
+    return partial(add_adapters, rank=args.lora_rank, alpha=args.lora_alpha, seed=args.seed)
+
+
+def load_model(args, path, mesh, device, set_trained, root):
+    """A model in its root module, sharded by FSDP2. Rank 0 reads the weights for all."""
+    beside = args.model, *args.teacher
+    lm, full, packed = read_model(path, args.attn_implementation, set_trained, beside=beside)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, eager=states_apart(lm))
+    model = root(lm, packed)
+    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    fsdp = dict(mesh=mesh, mp_policy=precision)
+    if args.offload == "always":
+        fsdp |= kept_on_host(lm)
+    for part in parts_of(lm):
+        fully_shard(part, **fsdp)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(model, **fsdp, reshard_after_forward=True)
+    model.to_empty(device="cpu" if args.offload == "always" else device)
+    read_weights(lm, full, device)
+    return model
+
+
+def build_engine(args, device):
+    """A vLLM engine in this process, asleep. Its weights are random until the first sync."""
+    cuda = device.type == "cuda"
+    with cpu.own_vllm():
+        import vllm
+        from vllm.usage.usage_lib import UsageContext
+
+        options = vllm.EngineArgs(
+            model=args.model,
+            load_format="dummy",
+            dtype=args.compute_dtype,
+            quantization=args.rollout_quantization,
+            seed=args.seed,
+            max_model_len=args.max_prompt_length + args.max_response_length,
+            tensor_parallel_size=args.tp_size,
+            distributed_executor_backend="external_launcher",
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled
+            generation_config="vllm",  # the model's EOS tokens, but not its temperature
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enable_sleep_mode=cuda,  # a CPU's sleep does nothing
+            disable_log_stats=True,
+            **engine_options(args.model, cuda),
+        )
+        with one_line_errors():  # a response that is longer than the model's positions, for one
+            engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
+    torch.manual_seed(args.seed)  # vLLM overwrites the global generator
+    engine.sleep(level=2)
+    return engine
+
+
+@contextmanager
+def awake(engine, models, optimizer, args, timing):
+    """While the block lasts, the sampler is awake, with the weights of the first of the models."""
+    with timed(timing, "sync"):
+        engine.wake_up(tags=["weights"])
+        sync_weights(engine, models[0].lm)
+        if args.offload == "sampling":
+            move("cpu", models, optimizer)
+        engine.wake_up(tags=["kv_cache"])
+    yield
+    with timed(timing, "sync"):
+        engine.sleep(level=2)
+        if args.offload == "sampling":
+            move("cuda", models, optimizer)
+
+
+def sync_weights(engine, lm):
+    """Stream the sharded model into the sampler, which packs it as it packs what it loads."""
+    config = engine.model_config
+    weights = whole_weights(lm, config.dtype, families.unused_weights(lm))
+    weights = families.vllm_names(weights, lm.config, config.hf_config)
+    engine.apply_model(cpu.before_reload)
+    engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+    engine.apply_model(cpu.after_reload)
+    engine.reset_prefix_cache()
+
+
+def rollout(engine, args, prompts, step, group_size, **sampling):
+    """Let the sampler answer the prompts of all ranks -> the rows of this rank.
+
+    Ranks that share a sampler (--tp_size) answer the union of their prompts and keep whole groups.
+    """
+    rank = dist.get_rank()
+    own = prompts[rank // args.tp_size :: dist.get_world_size() // args.tp_size]
+    rows = []
+    for prompt in own:
+        for g in range(group_size):
+            seed = args.seed, step, prompt["index"], g
+            rows.append(dict(prompt, sample=g, rank=rank, seed=seed))
+    options = dict(max_tokens=args.max_response_length) | sampling
+    for row, output in answers(engine, rows, **options):  # converted at once: lists take 200 bytes a token
+        row["response_ids"] = np.array(output.token_ids, np.int32)
+        row["rollout_logp_t"] = np.array(output.logprobs.logprobs, np.float32)
+        row["mask_t"] = np.ones(len(output.token_ids), bool)  # the tokens that are trained
+        row["length"] = len(output.token_ids)
+        row["prompt_length"] = len(row["prompt_ids"])
+        row["finish_reason"] = output.finish_reason
+    groups = [rows[i : i + group_size] for i in range(0, len(rows), group_size)]
+    return list(chain.from_iterable(groups[rank % args.tp_size :: args.tp_size]))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 import transformers
+from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -114,7 +115,6 @@ from transformers.utils import logging
 from data_prep.lib.cache import BOOLS, IDS, encoded_rows
 from data_prep.lib.columns import KTO
 from data_prep.lib.images import load_processor
-from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import pair_of
 from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.turns import encode_messages, says_nothing

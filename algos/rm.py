@@ -89,6 +89,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
+from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -99,7 +100,6 @@ from transformers.utils import logging
 from data_prep.lib.cache import IDS, encoded_rows
 from data_prep.lib.columns import opened
 from data_prep.lib.images import load_processor
-from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import pair_of
 from data_prep.lib.special import without_special
 from data_prep.lib.templates import given_by, render, use_template

@@ -96,6 +96,7 @@ import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 import transformers
+from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -107,7 +108,6 @@ from transformers.utils import logging
 from data_prep.lib import packing
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, encoded_rows
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor, show_images
-from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from data_prep.lib.replies import answer, asked
 from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.turns import answer_ids, encode_messages, says_nothing, stops

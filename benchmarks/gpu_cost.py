@@ -34,8 +34,9 @@ from transformers import AttentionInterface, Qwen2Config, conversion_mapping
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu_check, gpu_memory
 from data_prep.lib.packing import one_row, packed_attention
+
+from benchmarks import gpu_check, gpu_memory
 from system import families
 from system.arguments import command_line
 

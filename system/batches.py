@@ -197,25 +197,33 @@ def micro_batches(policy, sequences, budget):
         yield [row for i in batch for row in sequences[i]]
 
 
-def token_logps(policy, rows, temperature=1.0):
-    """Columns [N, T] of the response tokens of rows, 0 after a response's end.
+def run_rows(model, rows, temperature=1.0, **more):
+    """A model's forward over the responses of rows -> its columns, one response after the other; lengths.
 
-    logp_nt: log-probs of the tokens.
-    entropy_nt: entropy of the distributions that predict them.
-    A critic has values in their place.
+    more: what the forward takes besides.
     """
-    layout = one_row if policy.packed else padded
+    layout = one_row if model.packed else padded
     texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    if policy.processor:
+    if model.processor:
         texts = [(*text, row.get("images", ())) for text, row in zip(texts, rows)]
-        layout, texts = show_images(layout, texts, policy.processor)
+        layout, texts = show_images(layout, texts, model.processor)
     texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
     prompts = [text[0] for text in texts]
     responses = [text[1] for text in texts]
     inputs, where = layout(prompts, responses)
     inputs = {name: send(x) for name, x in inputs.items()}
-    columns = policy(send(where), send(join(responses)), temperature, **inputs)
-    lengths = [len(response) for response in responses]
+    columns = model(send(where), send(join(responses)), temperature, **inputs, **more)
+    return columns, [len(response) for response in responses]
+
+
+def token_logps(policy, rows, temperature=1.0, **more):
+    """Columns [N, T] of the response tokens of rows, 0 after a response's end; see `run_rows`.
+
+    logp_nt: log-probs of the tokens.
+    entropy_nt: entropy of the distributions that predict them.
+    A critic has values in their place.
+    """
+    columns, lengths = run_rows(policy, rows, temperature, **more)
     return [pad(column.split(lengths))[: len(rows)] for column in columns]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from data_prep.lib.packing import packed_attention, states_apart
 from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
 from test_packing import Gpu, flash
 from torch.nn.attention import varlen
@@ -9,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from algos import grpo
-from data_prep.lib.packing import packed_attention, states_apart
 from system import families
 from system.gpu import move, prepare_layers
 

@@ -18,10 +18,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data_prep.lib.packing import join, one_row, packed_attention, padded
+
 from algos import grpo
 from benchmarks.gpu_bench import CUDA, MODELS, ROWS, Budget
 from benchmarks.gpu_check import write_random
-from data_prep.lib.packing import join, one_row, packed_attention, padded
 from system.log_probs import CHUNK, log_probs
 from system.metrics import matmul_speed, speed_metrics
 from system.run import leave

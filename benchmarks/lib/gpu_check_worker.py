@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data_prep.lib.packing import pad
+
 from algos import grpo
 from data_prep.lib.cache import load_prompts
-from data_prep.lib.packing import pad
 from system.run import leave
 
 PROMPTS, GROUP = 4, 4

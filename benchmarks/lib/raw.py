@@ -18,9 +18,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data_prep.lib.packing import one_row, padded, split_micro_batches
+
 from algos.grpo import all_reduce, setup_distributed
 from data_prep.lib.cache import load_prompts
-from data_prep.lib.packing import one_row, padded, split_micro_batches
 from system.arguments import command_line
 from system.metrics import matmul_speed
 from system.run import leave
