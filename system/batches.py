@@ -228,6 +228,31 @@ def token_logps(policy, rows, temperature=1.0, **more):
 
 
 @torch.no_grad()
+def layout_gap(policy, rows):
+    """Mean |difference| of the log-probs of short rows, in the layout that trains, from the model's own.
+
+    The model's own are those of its logits, row by row under eager attention. rows: equal on all ranks.
+    """
+    lm = policy.lm
+    logp_nt = token_logps(policy, rows)[0]
+    kernel = lm.config._attn_implementation
+    lm.set_attn_implementation("eager")
+    policy.unshard()
+    own = []
+    for row in rows:
+        ids = send(torch.tensor([row["prompt_ids"] + row["response_ids"]]))
+        logits = lm(input_ids=ids, use_cache=False).logits[0].float()
+        logits[:, list(policy.never)] = -1e4
+        logp = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        own.append(logp[len(row["prompt_ids"]) - 1 :])
+    policy.reshard()
+    lm.set_attn_implementation(kernel)
+    tokens = sum(len(row["response_ids"]) for row in rows)
+    gap = (logp_nt - pad(own)).abs().sum() / tokens
+    return all_reduce([gap / dist.get_world_size()])[0]
+
+
+@torch.no_grad()
 def store_logps(policy, mini_batches, name, temperature, budget):
     """Store the log-probs of this rank's rows under `name`."""
     sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]

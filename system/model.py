@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig
+from transformers import AttentionInterface, AutoConfig, BitsAndBytesConfig
 from transformers.utils import logging
 
 from data_prep.lib.images import image_token_ids
@@ -27,16 +27,17 @@ class TokenLogps(nn.Module):
     """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
 
     packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
-    processor: of a model that is shown images.
+    processor: of a model that is shown images. entropy: False: the forward has no entropy of distributions.
     """
 
     ranks = 1  # that share a row; see `Slices`
 
-    def __init__(self, lm, packed=False, processor=None):
+    def __init__(self, lm, packed=False, processor=None, entropy=True):
         super().__init__()
         self.lm = lm
         self.packed = packed
         self.processor = processor
+        self.entropy = entropy
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
         config = lm.config.get_text_config()
@@ -59,16 +60,20 @@ class TokenLogps(nn.Module):
         weight = self.lm.get_output_embeddings().weight
         # CAREFUL: without the temperature the ratio would compare two different distributions
         options = dict(scale=self.scale / temperature, softcap=self.softcap, never=self.never)
-        return log_probs(hidden.to(weight.dtype), weight, target, **options)  # float32 in Mamba
+        hidden = hidden.to(weight.dtype)  # float32 in Mamba
+        return log_probs(hidden, weight, target, **options, entropy=self.entropy)
 
 
-def read_model(path, attn_implementation, set_trained, sees_images=False, beside=(), **changes):
+def read_model(path, attention, set_trained, sees_images=False, packing=True, beside=(), **changes):
     """-> the model without weights, on every rank; with its weights, on rank 0 alone; if texts share a row.
 
-    set_trained: decides what of a model is trained. That is float32; the rest has the dtype of its files.
-    beside: models that read the same rows. changes: of the configuration; num_labels: a head for scores.
+    attention: --attn_implementation. set_trained: decides what of a model is trained. That is float32; the
+    rest has the dtype of its files. packing: False: no texts share a row. beside: models that read the same
+    rows. changes: of the configuration; num_labels: a head for scores.
     """
-    config, attention = read_config(path, attn_implementation, sees_images, beside, **changes)
+    config = read_config(path, **changes)
+    if packing and not sees_images:
+        attention = packed_if_possible(attention, config, beside)
     auto = families.auto_class(config, scores="num_labels" in changes)
     original_dtype = config.dtype or torch.float32
     full = None if dist.get_rank() else families.from_files(auto, path, **changes)
@@ -87,8 +92,43 @@ def read_model(path, attn_implementation, set_trained, sees_images=False, beside
     return lm, full, attention == "packed"
 
 
-def read_config(path, attn_implementation, sees_images=False, beside=(), **changes):
-    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
+def read_quantized(path, attention, set_trained, dtype, device, packing=True):
+    """QLoRA (2305.14314): a model whose frozen weights are in 4 bits (NF4), whole on every rank -> it, and
+    if texts share a row.
+    """
+    config = read_config(path)
+    if packing:
+        attention = packed_if_possible(attention, config)
+    auto = families.auto_class(config)
+    original_dtype = config.dtype
+    with torch.device("meta"):
+        unused = families.unused_weights(auto.from_config(config))
+    whole = [f"{name.rpartition('.')[0]}$" for name in unused] + ["lm_head"]
+    lm = families.from_files(
+        auto,
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        device_map={"": device},
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=whole if unused else None,
+        ),
+    )
+    set_trained(lm.train())
+    for p in lm.parameters():  # adapters are equal on all ranks, by the seed
+        if p.requires_grad:
+            p.data = p.data.float()
+    del lm.config.quantization_config  # hf/ has whole weights
+    lm.config.dtype = original_dtype or dtype
+    return lm, attention == "packed"
+
+
+def read_config(path, **changes):
+    """The model's configuration, without dropout."""
     logging.disable_progress_bar()  # of transformers
     config = AutoConfig.from_pretrained(path, **changes)
     for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
@@ -96,26 +136,35 @@ def read_config(path, attn_implementation, sees_images=False, beside=(), **chang
         for name in part.to_dict():
             if "dropout" in name or name.endswith("_pdrop"):
                 setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
+    return config
+
+
+def packed_if_possible(attention, config, beside=()):
+    """The attention "packed", for texts that share a row, in place of sdpa, where all models allow it."""
     special = families.special_layers(config, one_row=True)
     for other in beside:
         special += families.special_layers(AutoConfig.from_pretrained(other), one_row=True)
-    if attn_implementation != "sdpa" or special or sees_images:
-        return config, attn_implementation
+    if attention != "sdpa" or special:
+        return attention
     AttentionInterface.register("packed", packed_attention)
-    return config, "packed"
+    return "packed"
 
 
-def check_model(path, attn_implementation, set_trained):
-    """ValueError, ImportError or one line if a model cannot be trained as its authors defined it."""
+def check_model(path, attention, set_trained):
+    """Refuse a model that cannot be trained as its authors defined it -> the model, without weights.
+
+    Raises ValueError or ImportError, or stops with one line.
+    """
     config = AutoConfig.from_pretrained(path)
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if attn_implementation == "sdpa" and softcap:
+    if attention == "sdpa" and softcap:
         name = f"{path} ({config.model_type})"
         raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
     with torch.device("meta"):  # all three refuse what they cannot do, before weights are loaded
-        lm = families.auto_class(config).from_config(config, attn_implementation=attn_implementation)
+        lm = families.auto_class(config).from_config(config, attn_implementation=attention)
         set_trained(lm)
         TokenLogps(lm)
+    return lm
 
 
 def parts_of(lm):

@@ -18,8 +18,8 @@ class Slices(TokenLogps):
     attention: of transformers, for a slice; it gets the group besides what `packed_attention` gets.
     """
 
-    def __init__(self, lm, packed, group, attention):
-        super().__init__(lm, packed)
+    def __init__(self, lm, packed, group, attention, entropy=True):
+        super().__init__(lm, packed, entropy=entropy)
         self.group = group
         self.ranks = group.size()
         AttentionInterface.register("slices", partial(attention, group=group))
