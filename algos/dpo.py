@@ -26,7 +26,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from system.arguments import fail, parse, refuse
+    from system.arguments import fail, one_line_errors, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -92,7 +92,6 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
 
 
 if __name__ == "__main__":
@@ -102,15 +101,10 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
-import transformers
-from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig
-from transformers.utils import logging
 
 from data_prep.lib.cache import BOOLS, IDS, encoded_rows
 from data_prep.lib.columns import KTO
@@ -119,10 +113,21 @@ from data_prep.lib.replies import pair_of
 from data_prep.lib.templates import given_by, use_template
 from data_prep.lib.turns import encode_messages, says_nothing
 from system import families
+from system.attention import states_apart
+from system.batches import balance, layout_gap, on_every_rank, pad, split_micro_batches, token_logps
 from system.files import model_content, replacing
-from system.gpu import compute_device, prepare_layers, send
-from system.log_probs import log_probs
+from system.gpu import prepare_layers, send
 from system.metrics import speed_metrics, timed
+from system.model import (
+    TokenLogps,
+    add_adapters,
+    check_model,
+    parts_of,
+    read_model,
+    read_quantized,
+    read_weights,
+    whole_weights,
+)
 from system.run import Run, all_reduce, learning_rate, setup_distributed
 
 RESPONSES = "chosen", "rejected"  # of a pair
@@ -185,7 +190,7 @@ def pair_logps(policy, pairs, args):
     0 for a response that a row lacks.
     """
     texts = responses(pairs)
-    [logp_nt] = token_logps(policy, texts, args)
+    [logp_nt] = token_logps(policy, texts)
     trained_nt = send(pad([text["trained"] for text in texts] or [[False]]), logp_nt.device)
     place_n = send(torch.tensor([text["place"] for text in texts]).long(), logp_nt.device)
     sums_n = (logp_nt * trained_nt).sum(-1)
@@ -324,305 +329,91 @@ def before_training(policy, rows, order, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    run = Run(args)
-    tokenizer, train_rows, val_rows, summary = load_data(args)
-    steps_per_epoch = len(train_rows) // args.train_batch_size
-    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+    with Run(args) as run:
+        tokenizer, train_rows, val_rows, summary = load_data(args)
+        steps_per_epoch = len(train_rows) // args.train_batch_size
+        run.plan(args.total_steps or args.total_epochs * steps_per_epoch, summary)
 
-    def order_of(epoch):
-        return np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+        def order_of(epoch):
+            return np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
 
-    # ---- model
-    device, mesh = setup_distributed(args.hsdp_replicas)
-    policy = load_policy(args, mesh, device)
-    check_layout(policy, train_rows, args)
-    # CAREFUL: the weights are the reference's only until a checkpoint is loaded
-    reference = before_training(policy, train_rows, order_of(0), args)
-    val_reference = before_training(policy, val_rows, range(len(val_rows)), args)
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
-    # hf is the directory that the model has in a checkpoint
-    run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
-    run.start(total_steps, summary, policy.lm)
+        # ---- model
+        device, mesh = setup_distributed(args.hsdp_replicas)
+        run.say(f"loading {args.model}")
+        policy = load_model(args, mesh, device)
+        check_layout(policy, train_rows, args)
+        # CAREFUL: the weights are the reference's only until a checkpoint is loaded
+        reference = before_training(policy, train_rows, order_of(0), args)
+        val_reference = before_training(policy, val_rows, range(len(val_rows)), args)
+        parameters = [p for p in policy.parameters() if p.requires_grad]
+        options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
+        # hf is the directory that the model has in a checkpoint
+        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+        run.start(policy.lm)
 
-    if val_rows and not run.step:
-        run.log(evaluate(policy, val_rows, val_reference, args))
+        if val_rows and not run.step:
+            run.log(evaluate(policy, val_rows, val_reference, args))
 
-    for step, timing in run.steps():
-        epoch, batch = divmod(step - 1, steps_per_epoch)
-        numbers = order_of(epoch)[batch * args.train_batch_size :][: args.train_batch_size]
-        [rows] = in_steps(train_rows, numbers, args, **reference)
-        # ---- update
-        schedule = args.warmup_steps, args.lr_schedule, args.decay_steps
-        lr = learning_rate(args.lr, step, total_steps, *schedule)
-        optimizer.param_groups[0]["lr"] = lr
-        with timed(timing, "update_actor"):
-            metrics = update(policy, optimizer, rows, args)
-        run.updated()
-        # ---- validation
-        if val_rows and run.due(args.test_freq):
-            with timed(timing, "testing"):
-                metrics |= evaluate(policy, val_rows, val_reference, args)
-            accuracy = metrics["val/rewards/accuracies"]
-            run.say(f"step {step}: validation loss {metrics['val/loss']:.4f}, accuracy {accuracy:.3f}")
-        # ---- metrics
-        timing["step"] = run.elapsed()
-        lengths = [len(x["prompt_ids"]) + len(x["response_ids"]) for x in responses(rows)]
-        metrics |= speed_metrics(lengths, policy, timing, args.compute_dtype)
-        metrics |= {
-            "train/lr": lr,
-            "training/epoch": epoch,
-        }
-        run.log(metrics, loss="train/loss", acc="rewards/accuracies", tok_s="perf/throughput")
-        # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if run.due(args.save_freq):
-            run.save()
-    run.close()
-
-
-# --------------------------------------------------------------------------------------------------
-# The system
-# --------------------------------------------------------------------------------------------------
-# Above: the algorithm, change it freely. Below: regions that other scripts share;
-# `make fix-copies FROM=algos/dpo.py` carries a change there to them.
+        for step, timing in run.steps():
+            epoch, batch = divmod(step - 1, steps_per_epoch)
+            numbers = order_of(epoch)[batch * args.train_batch_size :][: args.train_batch_size]
+            [rows] = in_steps(train_rows, numbers, args, **reference)
+            # ---- update
+            schedule = args.warmup_steps, args.lr_schedule, args.decay_steps
+            lr = learning_rate(args.lr, step, run.total, *schedule)
+            optimizer.param_groups[0]["lr"] = lr
+            with timed(timing, "update_actor"):
+                metrics = update(policy, optimizer, rows, args)
+            run.updated()
+            # ---- validation
+            if val_rows and run.due(args.test_freq):
+                with timed(timing, "testing"):
+                    metrics |= evaluate(policy, val_rows, val_reference, args)
+                accuracy = metrics["val/rewards/accuracies"]
+                run.say(f"step {step}: validation loss {metrics['val/loss']:.4f}, accuracy {accuracy:.3f}")
+            # ---- metrics
+            timing["step"] = run.elapsed()
+            lengths = [len(x["prompt_ids"]) + len(x["response_ids"]) for x in responses(rows)]
+            metrics |= speed_metrics(lengths, policy, timing, args.compute_dtype)
+            metrics |= {
+                "train/lr": lr,
+                "training/epoch": epoch,
+            }
+            run.log(metrics, loss="train/loss", acc="rewards/accuracies", tok_s="perf/throughput")
+            # ---- checkpoint, after the metrics: each checkpoint has its metrics
+            if run.due(args.save_freq):
+                run.save()
 
 
-# region log-probs
-class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
-
-    packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
-    """
-
-    def __init__(self, lm, packed=False):
-        super().__init__()
-        self.lm, self.packed = lm, packed
-        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
-        config = lm.config.get_text_config()
-        # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
-        factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
-        self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-
-    def hidden(self, where, inputs):
-        """What the output layer reads at flat positions, [L, H]."""
-        body = families.decoder(self.lm)
-        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-
-    def forward(self, where, target, args, **inputs):
-        """where [L]: flat positions that predict target [L] -> columns of `log_probs`."""
-        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        options = dict(scale=self.scale, softcap=self.softcap, entropy=False)
-        return log_probs(hidden.to(weight.dtype), weight, target, **options)  # float32 in Mamba
+# ---- The system: FSDP2 and data; the rest of it is in system/ ------------------------------
+def adapters_of(args):
+    """What is trained: the model, or adapters with --lora_rank."""
+    return partial(add_adapters, rank=args.lora_rank, alpha=args.lora_alpha, seed=args.seed)
 
 
-def token_logps(policy, rows, args):
-    """Columns [N, T] of the response tokens of rows, 0 after a response's end.
-
-    logp_nt: log-probs of the tokens.
-    """
-    layout = one_row if policy.packed else padded
-    texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
-    prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
-    inputs, where = layout(prompts, responses)
-    inputs = {name: send(x) for name, x in inputs.items()}
-    columns = policy(send(where), send(join(responses)), args, **inputs)
-    lengths = [len(response) for response in responses]
-    return [pad(column.split(lengths))[: len(rows)] for column in columns]
-
-
-# endregion
-# region ranks
-def on_every_rank(model, batches):
-    """This rank's micro-batches, and empty ones after them: every rank has as many."""
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
-    [largest] = all_reduce([max(len(batches), 1)], dist.ReduceOp.MAX)
-    for number in range(int(largest)):
-        model.set_requires_all_reduce(number == largest - 1)  # over the replicas of HSDP
-        yield batches[number] if number < len(batches) else []
-
-
-# endregion
-# region model
-def load_model(args, mesh, device, set_trained, root):
-    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
-
-    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
-    """
-    config, attention = read_config(args)
-    auto = families.auto_class(config)
-    original_dtype = config.dtype or torch.float32
-    full = None if dist.get_rank() else families.from_files(auto, args.model)
-    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
-    with torch.device("meta"):
-        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args.sees_images).values():
-            x.requires_grad_(False)
-        set_trained(lm, args)
-        for p in lm.parameters():
-            if not p.requires_grad:
-                p.data = p.data.to(original_dtype)
-    lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = root(lm, attention == "packed")
-    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    fsdp = dict(mesh=mesh, mp_policy=precision)
-    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
-    blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
-    for block in blocks[::-1]:  # inner first
-        fully_shard(block, **fsdp)
+def load_model(args, mesh, device):
+    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all."""
+    dtype = getattr(torch, args.compute_dtype)
+    what = args.model, args.attn_implementation, adapters_of(args)
+    if args.qlora:
+        lm, packed = read_quantized(*what, dtype, device)
+    else:
+        lm, full, packed = read_model(*what)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, eager=states_apart(lm))
+    policy = TokenLogps(lm, packed, entropy=False)
+    fsdp = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32))
+    if args.qlora:  # frozen weights are whole on every rank
+        frozen = {p for p in policy.parameters() if not p.requires_grad}
+        fully_shard(policy, **fsdp, reshard_after_forward=True, ignored_params=frozen)
+        return policy
+    for part in parts_of(lm):
+        fully_shard(part, **fsdp)
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
-    if full:
-        set_trained(full, args)
-    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
-    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
-        if full:
-            buffer.copy_(full.get_buffer(name))
-        dist.broadcast(buffer, 0)
-    if full:  # saved with the weights: it may name more EOS tokens
-        lm.generation_config = full.generation_config
+    read_weights(lm, full, device)
     return policy
-
-
-def read_config(args):
-    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
-    logging.disable_progress_bar()  # of transformers
-    config = AutoConfig.from_pretrained(args.model)
-    attention = args.attn_implementation
-    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
-        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
-        for name in part.to_dict():
-            if "dropout" in name or name.endswith("_pdrop"):
-                setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
-    special = families.special_layers(config, one_row=True)
-    if attention == "sdpa" and not special:
-        attention = "packed"
-    return config, attention
-
-
-def add_adapters(lm, args):
-    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen.
-
-    All linear layers except experts, routers and the output layer.
-    """
-    if not args.lora_rank:
-        return
-    import peft  # here, because it takes two seconds
-    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
-
-    renamed.clear()  # CAREFUL: peft would give adapters of shared experts to all experts
-    body = {*families.decoder(lm).modules()}  # all but the output layer
-    left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
-    targets = []
-    for name, layer in lm.named_modules():
-        linear = type(layer) is nn.Linear and layer in body
-        linear |= type(layer).__name__ == "Linear4bit"  # --qlora, which leaves the output layer whole
-        if linear and ".experts." not in name and not name.endswith(left_out):
-            targets.append(name)
-    scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
-    torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
-
-
-@torch.no_grad()
-def whole_weights(lm, dtype):
-    """Names and weights of the sharded model as its files have them, one whole weight at a time.
-
-    Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
-    """
-    to_files = families.to_files(lm)
-    for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        if name in lm.all_tied_weights_keys or ".lora_" in name:
-            continue
-        if ".weight." in name:  # scales of QLoRA
-            continue
-        if hasattr(x, "quant_state"):  # QLoRA: 4 bits, whole on every rank
-            from peft.utils.integrations import dequantize_bnb_weight
-
-            x = dequantize_bnb_weight(x).to(dtype)
-        layer, base, end = name.partition(".base_layer.")
-        if base and end == "weight":
-            x = merged_weight(lm.get_submodule(layer), x).to(dtype)
-        elif isinstance(x, DTensor):
-            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
-        yield from to_files({name.replace(".base_layer", ""): x}).items()
-
-
-def merged_weight(lora, weight):
-    """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (x.default.weight.to(compute_device()).full_tensor() for x in (lora.lora_A, lora.lora_B))
-    if isinstance(weight, DTensor):  # with --qlora it is whole
-        weight = weight.to(compute_device()).full_tensor()
-    return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
-
-
-# endregion
-def load_policy(args, mesh, device):
-    """The model, as the flags want it."""
-    load = load_quantized if args.qlora else load_model
-    return load(args, mesh, device, add_adapters, TokenLogps)
-
-
-def load_quantized(args, mesh, device, set_trained, root):
-    """As load_model, but the frozen weights are in 4 bits (NF4), and whole on every rank."""
-    config, attention = read_config(args)
-    auto = families.auto_class(config)
-    original_dtype = config.dtype
-    dtype = getattr(torch, args.compute_dtype)
-    with torch.device("meta"):
-        unused = families.unused_weights(auto.from_config(config), args.sees_images)
-    whole = [f"{name.rpartition('.')[0]}$" for name in unused] + ["lm_head"]
-    lm = families.from_files(
-        auto,
-        args.model,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention,
-        device_map={"": device},
-        quantization_config=transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=whole if unused else None,
-        ),
-    )
-    set_trained(lm.train(), args)
-    for p in lm.parameters():  # adapters are equal on all ranks, by the seed
-        if p.requires_grad:
-            p.data = p.data.float()
-    del lm.config.quantization_config  # hf/ has whole weights
-    lm.config.dtype = original_dtype or dtype
-    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = root(lm, attention == "packed")
-    frozen = {p for p in policy.parameters() if not p.requires_grad}
-    precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    options = dict(reshard_after_forward=True, ignored_params=frozen)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, **options)
-    return policy
-
-
-@torch.no_grad()
-def own_logps(policy, rows):
-    """Log-probs of responses [N, T] by the model's own logits, row by row under eager attention."""
-    lm = policy.lm
-    kernel = lm.config._attn_implementation
-    lm.set_attn_implementation("eager")
-    policy.unshard()
-    found = []
-    for row in rows:
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=compute_device())
-        logits = lm(input_ids=ids, use_cache=False).logits[0].float()
-        logp = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        found.append(logp[len(row["prompt_ids"]) - 1 :])
-    policy.reshard()
-    lm.set_attn_implementation(kernel)
-    return pad(found)
 
 
 def check_layout(policy, rows, args):
@@ -631,48 +422,37 @@ def check_layout(policy, rows, args):
     for row in short:
         row["prompt_ids"] = row["prompt_ids"][-16:]
         row["response_ids"] = row["response_ids"][:16]
-    with torch.no_grad():
-        [logp_nt] = token_logps(policy, short, args)
-    tokens = sum(len(row["response_ids"]) for row in short)
-    gap = (logp_nt - own_logps(policy, short)).abs().sum() / tokens
-    [gap] = all_reduce([gap / dist.get_world_size()])
+    gap = layout_gap(policy, short)
+    limit = families.rounding_limit(policy.lm, args.compute_dtype)
+    if gap < limit:  # which NaN is not
+        return
     kernel = args.attn_implementation
-    layout, cause = "padded", f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
+    cause = f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
+    layout = "padded"
     if kernel == "eager":
         cause = "it does something to its logits that TokenLogps leaves out"
     elif policy.packed:
-        layout, cause = "packed", f"responses see one another, or {cause}"
-    limit, _ = families.rounding_limit(policy.lm, args.compute_dtype)
-    if not gap < limit:  # `not <` also fails for NaN
-        unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
-        fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
-
-
-def check_model(config, args):
-    """Stop where the model cannot be trained, by a line, ValueError or ImportError."""
-    name = f"{args.model} ({config.model_type})"
-    rounded = args.qlora and families.dequantised(config)
-    refuse(
-        (args.sees_images, f"{name} takes images, which dpo.py does not"),
-        (rounded, f"--qlora rounds whole weights, and {name} has rounded ones"),
-    )
-    with torch.device("meta"):  # which raises for a kernel that the model does not run on
-        lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
-        add_adapters(lm, args)
-        TokenLogps(lm)  # refuses a bias of the output layer
-    families.check_positions(lm, args.max_length)
+        layout = "packed"
+        cause = f"responses see one another, or {cause}"
+    unlike = f"log-probs of {layout} rows under {kernel} are not its own, off by {gap:.3g} on average"
+    fail(f"{args.model} ({policy.lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
 
 
 def load_data(args):
     """-> tokenizer, pairs of training and of validation, and a line about them."""
-    try:
-        check_model(AutoConfig.from_pretrained(args.model), args)
+    with one_line_errors():
+        config = AutoConfig.from_pretrained(args.model)
+        name = f"{args.model} ({config.model_type})"
+        if families.takes_images(args.model, (*args.train_files, *args.val_files)):
+            fail(f"{name} takes images, which dpo.py does not")
+        if args.qlora and families.dequantised(config):
+            fail(f"--qlora rounds whole weights, and {name} has rounded ones")
+        lm = check_model(args.model, args.attn_implementation, adapters_of(args))
+        families.check_positions(lm, args.max_length)
         tokenizer = load_processor(args.model)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         train_rows, dropped = load_pairs(args.train_files, args, tokenizer)
         val_rows, val_dropped = load_pairs(args.val_files, args, tokenizer)
-    except (ValueError, OSError, ImportError) as error:
-        fail(" ".join(str(error).split()))
     kind = "responses" if args.loss == "kto" else "pairs"
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training {kind}")
