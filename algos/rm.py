@@ -22,7 +22,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from system.arguments import fail, parse, refuse
+    from system.arguments import fail, one_line_errors, parse, refuse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -78,7 +78,6 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
 
 
 if __name__ == "__main__":
@@ -89,11 +88,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
-from data_prep.lib.packing import balance, one_row, padded, split_micro_batches, states_apart
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
@@ -105,8 +101,11 @@ from data_prep.lib.special import without_special
 from data_prep.lib.templates import given_by, render, use_template
 from data_prep.lib.turns import check_scored
 from system import families
-from system.gpu import compute_device, prepare_layers, send
+from system.attention import states_apart
+from system.batches import balance, on_every_rank, one_row, padded, split_micro_batches
+from system.gpu import prepare_layers, send
 from system.metrics import speed_metrics, timed
+from system.model import add_adapters, parts_of, read_model, read_weights, whole_weights
 from system.run import Run, all_reduce, learning_rate, setup_distributed
 
 PAIR = "chosen_ids", "rejected_ids"  # the conversations of a row
@@ -226,189 +225,66 @@ def evaluate(policy, rows, args):
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    run = Run(args)
-    tokenizer, pad_id, train_rows, val_rows, summary = load_data(args)
-    steps_per_epoch = len(train_rows) // args.train_batch_size
-    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
+    with Run(args) as run:
+        tokenizer, pad_id, train_rows, val_rows, summary = load_data(args)
+        steps_per_epoch = len(train_rows) // args.train_batch_size
+        run.plan(args.total_steps or args.total_epochs * steps_per_epoch, summary)
 
-    # ---- model
-    device, mesh = setup_distributed(args.hsdp_replicas)
-    policy = load_policy(args, mesh, device, pad_id)
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
-    # hf is the directory that the model has in a checkpoint
-    run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
-    check_scores(policy, train_rows, args)
-    run.start(total_steps, summary, policy.lm)
+        # ---- model
+        device, mesh = setup_distributed(args.hsdp_replicas)
+        run.say(f"loading {args.model}")
+        policy = load_model(args, mesh, device, pad_id)
+        parameters = [p for p in policy.parameters() if p.requires_grad]
+        options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
+        # hf is the directory that the model has in a checkpoint
+        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+        check_scores(policy, train_rows, args)
+        run.start(policy.lm)
 
-    if val_rows and not run.step:
-        run.log(evaluate(policy, val_rows, args))
+        if val_rows and not run.step:
+            run.log(evaluate(policy, val_rows, args))
 
-    for step, timing in run.steps():
-        epoch, batch = divmod(step - 1, steps_per_epoch)
-        order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
-        chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
-        rows = [train_rows[i] for i in chosen]
-        # ---- update
-        schedule = args.warmup_steps, args.lr_schedule, args.decay_steps
-        lr = learning_rate(args.lr, step, total_steps, *schedule)
-        optimizer.param_groups[0]["lr"] = lr
-        with timed(timing, "update_actor"):
-            metrics = update(policy, optimizer, rows, args)
-        run.updated()
-        # ---- validation
-        if val_rows and run.due(args.test_freq):
-            with timed(timing, "testing"):
-                metrics |= evaluate(policy, val_rows, args)
-            run.say(f"step {step}: accuracy {metrics['val/accuracy']:.3f}, loss {metrics['val/loss']:.4f}")
-        # ---- metrics
-        timing["step"] = run.elapsed()
-        lengths = [len(row[name]) for row in rows for name in PAIR]
-        metrics |= speed_metrics(lengths, policy, timing, args.compute_dtype)
-        metrics |= {
-            "train/lr": lr,
-            "training/epoch": epoch,
-        }
-        run.log(metrics, loss="train/loss", accuracy="train/accuracy", tok_s="perf/throughput")
-        # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if run.due(args.save_freq):
-            run.save()
-    run.close()
-
-
-# --------------------------------------------------------------------------------------------------
-# The system
-# --------------------------------------------------------------------------------------------------
-# Above: the algorithm, change it freely. Below: regions that other scripts share;
-# `make fix-copies FROM=algos/rm.py` carries a change there to them.
+        for step, timing in run.steps():
+            epoch, batch = divmod(step - 1, steps_per_epoch)
+            order = np.random.default_rng((args.seed, epoch)).permutation(len(train_rows))
+            chosen = order[batch * args.train_batch_size :][: args.train_batch_size]
+            rows = [train_rows[i] for i in chosen]
+            # ---- update
+            schedule = args.warmup_steps, args.lr_schedule, args.decay_steps
+            lr = learning_rate(args.lr, step, run.total, *schedule)
+            optimizer.param_groups[0]["lr"] = lr
+            with timed(timing, "update_actor"):
+                metrics = update(policy, optimizer, rows, args)
+            run.updated()
+            # ---- validation
+            if val_rows and run.due(args.test_freq):
+                with timed(timing, "testing"):
+                    metrics |= evaluate(policy, val_rows, args)
+                accuracy, loss = metrics["val/accuracy"], metrics["val/loss"]
+                run.say(f"step {step}: accuracy {accuracy:.3f}, loss {loss:.4f}")
+            # ---- metrics
+            timing["step"] = run.elapsed()
+            lengths = [len(row[name]) for row in rows for name in PAIR]
+            metrics |= speed_metrics(lengths, policy, timing, args.compute_dtype)
+            metrics |= {
+                "train/lr": lr,
+                "training/epoch": epoch,
+            }
+            run.log(metrics, loss="train/loss", accuracy="train/accuracy", tok_s="perf/throughput")
+            # ---- checkpoint, after the metrics: each checkpoint has its metrics
+            if run.due(args.save_freq):
+                run.save()
 
 
-# region ranks
-def on_every_rank(model, batches):
-    """This rank's micro-batches, and empty ones after them: every rank has as many."""
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
-    [largest] = all_reduce([max(len(batches), 1)], dist.ReduceOp.MAX)
-    for number in range(int(largest)):
-        model.set_requires_all_reduce(number == largest - 1)  # over the replicas of HSDP
-        yield batches[number] if number < len(batches) else []
-
-
-# endregion
-# region model
-def load_model(args, mesh, device, set_trained, root):
-    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
-
-    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
-    """
-    config, attention = read_config(args)
-    auto = families.auto_class(config, scores=True)
-    original_dtype = config.dtype or torch.float32
-    full = None if dist.get_rank() else families.from_files(auto, args.model, num_labels=1)
-    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
-    with torch.device("meta"):
-        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args.sees_images).values():
-            x.requires_grad_(False)
-        set_trained(lm, args)
-        for p in lm.parameters():
-            if not p.requires_grad:
-                p.data = p.data.to(original_dtype)
-    lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = root(lm, attention == "packed")
-    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    fsdp = dict(mesh=mesh, mp_policy=precision)
-    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
-    for block in blocks[::-1]:  # inner first
-        fully_shard(block, **fsdp)
-    # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, **fsdp, reshard_after_forward=True)
-    policy.to_empty(device=device)
-    if full:
-        set_trained(full, args)
-    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
-    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
-        if full:
-            buffer.copy_(full.get_buffer(name))
-        dist.broadcast(buffer, 0)
-    return policy
-
-
-def read_config(args):
-    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
-    logging.disable_progress_bar()  # of transformers
-    config = AutoConfig.from_pretrained(args.model, num_labels=1)
-    attention = args.attn_implementation
-    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
-        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
-        for name in part.to_dict():
-            if "dropout" in name or name.endswith("_pdrop"):
-                setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
-    special = families.special_layers(config, one_row=True)
-    if attention == "sdpa" and not special:
-        attention = "packed"
-    return config, attention
-
-
-def add_adapters(lm, args):
-    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen.
-
-    All linear layers except experts, routers and the output layer.
-    """
-    if not args.lora_rank:
-        return
-    import peft  # here, because it takes two seconds
-    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
-
-    renamed.clear()  # CAREFUL: peft would give adapters of shared experts to all experts
-    body = {*families.decoder(lm).modules()}  # all but the output layer
-    left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
-    targets = []
-    for name, layer in lm.named_modules():
-        linear = type(layer) is nn.Linear and layer in body
-        if linear and ".experts." not in name and not name.endswith(left_out):
-            targets.append(name)
-    scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
-    torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
-
-
-@torch.no_grad()
-def whole_weights(lm, dtype):
-    """Names and weights of the sharded model as its files have them, one whole weight at a time.
-
-    Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
-    """
-    to_files = families.to_files(lm)
-    for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        if name in lm.all_tied_weights_keys or ".lora_" in name:
-            continue
-        layer, base, end = name.partition(".base_layer.")
-        if base and end == "weight":
-            x = merged_weight(lm.get_submodule(layer), x).to(dtype)
-        elif isinstance(x, DTensor):
-            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
-        yield from to_files({name.replace(".base_layer", ""): x}).items()
-
-
-def merged_weight(lora, weight):
-    """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (x.default.weight.to(compute_device()).full_tensor() for x in (lora.lora_A, lora.lora_B))
-    weight = weight.to(compute_device()).full_tensor()
-    return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
-
-
-# endregion
-
-
+# ---- The system: FSDP2 and data; the rest of it is in system/ ------------------------------
 class Scorer(nn.Module):
     """A sequence classifier, read at given positions of any layout: one root module, for FSDP."""
 
     def __init__(self, lm, packed):
         super().__init__()
-        self.lm, self.packed = lm, packed
+        self.lm = lm
+        self.packed = packed
 
     def forward(self, where, **inputs):
         """where [L]: flat positions -> scores [L], float32, and the head's input [L, H]."""
@@ -418,20 +294,28 @@ class Scorer(nn.Module):
         return score_l1.sum(-1), hidden_lh  # of one column: FSDP warns of a view
 
 
-def load_policy(args, mesh, device, pad_id):
-    """The model that `score` calls."""
+def load_model(args, mesh, device, pad_id):
+    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all."""
     logging.set_verbosity_error()  # a causal LM has no head, as it should be
-    policy = load_model(args, mesh, device, add_adapters_and_head, Scorer)
-    policy.lm.config.get_text_config().pad_token_id = pad_id
-    if not is_classifier(policy.lm.config):
-        nn.init.zeros_(policy.lm.score.weight)
+
+    def adapters_and_head(lm):
+        add_adapters(lm, args.lora_rank, args.lora_alpha, args.seed)
+        lm.score.requires_grad_(True)
+
+    lm, full, packed = read_model(args.model, args.attn_implementation, adapters_and_head, num_labels=1)
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, eager=states_apart(lm))
+    policy = Scorer(lm, packed)
+    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    for part in parts_of(lm):
+        fully_shard(part, mesh=mesh, mp_policy=precision)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    policy.to_empty(device=device)
+    read_weights(lm, full, device)
+    lm.config.get_text_config().pad_token_id = pad_id
+    if not is_classifier(lm.config):
+        nn.init.zeros_(lm.score.weight)
     return policy
-
-
-def add_adapters_and_head(lm, args):
-    """Train the adapters, and the head in full."""
-    add_adapters(lm, args)
-    lm.score.requires_grad_(True)
 
 
 def is_classifier(config):
@@ -440,7 +324,8 @@ def is_classifier(config):
 
 def check_scores(policy, rows, args):
     """Before the first step: short rows give the head, in the layout that trains, what they give alone."""
-    lm, packed = policy.lm, policy.packed
+    lm = policy.lm
+    packed = policy.packed
     ids = [row["chosen_ids"][:32] for row in (rows[:4] * 2)[:4]]
     with torch.no_grad():
         _, hidden_lh = score(policy, ids)  # equal on all ranks
@@ -451,17 +336,18 @@ def check_scores(policy, rows, args):
         lm.set_attn_implementation(kernel)
         policy.packed = packed
     gap = ((hidden_lh - own_lh).abs().mean() / own_lh.abs().mean()).item()
-    limit, _ = families.rounding_limit(lm, args.compute_dtype)
+    limit = families.rounding_limit(lm, args.compute_dtype)
+    if max(all_reduce([gap], dist.ReduceOp.MAX)) < limit:  # which NaN is not
+        return
     kernel = args.attn_implementation
     cause = f"{kernel} leaves out a soft cap or sinks: try --attn_implementation eager"
     if packed:
         cause = f"conversations in one row see one another, or {cause}"
-    if not max(all_reduce([gap], dist.ReduceOp.MAX)) < limit:  # `not <` also fails for NaN
-        unlike = f"states under {kernel} are not those of eager attention, off by {gap:.3g} of their size"
-        fail(f"{args.model} ({lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
+    unlike = f"states under {kernel} are not those of eager attention, off by {gap:.3g} of their size"
+    fail(f"{args.model} ({lm.config.model_type}): {unlike}, over {limit:.3g}; likely {cause}")
 
 
-def check_model(config, args):
+def check_classifier(config, args):
     """Stop where no reward model can be made of the model, by a line, ValueError or ImportError."""
     name = f"{args.model} ({config.model_type})"
     labels = config.num_labels if is_classifier(config) else 1
@@ -469,11 +355,12 @@ def check_model(config, args):
     auto = families.auto_class(config, scores=True)
     with torch.device("meta"):  # which raises for a kernel that the model does not run on
         lm = auto.from_config(config, attn_implementation=args.attn_implementation)
-        add_adapters(lm, args)
+        add_adapters(lm, args.lora_rank, args.lora_alpha, args.seed)
     headless = getattr(getattr(lm, "score", None), "bias", 0) is not None
+    sees_images = families.takes_images(args.model, (*args.train_files, *args.val_files))
     refuse(
         (labels != 1, f"{name} is a classifier with {labels} labels; a reward model has one score"),
-        (args.sees_images, f"{name} takes images, which rm.py does not"),
+        (sees_images, f"{name} takes images, which rm.py does not"),
         (headless, f"{name} as a classifier has no head `score` without a bias"),
     )
     families.check_positions(lm, args.max_length)
@@ -481,20 +368,19 @@ def check_model(config, args):
 
 def load_data(args):
     """-> tokenizer, the classifier's pad id or None, pairs of training and validation, a line."""
-    try:
+    with one_line_errors():
         config = AutoConfig.from_pretrained(args.model)
-        check_model(config, args)
+        check_classifier(config, args)
         tokenizer = load_processor(args.model)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         if tokenizer.chat_template is None:
             raise ValueError(f"{args.model}: the tokenizer has no chat template")
         text = config.get_text_config()
-        pad_id = text.pad_token_id if text.pad_token_id is not None else tokenizer.pad_token_id
-        pad_id = pad_id if pad_id is not None and pad_id < text.vocab_size else None
+        pad_id = tokenizer.pad_token_id if text.pad_token_id is None else text.pad_token_id
+        if pad_id is not None and pad_id >= text.vocab_size:
+            pad_id = None
         train_rows, dropped = read_pairs(args.train_files, args, tokenizer, pad_id)
         val_rows, val_dropped = read_pairs(args.val_files, args, tokenizer, pad_id)
-    except (ValueError, OSError, ImportError) as error:
-        fail(" ".join(str(error).split()))
     if len(train_rows) < args.train_batch_size:
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training pairs")
     summary = f"{len(train_rows)} training and {len(val_rows)} validation pairs"
