@@ -708,6 +708,7 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
         row["seed"] = args.seed, step, row["index"], row["sample"]
     options = dict(max_tokens=args.max_response_length) | sampling
     for row, output in answers(engine, rows, **options):
+        del row["seed"]  # rows may wait in a checkpoint
         extend(row, output, step)
     groups = [rows[i : i + group_size] for i in range(0, len(rows), group_size)]
     return list(chain.from_iterable(groups[rank % args.tp_size :: args.tp_size]))
