@@ -294,10 +294,11 @@ class Progress:
 
 
 def sample_groups(sample, train_rows, progress, args):
-    """Dynamic sampling (3.2): generation batches until there are enough groups -> their rows, the batches.
+    """Dynamic sampling (3.2): generation batches until there are enough groups.
 
-    Surplus rows of the last step come first. sample(prompts, unfinished, number): the scored rows of that
-    many groups, on all ranks; rows of unfinished groups; and `places`, whose sum is the third result.
+    Returns the rows of these groups, surplus ones of the last step first; the batches; and what their
+    samplers did in all. sample(prompts, unfinished, number): a batch, which is the scored rows of that many
+    groups, on all ranks; rows of unfinished groups; and what the samplers did, see `partial_rollout`.
     """
     rows = progress.surplus
     batches = []
@@ -459,7 +460,7 @@ def main(args):
             return metrics
 
         def sample(step, timing, prompts, unfinished, number):
-            """Of `sample_groups`; places: of `partial_rollout`."""
+            """A generation batch, for `sample_groups`."""
             options = sampling | dict(temperature=args.temperature)
             places = 0
             with timed(timing, "gen"):
@@ -543,6 +544,8 @@ def load_data(args):
         if families.takes_images(args.model, (*args.train_files, *args.val_files)):
             fail(f"{args.model} takes images, which only grpo.py and sft.py do")
         check_model(args.model, args.attn_implementation, adapters_of(args))
+        if args.sp_size > 1:
+            check_slices(args)
         tokenizer = load_processor(args.model)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
@@ -550,8 +553,6 @@ def load_data(args):
         data = args.train_files, args.val_files, args.max_prompt_length
         train_rows, val_rows, summary = load_prompt_files(tokenizer, args.train_batch_size, *data)
         manager.check(train_rows, val_rows)
-        if args.sp_size > 1:
-            check_slices(args)
     return tokenizer, manager, train_rows, val_rows, summary
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
 from data_prep.lib.images import load_tokenizer
 from system.batches import distribute, store_logps
-from system.checkpoints import load_checkpoint, write_checkpoint
+from system.checkpoints import load_checkpoint, read_state, write_checkpoint
 from system.model import whole_weights
 from system.run import leave, setup_distributed
 
@@ -52,10 +52,9 @@ def prepare(policy, critic, args, kl_coef=0.2, moved=0.0):
     rows = make_rows()
     for row, weight in zip(rows, ppo.nll_weights(rows, args), strict=True):
         row["nll_weight_t"] = weight.expand(row["length"])
-    packed = policy.packed and critic.packed
-    steps = 2 // args.ppo_mini_batch_size
-    mini_batches, own_rows, _ = distribute(rows, steps, args.max_tokens_per_microbatch, packed)
-    store_logps(critic, mini_batches, "value_t", args.temperature, args.max_tokens_per_microbatch)
+    budget = args.max_tokens_per_microbatch
+    mini_batches, own_rows, _ = distribute(rows, 1, budget, policy.packed and critic.packed)
+    store_logps(critic, mini_batches, "value_t", args.temperature, budget)
     for row in own_rows:
         row["value_t"] = row["value_t"] + moved * (-1.0) ** torch.arange(row["length"])[:, None]
     step_nt = ppo.advantages(own_rows, kl_coef, args.critic_lam or args.lam, args)
@@ -215,7 +214,9 @@ def checkpoint(policy, critic, critic_optimizer, args):
         parts = models, optimizers, load_tokenizer(args.model), whole_weights
         write_checkpoint(Path(args.output_dir), args.model, 0, state, *parts)
     else:
-        state = load_checkpoint(Path(args.output_dir) / "checkpoints/latest", models, optimizers)
+        latest = Path(args.output_dir) / "checkpoints/latest"
+        load_checkpoint(latest, models, optimizers)
+        state = read_state(latest)
     moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
     weights = [full(p) for model in (policy, critic) for p in trained(model)]
     return dict(weights=weights, moments=moments, step=state["step"], kl_coef=state["kl_coef"])
