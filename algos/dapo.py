@@ -17,7 +17,7 @@ import math
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -26,10 +26,10 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from system.arguments import fail, parse
+    from system.arguments import fail, one_line_errors, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
-from algos.variants import named_loss, unknown, with_defaults
+from algos.variants import load_loss, unknown
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -117,7 +117,6 @@ class Args:
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-        self.sees_images = families.takes_images(self.model, (*self.train_files, *self.val_files))
         self.ppo_mini_batch_size = self.ppo_mini_batch_size or self.train_batch_size
 
 
@@ -129,23 +128,32 @@ import torch
 import torch.distributed as dist
 from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig
-from transformers.utils import logging
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig
 
-from data_prep.lib import packing
 from data_prep.lib.cache import load_prompt_files
 from data_prep.lib.images import load_processor, request
 from data_prep.lib.templates import use_template
-from rewards.manager import RewardManager, check_failures, demote_failures, validation_summary
+from rewards.manager import RewardManager, validation_summary
 from rewards.manager.combined import load_rewards
 from system import cpu, families
-from system.gpu import compute_device, move, prepare_layers, send
-from system.log_probs import log_probs
+from system.attention import states_apart
+from system.batches import collate, distribute, micro_batches, store_logps, token_logps
+from system.gpu import move, prepare_layers
 from system.metrics import stats, step_metrics, timed
-from system.run import Run, all_reduce, learning_rate, setup_distributed
+from system.model import (
+    TokenLogps,
+    add_adapters,
+    check_model,
+    kept_on_host,
+    parts_of,
+    read_model,
+    read_weights,
+    whole_weights,
+)
+from system.run import Run, all_reduce, learning_rate, setup_distributed, sum_over_ranks
+from system.sampler import answers, check_sampler, engine_options, of_all_ranks, params_of, score_rows
+from system.sequence import Slices, sequence_group, ulysses
 
 # ---- The mathematics -------------------------------------------------------------------
 DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative
@@ -159,10 +167,13 @@ def group_advantages(score_n, group_n, norm_by_std=True):
     A group of one has mean 0 and std 1; the advantages of a constant group are 0.
     """
     adv_n = score_n.clone()
-    for member in [group_n == g for g in group_n.unique()]:
-        if member.sum() > 1:
-            s = score_n[member] - score_n[member][0]  # so that a constant group has exactly 0
-            adv_n[member] = (s - s.mean()) / (s.std() + 1e-6 if norm_by_std else 1.0)  # eq: grpo.advantage
+    sizes = group_n.unique(return_counts=True)[1]
+    for member in group_n.argsort(stable=True).split(sizes.tolist()):
+        if len(member) == 1:
+            continue
+        s = score_n[member] - score_n[member[0]]  # a constant group has exactly 0
+        scale = s.std() + 1e-6 if norm_by_std else 1.0
+        adv_n[member] = (s - s.mean()) / scale  # eq: grpo.advantage
     return adv_n
 
 
@@ -208,7 +219,9 @@ def loss_weights(mask_nt, mode, max_length=None, totals=None):
     """
     mask_nt = mask_nt.float()
     length_n1 = mask_nt.sum(-1, keepdim=True)
-    tokens, responses = (max(int(x), 1) for x in totals or (length_n1.sum(), (length_n1 > 0).sum()))
+    tokens, responses = totals or (length_n1.sum(), (length_n1 > 0).sum())
+    tokens = max(int(tokens), 1)
+    responses = max(int(responses), 1)
     denominator = {
         "token-mean": tokens,
         "seq-mean-token-sum": responses,
@@ -218,17 +231,47 @@ def loss_weights(mask_nt, mode, max_length=None, totals=None):
     return mask_nt / denominator[mode]  # eq: grpo.aggregation
 
 
-def actor_loss(args, logp_nt, entropy_nt, batch):
+def rollout_weights(args, logp_nt, batch):
+    """Factors of the token losses that correct for the sampler's log-probs; without a gradient.
+
+    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where out of bounds.
+    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; rejected: token 1 0, sequence 0 0.
+    off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
+    A log-prob of the sampler that is not finite is missing: its ratio is 1.
+    """
+    mask_nt, rollout_logp_nt = batch["mask_nt"].bool(), batch["rollout_logp_nt"]
+    old_nt = batch.get("old_logp_nt", logp_nt.detach())
+    known_nt = mask_nt & rollout_logp_nt.isfinite()
+    d_nt = (old_nt - rollout_logp_nt).where(known_nt, 0.0)
+    d_n1 = d_nt.sum(-1, keepdim=True)
+    length_n1 = mask_nt.sum(-1, keepdim=True).clamp(min=1)
+    logs = dict(token=d_nt, sequence=d_n1, geometric=d_n1 / length_n1)
+    ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
+    weight_nt = torch.ones_like(d_nt)
+    if args.rollout_is:
+        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+    if args.rollout_rs == "off_policy":  # of the trained policy (DeepSeek-V3.2, 2512.02556, 3.1)
+        behind_nt = (rollout_logp_nt - logp_nt.detach()).where(known_nt, 0.0)
+        far_n1 = behind_nt.sum(-1, keepdim=True) / length_n1 > args.rollout_rs_threshold[0]
+        weight_nt = weight_nt * ~(far_n1 & (batch["adv_nt"] < 0))  # eq: grpo.off_policy
+    elif args.rollout_rs:
+        ratio_nt = ratios[args.rollout_rs]
+        high = args.rollout_rs_threshold[-1]
+        low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
+        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
+    return weight_nt
+
+
+def actor_loss(args, token_loss, logp_nt, entropy_nt, batch):
     """The loss of each token before weighting -> loss_nt, and two dicts of what is reported.
 
     losses: parts of the loss, averaged as the loss is. means: averaged over tokens.
     Without old_logp_nt, which a single update does not need, the policy is its own old policy.
     """
-    mask_nt, adv_nt = batch["mask_nt"], batch["adv_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
-    loss_nt, clipped_nt, lower_nt = named_loss(args, policy_loss)(logp_nt, old_nt, adv_nt, mask_nt)
+    loss_nt, clipped_nt, lower_nt = token_loss(logp_nt, old_nt, batch["adv_nt"], batch["mask_nt"])
     # difference 2 of the header: the sampler rounds differently, and may have had older weights
-    weight_nt = rollout_weights(args, logp_nt, old_nt, batch["rollout_logp_nt"], mask_nt, adv_nt)
+    weight_nt = rollout_weights(args, logp_nt, batch)
     loss_nt = loss_nt * weight_nt
     losses = dict(pg_loss=loss_nt)
     means = dict(entropy=entropy_nt, ppo_kl=old_nt - logp_nt, rollout_rs_masked=weight_nt == 0)
@@ -237,41 +280,97 @@ def actor_loss(args, logp_nt, entropy_nt, batch):
 
 
 # ---- The step --------------------------------------------------------------------------
-def sample_groups(sample, state, step, args):
-    """Dynamic sampling (3.2): generation batches until there are enough groups -> rows, and the batches.
+IN_FLIGHT = 2  # groups that --partial_rollout begins or continues, for each one that it waits for
 
-    sample(number): the scored rows of all ranks of that many of the next prompts.
-    state: surplus rows of the last step, which come first; groups sampled and kept lately.
+
+@dataclass
+class Progress:
+    """How far sampling is: a step hands it on to the next, a checkpoint to the run that resumes."""
+
+    drawn: int = 0  # prompts so far, over all epochs
+    sampled: float = 0.0  # groups, of which a step counts half as much as the next
+    kept: float = 0.0  # those of them with correct and wrong responses
+    surplus: list = field(default_factory=list)  # rows of kept groups, for the next step
+    unfinished: list = field(default_factory=list)  # rows of groups that --partial_rollout has begun
+
+
+def sample_groups(sample, train_rows, progress, args):
+    """Dynamic sampling (3.2): generation batches until there are enough groups.
+
+    Returns the rows of these groups, surplus ones of the last step first; the batches; and what their
+    samplers did in all. sample(prompts, unfinished, number): a batch, which is the scored rows of that many
+    groups, on all ranks; rows of unfinished groups; and what the samplers did, see `partial_rollout`.
     """
-    rows, batches = state["surplus"], []
+    rows = progress.surplus
+    batches = []
+    places = np.zeros(2)
     wanted = args.train_batch_size * args.group_size
     while len(rows) < wanted and len(batches) < args.max_gen_batches:
-        keep_rate = (state["kept"] + 1) / (state["sampled"] + 1)  # 1 in the first batch; never 0
+        keep_rate = (progress.kept + 1) / (progress.sampled + 1)  # 1 in the first batch; never 0
         missing = math.ceil((wanted - len(rows)) / args.group_size / keep_rate)
-        new = sample(min(missing, 3 * args.train_batch_size))  # the paper always takes this many
+        number = min(missing, 3 * args.train_batch_size)  # the paper always takes this many
+        new = number
+        if args.partial_rollout:
+            in_flight = IN_FLIGHT * max(number, args.train_batch_size)
+            new = max(in_flight - len(progress.unfinished) // args.group_size, 0)
+        prompts = draw(train_rows, args.seed, progress.drawn, new)
+        progress.drawn += new
+        batch, progress.unfinished, used = sample(prompts, progress.unfinished, number)
+
         # CAREFUL: the overlong penalty must not make correct responses differ
-        acc_n = torch.tensor([float(row["reward"].get("acc", row["reward"]["score"])) for row in new])
-        keep_n = keep_groups(acc_n, torch.tensor([row["group"] for row in new]))
-        for row, acc, keep in zip(new, acc_n.tolist(), keep_n.tolist()):
-            row |= dict(acc=acc, keep=keep)
-            row.setdefault("step_t", np.full(row["length"], step, np.int32))
-        kept = [row for row in new if row["keep"]]
+        acc_n = torch.tensor([float(row["reward"].get("acc", row["reward"]["score"])) for row in batch])
+        keep_n = keep_groups(acc_n, torch.tensor([row["group"] for row in batch]))
+        for row, acc, keep in zip(batch, acc_n.tolist(), keep_n.tolist()):
+            row["acc"] = acc
+            row["keep"] = keep
+        kept = [row for row in batch if row["keep"]]
         rows = rows + kept
-        batches.append(new)
-        state["sampled"] += len(new) // args.group_size
-        state["kept"] += len(kept) // args.group_size
-    # the keep rate changes as the policy learns: a step counts half as much as the next
-    state |= dict(sampled=state["sampled"] / 2, kept=state["kept"] / 2)
-    return rows, batches
+        batches.append(batch)
+        places += used
+        progress.sampled += len(batch) // args.group_size
+        progress.kept += len(kept) // args.group_size
+    # the keep rate changes as the policy learns
+    progress.sampled /= 2
+    progress.kept /= 2
+    return rows, batches, places
+
+
+def number_of_rows(rows, args):
+    """How many rows are trained; if they are too few for a step, the same number on each rank."""
+    wanted = args.train_batch_size * args.group_size
+    if len(rows) >= wanted:
+        return wanted
+    each = args.group_size * dist.get_world_size() // args.sp_size
+    return len(rows) // each * each
+
+
+def split_by_age(rows, step, max_staleness):
+    """Rows of groups that the next step may train on, and rows of groups that are too old for it.
+
+    A group is as old as its oldest token. Step 3, tokens of steps 1 and 3: kept if max_staleness is 3.
+    """
+    kept = []
+    stale = []
+    for _, group in groupby(rows, key=itemgetter("group")):
+        group = list(group)
+        first = min((int(row["step_t"][0]) for row in group if row["length"]), default=step + 1)
+        if step + 1 - first > max_staleness:
+            stale += group
+        else:
+            kept += group
+    return kept, stale
 
 
 def assign_advantages(rows, args):
-    """adv_t of each row, and mask_t of truncated ones -> rewards with the overlong penalty, advantages."""
+    """adv_t of each row, and mask_t of truncated ones -> metrics of rewards and advantages."""
     score_n = torch.tensor([row["reward"]["score"] for row in rows], dtype=torch.float64)
+    group_n = torch.tensor([row["group"] for row in rows])
     length_n = torch.tensor([row["length"] for row in rows])
-    buffer = args.max_response_length // 5 if args.overlong_buffer is None else args.overlong_buffer
+    buffer = args.overlong_buffer
+    if buffer is None:
+        buffer = args.max_response_length // 5
     reward_n = score_n + overlong_penalty(length_n, args.max_response_length, buffer)
-    adv_n = group_advantages(reward_n, torch.tensor([row["group"] for row in rows]))
+    adv_n = group_advantages(reward_n, group_n)
     for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
         row["adv_t"] = np.full(row["length"], adv, np.float32)
         if args.overlong_filtering and row["finish_reason"] == "length":
@@ -280,420 +379,227 @@ def assign_advantages(rows, args):
     return metrics | stats("critic/rewards", reward_n) | stats("critic/advantages", adv_n)
 
 
-def update_actor(policy, optimizer, mini_batches, args):
-    """One optimizer step for each mini-batch of `distribute` -> mean metrics."""
-    sums, norms = defaultdict(float), []
+def update_actor(policy, optimizer, mini_batches, loss, args):
+    """One optimizer step for each mini-batch of `distribute` -> mean metrics. loss: `actor_loss`."""
+    sums = defaultdict(float)
+    norms = []
     for sequences, totals in mini_batches * args.ppo_epochs:
-        for rows in micro_batches(policy, sequences, args):
-            logp_nt, entropy_nt = token_logps(policy, rows, args)
+        for rows in micro_batches(policy, sequences, args.max_tokens_per_microbatch):
+            logp_nt, entropy_nt = token_logps(policy, rows, args.temperature)
             batch = collate(rows, logp_nt.device)
-            loss_nt, losses, means = actor_loss(args, logp_nt, entropy_nt, batch)
+            loss_nt, losses, means = loss(logp_nt, entropy_nt, batch)
             # totals are of all ranks and micro-batches: no split of the work changes the gradient
             weight_nt = loss_weights(batch["mask_nt"], args.loss_agg, args.max_response_length, totals)
             # FSDP averages gradients over the ranks, but the totals already count all ranks
-            loss = (weight_nt * loss_nt).sum() * dist.get_world_size()
-            loss.backward()
+            (weight_nt * loss_nt).sum().mul(dist.get_world_size()).backward()
+
+            for name, x_nt in losses.items():
+                sums[name] += (weight_nt * x_nt.detach()).sum()
             mean_nt = loss_weights(batch["mask_nt"], "token-mean", None, totals)
-            for average_nt, terms in ((weight_nt, losses), (mean_nt, means)):
-                for name, x_nt in terms.items():
-                    sums[name] += (average_nt * x_nt.detach()).sum()
+            for name, x_nt in means.items():
+                sums[name] += (mean_nt * x_nt.detach()).sum()
             for row, logp_t in zip(rows, logp_nt.detach()):
-                if "old_logp_t" not in row:  # of the first update: the old policy
-                    row["old_logp_t"] = logp_t[: row["length"]]
+                row.setdefault("old_logp_t", logp_t[: row["length"]])  # of the first update: the old policy
+
         norm = nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).full_tensor().item()
         norms.append(norm)
         if math.isfinite(norm):  # the norm over all ranks: they step or skip together
             optimizer.step()
         optimizer.zero_grad()
-    totals = all_reduce(torch.stack([*sums.values()]).tolist())
-    totals = [total / args.sp_size for total in totals]  # ranks that share a row have all counted it
-    metrics = {f"actor/{name}": total / len(norms) for name, total in zip(sums, totals)}
-    return metrics | {
-        "actor/grad_norm": np.mean(norms),
-        "actor/skipped_updates": np.sum(~np.isfinite(norms)),
-    }
+
+    metrics = {}
+    for name, total in sum_over_ranks(sums).items():
+        # ranks that share a row have all counted it
+        metrics[f"actor/{name}"] = total / args.sp_size / len(norms)
+    metrics["actor/grad_norm"] = np.mean(norms)
+    metrics["actor/skipped_updates"] = np.sum(~np.isfinite(norms))
+    return metrics
 
 
 def main(args):
     # ---- arguments and data: checked before anything slow
-    args = with_defaults(args, clip=partial(policy_loss, clip_high=CLIP_HIGH))
-    run = Run(args)
-    tokenizer, manager, train_rows, val_rows, summary = load_data(args)
-    check_layout(args)
-    steps_per_epoch = len(train_rows) // args.train_batch_size
-    total_steps = args.total_steps or args.total_epochs * steps_per_epoch
-    max_prompts = math.inf if args.total_steps else args.total_epochs * len(train_rows)
+    args, token_loss = load_loss(args, clip=partial(policy_loss, clip_high=CLIP_HIGH))
+    loss = partial(actor_loss, args, token_loss)
+    with Run(args) as run:
+        tokenizer, manager, train_rows, val_rows, summary = load_data(args)
+        progress = read_progress(run.state)
+        total_steps = args.total_steps
+        max_prompts = math.inf
+        if not total_steps:
+            total_steps = args.total_epochs * (len(train_rows) // args.train_batch_size)
+            max_prompts = args.total_epochs * len(train_rows)
+        if progress.drawn >= max_prompts:  # resumed at the end of the data
+            total_steps = run.step
+        run.plan(total_steps, summary)
 
-    # ---- models: the engine first, while the GPU is empty; then it sleeps
-    device, mesh = setup_distributed(args.hsdp_replicas)
-    engine = build_engine(args, device)
-    policy = load_policy(args, mesh, device)
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    # prompts drawn so far, groups sampled and kept lately, and rows left over for the next step
-    state = dict(drawn=0, sampled=0, kept=0, surplus=[], unfinished=[])
-    # hf is the directory that the model has in a checkpoint
-    state |= run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
-    state |= {name: [from_json(row) for row in state[name]] for name in LEFT_OVER}
-    if state["drawn"] >= max_prompts:  # resumed at the end of the data
-        total_steps = run.step
-    run.start(total_steps, summary, policy.lm)
-    if args.max_staleness and not args.rollout_is:
-        run.say("warning: with --rollout_is None tokens of older weights are not corrected")
-    sampling = dict(temperature=args.temperature, top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
+        # ---- models: the engine first, while the GPU is empty; then it sleeps
+        device, mesh = setup_distributed(args.hsdp_replicas)
+        run.say("starting vLLM")
+        engine = build_engine(args, device)
+        run.say(f"loading {args.model}")
+        policy = load_model(args, mesh, device)
+        parameters = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
+        # hf is the directory that the model has in a checkpoint
+        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+        run.start(policy.lm)
+        if args.max_staleness and not args.rollout_is:
+            run.say("warning: with --rollout_is None tokens of older weights are not corrected")
+        sampling = dict(top_p=args.top_p, stop_token_ids=[tokenizer.eos_token_id])
+        limit = families.rounding_limit(policy.lm, args.compute_dtype, args.rollout_quantization)
+        if args.top_p < 1:  # the sampler has another distribution on purpose
+            limit = math.inf
 
-    def validate():
-        with awake(engine, [policy], optimizer, args, timing={}):
-            options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
-            rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
-        rows = score_rows(rows, manager, tokenizer)
-        run.dump(rows, "val")
-        metrics, text = validation_summary(rows, run.step)
-        run.say(text)
-        return metrics
+        def validate():
+            with awake(engine, policy, optimizer, args, timing={}):
+                options = sampling | dict(temperature=args.val_temperature, top_p=1.0)
+                rows = rollout(engine, args, val_rows, step=0, group_size=args.val_group_size, **options)
+            rows = score_rows(rows, manager, tokenizer)
+            run.dump(rows, "val")
+            metrics, text = validation_summary(rows, run.step)
+            run.say(text)
+            return metrics
 
-    def sample(number):
-        with timed(timing, "gen"):
-            rows = next_rollout(engine, args, train_rows, number, state, step, places, **sampling)
-        with timed(timing, "reward"):
-            return score_rows(rows, manager, tokenizer)
+        def sample(step, timing, prompts, unfinished, number):
+            """A generation batch, for `sample_groups`."""
+            options = sampling | dict(temperature=args.temperature)
+            places = 0
+            with timed(timing, "gen"):
+                if args.partial_rollout:
+                    found = partial_rollout(engine, args, prompts, unfinished, step, number, **options)
+                    rows, unfinished, places = found
+                else:
+                    rows = rollout(engine, args, prompts, step, args.group_size, **options)
+            with timed(timing, "reward"):
+                rows = score_rows(rows, manager, tokenizer)
+            return rows, unfinished, places
 
-    if val_rows and not run.step:
-        run.log(validate())
+        if val_rows and not run.step:
+            run.log(validate())
 
-    for step, timing in run.steps():
-        places = np.zeros(2)  # of the sampler: in use, and in all
-        # ---- rollout and reward, until there are enough groups; all ranks know all rows
-        with awake(engine, [policy], optimizer, args, timing):
-            rows, batches = sample_groups(sample, state, step, args)
-        wanted = number_of_rows(rows, args)
-        if not wanted:
-            run.say(solved(batches, step))
-            run.step = run.total = step - 1
-            break
-        surplus, stale = split_by_age(rows[wanted:], step, args.max_staleness)
-        unfinished, given_up = split_by_age(state["unfinished"], step, args.max_staleness)
-        rows = rows[:wanted]
-        for row in rows:  # these tokens have log-probs of older weights
-            row["older_t"] = row["step_t"] < step
-        sampled = sampling_metrics(rows, batches, state["unfinished"], stale + given_up, step, args)
-        state |= dict(surplus=surplus, unfinished=unfinished)
-        # ---- advantage, then balance over the ranks
-        with timed(timing, "adv"):
-            scored = assign_advantages(rows, args)
-            mini_batches, own_rows, load = distribute(rows, policy.packed, args)
-        # ---- log-probs: those of the first mini-batch are made by its own update
-        if len(mini_batches) > 1:
-            with timed(timing, "old_log_prob"):
-                store_logps(policy, mini_batches[1:], "old_logp_t", args)
-        # ---- update
-        lr = learning_rate(args.lr, step, total_steps, args.warmup_steps, args.lr_schedule)
-        optimizer.param_groups[0]["lr"] = lr
-        with timed(timing, "update_actor"):
-            metrics = update_actor(policy, optimizer, mini_batches, args)
-        if state["drawn"] >= max_prompts:
-            run.total = step
-        run.updated(**state | {name: [as_json(row) for row in state[name]] for name in LEFT_OVER})
-        metrics |= check_sampler(policy, own_rows, args, step)
-        # ---- validation
-        if val_rows and run.due(args.test_freq):
-            with timed(timing, "testing"):
-                metrics |= validate()
-        # ---- metrics
-        timing["step"] = run.elapsed()
-        metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype, sampled=[*chain(*batches)])
-        metrics |= sampled | scored
-        metrics |= {"actor/lr": lr, "training/epoch": (state["drawn"] - 1) // len(train_rows)}
-        if args.partial_rollout:
-            metrics["dapo/idle"] = 1 - places[0] / places[1] if places[1] else 0.0
-        run.log(metrics, score="critic/score/mean", length="response_length/mean")
-        run.dump(rows)
-        # ---- checkpoint, after the metrics: each checkpoint has its metrics
-        if run.due(args.save_freq):
-            run.save()
-    run.close()
-
-
-# --------------------------------------------------------------------------------------------------
-# The system
-# --------------------------------------------------------------------------------------------------
-# Above: the algorithm, change it freely. Below: regions that other scripts share;
-# `make fix-copies FROM=algos/dapo.py` carries a change there to them.
-
-
-# region log-probs
-class TokenLogps(nn.Module):
-    """A causal LM whose forward returns log-probs of given tokens: one root module, for FSDP.
-
-    packed: whether its texts are laid out by `one_row`; otherwise by `padded`.
-    """
-
-    def __init__(self, lm, packed=False):
-        super().__init__()
-        self.lm, self.packed = lm, packed
-        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
-        config = lm.config.get_text_config()
-        # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
-        factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
-        self.scale = factor / (getattr(config, "logits_scaling", None) or 1)
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-
-    def hidden(self, where, inputs):
-        """What the output layer reads at flat positions, [L, H]."""
-        body = families.decoder(self.lm)
-        return body(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[where]
-
-    def forward(self, where, target, args, **inputs):
-        """where [L]: flat positions that predict target [L] -> columns of `log_probs`."""
-        hidden, weight = self.hidden(where, inputs), self.lm.get_output_embeddings().weight
-        # CAREFUL: without the temperature the ratio would compare two different distributions
-        options = dict(scale=self.scale / args.temperature, softcap=self.softcap)
-        return log_probs(hidden.to(weight.dtype), weight, target, **options)  # float32 in Mamba
+        for step, timing in run.steps():
+            # ---- rollout and reward, until there are enough groups; all ranks know all rows
+            with awake(engine, policy, optimizer, args, timing):
+                of_step = partial(sample, step, timing)
+                rows, batches, places = sample_groups(of_step, train_rows, progress, args)
+            sampled = list(chain.from_iterable(batches))
+            wanted = number_of_rows(rows, args)
+            if not wanted:
+                run.say(solved(sampled, len(batches), step))
+                run.end_after(step - 1)
+                break
+            begun = progress.unfinished
+            progress.surplus, stale = split_by_age(rows[wanted:], step, args.max_staleness)
+            progress.unfinished, given_up = split_by_age(begun, step, args.max_staleness)
+            rows = rows[:wanted]
+            for row in rows:  # these tokens have log-probs of older weights
+                row["older_t"] = row["step_t"] < step
+            # ---- advantage, then balance over the ranks
+            with timed(timing, "adv"):
+                of_rewards = assign_advantages(rows, args)
+                updates = math.ceil(wanted / (args.ppo_mini_batch_size * args.group_size))
+                budget = args.max_tokens_per_microbatch
+                dealt = distribute(rows, updates, budget, policy.packed, args.sp_size)
+                mini_batches, own_rows, load = dealt
+            # ---- log-probs: those of the first mini-batch are made by its own update
+            if len(mini_batches) > 1:
+                with timed(timing, "old_log_prob"):
+                    store_logps(policy, mini_batches[1:], "old_logp_t", args.temperature, budget)
+            # ---- update
+            lr = learning_rate(args.lr, step, run.total, args.warmup_steps, args.lr_schedule)
+            optimizer.param_groups[0]["lr"] = lr
+            with timed(timing, "update_actor"):
+                metrics = update_actor(policy, optimizer, mini_batches, loss, args)
+            if progress.drawn >= max_prompts:
+                run.end_after(step)
+            run.updated(**as_state(progress))
+            metrics |= check_sampler(own_rows, partial(rollout_weights, args), limit, step)
+            # ---- validation
+            if val_rows and run.due(args.test_freq):
+                with timed(timing, "testing"):
+                    metrics |= validate()
+            # ---- metrics
+            timing["step"] = run.elapsed()
+            metrics |= step_metrics(rows, load, policy, timing, args.compute_dtype, sampled)
+            metrics |= of_rewards | sampling_metrics(rows, sampled, begun, stale + given_up, step)
+            metrics |= {
+                "dapo/gen_batches": len(batches),
+                "dapo/groups": wanted / args.group_size,
+                "actor/lr": lr,
+                "training/epoch": (progress.drawn - 1) // len(train_rows),
+            }
+            if args.partial_rollout:
+                used, room = places
+                metrics["dapo/idle"] = (room - used) / max(room, 1)
+            run.log(metrics, score="critic/score/mean", length="response_length/mean")
+            run.dump(rows)
+            # ---- checkpoint, after the metrics: each checkpoint has its metrics
+            if run.due(args.save_freq):
+                run.save()
 
 
-def token_logps(policy, rows, args):
-    """Columns [N, T] of the response tokens of rows, 0 after a response's end.
-
-    logp_nt: log-probs of the tokens.
-    entropy_nt: entropy of the distributions that predict them.
-    """
-    layout = one_row if policy.packed else padded
-    texts = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-    texts = texts or [([0], [0])]  # a dummy: forward and backward are collectives
-    prompts, responses = [text[0] for text in texts], [text[1] for text in texts]
-    inputs, where = layout(prompts, responses)
-    inputs = {name: send(x) for name, x in inputs.items()}
-    columns = policy(send(where), send(join(responses)), args, **inputs)
-    lengths = [len(response) for response in responses]
-    return [pad(column.split(lengths))[: len(rows)] for column in columns]
-
-
-# endregion
-# region ranks
-def on_every_rank(model, batches):
-    """This rank's micro-batches, and empty ones after them: every rank has as many."""
-    # CAREFUL: forward and backward are collectives; a rank that ran fewer would hang the others
-    [largest] = all_reduce([max(len(batches), 1)], dist.ReduceOp.MAX)
-    for number in range(int(largest)):
-        model.set_requires_all_reduce(number == largest - 1)  # over the replicas of HSDP
-        yield batches[number] if number < len(batches) else []
-
-
-# endregion
-# region model
-def load_model(args, mesh, device, set_trained, root):
-    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all.
-
-    set_trained: decides what is trained. That is float32; the rest has the dtype of its files.
-    """
-    config, attention = read_config(args)
-    auto = families.auto_class(config)
-    original_dtype = config.dtype or torch.float32
-    full = None if dist.get_rank() else families.from_files(auto, args.model)
-    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
-    with torch.device("meta"):
-        lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-        for x in families.unused_weights(lm, args.sees_images).values():
-            x.requires_grad_(False)
-        set_trained(lm, args)
-        for p in lm.parameters():
-            if not p.requires_grad:
-                p.data = p.data.to(original_dtype)
-    lm.config.dtype = original_dtype  # the dtype of hf/
-    prepare_layers(lm, args.gradient_checkpointing, args.compile, states_apart(lm))
-    policy = root(lm, attention == "packed")
-    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
-    fsdp = dict(mesh=mesh, mp_policy=precision)
-    if args.offload == "always":
-        fsdp["offload_policy"] = CPUOffloadPolicy()
-        lm.get_input_embeddings().register_forward_pre_hook(lambda _, x: send(x[0]))  # for Llama 4
-        device = torch.device("cpu")  # of the shards
-    blocks = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
-    blocks += [lm.get_input_embeddings()] * (not config.tie_word_embeddings)
-    for block in blocks[::-1]:  # inner first
-        fully_shard(block, **fsdp)
-    # the root too is resharded after a forward: without a backward nothing else would do it
-    fully_shard(policy, **fsdp, reshard_after_forward=True)
-    policy.to_empty(device=device)
-    if full:
-        set_trained(full, args)
-    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)
-    for name, buffer in lm.named_buffers():  # rotary frequencies and the like are in no state dict
-        if full:
-            buffer.copy_(full.get_buffer(name))
-        dist.broadcast(buffer, 0)
-        layer, _, end = name.rpartition(".")
-        setattr(lm.get_submodule(layer), end, buffer.to(compute_device()))
-    if full:  # saved with the weights: it may name more EOS tokens
-        lm.generation_config = full.generation_config
-    return policy
-
-
-def read_config(args):
-    """The model's configuration, without dropout, and its attention: "packed" if texts share a row."""
-    logging.disable_progress_bar()  # of transformers
-    config = AutoConfig.from_pretrained(args.model)
-    attention = args.attn_implementation
-    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
-        part.__dict__.pop("quantization_config", None)  # trained and saved weights are whole
-        for name in part.to_dict():
-            if "dropout" in name or name.endswith("_pdrop"):
-                setattr(part, name, 0.0)  # CAREFUL: else the first ratio is not 1
-    special = families.special_layers(config, one_row=True)
-    if attention == "sdpa" and not special:
-        attention = "packed"
-    return config, attention
-
-
-def add_adapters(lm, args):
-    """With --lora_rank: LoRA matrices next to the linear layers (2106.09685), and all else frozen.
-
-    All linear layers except experts, routers and the output layer.
-    """
-    if not args.lora_rank:
-        return
-    import peft  # here, because it takes two seconds
-    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as renamed
-
-    renamed.clear()  # CAREFUL: peft would give adapters of shared experts to all experts
-    body = {*families.decoder(lm).modules()}  # all but the output layer
-    left_out = "gate", "router", "mamba.out_proj", "mixer.out_proj"  # Mamba's kernels skip adapters
-    targets = []
-    for name, layer in lm.named_modules():
-        linear = type(layer) is nn.Linear and layer in body
-        if linear and ".experts." not in name and not name.endswith(left_out):
-            targets.append(name)
-    scale = dict(r=args.lora_rank, lora_alpha=args.lora_alpha)
-    torch.manual_seed(args.seed)
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **scale), lm)
-
-
-@torch.no_grad()
-def whole_weights(lm, dtype, skipped=()):
-    """Names and weights of the sharded model as its files have them, one whole weight at a time.
-
-    Adapters are added to their layers, tied weights come once. A collective: all ranks consume all.
-    """
-    to_files = families.to_files(lm)
-    for name, x in lm.state_dict(keep_vars=True).items():  # persistent buffers too
-        if name in lm.all_tied_weights_keys or name in skipped or ".lora_" in name:
-            continue
-        layer, base, end = name.partition(".base_layer.")
-        if base and end == "weight":
-            x = merged_weight(lm.get_submodule(layer), x).to(dtype)
-        elif isinstance(x, DTensor):
-            x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
-        yield from to_files({name.replace(".base_layer", ""): x}).items()
-
-
-def merged_weight(lora, weight):
-    """The weight of a layer with its adapters added, W + (alpha / r) B A, in float32."""
-    a, b = (x.default.weight.to(compute_device()).full_tensor() for x in (lora.lora_A, lora.lora_B))
-    weight = weight.to(compute_device()).full_tensor()
-    return weight.float().addmm(b, a, alpha=lora.scaling["default"])  # eq: lora.weights
-
-
-# endregion
-# region sequence parallel
-class Slices(TokenLogps):
-    """TokenLogps of one row, of which each rank of a group computes a slice.
-
-    attention: of transformers, for a slice; it gets the group besides what `packed_attention` gets.
-    """
-
-    def __init__(self, lm, packed, group, attention):
-        super().__init__(lm, packed)
-        self.group = group
-        AttentionInterface.register("slices", partial(attention, group=group))
-        lm.set_attn_implementation("slices")
-
-    def forward(self, where, target, args, **inputs):
-        """As TokenLogps, on every rank for the whole row; the gradient is that of this rank's slice."""
-        rank, size = self.group.rank(), self.group.size()
-        tokens = inputs["input_ids"].shape[1]
-        width = -(-tokens // size)
-        for name in ("input_ids", "position_ids"):
-            row = nn.functional.pad(inputs[name], (0, width * size - tokens))
-            inputs[name] = row[:, rank * width :][:, :width]
-        # labels were shifted before this cut: a slice's last position predicts what the next begins with
-        own = where // width == rank
-        columns = super().forward(where[own] - rank * width, target[own], args, **inputs)
-        part = torch.stack([x.new_zeros(len(where)).masked_scatter(own, x) for x in columns])
-        whole = part.detach().clone()
-        dist.all_reduce(whole, group=self.group)
-        return part + (whole - part.detach())
-
-
-def sequence_group(sp_size, device):
-    """The group of this rank and its neighbours, which share rows."""
-    shape = dist.get_world_size() // sp_size, sp_size
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
-    return mesh["sequence"].get_group()
-
-
-def ulysses(module, query, key, value, mask, group, **layout):
-    """Trade a slice of all heads for the whole row of a few, attend, and trade back (2309.14509)."""
-    size = group.size()
-    tokens = int(layout["shapes"][:, 0].sum())
-    row = []
-    for x in (query, key, value):  # [1, H, T / size, D]
-        # each rank needs a key/value head
-        x = x[0].repeat_interleave(size // math.gcd(size, x.shape[1]), 0)
-        # [H / size, T, D]
-        x = trade(x.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)
-        row.append(x[None, :, :tokens])
-    out, _ = packing.packed_attention(module, *row, mask, **layout)  # [1, T, H / size, D]
-    out = nn.functional.pad(out[0], (0, 0, 0, 0, 0, -tokens % size))
-    return trade(out.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
-
-
-def trade(x, group):
-    """Give block i of the first axis to rank i of the group."""
-    ops = dist._functional_collectives
-    # CAREFUL: gloo writes into freed memory while several are on their way: one after the other
-    return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), None, None, group))
-
-
-# endregion
-# region data
+# ---- The system: data, FSDP2 and vLLM; the rest of it is in system/ ------------------------
 def load_data(args):
     """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
-    try:
-        check_model(AutoConfig.from_pretrained(args.model), args)
-        tokenizer = load_processor(args.model, sees=args.sees_images)
+    with one_line_errors():
+        if families.takes_images(args.model, (*args.train_files, *args.val_files)):
+            fail(f"{args.model} takes images, which only grpo.py and sft.py do")
+        check_model(args.model, args.attn_implementation, adapters_of(args))
+        if args.sp_size > 1:
+            check_slices(args)
+        tokenizer = load_processor(args.model)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)
         manager = RewardManager(args.reward_manager, reward_fn, timeout_s=args.reward_timeout_s)
         data = args.train_files, args.val_files, args.max_prompt_length
         train_rows, val_rows, summary = load_prompt_files(tokenizer, args.train_batch_size, *data)
         manager.check(train_rows, val_rows)
-    except (ValueError, OSError, ImportError) as error:
-        fail(" ".join(str(error).split()))
     return tokenizer, manager, train_rows, val_rows, summary
 
 
-def check_model(config, args):
-    """ValueError if this script cannot train the model as its authors defined it."""
+def check_slices(args):
+    """Stop where --sp_size ranks cannot share the rows of a model."""
+    flag = f"--sp_size {args.sp_size}"
+    config = AutoConfig.from_pretrained(args.model)
     name = f"{args.model} ({config.model_type})"
-    if args.sees_images:
-        raise ValueError(f"{name} takes images, which only grpo.py and sft.py do")
-    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if args.attn_implementation == "sdpa" and softcap:
-        raise ValueError(f"{name} caps attention, sdpa cannot: --attn_implementation eager")
-    with torch.device("meta"):  # both refuse what they cannot do, before weights are loaded
-        lm = families.auto_class(config).from_config(config, attn_implementation=args.attn_implementation)
-        add_adapters(lm, args)
-        TokenLogps(lm)
+    special = families.special_layers(config)
+    heads = config.get_text_config().num_attention_heads
+    if args.attn_implementation != "sdpa":
+        fail(f"{flag} needs --attn_implementation sdpa")
+    if special:
+        fail(f"{name} has {' and '.join(special)}, which {flag} does not support")
+    if heads % args.sp_size:
+        fail(f"{name} has {heads} attention heads, which {flag} does not divide")
 
 
-# endregion
-# region sampler
+def adapters_of(args):
+    """What is trained: the model, or adapters with --lora_rank."""
+    return partial(add_adapters, rank=args.lora_rank, alpha=args.lora_alpha, seed=args.seed)
+
+
+def load_model(args, mesh, device):
+    """The model in its root module, sharded by FSDP2. Rank 0 reads the weights for all."""
+    lm, full, packed = read_model(args.model, args.attn_implementation, adapters_of(args))
+    prepare_layers(lm, args.gradient_checkpointing, args.compile, eager=states_apart(lm))
+    policy = TokenLogps(lm, packed)
+    if args.sp_size > 1:
+        policy = Slices(lm, packed, sequence_group(args.sp_size, device), ulysses)
+    precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
+    fsdp = dict(mesh=mesh, mp_policy=precision)
+    if args.offload == "always":
+        fsdp |= kept_on_host(lm)
+    for part in parts_of(lm):
+        fully_shard(part, **fsdp)
+    # the root too is resharded after a forward: without a backward nothing else would do it
+    fully_shard(policy, **fsdp, reshard_after_forward=True)
+    policy.to_empty(device="cpu" if args.offload == "always" else device)
+    read_weights(lm, full, device)
+    return policy
+
+
 def build_engine(args, device):
     """A vLLM engine in this process, asleep. Its weights are random until the first sync."""
     cuda = device.type == "cuda"
-    config = AutoConfig.from_pretrained(args.model)
     with cpu.own_vllm():
         import vllm
         from vllm.usage.usage_lib import UsageContext
@@ -710,44 +616,37 @@ def build_engine(args, device):
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled
             generation_config="vllm",  # the model's EOS tokens, but not its temperature
             gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if cuda else 1 << 30,  # CPU: no share of all memory
             enable_sleep_mode=cuda,  # a CPU's sleep does nothing
-            enforce_eager=not cuda,
-            enable_chunked_prefill=cuda,  # CPU: seeds fail where a prompt is cut over steps
-            enable_prefix_caching=cuda or not families.recurrent(config),  # states need such cuts
-            block_size=None if cuda else 32,  # of the prefix cache; many prompts are short
             disable_log_stats=True,
-            **families.vllm_options(config, args.sees_images),
+            **engine_options(args.model, cuda),
         )
-        try:
+        with one_line_errors():  # a response that is longer than the model's positions, for one
             engine = vllm.LLMEngine.from_engine_args(options, UsageContext.LLM_CLASS)  # limits of vllm.LLM
-        except ValueError as error:  # a response that is longer than the model's positions, for one
-            fail(" ".join(str(error).split()))
     torch.manual_seed(args.seed)  # vLLM overwrites the global generator
     engine.sleep(level=2)
     return engine
 
 
 @contextmanager
-def awake(engine, models, optimizer, args, timing):
-    """While the block lasts, the sampler is awake, with the weights of the first of the models."""
+def awake(engine, policy, optimizer, args, timing):
+    """While the block lasts, the sampler is awake, with the weights of the policy."""
     with timed(timing, "sync"):
         engine.wake_up(tags=["weights"])
-        sync_weights(engine, models[0].lm, args)
+        sync_weights(engine, policy.lm)
         if args.offload == "sampling":
-            move("cpu", models, optimizer)
+            move("cpu", [policy], optimizer)
         engine.wake_up(tags=["kv_cache"])
     yield
     with timed(timing, "sync"):
         engine.sleep(level=2)
         if args.offload == "sampling":
-            move("cuda", models, optimizer)
+            move("cuda", [policy], optimizer)
 
 
-def sync_weights(engine, lm, args):
+def sync_weights(engine, lm):
     """Stream the sharded model into the sampler, which packs it as it packs what it loads."""
     config = engine.model_config
-    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, args.sees_images))
+    weights = whole_weights(lm, config.dtype, families.unused_weights(lm, False))
     weights = families.vllm_names(weights, lm.config, config.hf_config)
     engine.apply_model(cpu.before_reload)
     engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
@@ -755,314 +654,66 @@ def sync_weights(engine, lm, args):
     engine.reset_prefix_cache()
 
 
+def draw(train_rows, seed, start, count):
+    """`count` prompts from number `start` on, over all epochs; (seed, epoch) sets their order."""
+    prompts = []
+    for number in range(start, start + count):
+        epoch, place = divmod(number, len(train_rows))
+        if not prompts or place == 0:
+            order = np.random.default_rng((seed, epoch)).permutation(len(train_rows))
+        # CAREFUL: the seed of a response depends on `index`, because a prompt may come twice in a step
+        prompts.append(dict(train_rows[order[place]], index=number, group=number))
+    return prompts
+
+
+ARRAYS = dict(response_ids=np.int32, rollout_logp_t=np.float32, mask_t=bool, step_t=np.int32)
+
+
+def empty_rows(prompts, group_size):
+    """Responses without a token; "abort" is vLLM's word for a response that is not complete."""
+    rows = []
+    for prompt in prompts:
+        for g in range(group_size):
+            row = dict(prompt, sample=g, length=0, prompt_length=len(prompt["prompt_ids"]))
+            for name, dtype in ARRAYS.items():
+                row[name] = np.zeros(0, dtype)
+            row["rank"] = dist.get_rank()
+            row["finish_reason"] = "abort"
+            rows.append(row)
+    return rows
+
+
+def extend(row, output, step):
+    """Add the tokens of vLLM's output, which the weights of `step` sampled, to a row."""
+    n = len(output.token_ids)
+    new = dict(
+        response_ids=output.token_ids,
+        rollout_logp_t=output.logprobs.logprobs,  # of the weights that sampled the token, for good
+        mask_t=np.ones(n),  # the tokens that are trained
+        step_t=np.full(n, step),
+    )
+    for name, dtype in ARRAYS.items():  # converted at once: lists take 200 bytes a token
+        row[name] = np.concatenate([row[name], np.array(new[name], dtype)])
+    row["length"] += n
+    row["finish_reason"] = output.finish_reason
+
+
 def rollout(engine, args, prompts, step, group_size, **sampling):
     """Let the sampler answer the prompts of all ranks -> the rows of this rank.
 
     Ranks that share a sampler (--tp_size) answer the union of their prompts and keep whole groups.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = prompts[rank // args.tp_size :: world // args.tp_size]
-    rows = [dict(prompt, sample=g, rank=rank) for prompt in own for g in range(group_size)]
-    options = dict(max_tokens=args.max_response_length, detokenize=False)
-    options |= dict(logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY) | sampling
-    waiting = [*enumerate(rows)][::-1]  # a request holds its images
-    at_once = engine.vllm_config.scheduler_config.max_num_seqs
-    while waiting or engine.has_unfinished_requests():
-        while waiting and engine.get_num_unfinished_requests() < at_once:
-            i, row = waiting.pop()
-            seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"]))
-            params = SamplingParams(seed=int(seed.generate_state(1)[0]), **options)
-            engine.add_request(str(i), request(row), params)
-        for answer in engine.step():  # converted at once: vLLM's lists take 200 bytes a token
-            row = rows[int(answer.request_id)]
-            [response] = answer.outputs
-            row["response_ids"] = np.array(response.token_ids, np.int32)
-            row["rollout_logp_t"] = np.array(response.logprobs.logprobs, np.float32)
-            row["mask_t"] = np.ones(len(response.token_ids), bool)  # the tokens that are trained
-            row["length"] = len(response.token_ids)
-            row["prompt_length"] = len(row["prompt_ids"])
-            row["finish_reason"] = response.finish_reason
-    return [row for i, row in enumerate(rows) if i // group_size % args.tp_size == rank % args.tp_size]
-
-
-def score_rows(rows, manager, tokenizer):
-    """Score this rank's rows -> the rows of all ranks, on each of them, by prompt and sample."""
-    scored = manager.score_responses(rows, tokenizer)
-    by_rank = [scored]
-    if dist.get_world_size() > 1:  # alone, a copy in gloo's thread would slow OpenMP down for good
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, scored)
-    rows = sorted(chain(*by_rank), key=itemgetter("group", "sample"))
-    check_failures(rows)
-    return demote_failures(rows)
-
-
-# endregion
-# region rows
-def distribute(rows, packed, args):
-    """Distribute the rows of each optimizer step over the ranks, balanced by tokens.
-
-    A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
-    ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
-    (tokens, responses) of all ranks; this rank's rows; and the token counts of every rank.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    rank, ranks = rank // args.sp_size, ranks // args.sp_size  # ranks that share rows count as one
-    size = args.ppo_mini_batch_size * args.group_size
-    mini_batches, own_rows, load = [], [], [[] for _ in range(ranks)]
-    longest = args.max_tokens_per_microbatch // 4 if packed else 0
-    for start in range(0, len(rows), size):
-        step_rows = rows[start : start + size]
-        sequences = []
-        for _, group in groupby(step_rows, key=itemgetter("group")):
-            sequences.append([])
-            for row in group:
-                if sequences[-1] and token_count([*sequences[-1], row]) > longest:
-                    sequences.append([])
-                sequences[-1].append(row)
-        lengths = [token_count(sequence) for sequence in sequences]
-        parts = balance(lengths, ranks)
-        for tokens, part in zip(load, parts):
-            tokens += [lengths[i] for i in part]
-        own = [sequences[i] for i in parts[rank]]
-        own_rows += chain(*own)
-        trained = [int(row["mask_t"].sum()) for row in step_rows]
-        mini_batches.append((own, (sum(trained), sum(tokens > 0 for tokens in trained))))
-    return mini_batches, own_rows, load
-
-
-def token_count(sequence):
-    """Tokens of rows that share their prompt."""
-    return sequence[0]["prompt_length"] + sum(row["length"] for row in sequence)
-
-
-def micro_batches(policy, sequences, args):
-    """Cut sequences into micro-batches -> the rows of each."""
-    lengths = [token_count(sequence) for sequence in sequences]
-    batches = split_micro_batches(lengths, args.max_tokens_per_microbatch * args.sp_size, policy.packed)
-    for batch in on_every_rank(policy, batches):
-        yield [row for i in batch for row in sequences[i]]
-
-
-@torch.no_grad()
-def store_logps(policy, mini_batches, name, args):
-    """Store the log-probs of this rank's rows under `name`."""
-    sequences = [sequence for sequences, _ in mini_batches for sequence in sequences]
-    for rows in micro_batches(policy, sequences, args):
-        for row, logp_t in zip(rows, token_logps(policy, rows, args)[0]):
-            row[name] = logp_t[: row["length"]]
-
-
-def collate(rows, device):
-    """A batch of rows: adv_t of each row -> adv_nt, padded, and so for all that is per token."""
-    if not rows:
-        return defaultdict(lambda: torch.zeros(0, 1, device=device))  # all columns are empty
-    names = [name for name in rows[0] if name.endswith("_t")]
-    return {name[:-1] + "nt": send(pad([row[name] for row in rows]), device) for name in names}
-
-
-# endregion
-# region sampler against trainer
-def rollout_weights(args, logp_nt, old_nt, rollout_logp_nt, mask_nt, adv_nt):
-    """Factors of the token losses that correct for the sampler's log-probs; without a gradient.
-
-    --rollout_is: p_old / p_sampler, at most rollout_is_threshold; --rollout_rs: 0 where out of bounds.
-    Ratios 1 and 3 of a response, limit 2: token 1 2, sequence 2 2; rejected: token 1 0, sequence 0 0.
-    off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
-    """
-    d_nt = (old_nt - rollout_logp_nt).where(mask_nt.bool(), 0.0)
-    d_n1, length_n1 = d_nt.sum(-1, keepdim=True), mask_nt.sum(-1, keepdim=True).clamp(min=1)
-    logs = dict(token=d_nt, sequence=d_n1, geometric=d_n1 / length_n1)
-    ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
-    weight_nt = torch.ones_like(d_nt)
-    if args.rollout_is:
-        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
-    if args.rollout_rs == "off_policy":  # of the trained policy (DeepSeek-V3.2, 2512.02556, 3.1)
-        behind_nt = (rollout_logp_nt - logp_nt.detach()).where(mask_nt.bool(), 0.0)
-        far_n1 = behind_nt.sum(-1, keepdim=True) / length_n1 > args.rollout_rs_threshold[0]
-        weight_nt = weight_nt * ~(far_n1 & (adv_nt < 0))  # eq: grpo.off_policy
-    elif args.rollout_rs:
-        ratio_nt = ratios[args.rollout_rs]
-        high = args.rollout_rs_threshold[-1]
-        low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
-        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
-    return weight_nt
-
-
-def check_sampler(policy, rows, args, step):
-    """Compare sampler and trainer on this rank's rows -> metrics; stop if more than rounding differs."""
-    logps, weights = [torch.zeros(0, 2)], [torch.zeros(0)]  # a rank may have no rows
-    for start in range(0, len(rows), 64):  # no more are padded at a time
-        batch = collate(rows[start : start + 64], "cpu")
-        ours_nt, theirs_nt, mask_nt = batch["old_logp_nt"], batch["rollout_logp_nt"], batch["mask_nt"]
-        weight_nt = rollout_weights(args, ours_nt, ours_nt, theirs_nt, mask_nt, torch.zeros_like(ours_nt))
-        weights.append(weight_nt.expand_as(mask_nt)[mask_nt])
-        mask_nt = mask_nt & ~batch["older_nt"]  # of this step's sampler
-        logps.append(torch.stack([ours_nt, theirs_nt], -1)[mask_nt])
-    weight, (ours, theirs) = torch.cat(weights).double(), torch.cat(logps).double().unbind(-1)
-    gap, prob_gap = (ours - theirs).abs(), (ours.exp() - theirs.exp()).abs()
-    sums = len(gap), gap.sum(), prob_gap.sum(), len(weight), weight.sum(), (weight**2).sum()
-    compared, gap, prob_gap_sum, tokens, total, squares = all_reduce(sums)
-    gap = gap / max(compared, 1)
-    [largest] = all_reduce([prob_gap.max() if len(prob_gap) else 0.0], dist.ReduceOp.MAX)
-    limit, experts = families.rounding_limit(policy.lm, args.compute_dtype, args.rollout_quantization)
-    limit = math.inf if args.top_p < 1 else limit  # it samples another distribution on purpose
-    if not gap < limit:  # `not <` also fails for NaN
-        why = "the sampler does not hold the trainer's weights, or computes differently"
-        why += ", or rounding sends tokens to other experts" * experts
-        fail(f"weight sync failed at step {step}: {why}; log-probs differ by {gap:.3g} > {limit:.3g}")
-    return {
-        "training/rollout_probs_diff_mean": prob_gap_sum / max(compared, 1),
-        "training/rollout_probs_diff_max": largest,
-        "training/rollout_logp_diff_mean": gap,
-        "rollout_corr/rollout_is_mean": total / max(tokens, 1),
-        "rollout_corr/rollout_is_eff_sample_size": total**2 / max(tokens * squares, 1e-30),
-    }
-
-
-# endregion
-
-
-def check_layout(args):
-    """Stop where --sp_size ranks cannot share the rows of a model."""
-    if args.sp_size == 1:
-        return
-    flag = f"--sp_size {args.sp_size}"
-    config = AutoConfig.from_pretrained(args.model)
-    name = config.model_type
-    special = families.special_layers(config)
-    heads = config.get_text_config().num_attention_heads
-    if args.attn_implementation != "sdpa":
-        fail(f"{flag} needs --attn_implementation sdpa")
-    if special:
-        fail(f"{args.model} ({name}) has {' and '.join(special)}, which {flag} does not support")
-    if heads % args.sp_size:
-        fail(f"{args.model} ({name}) has {heads} attention heads, which {flag} does not divide")
-
-
-def load_policy(args, mesh, device):
-    """The model, in slices with --sp_size."""
-    if args.sp_size == 1:
-        return load_model(args, mesh, device, add_adapters, TokenLogps)
-    sp_group = sequence_group(args.sp_size, device)
-    root = partial(Slices, group=sp_group, attention=ulysses)
-    return load_model(args, mesh, device, add_adapters, root)
-
-
-IN_FLIGHT = 2  # groups that --partial_rollout begins or continues, for each one that it waits for
-LEFT_OVER = "surplus", "unfinished"  # rows for the next step, in trainer_state.json
-ARRAYS = dict(response_ids=np.int32, rollout_logp_t=np.float32, mask_t=bool, step_t=np.int32)
-
-
-def as_json(row):
-    """A row for trainer_state.json: the bytes of its arrays as text."""
-    return row | {name: base64.b64encode(row[name].tobytes()).decode() for name in ARRAYS}
-
-
-def from_json(row):
-    """A row of trainer_state.json."""
-    return row | {k: np.frombuffer(base64.b64decode(row[k]), dtype).copy() for k, dtype in ARRAYS.items()}
-
-
-def next_rollout(engine, args, train_rows, number, state, step, places, **sampling):
-    """Let the sampler answer `number` of the next prompts -> the rows of this rank.
-
-    state: prompts drawn so far, and unfinished rows. places: of `partial_rollout`, to which they are added.
-    """
-    prompts = draw(train_rows, args.seed, state["drawn"], to_begin(args, number, state["unfinished"]))
-    state["drawn"] += len(prompts)
-    if not args.partial_rollout:
-        return rollout(engine, args, prompts, step, args.group_size, **sampling)
-    left = state["unfinished"]
-    rows, left, used = partial_rollout(engine, args, prompts, left, step, number, **sampling)
-    state["unfinished"] = left
-    places += used
-    return rows
-
-
-def draw(train_rows, seed, start, count):
-    """`count` prompts from number `start` on, over all epochs; (seed, epoch) sets their order."""
-    epochs = range(start // len(train_rows), (start + count) // len(train_rows) + 1)
-    orders = [np.random.default_rng((seed, epoch)).permutation(len(train_rows)) for epoch in epochs]
-    chosen = np.concatenate(orders)[start % len(train_rows) :][:count]
-    # CAREFUL: the seed of a response depends on `index`, because a prompt may come twice in a step
-    return [dict(train_rows[i], index=k, group=k) for k, i in enumerate(chosen, start)]
-
-
-def number_of_rows(rows, args):
-    """How many rows are trained; if they are too few for a step, the same number on each rank."""
-    wanted = args.train_batch_size * args.group_size
-    each = args.group_size * dist.get_world_size() // args.sp_size
-    return wanted if len(rows) >= wanted else len(rows) // each * each
-
-
-def dropped_shares(sampled):
-    """The shares of the sampled rows whose groups were dropped as all correct, and as all wrong."""
-    dropped = [row for row in sampled if not row["keep"]]
-    right = sum(row["acc"] > 0 for row in dropped)
-    return right / max(len(sampled), 1), (len(dropped) - right) / max(len(sampled), 1)
-
-
-def solved(batches, step):
-    """A line about a step without a group to train on; the run stops if the tasks are too hard."""
-    right, wrong = dropped_shares([*chain(*batches)])
-    few = f"step {step}: --max_gen_batches {len(batches)}: less than a group a rank has both kinds"
-    kinds = f"{right:.0%} of the sampled groups are all correct, {wrong:.0%} all wrong"
-    if right <= wrong:
-        fail(f"{few}; {kinds}")
-    return f"{few}; {kinds}: solved"
-
-
-def sampling_metrics(rows, batches, unfinished, stale, step, args):
-    """What a step sampled, what it trains on and what it throws away."""
-    sampled = [*chain(*batches)]
-    right, wrong = dropped_shares(sampled)
-    age_t = step - np.concatenate([row["step_t"] for row in rows])
-    thrown_away = [row for row in sampled if not row["keep"]] + stale
-    return {
-        "dapo/gen_batches": len(batches),
-        "dapo/groups": len(rows) / args.group_size,
-        "dapo/dropped_all_right": right,
-        "dapo/dropped_all_wrong": wrong,
-        "dapo/carried_over": np.mean([row["older_t"].any() for row in rows]),
-        "dapo/dropped_stale": len(stale),
-        "dapo/token_age_0": np.mean(age_t == 0),
-        "dapo/token_age_1": np.mean(age_t == 1),
-        "dapo/token_age_2_or_more": np.mean(age_t > 1),
-        "dapo/tokens_generated": sum((row["step_t"] == step).sum() for row in sampled + unfinished),
-        "dapo/tokens_thrown_away": sum(row["length"] for row in thrown_away),
-    }
-
-
-def split_by_age(rows, step, max_staleness):
-    """Rows of groups that the next step may train on, and rows of groups that are too old for it.
-
-    A group is as old as its oldest token. Step 3, tokens of steps 1 and 3: kept if max_staleness is 3.
-    """
-    kept, stale = [], []
-    for _, same in groupby(rows, key=itemgetter("group")):
-        same = list(same)
-        first = min((int(row["step_t"][0]) for row in same if row["length"]), default=step + 1)
-        (stale if step + 1 - first > max_staleness else kept).extend(same)
-    return kept, stale
-
-
-def empty_rows(prompts, group_size):
-    """Responses without a token; "abort" is vLLM's word for a response that is not complete."""
-    nothing = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()}
-    nothing |= dict(length=0, finish_reason="abort")
-    return [dict(prompt, **nothing, sample=g) for prompt in prompts for g in range(group_size)]
-
-
-def to_begin(args, number, unfinished):
-    """How many prompts are drawn to get `number` groups; --partial_rollout: IN_FLIGHT times as many."""
-    if not args.partial_rollout:
-        return number
-    groups = IN_FLIGHT * max(number, args.train_batch_size)
-    return max(groups - len(unfinished) // args.group_size, 0)
+    rank = dist.get_rank()
+    own = prompts[rank // args.tp_size :: dist.get_world_size() // args.tp_size]
+    rows = empty_rows(own, group_size)
+    for row in rows:
+        row["seed"] = args.seed, step, row["index"], row["sample"]
+    options = dict(max_tokens=args.max_response_length) | sampling
+    for row, output in answers(engine, rows, **options):
+        del row["seed"]  # rows may wait in a checkpoint
+        extend(row, output, step)
+    groups = [rows[i : i + group_size] for i in range(0, len(rows), group_size)]
+    return list(chain.from_iterable(groups[rank % args.tp_size :: args.tp_size]))
 
 
 def partial_rollout(engine, args, prompts, unfinished, step, enough, **sampling):
@@ -1073,78 +724,130 @@ def partial_rollout(engine, args, prompts, unfinished, step, enough, **sampling)
     same books of all responses, by steps of the samplers: no clock decides what is sampled nor, while the
     samplers have all the places, do the ranks.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import FinishReason
 
-    samplers = dist.get_world_size() // args.tp_size
+    world = dist.get_world_size()
+    samplers = world // args.tp_size
     own_sampler, rank = divmod(dist.get_rank(), args.tp_size)
     rows = unfinished + empty_rows(prompts, args.group_size)
-    rows = [dict(row, rank=dist.get_rank(), prompt_length=len(row["prompt_ids"])) for row in rows]
-    options = dict(detokenize=False, logprobs=0, flat_logprobs=True)
-    options |= dict(output_kind=RequestOutputKind.FINAL_ONLY) | sampling
+    sampler_n = np.arange(len(rows)) % samplers  # the sampler of each row
     waiting = [i for i, row in enumerate(rows) if row["finish_reason"] == "abort"][::-1]
+    running = set()
     places = max(enough, args.train_batch_size) * args.group_size
     places = min(places, samplers * engine.vllm_config.scheduler_config.max_num_seqs)
-    sampler_n = np.arange(len(rows)) % samplers  # the sampler of each row
-    complete_n = np.zeros(len(rows))
-    running = set()
-    used = room = 0
-    while complete_n.sum() < enough * args.group_size:
-        load = np.bincount(sampler_n[[*running]].astype(int), minlength=samplers)
+    used = room = complete = 0
+    while complete < enough:
+        load = np.bincount(sampler_n[list(running)], minlength=samplers)
         while waiting and len(running) < places:
             i = waiting.pop()
+            running.add(i)
             sampler_n[i] = load.argmin()
             load[sampler_n[i]] += 1
-            running.add(i)
             if sampler_n[i] == own_sampler:
                 row = rows[i]
                 begun = row["response_ids"].tolist()
-                seed = np.random.SeedSequence((args.seed, step, row["index"], row["sample"], len(begun)))
-                options["seed"] = int(seed.generate_state(1)[0])
-                options["max_tokens"] = args.max_response_length - len(begun)
-                engine.add_request(str(i), request(row, begun), SamplingParams(**options))
+                seed = args.seed, step, row["index"], row["sample"], len(begun)
+                left = args.max_response_length - len(begun)
+                params = params_of(seed, max_tokens=left, logprobs=0, flat_logprobs=True, **sampling)
+                engine.add_request(str(i), request(row, begun), params)
         for _ in range(max(args.max_response_length // 64, 1)):  # steps between looks at the books
             used += engine.get_num_unfinished_requests()
             room += places
-            for answer in engine.step() if engine.has_unfinished_requests() else ():
-                extend(rows, answer, step)
+            if engine.has_unfinished_requests():
+                for answer in engine.step():
+                    extend(rows[int(answer.request_id)], answer.outputs[0], step)
         finished_n = np.array(all_reduce([row["finish_reason"] != "abort" for row in rows])) > 0
-        running -= {*np.flatnonzero(finished_n)}
-        complete_n = finished_n.reshape(-1, args.group_size).all(1).repeat(args.group_size)
-    states = [*engine.output_processor.request_states.values()]
-    for state in states:  # the answer that vLLM itself makes of an aborted request
-        extend(rows, state.make_request_output([], None, FinishReason.ABORT, None), step)
-    engine.abort_request([state.external_req_id for state in states])
+        running -= set(np.flatnonzero(finished_n))
+        complete = finished_n.reshape(-1, args.group_size).all(1).sum()
+
+    for state in list(engine.output_processor.request_states.values()):
+        # the answer that vLLM itself makes of an aborted request
+        answer = state.make_request_output([], None, FinishReason.ABORT, None)
+        extend(rows[int(answer.request_id)], answer.outputs[0], step)
+        engine.abort_request([state.external_req_id])
     own = np.flatnonzero(sampler_n == own_sampler)[rank :: args.tp_size]
+    rows = of_all_ranks([dict(rows[i], rank=dist.get_rank()) for i in own])  # in the order that they had
+    whole = []
+    unfinished = []
+    for _, group in groupby(rows, key=itemgetter("group")):
+        group = list(group)
+        if all(row["finish_reason"] != "abort" for row in group):
+            whole.append(group)
+        else:
+            unfinished += group
     [used] = all_reduce([used / args.tp_size])
-    rows = of_all_ranks([rows[i] for i in own])  # in the order that they had
-    unfinished = [row for row, complete in zip(rows, complete_n) if not complete]
-    rows = [row for row, complete in zip(rows, complete_n) if complete]
-    groups = np.arange(len(rows)) // args.group_size % dist.get_world_size()  # each whole, for the reward
-    return [rows[i] for i in np.flatnonzero(groups == dist.get_rank())], unfinished, np.array([used, room])
+    # each group whole on a rank, for the reward
+    return list(chain.from_iterable(whole[dist.get_rank() :: world])), unfinished, (used, room)
 
 
-def of_all_ranks(rows):
-    """The rows of this rank -> those of all ranks, on each of them, by prompt and sample."""
-    by_rank = [rows]
-    if dist.get_world_size() > 1:  # as in score_rows
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, rows)
-    return sorted(chain(*by_rank), key=itemgetter("group", "sample"))
+def as_state(progress):
+    """Progress for trainer_state.json: the bytes of its arrays as text."""
+    state = dict(vars(progress))
+    for name in ("surplus", "unfinished"):
+        state[name] = [as_json(row) for row in state[name]]
+    return state
 
 
-def extend(rows, answer, step):
-    """Add the tokens of an answer, which the weights of `step` sampled, to its row."""
-    row = rows[int(answer.request_id)]
-    [response] = answer.outputs
-    n = len(response.token_ids)
-    new = dict(response_ids=response.token_ids, rollout_logp_t=response.logprobs.logprobs)
-    new |= dict(mask_t=np.ones(n), step_t=np.full(n, step))
-    for name, dtype in ARRAYS.items():  # a log-prob stays that of the weights that sampled its token
-        row[name] = np.concatenate([row[name], np.array(new[name], dtype)])
-    row["length"] = len(row["response_ids"])
-    row["finish_reason"] = response.finish_reason
+def read_progress(state):
+    """Progress of a trainer_state.json; {}: of a new run."""
+    progress = Progress(**state)
+    progress.surplus = [from_json(row) for row in progress.surplus]
+    progress.unfinished = [from_json(row) for row in progress.unfinished]
+    return progress
+
+
+def as_json(row):
+    row = dict(row)
+    for name in ARRAYS:
+        row[name] = base64.b64encode(row[name].tobytes()).decode()
+    return row
+
+
+def from_json(row):
+    row = dict(row)
+    for name, dtype in ARRAYS.items():
+        row[name] = np.frombuffer(base64.b64decode(row[name]), dtype).copy()
+    return row
+
+
+def dropped_shares(sampled):
+    """The shares of the sampled rows whose groups were dropped as all correct, and as all wrong."""
+    right = 0
+    wrong = 0
+    for row in sampled:
+        if not row["keep"]:
+            right += row["acc"] > 0
+            wrong += row["acc"] <= 0
+    rows = max(len(sampled), 1)
+    return right / rows, wrong / rows
+
+
+def solved(sampled, gen_batches, step):
+    """A line about a step without a group to train on; the run stops if the tasks are too hard."""
+    right, wrong = dropped_shares(sampled)
+    few = f"step {step}: --max_gen_batches {gen_batches}: less than a group a rank has both kinds"
+    kinds = f"{right:.0%} of the sampled groups are all correct, {wrong:.0%} all wrong"
+    if right <= wrong:
+        fail(f"{few}; {kinds}")
+    return f"{few}; {kinds}: solved"
+
+
+def sampling_metrics(rows, sampled, unfinished, stale, step):
+    """What a step trains on, what it has sampled and what it throws away."""
+    right, wrong = dropped_shares(sampled)
+    age_t = step - np.concatenate([row["step_t"] for row in rows])
+    dropped = [row for row in sampled if not row["keep"]]
+    return {
+        "dapo/dropped_all_right": right,
+        "dapo/dropped_all_wrong": wrong,
+        "dapo/carried_over": np.mean([row["older_t"].any() for row in rows]),
+        "dapo/dropped_stale": len(stale),
+        "dapo/token_age_0": np.mean(age_t == 0),
+        "dapo/token_age_1": np.mean(age_t == 1),
+        "dapo/token_age_2_or_more": np.mean(age_t > 1),
+        "dapo/tokens_generated": sum((row["step_t"] == step).sum() for row in sampled + unfinished),
+        "dapo/tokens_thrown_away": sum(row["length"] for row in dropped + stale),
+    }
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ class Run:
         """Each step that is left, and a dict for the seconds of its parts; none after any rank's signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
-        while self.step < self.total:  # which may fall, where data end
+        while self.step < self.total:
             self.step += 1
             # stacks of all ranks, in turn, of a step that hangs
             faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)
@@ -297,6 +297,11 @@ class Run:
     def forget(self):
         """An update has begun: until `updated` the weights belong to no step, and are not saved."""
         self.unsaved = None
+
+    def end_after(self, step):
+        """End the run with the step in progress, or with the one before it, whose weights it then has."""
+        self.step = step
+        self.total = step
 
     def due(self, freq):
         """Whether something is done in this step that is done in every freq-th and in the last one."""

@@ -2,15 +2,14 @@
 
 import json
 import math
-from types import SimpleNamespace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from algos import dapo
-
-DENSE = SimpleNamespace(lm=torch.nn.Linear(1, 1))
+from system import sampler
 
 
 def f64(*values):
@@ -67,42 +66,46 @@ def test_draw_goes_through_the_data_epoch_by_epoch():
 
 def make_row(n, gap=0.0, **more):
     """A row of n tokens, whose log-probs in the sampler are by `gap` below the trainer's."""
-    row = dict(
-        response_ids=np.full(n, 2, np.int32), mask_t=np.ones(n, bool), old_logp_t=torch.full((n,), -1.0)
-    )
-    row |= dict(rollout_logp_t=np.full(n, -1 - gap, np.float32), older_t=np.zeros(n, bool))
-    return row | more
+    row = dict(mask_t=np.ones(n, bool), older_t=np.zeros(n, bool), old_logp_t=torch.full((n,), -1.0))
+    return row | dict(rollout_logp_t=np.full(n, -1 - gap, np.float32)) | more
 
 
 def test_surplus_groups_are_not_the_sampler_of_this_step(monkeypatch):
     """Other weights sampled them, or some of their tokens: no disagreement, but their weights count."""
-    monkeypatch.setattr(dapo, "all_reduce", lambda values, *_: [float(x) for x in values])
+    monkeypatch.setattr(sampler, "all_reduce", lambda values, *_: [float(x) for x in values])
     args = dapo.Args(model="", train_files=(), output_dir="")
-    rows = [make_row(1), make_row(4, gap=math.log(1.5), older_t=np.ones(4, bool))]
-    rows[1]["mask_t"][3], rows[1]["rollout_logp_t"][3] = False, 9.0  # an environment's
-    metrics = dapo.check_sampler(DENSE, rows, args, 1)
+
+    def check(*rows):
+        return sampler.check_sampler(rows, partial(dapo.rollout_weights, args), 1e-4, 1)
+
+    new = make_row(1)
+    old = make_row(4, gap=math.log(1.5), older_t=np.ones(4, bool))
+    old["mask_t"][3] = False  # an environment's
+    old["rollout_logp_t"][3] = 9.0
+    metrics = check(new, old)
     assert metrics["training/rollout_logp_diff_mean"] == metrics["training/rollout_probs_diff_max"] == 0
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 3 * 1.5) / 4)
     effective = 5.5**2 / (1 + 3 * 1.5**2) / 4
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(effective)
-    of_two_ages = np.array([True, True, False, False])  # one token of these weights
-    with pytest.raises(SystemExit, match="weight sync failed at step 1"):
-        dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(older_t=of_two_ages)], args, 1)
-    rows[1]["rollout_logp_t"][2] = -1
-    dapo.check_sampler(DENSE, [rows[0], rows[1] | dict(older_t=of_two_ages)], args, 1)
-    rows[1]["older_t"] = np.zeros(4, bool)
-    with pytest.raises(SystemExit, match="weight sync failed at step 1"):
-        dapo.check_sampler(DENSE, rows, args, 1)
+    old["older_t"] = np.array([True, True, False, False])  # one token of these weights
+    with pytest.raises(SystemExit, match="step 1: sampler and trainer differ"):
+        check(new, old)
+    old["rollout_logp_t"][2] = -1
+    check(new, old)
+    old["rollout_logp_t"][:2] = math.nan  # missing: their ratio is 1
+    assert check(new, old)["rollout_corr/rollout_is_mean"] == 1
 
 
 def test_rows_wait_in_the_state_of_a_checkpoint():
-    row = make_row(3, gap=0.1, prompt_ids=[5, 6], reward=dict(score=0.5))
-    row |= dict(step_t=np.array([3, 3, 4], np.int32))
-    del row["old_logp_t"], row["older_t"]  # of rows that a step trains on
-    again = dapo.from_json(json.loads(json.dumps(dapo.as_json(row))))
-    assert again.keys() == row.keys()
-    for name, value in row.items():
-        if isinstance(value, np.ndarray):
-            assert again[name].dtype == value.dtype and (again[name] == value).all()
-        else:
-            assert again[name] == value
+    row = dict(prompt_ids=[5, 6], reward=dict(score=0.5), response_ids=np.array([7, 8, 9], np.int32))
+    row |= dict(mask_t=np.ones(3, bool), step_t=np.array([3, 3, 4], np.int32))
+    row["rollout_logp_t"] = np.array([-1.1, -math.inf, math.nan], np.float32)  # a sampler's, as it gave them
+    progress = dapo.Progress(drawn=9, sampled=1.5, kept=0.5, surplus=[row], unfinished=[row, row])
+    again = dapo.read_progress(json.loads(json.dumps(dapo.as_state(progress))))
+    assert [again.drawn, again.sampled, again.kept, len(again.unfinished)] == [9, 1.5, 0.5, 2]
+    for found in again.surplus + again.unfinished:
+        assert found.keys() == row.keys()
+        for name, value in row.items():
+            np.testing.assert_array_equal(found[name], value)
+            assert getattr(found[name], "dtype", None) == getattr(value, "dtype", None)
+    assert dapo.read_progress({}) == dapo.Progress()

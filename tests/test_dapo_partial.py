@@ -96,7 +96,7 @@ def test_a_response_of_two_ages():
     rollout_nt = logp_nt.detach() - torch.tensor([[1.5, 3, 1, 1]]).log()
     mask_nt = torch.ones(1, 4, dtype=torch.bool)
     batch = dict(mask_nt=mask_nt, rollout_logp_nt=rollout_nt, adv_nt=torch.ones(1, 4))
-    loss_nt, _, _ = dapo.actor_loss(args, logp_nt, torch.zeros(1, 4), batch)
+    loss_nt, _, _ = dapo.actor_loss(args, dapo.policy_loss, logp_nt, torch.zeros(1, 4), batch)
     (loss_nt * dapo.loss_weights(mask_nt, "token-mean")).sum().backward()
     torch.testing.assert_close(logp_nt.grad, -torch.tensor([[1.5, 2, 1, 1]]) / 4)
 

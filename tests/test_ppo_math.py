@@ -56,17 +56,15 @@ def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
     values = f64(0.5, 0.5, 0, 0), f64(0.5, 0)
     rows = [dict(length=len(x), mask_t=np.ones(len(x), bool), value_t=x) for x in values]
     rows = [row | dict(reward=dict(score=1.0)) for row in rows]
-    flags = ONE_VALUE | dict(gamma=1.0, lam=0.9, critic_lam=0.25, lam_alpha=0.5, kl_coef=0.0)
+    flags = ONE_VALUE | dict(gamma=1.0, lam=0.9, lam_alpha=0.5, kl_coef=0.0)
     monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
-    step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags))
+    step_nt = ppo.advantages(rows, 0.0, 0.25, SimpleNamespace(**flags))
     # deltas 0 -.5 0 1 and -.5 1: with .5 and 0 -> -.125 -.25 .5 1 and -.5 1
     adv = torch.tensor([-0.125, -0.25, 0.5, 1, -0.5, 1])
     mask_nt = step_nt["mask_nt"]
     assert torch.allclose(step_nt["adv_nt"][mask_nt].float(), (adv - adv.mean()) / adv.std())
     # with .25: -.109375 -.4375 .25 1 and -.25 1, plus the values
     assert step_nt["return_nt"][mask_nt].tolist() == [0.390625, 0.0625, 0.25, 1, 0.25, 1]
-    step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags | dict(critic_lam=None, lam=1.0)))
-    assert step_nt["return_nt"][mask_nt].tolist() == pytest.approx([1] * 6)  # as --lam says
 
 
 def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeypatch):
@@ -80,7 +78,7 @@ def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeyp
         dict(length=len(x), mask_t=np.ones(len(x), bool), value_t=f64(*x), reward=dict(score=score))
         for x, score in zip(values, (1.0, 0.0), strict=True)
     ]
-    flags = dict(gamma=1.0, lam=1.0, critic_lam=None, lam_alpha=None, kl_coef=0.0, value_quantiles=2)
+    flags = dict(gamma=1.0, lam=1.0, lam_alpha=None, kl_coef=0.0, value_quantiles=2)
     for reverse, bonus, adv in (
         (False, 2.0, [0.5, 0.5, -1]),
         (True, 0.0, [0.5, 0.5, -1]),
@@ -88,7 +86,7 @@ def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeyp
     ):
         if reverse:  # the uncertain state is now the second
             rows[0]["value_t"] = f64([0.5, 0.5], [0.0, 1.0])
-        step_nt = ppo.advantages(rows, 0.0, SimpleNamespace(**flags, uncertainty_bonus=bonus))
+        step_nt = ppo.advantages(rows, 0.0, 1.0, SimpleNamespace(**flags, uncertainty_bonus=bonus))
         assert step_nt["value_nt"].tolist() == [[0.5, 0.5], [1, 0]]
         assert step_nt["spread_nt"].tolist() == [[0, 0.5] if reverse else [0.5, 0], [1, 0]]
         adv, mask_nt = torch.tensor(adv), step_nt["mask_nt"]
@@ -167,6 +165,15 @@ def test_adaptive_kl():
         assert weight == pytest.approx(expected)
 
 
+def judged(monkeypatch, rows, results, **flags):
+    """Rows as `ModelRewards` returns them; results: a list a model."""
+    found = iter(results)
+    monkeypatch.setattr(ppo, "model_scores", lambda *_: next(found))
+    rules = SimpleNamespace(score_responses=lambda rows, tokenizer: rows)
+    models = [None] * len(results)
+    return ppo.ModelRewards(rules, models, models, SimpleNamespace(**flags)).score_responses(rows, None)
+
+
 @pytest.mark.parametrize(
     ("rules", "models", "weights", "expected"),
     (
@@ -175,34 +182,33 @@ def test_adaptive_kl():
         (1.2, (1.0, -2.0, 0.5), (1.0, 0.5, 2.0, 1.0, 4.0), 3.2),
     ),
 )
-def test_model_scores_are_further_rewards(rules, models, weights, expected):
-    flags = SimpleNamespace(reward_fn=("a", "b"), reward_weights=weights)
+def test_model_scores_are_further_rewards(rules, models, weights, expected, monkeypatch):
     names = ("score/model", "score/model_2", "score/model_3")
     rows = [dict(index=3, reward={"score": score, "pred": "7"}) for score in (0.0, rules)]
     given = [dict(row["reward"]) for row in rows]
-    _, row = ppo.add_model_scores(rows, [[{"score": 9.0}, {"score": score}] for score in models], flags)
+    results = [[{"score": 9.0}, {"score": score}] for score in models]
+    _, row = judged(monkeypatch, rows, results, reward_fn=("a", "b"), reward_weights=weights)
     scores = {"score": pytest.approx(expected), "score/rules": rules} | dict(zip(names, models))
     assert row == dict(index=3, reward=scores | dict(pred="7"))
     assert [row["reward"] for row in rows] == given  # what was given stays
 
 
-def test_model_score_without_rules():
+def test_model_score_without_rules(monkeypatch):
     for weights, expected in (((), 1.5), ((2.0,), 3.0)):
-        flags = SimpleNamespace(reward_fn=(), reward_weights=weights)
         manager = RewardManager("naive", load_rewards(("none",), ()))
         rows = [dict(reward=manager.score([dict.fromkeys(ROW)])[0])]
-        [row] = ppo.add_model_scores(rows, [[{"score": 1.5}]], flags)
+        [row] = judged(monkeypatch, rows, [[{"score": 1.5}]], reward_fn=(), reward_weights=weights)
         assert row["reward"] == {"score": expected, "score/rules": 0, "score/model": 1.5}
 
 
-def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group():
+def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group(monkeypatch):
     """Rules of +1 and -1; by the model alone the failed ones would be best, or in the middle."""
-    flags = SimpleNamespace(reward_fn=("a",), reward_weights=(1.0, 0.5))
     rules = [{"score": 1.0}, {"score": -1.0}, {"score": 1.0}, {"score": 0.0, "failure": "TypeError: x"}]
     model = [{"score": 2.0}, {"score": -1.0}, {"score": 0.0, "failure": "ValueError: nan"}, {"score": 4.0}]
     rows = [dict(group=0, reward=result) for result in rules] + [dict(group=1, reward={"score": -9.0})]
-    rows = demote_failures(ppo.add_model_scores(rows, [[*model, {"score": 0.0}]], flags))
-    rewards = [row["reward"] for row in rows]
+    results = [[*model, {"score": 0.0}]]
+    rows = judged(monkeypatch, rows, results, reward_fn=("a",), reward_weights=(1.0, 0.5))
+    rewards = [row["reward"] for row in demote_failures(rows)]
     assert [result["score"] for result in rewards] == [2.0, -1.5, -1.5, -1.5, -9.0]
     failures = [None, None, "ValueError: nan", "TypeError: x", None]
     assert [result.get("failure") for result in rewards] == failures

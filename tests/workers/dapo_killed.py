@@ -20,11 +20,11 @@ def dying_rollout(engine, args, prompts, step, *rest, **sampling):
     return rollout(engine, args, prompts, step, *rest, **sampling)
 
 
-def dying_extend(rows, answer, step):
+def dying_extend(row, output, step):
     steps.append(step)
     if step > 4 and steps.count(step) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    return extend(rows, answer, step)
+    return extend(row, output, step)
 
 
 dapo.rollout, dapo.extend = dying_rollout, dying_extend

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dapo
+from data_prep.lib.images import load_processor
 from system import metrics, run
 
 RIGHT, WRONG, LENGTH = 1, 0, 4  # LENGTH: --max_response_length
@@ -73,6 +74,7 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
             mask_t=np.ones(length, bool),
             prompt_length=len(row["prompt_ids"]),
             length=length,
+            step_t=np.full(length, step, np.int32),
             rank=dist.get_rank(),
             finish_reason="length" if length == LENGTH else "stop",
         )
@@ -84,7 +86,7 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
 def main(model, data, out):
     global gen_batches, syncs, groups, tokenizer
     run.leave, leave = lambda _: dist.barrier(), run.leave  # one process for all scenarios
-    tokenizer = dapo.load_processor(model)
+    tokenizer = load_processor(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
     metrics.matmul_speed = lambda dtype: 1e12

@@ -7,19 +7,24 @@ reads.
 
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from shared import Capture, fill_adapters, full, trained
 from shared import make_rows as sampled_rows
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
-from system.checkpoints import load_checkpoint, write_checkpoint
-from system.run import leave
+from data_prep.lib.images import load_tokenizer
+from system.batches import distribute, store_logps
+from system.checkpoints import load_checkpoint, read_state, write_checkpoint
+from system.model import whole_weights
+from system.run import leave, setup_distributed
 
 MOVED = 0.3  # change of the values since the step began: more than --cliprange_value
 CORRECT = 1  # a response with a negative score
@@ -45,15 +50,14 @@ def prepare(policy, critic, args, kl_coef=0.2, moved=0.0):
     -> the mini-batches, and what metrics are made of.
     """
     rows = make_rows()
-    mini_batches, own_rows, _ = ppo.distribute(rows, policy.packed and critic.packed, args)
-    ppo.store_logps(critic, mini_batches, "value_t", args)
-    for row in own_rows:
-        row["value_t"] = row["value_t"] + moved * (-1.0) ** torch.arange(row["length"])[:, None]
-    step_nt = ppo.advantages(own_rows, kl_coef, args)
-    for row, adv_t, return_t in zip(own_rows, step_nt["adv_nt"], step_nt["return_nt"], strict=True):
-        row["adv_t"], row["return_t"] = adv_t[: row["length"]], return_t[: row["length"]]
     for row, weight in zip(rows, ppo.nll_weights(rows, args), strict=True):
         row["nll_weight_t"] = weight.expand(row["length"])
+    budget = args.max_tokens_per_microbatch
+    mini_batches, own_rows, _ = distribute(rows, 1, budget, policy.packed and critic.packed)
+    store_logps(critic, mini_batches, "value_t", args.temperature, budget)
+    for row in own_rows:
+        row["value_t"] = row["value_t"] + moved * (-1.0) ** torch.arange(row["length"])[:, None]
+    step_nt = ppo.advantages(own_rows, kl_coef, args.critic_lam or args.lam, args)
     return mini_batches, ppo.critic_metrics(rows, step_nt, dataclasses.replace(args, reward_model=()))
 
 
@@ -105,19 +109,29 @@ def naive(lm, critic, args):
     return [[p.grad for p in trained(model)] for model in (lm, critic)]
 
 
+def update_critic(critic, optimizer, mini_batches, args):
+    return ppo.update(critic, optimizer, mini_batches, partial(ppo.critic_loss, args), "critic", args)
+
+
+def update_actor(policy, optimizer, mini_batches, args):
+    args, token_loss = ppo.load_loss(args, clip=ppo.policy_loss)
+    loss = partial(ppo.actor_loss, args, token_loss)
+    return ppo.update(policy, optimizer, mini_batches, loss, "actor", args)
+
+
 def updates(policy, critic, args):
     """-> the actor's and the critic's gradients, and the metrics of both updates."""
     optimizer, critic_optimizer = (Capture(trained(model), lr=1.0) for model in (policy, critic))
     mini_batches, _ = prepare(policy, critic, args, moved=MOVED)
-    metrics = ppo.update(critic, critic_optimizer, mini_batches, ppo.critic_loss, "critic", args)
-    metrics |= ppo.update(policy, optimizer, mini_batches, ppo.actor_loss, "actor", args)
+    metrics = update_critic(critic, critic_optimizer, mini_batches, args)
+    metrics |= update_actor(policy, optimizer, mini_batches, args)
     return optimizer.grads, critic_optimizer.grads, metrics
 
 
 def load(args, mesh, device, layout="one_row"):
     """-> policy and critic."""
     actor, critic = (dataclasses.replace(args, attn_implementation=kernel) for kernel in LAYOUTS[layout])
-    policy = ppo.load_model(actor, mesh, device, ppo.add_adapters, ppo.TokenLogps)
+    policy = ppo.load_model(actor, actor.model, mesh, device, ppo.adapters_of(actor))
     models = policy, ppo.load_critic(critic, mesh, device)
     assert [model.packed for model in models] == [kernel == "sdpa" for kernel in LAYOUTS[layout]]
     return models
@@ -152,13 +166,15 @@ def scores(args, mesh, device):
     limit of tokens that one text exceeds, and a head that gives NaN for a text that ends in 4.
     """
     args = dataclasses.replace(args, max_tokens_per_microbatch=30)
-    [model], [tokenizer] = ppo.load_reward_models(args, mesh, device), ppo.check_models(args)
+    [name] = args.reward_model
+    model = ppo.load_reward_model(args, name, mesh, device)
+    tokenizer = load_tokenizer(name)
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def score(rows):
         """The results of all ranks, in the order of the rows."""
         by_rank, results = [None] * ranks, [None] * len(rows)
-        dist.all_gather_object(by_rank, ppo.model_scores(model, tokenizer, rows[rank::ranks], args, device))
+        dist.all_gather_object(by_rank, ppo.model_scores(model, tokenizer, rows[rank::ranks], args))
         for number, own in enumerate(by_rank):
             results[number::ranks] = own
         return results
@@ -169,8 +185,8 @@ def scores(args, mesh, device):
     model.config.max_position_embeddings = 15
     embed = full(model.model.embed_tokens.weight)
     embed[tokenizer.convert_tokens_to_ids("4")] = float("nan")
-    options = ppo.dcp_state.StateDictOptions(full_state_dict=True, strict=False)
-    ppo.dcp_state.set_model_state_dict(model, {"model.embed_tokens.weight": embed}, options=options)
+    options = dcp_state.StateDictOptions(full_state_dict=True, strict=False)
+    dcp_state.set_model_state_dict(model, {"model.embed_tokens.weight": embed}, options=options)
     return [*results, score(make_rows())]
 
 
@@ -180,7 +196,7 @@ def fit(policy, critic, optimizer, args):
     for _ in range(60 if dist.get_world_size() == 1 else 2):
         mini_batches, metrics = prepare(policy, critic, args, kl_coef=0.0)
         explained.append(metrics["critic/vf_explained_var"])
-        ppo.update(critic, optimizer, mini_batches, ppo.critic_loss, "critic", args)
+        update_critic(critic, optimizer, mini_batches, args)
     return explained
 
 
@@ -193,20 +209,21 @@ def checkpoint(policy, critic, critic_optimizer, args):
     models, optimizers = dict(hf=policy.lm, critic=critic.lm), [optimizer, critic_optimizer]
     if dist.get_world_size() == 2:
         mini_batches, _ = prepare(policy, critic, args)
-        ppo.update(policy, optimizer, mini_batches, ppo.actor_loss, "actor", args)
+        update_actor(policy, optimizer, mini_batches, args)
         state = dict(step=7, kl_coef=ppo.adapted(0.1, 5.0, 1.0, 1, horizon=7))
-        tokenizer = ppo.load_processor(args.model)
-        parts = models, optimizers, tokenizer, ppo.whole_weights
+        parts = models, optimizers, load_tokenizer(args.model), whole_weights
         write_checkpoint(Path(args.output_dir), args.model, 0, state, *parts)
     else:
-        state = load_checkpoint(Path(args.output_dir) / "checkpoints/latest", models, optimizers)
+        latest = Path(args.output_dir) / "checkpoints/latest"
+        load_checkpoint(latest, models, optimizers)
+        state = read_state(latest)
     moments = [full(state["exp_avg"]) for one in optimizers for state in one.state.values()]
     weights = [full(p) for model in (policy, critic) for p in trained(model)]
     return dict(weights=weights, moments=moments, step=state["step"], kl_coef=state["kl_coef"])
 
 
 def main(model, critic_model, quantile_critic, reward_model, out):
-    device, mesh = ppo.setup_distributed(1)
+    device, mesh = setup_distributed()
     args = ppo.Args(model=model, train_files=(), output_dir=str(Path(out).parent), attn_implementation="sdpa")
     args = dataclasses.replace(args, critic_model=critic_model, reward_model=(reward_model,), grad_clip=1e9)
     args = dataclasses.replace(
@@ -233,7 +250,7 @@ def main(model, critic_model, quantile_critic, reward_model, out):
     if dist.get_world_size() == 1:
         for name, way in dict(naive=args, naive_lora=lora).items():
             lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-            ppo.add_adapters(lm, way)
+            ppo.adapters_of(way)(lm)
             fill_adapters(lm)
             of = way.critic_model
             head = AutoModelForSequenceClassification.from_pretrained(of, dtype=torch.float32)
