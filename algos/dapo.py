@@ -126,7 +126,6 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.distributed as dist
-from data_prep.lib.packing import balance, join, one_row, pad, padded, split_micro_batches, states_apart
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
