@@ -13,7 +13,7 @@ from conftest import each, load_weights, make_args
 from transformers import AutoConfig, LlamaConfig
 
 from algos import agent, dapo, distill, dpo, generate, grpo, ppo, quantize, rm, sft
-from data_prep.lib import packing
+from system import attention
 from system.families import hf_overrides
 from tests import families
 
@@ -157,13 +157,13 @@ def test_more_ranks_than_gpus(monkeypatch):
 def test_a_model_that_a_layout_changes_is_not_trained(script, kernel, cause, mesh, tmp_path, monkeypatch):
     families.write("llama", tmp_path)
     args = make_args(script, model=str(tmp_path), attn_implementation=kernel)
-    policy = script.load_policy(args, mesh, torch.device("cpu"), *([0] if script is rm else []))
+    policy = script.load_model(args, mesh, torch.device("cpu"), *([0] if script is rm else []))
     check = script.check_scores if script is rm else script.check_layout
     pair = dict(prompt_ids=[9, 30], chosen_ids=[31, 32, 33], rejected_ids=[40, 41])
     pair |= dict(chosen_trained=[True] * 3, rejected_trained=[True] * 2)
     check(policy, [pair], args)
-    attention = packing.segment_attention
-    monkeypatch.setattr(packing, "segment_attention", lambda *a: attention(*a[:4], 3 * a[4], *a[5:]))
+    attend = attention.segment_attention
+    monkeypatch.setattr(attention, "segment_attention", lambda *a: attend(*a[:4], 3 * a[4], *a[5:]))
     policy.scale = 3
     with pytest.raises(SystemExit, match=f"off by .*likely {cause}"):
         check(policy, [pair], args)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from data_prep.lib.packing import packed_attention, states_apart
 from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
 from test_packing import Gpu, flash
 from torch.nn.attention import varlen
@@ -11,6 +10,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Q
 
 from algos import grpo
 from system import families
+from system.attention import packed_attention, states_apart
 from system.gpu import move, prepare_layers
 
 SIZES = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from data_prep.lib.packing import balance, one_row, packed_attention, segment_attention, split_micro_batches
 from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import varlen
+
+from system.attention import packed_attention, segment_attention
+from system.batches import balance, one_row, split_micro_batches
 
 ARGS = SimpleNamespace(model="", train_files=(), val_files=(), temperature=0.7)  # rows without images
 

@@ -12,7 +12,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import distill
 from system.run import leave
 
-distill.LOGIT_CHUNK = 16  # fewer than the positions of most micro-batches
+distill.KL_CHUNK = 16  # fewer than the positions of most micro-batches
 LAYOUTS = dict(padded="eager", one_row="sdpa")
 WAYS = dict(padded=(70, 100_000), one_row=(200,))  # budgets; for the two kinds of KL without more all three
 
@@ -54,11 +54,11 @@ def naive(student, teachers, args):
 
 
 def gradient(policy, teachers, args):
-    mini_batches, _, _ = distill.distribute(rows_of(args), policy.packed, args)
+    mini_batches, _, _ = distill.distribute(rows_of(args), 1, args.max_tokens_per_microbatch, policy.packed)
     optimizer = Capture(trained(policy), lr=1.0)
     if args.kl == "sampled":
         distill.ask_teachers(args, teachers, mini_batches)
-    metrics = distill.update_actor(policy, optimizer, mini_batches, args)
+    metrics = distill.update_actor(policy, teachers[0], optimizer, mini_batches, args)
     return optimizer.grads, float(metrics["actor/teacher_kl"])
 
 
@@ -104,7 +104,7 @@ def main(model, out, hsdp_replicas):
             plain = [
                 AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (model, *args.teacher)
             ]
-            distill.add_adapters(plain[0], args)
+            distill.adapters_of(args)(plain[0])
             fill_adapters(plain[0])
             results[mode, "naive"] = naive(plain[0], plain[1:], args)
 

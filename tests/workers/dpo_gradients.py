@@ -96,11 +96,11 @@ def main(model, out, replicas):
     results = {}
     for lora_rank in (0, 4):
         args = dpo.Args(**base, lora_rank=lora_rank, train_batch_size=4)
-        policy = dpo.load_policy(args, mesh, device)
+        policy = dpo.load_model(args, mesh, device)
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         assert policy.packed
         fill_adapters(policy.lm)
-        dpo.add_adapters(plain, args)
+        dpo.adapters_of(args)(plain)
         fill_adapters(plain)
         for name in LOSSES if not lora_rank else ("sigmoid",):
             rows = Rows(kto_rows() if name == "kto" else make_rows())

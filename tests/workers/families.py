@@ -9,6 +9,7 @@ import dataclasses
 import math
 import os
 import sys
+from functools import partial
 
 import torch
 
@@ -37,16 +38,19 @@ def check(directory, family, mesh, device, engines, attention="sdpa", dtype="flo
     args, gaps = dataclasses.replace(args, max_response_length=16, compute_dtype=dtype), []
     try:
         engines.append(grpo.build_engine(args, device))
-        policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
+        policy = grpo.load_model(args, mesh, device, None, grpo.adapters_of(args))
         prompts = [dict(prompt_ids=list(range(8, 12 + i)), index=i, group=i) for i in range(2)]
         for step in (1, 2):
             engines[-1].apply_model(sleep)
             with grpo.awake(engines[-1], [policy], None, args, {}):
                 sampling = dict(temperature=1.0, max_tokens=8, stop_token_ids=[1])
                 rows = grpo.rollout(engines[-1], args, prompts, step, 2, **sampling)
-            mini_batches, own_rows, _ = grpo.distribute(rows, policy.packed, args)
-            grpo.store_logps(policy, mini_batches, "old_logp_t", args)
-            found = grpo.check_sampler(policy, own_rows, args, step)
+            budget = args.max_tokens_per_microbatch
+            mini_batches, own_rows, _ = grpo.distribute(rows, 1, budget, policy.packed)
+            grpo.store_logps(policy, mini_batches, "old_logp_t", 1.0, budget)
+            weigh = partial(grpo.rollout_weights, args)
+            limit = grpo.families.rounding_limit(policy.lm, dtype)
+            found = grpo.check_sampler(own_rows, weigh, limit, step)
             gaps.append(found["training/rollout_logp_diff_mean"])
             for x in policy.parameters():
                 local = x.detach().to_local()

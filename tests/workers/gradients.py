@@ -16,7 +16,9 @@ from shared import Capture, fill_adapters, trained
 from shared import make_rows as sampled_rows
 from transformers import AutoModelForCausalLM
 
-from system.run import leave
+from algos.variants import load_loss
+from system import model as model_module
+from system.run import all_reduce, leave
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 
@@ -60,7 +62,7 @@ def make_rows(corrected=False):
         row["mask_t"][others] = False
         row["old_logp_t"] = row["rollout_logp_t"] + ahead(row["length"], corrected)
     if sys.argv[1] == "agent":
-        grpo.echo_weights(rows, len(rows))
+        grpo.echo_weights(rows, 1)
     return rows
 
 
@@ -69,17 +71,26 @@ def ahead(n, corrected):
     return torch.full((n,), 0.05) if not corrected else 0.3 * torch.arange(n).cos()
 
 
-def deal(rows, policy, args):
+def deal(rows, policy, args, updates=1):
     """What `main` does between advantages and the update."""
-    mini_batches, _, _ = grpo.distribute(rows, policy.packed, args)
+    budget = args.max_tokens_per_microbatch
+    sharing = getattr(args, "sp_size", 1)
+    mini_batches, _, _ = grpo.distribute(rows, updates, budget, policy.packed, sharing)
     return mini_batches
+
+
+def update_actor(policy, optimizer, mini_batches, args):
+    args, token_loss = load_loss(args, clip=grpo.policy_loss)
+    loss = grpo.batch_loss if hasattr(grpo, "batch_loss") else grpo.actor_loss
+    loss = partial(loss, args, token_loss)
+    return grpo.update_actor(policy, optimizer, mini_batches, loss, args)
 
 
 def update(policy, parameters, args, rows=None):
     """-> the gradients of one optimizer step, and its metrics."""
     optimizer = Capture(parameters, lr=1.0)
     mini_batches = deal(rows or make_rows(is_corrected(args)), policy, args)
-    metrics = grpo.update_actor(policy, optimizer, mini_batches, args)
+    metrics = update_actor(policy, optimizer, mini_batches, args)
     return optimizer.grads, {name: float(value) for name, value in metrics.items()}
 
 
@@ -156,8 +167,13 @@ def naive(policy, args):
 
 def load(args, mesh, device, layout="one_row"):
     attention = "sdpa" if layout == "one_row" else "eager"
-    args = dataclasses.replace(args, attn_implementation=attention)
-    return grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
+    return load_model(dataclasses.replace(args, attn_implementation=attention), mesh, device)
+
+
+def load_model(args, mesh, device):
+    """dapo.py has one model, grpo.py may see images."""
+    more = dict(grpo=[None, grpo.adapters_of(args)], agent=[grpo.adapters_of(args)], dapo=[])[sys.argv[1]]
+    return grpo.load_model(args, mesh, device, *more)
 
 
 def check_constant(base, policies):
@@ -175,7 +191,7 @@ def check_constant(base, policies):
             handle = policy.register_forward_pre_hook(count, with_kwargs=True)
             found.append(update(policy, trained(policy), args, rows) if rows else None)
             handle.remove()
-            run.append(grpo.all_reduce([sum(tokens)]))
+            run.append(all_reduce([sum(tokens)]))
             tokens.clear()
         (grads, metrics), (left_grads, left_metrics), others = found
         for x, y in zip(grads, left_grads, strict=True):
@@ -191,11 +207,9 @@ def check_constant(base, policies):
 def check_slices(base, mesh, device, results):
     """Two ranks run slices of the same rows: gradients and metrics, of full weights and of LoRA."""
     base = dataclasses.replace(base, sp_size=2)
-    sp_group = grpo.sequence_group(2, device)
-    wrap = partial(grpo.Slices, group=sp_group, attention=grpo.ulysses)
     for name in SLICED:
         args = dataclasses.replace(base, **KINDS.get(name, dict(lora_rank=4)))
-        policy = grpo.load_model(args, mesh, device, grpo.add_adapters, wrap)
+        policy = load_model(args, mesh, device)
         fill_adapters(policy.lm)
         for budget in (70, 100_000):
             args = dataclasses.replace(args, max_tokens_per_microbatch=budget)
@@ -237,23 +251,23 @@ def main(model, out, hsdp_replicas):
     if once and hasattr(base, "use_kl_loss"):
         check_constant(dataclasses.replace(base, use_kl_loss=False, entropy_coeff=0.0), policies)
     # FSDP's own path of --offload always; a CPU has no other memory, and cannot pin its own
-    grpo.CPUOffloadPolicy = partial(grpo.CPUOffloadPolicy, pin_memory=False)
+    model_module.CPUOffloadPolicy = partial(model_module.CPUOffloadPolicy, pin_memory=False)
     hosted = load(dataclasses.replace(base, offload="always"), mesh, device)
     args = dataclasses.replace(base, **KINDS["token-mean"], max_tokens_per_microbatch=200)
     results["hosted"], _ = update(hosted, trained(hosted), args)
 
     # a NaN in one row, on one rank: all ranks skip the first optimizer step of two, and take the second;
     # the rows of each step share their prompt, so that a second rank has none
-    rows, args = make_rows(), dataclasses.replace(base, ppo_mini_batch_size=1)
+    rows, args = make_rows(), base
     rows[0]["adv_t"] = rows[0]["adv_t"] * math.nan
     policy = policies["one_row"]
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
     before = [p.full_tensor().clone() for p in policy.parameters()]
-    bad, good = deal(rows, policy, args)
-    metrics = grpo.update_actor(policy, optimizer, [bad], args)
+    bad, good = deal(rows, policy, args, updates=2)
+    metrics = update_actor(policy, optimizer, [bad], args)
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert all(same) and metrics["actor/skipped_updates"] == 1
-    metrics = grpo.update_actor(policy, optimizer, [good], args)
+    metrics = update_actor(policy, optimizer, [good], args)
     same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters(), strict=True)]
     assert not any(same) and metrics["actor/skipped_updates"] == 0
 
@@ -285,7 +299,7 @@ def main(model, out, hsdp_replicas):
         plain = grpo.TokenLogps(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
         for name, flags in KINDS.items():
             results[name, "naive"] = naive(plain, dataclasses.replace(base, **flags))
-        grpo.add_adapters(plain.lm, lora)
+        grpo.adapters_of(lora)(plain.lm)
         fill_adapters(plain.lm)
         results["lora", "naive"] = naive(plain, lora)
     if dist.get_rank() == 0:

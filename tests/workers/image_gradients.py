@@ -6,6 +6,7 @@ Three optimizer steps of GRPO, and of SFT: of two ranks one has no image in the 
 import dataclasses
 import io
 import sys
+from functools import partial
 
 import numpy as np
 import torch
@@ -101,16 +102,20 @@ def main(model, file, out):
     device, mesh = grpo.setup_distributed(1)
     how = dict(model=model, train_files=(file,), output_dir="", attn_implementation="sdpa")
     args = grpo.Args(**how, entropy_coeff=0.01, group_size=3, ppo_mini_batch_size=1, temperature=0.7)
-    args = grpo.with_defaults(args, clip=grpo.policy_loss)
     args = dataclasses.replace(args, grad_clip=1e9, gradient_checkpointing="full")
+    args, token_loss = grpo.load_loss(args, clip=grpo.policy_loss)
+    loss = partial(grpo.actor_loss, args, token_loss)
+    processor = grpo.load_processor(model, sees=True)
     sft_args = sft.Args(**how, grad_clip=1e9)
-    results, policy = {}, grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
-    plain = sft.load_policy(sft_args, mesh, device)
+    results = {}
+    policy = grpo.load_model(args, mesh, device, processor, grpo.adapters_of(args))
+    plain = sft.load_model(sft_args, mesh, device, processor)
     sft.check_layout(plain, make_rows(model), sft_args)  # the model's own logits have none of images, too
     for budget in (10, 170, 100_000):
         rows, some = make_rows(model), dataclasses.replace(args, max_tokens_per_microbatch=budget)
-        mini_batches, _, _ = grpo.distribute(rows, policy.packed, some)
-        grpo.update_actor(policy, optimizer := capture(policy), mini_batches, some)
+        mini_batches, _, _ = grpo.distribute(rows, 3, budget, policy.packed)
+        optimizer = capture(policy)
+        grpo.update_actor(policy, optimizer, mini_batches, loss, some)
         results["grpo", budget] = optimizer.grads
         some, optimizer = dataclasses.replace(sft_args, max_tokens_per_microbatch=budget), capture(plain)
         for step in range(3):

@@ -45,7 +45,7 @@ def main(model, out, replicas):
     results = {}
     for lora_rank in (0, 4):
         args = rm.Args(**base, lora_rank=lora_rank)
-        policy = rm.load_policy(args, mesh, device, 0)
+        policy = rm.load_model(args, mesh, device, 0)
         assert policy.packed
         fill_adapters(policy.lm)
         for packed in (True, False):
@@ -61,7 +61,8 @@ def main(model, out, replicas):
         results[lora_rank, "clipped"] = found["train/grad_norm"], optimizer.grads
         if dist.get_world_size() == 1:
             lm = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
-            rm.add_adapters_and_head(lm, args)
+            rm.add_adapters(lm, lora_rank, args.lora_alpha, args.seed)
+            lm.score.requires_grad_(True)
             fill_adapters(lm)
             results[lora_rank, "naive"] = naive(lm)
     if dist.get_rank() == 0:

@@ -18,7 +18,7 @@ def main(model):
     device, mesh = sft.setup_distributed(1)
     base = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa")
     args = sft.Args(**base, lora_rank=4, lora_kind="adalora")
-    policy = sft.load_policy(args, mesh, device)
+    policy = sft.load_model(args, mesh, device, None)
     sizes = dict(init_r=6, target_r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     schedule = dict(total_step=STEPS, tinit=2, tfinal=10, orth_reg_weight=0.1)
     lm = AutoModelForCausalLM.from_pretrained(model)
@@ -41,7 +41,7 @@ def main(model):
         ids = torch.arange(8) + step
         row = dict(prompt_ids=ids[:1].tolist(), response_ids=ids[1:].tolist(), trained=[True] * 7)
         with torch.no_grad():
-            [logp_nt] = sft.token_logps(policy, [row], args)
+            [logp_nt] = sft.token_logps(policy, [row])
             penalty = 0.1 * sft.orthogonality([*layers.values()])
             theirs = peft(input_ids=ids[None], labels=ids[None]).loss
         torch.testing.assert_close(penalty - logp_nt.mean(), theirs, atol=1e-5, rtol=0)

@@ -36,8 +36,10 @@ def main(models, out, *names):
             args |= dict(sp_attention=layout) if world > 1 else {}
             args = sft.Args(model=model, train_files=(), output_dir="", **args)
             try:
-                sft.check_model(sft.AutoConfig.from_pretrained(model), args)
-                policy = sft.load_policy(args, mesh, device)
+                lm = sft.check_model(model, kernel, sft.adapters_of(args))
+                sft.refuse_model(args)
+                sft.families.check_positions(lm, args.max_length)
+                policy = sft.load_model(args, mesh, device, None)
                 sft.check_layout(policy, rows, args)
                 found[name][layout] = "equal, one row" if policy.packed else "equal"
             except (SystemExit, ValueError) as refused:

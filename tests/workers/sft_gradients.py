@@ -5,6 +5,7 @@ KIND: of attention over the slices of a row, with --sp_size above 1.
 
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
+from system import sequence
+from system.batches import one_row
 from system.run import leave
 
 # prompt and response tokens: very unequal; the two rows with prompts of 30 share theirs, as do those of 2
@@ -81,7 +84,7 @@ TEXTS = [
 
 def make_layout(texts):
     responses = [[9] * n for _, n, _ in texts]
-    inputs, _ = sft.one_row([[100 + number] * n for n, _, number in texts], responses)
+    inputs, _ = one_row([[100 + number] * n for n, _, number in texts], responses)
     return inputs
 
 
@@ -101,7 +104,7 @@ def check_attention(group, heads, attend=None):
 
     heads: of keys and values. attend: None: the model's attention over slices.
     """
-    size, rank, sft.RING_ROWS = group.size(), group.rank(), 5
+    size, rank, sequence.RING_ROWS = group.size(), group.rank(), 5
     generator = torch.Generator().manual_seed(0)  # the same row on all ranks
     attend = attend or AttentionInterface()["slices"]
     for texts in TEXTS:
@@ -130,13 +133,13 @@ def check_attention(group, heads, attend=None):
 
 def check_hops(group):
     """Keys and values travel as far as any rank has to see, and no further: TEXTS of one and three."""
-    passed, pass_on = [], sft.Ring.pass_on
+    passed, pass_on = [], sequence.Ring.pass_on
     query = torch.randn(1, 1, 12, 4)
-    with patch.object(sft.Ring, "pass_on", lambda *x: passed.append(x[2:]) or pass_on(*x)):
+    with patch.object(sequence.Ring, "pass_on", lambda *x: passed.append(x[2:]) or pass_on(*x)):
         for text, hops in ([(1, 12 * group.size() - 1, 0)], group.size() - 1), ([(1, 11, 0)] * 0, 0):
             texts = text or [(1, 11, n) for n in range(group.size())]
             layout = make_layout(texts)
-            sft.ring(None, query, query, query, None, group, 1.0, layout["kv_index"], layout["shapes"])
+            sequence.ring(None, query, query, query, None, group, 1.0, layout["kv_index"], layout["shapes"])
             assert len(passed) == hops, (texts, passed)
             passed.clear()
 
@@ -149,7 +152,7 @@ def main(model, out, sp_size, *kinds):
         if name == "adalora" and slices not in (*kinds, "ulysses")[:1]:
             continue
         args = sft.Args(**base, **MODELS[name], sp_size=int(sp_size), sp_attention=slices)
-        policy = sft.load_policy(args, mesh, device)
+        policy = sft.load_model(args, mesh, device, None)
         assert policy.packed
         if args.sp_size > 1 and name == "full":
             with nullcontext() if slices == "ring" else one_at_a_time():
@@ -158,19 +161,19 @@ def main(model, out, sp_size, *kinds):
             if slices == "ring":
                 check_hops(policy.group)
                 # of three ranks the second needs both key/value heads, the others one of them
-                check_attention(policy.group, heads=2, attend=partial(sft.ulysses, group=policy.group))
+                check_attention(policy.group, heads=2, attend=partial(sequence.ulysses, group=policy.group))
         fill_adapters(policy.lm)
         for packing in (True, False) if args.sp_size == 1 else (True,):
             policy.packed = packing
             if args.sp_size == 1:
                 policy.lm.set_attn_implementation("packed" if packing else "sdpa")
             for budget in (70, 100_000):
-                args = sft.replace(args, max_tokens_per_microbatch=budget)
+                args = replace(args, max_tokens_per_microbatch=budget)
                 optimizer = Capture(trained(policy), lr=1.0)
                 found = sft.update(policy, optimizer, make_rows(), args)
                 loss = sft.evaluate(policy, make_rows(), args)["val/loss"]
                 results[name, slices, packing, budget] = [found["train/loss"], loss], optimizer.grads
-        args = sft.replace(args, grad_clip=1e-3)
+        args = replace(args, grad_clip=1e-3)
         found = sft.update(policy, optimizer, make_rows(), args, step=3, total_steps=10)
         results[name, slices, "clipped"] = found["train/grad_norm"], optimizer.grads
         if name == "adalora":
@@ -182,8 +185,7 @@ def main(model, out, sp_size, *kinds):
             results["kept"] = kept, found["train/lora_ranks"]
         if dist.get_world_size() == 1:
             lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-            adapt = sft.add_adaptive_adapters if name == "adalora" else sft.add_adapters
-            adapt(lm, args)
+            sft.adapters_of(args)(lm)
             fill_adapters(lm)
             results[name, "naive"] = naive(lm)
     if dist.get_rank() == 0:

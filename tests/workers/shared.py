@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from algos import grpo
+from system.batches import token_logps
 
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
@@ -56,10 +56,10 @@ def fill_adapters(lm):
             p.data.copy_(distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x)
 
 
-def gap(policy, args, rows):
+def gap(policy, rows, temperature):
     """Largest difference of the log-probs of sampled tokens, sampler against trainer."""
     with torch.no_grad():
-        logp_nt, _ = grpo.token_logps(policy, rows, args)
+        logp_nt, _ = token_logps(policy, rows, temperature)
     ours = torch.cat([logp_t[: row["length"]] for row, logp_t in zip(rows, logp_nt)])
     return (ours - torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])).abs().max().item()
 

@@ -22,24 +22,24 @@ def sampled_gap(engine, policy, args, temperature):
     sampling = dict(temperature=temperature, max_tokens=12, stop_token_ids=[1])
     with grpo.awake(engine, [policy], None, args, {}):
         rows = grpo.rollout(engine, args, prompts * args.tp_size, 1, 1, **sampling)
-    return gap(policy, dataclasses.replace(args, temperature=temperature), rows)
+    return gap(policy, rows, temperature)
 
 
-def learn(policy, args, optimizer, response):
+def learn(policy, optimizer, response):
     """A step towards a response."""
-    logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[8, 9, 10], response_ids=response)], args)
+    logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[8, 9, 10], response_ids=response)])
     (-logp_nt.sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def forgets_to_merge(engine, lm, args, sync_weights=grpo.sync_weights):
+def forgets_to_merge(engine, lm, sees_images, sync_weights=grpo.sync_weights):
     layers = [m for m in lm.modules() if hasattr(m, "lora_A")]
     before = [layer.scaling["default"] for layer in layers]
     assert len(layers) == 2 * 7
     for layer in layers:
         layer.scaling["default"] = 0.0
-    sync_weights(engine, lm, args)
+    sync_weights(engine, lm, sees_images)
     for layer, scaling in zip(layers, before, strict=True):
         layer.scaling["default"] = scaling
 
@@ -51,11 +51,11 @@ def main(model, tp_size):
     engine = grpo.build_engine(args, device)
     shared_memory = [*Path("/dev/shm").glob(f"{os.getppid()}-*")]
     assert not shared_memory, f"it would stay behind: {shared_memory}"
-    policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
+    policy = grpo.load_model(args, mesh, device, None, grpo.adapters_of(args))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
 
     gaps = {"start": sampled_gap(engine, policy, args, 1.0)}
-    learn(policy, args, optimizer, [20, 21, 22])
+    learn(policy, optimizer, [20, 21, 22])
     sync_weights, grpo.sync_weights = grpo.sync_weights, lambda *_: None
     gaps["stale"] = sampled_gap(engine, policy, args, 1.0)
     grpo.sync_weights = sync_weights
@@ -73,10 +73,10 @@ def main(model, tp_size):
     assert not any(set(EOS) & set(row["response_ids"][:-1]) for row in ended)
     # adapters, after a step that gives them something to say
     adapted = dataclasses.replace(args, lora_rank=4)
-    policy = grpo.load_model(adapted, mesh, device, grpo.add_adapters, grpo.TokenLogps)
+    policy = grpo.load_model(adapted, mesh, device, None, grpo.adapters_of(adapted))
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):
-        learn(policy, args, optimizer, [30, 31, 32])
+        learn(policy, optimizer, [30, 31, 32])
     gaps["LoRA"] = sampled_gap(engine, policy, args, 1.0)
     grpo.sync_weights = forgets_to_merge
     gaps["not merged"] = sampled_gap(engine, policy, args, 1.0)
