@@ -274,3 +274,21 @@ def make_args(script, **flags):
 def each(*scripts):
     """A test runs once for each script: a copy may leave lines out."""
     return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+
+
+def load_policy(script, args, mesh):
+    """The policy of a trainer, on a CPU."""
+    name = script.__name__.removeprefix("algos.")
+    device = torch.device("cpu")
+    if name == "rm":
+        return script.load_model(args, mesh, device, 0)
+    trained = script.adapters_of(args)
+    if name == "grpo":
+        return script.load_model(args, mesh, device, None, trained)
+    if name == "sft":
+        return script.load_model(args, mesh, device, None)
+    if name == "agent":
+        return script.load_model(args, mesh, device, trained)
+    if name in ("ppo", "distill"):
+        return script.load_model(args, args.model, mesh, device, trained, script.TokenLogps)
+    return script.load_model(args, mesh, device)

@@ -6,17 +6,16 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import changed, load_weights
+from conftest import changed, load_policy, load_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from algos import grpo, grpo_nano
 from data_prep.tiny_model import make_tokenizer
 from system import checkpoints
+from system.batches import token_logps
 from system.files import model_content
+from system.model import whole_weights
 from tests import families
-
-TRAINERS = grpo, dapo, ppo, agent, distill, sft, dpo, rm
-ARGS = grpo.Args(model="", train_files=(), output_dir="")
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +29,12 @@ def model(tmp_path_factory):
 
 def load(mesh, model, **flags):
     args = grpo.Args(model=model, train_files=(), attn_implementation="sdpa", **dict(output_dir="") | flags)
-    return args, grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
+    return args, load_policy(grpo, args, mesh)
 
 
 def logps(policy):
     rows = [dict(prompt_ids=[7, 8, 9], response_ids=[30, 40, 50, 60])]
-    return grpo.token_logps(policy, rows, ARGS)[0].detach()
+    return token_logps(policy, rows)[0].detach()
 
 
 @pytest.mark.parametrize("family", ("llama", "deepseek_v3"))
@@ -44,8 +43,8 @@ def test_whole_weights_are_those_of_the_files(mesh, model, family):
     expected = load_weights(model(family))
     _, policy = load(mesh, model(family))
     assert any("bias" in name for name, _ in policy.lm.named_buffers()) == (family == "deepseek_v3")
-    for script, dtype in product(TRAINERS, (torch.float32, torch.bfloat16)):
-        found = [*script.whole_weights(policy.lm, dtype)]
+    for whole, dtype in product((whole_weights, grpo_nano.whole_weights), (torch.float32, torch.bfloat16)):
+        found = [*whole(policy.lm, dtype)]
         assert sorted(name for name, _ in found) == sorted(expected)
         for name, x in found:
             kept = x.dtype is torch.float32 and name.endswith("bias")  # a buffer is not cast
@@ -62,7 +61,7 @@ def test_half_precision_is_trained_in_float32_and_saved_as_it_came(mesh, model, 
     files, optimizer = load_weights(half), torch.optim.AdamW(policy.parameters())
     for name, x in policy.lm.named_parameters():
         assert x.dtype is torch.float32 and torch.equal(x.full_tensor(), files[name].float()), name
-    parts = dict(hf=policy.lm), optimizer, make_tokenizer(), grpo.whole_weights
+    parts = dict(hf=policy.lm), optimizer, make_tokenizer(), whole_weights
     checkpoints.write_checkpoint(tmp_path, args.model, 0, dict(step=1), *parts)
     hf = tmp_path / "checkpoints/latest/hf"
     assert not changed(half, hf) and {x.dtype for x in load_weights(hf).values()} == {torch.bfloat16}
@@ -77,20 +76,22 @@ def run(mesh, model, tmp_path):
     trained = lambda policy: [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
     for _ in range(2):
-        logp_nt, _ = grpo.token_logps(policy, [dict(prompt_ids=[7], response_ids=[30, 40])], ARGS)
+        logp_nt, _ = token_logps(policy, [dict(prompt_ids=[7], response_ids=[30, 40])])
         logp_nt.sum().backward()
         optimizer.step()
 
     def save(step, **state):
         trained = dict(hf=policy.lm)
-        parts = trained, optimizer, make_tokenizer(), grpo.whole_weights
+        parts = trained, optimizer, make_tokenizer(), whole_weights
         checkpoints.write_checkpoint(tmp_path, args.model, 2, dict(state, step=step), *parts)
 
     def again():
         """A new run from `latest` -> the state, then weights and moments of both."""
         _, other = load(mesh, model("llama"), **dict(lora_rank=4, seed=2))
         resumed = torch.optim.AdamW(trained(other), lr=1e-2)
-        state = checkpoints.load_checkpoint(tmp_path / "checkpoints/latest", dict(hf=other.lm), resumed)
+        path = tmp_path / "checkpoints/latest"
+        state = checkpoints.read_state(path)
+        checkpoints.load_checkpoint(path, dict(hf=other.lm), resumed)
         return state, *((trained(x), [*y.state.values()]) for x, y in ((policy, optimizer), (other, resumed)))
 
     return save, again, tmp_path / "checkpoints"

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, each, load_weights, make_args, metrics, run
+from conftest import ROOT, each, load_policy, load_weights, make_args, metrics, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, quantize, rm, sft
 from system.families import auto_class, dequantised
+from system.model import read_config
 from tests import families
 
 TRAINERS = agent, dapo, distill, dpo, grpo, ppo, rm, sft
@@ -52,7 +53,7 @@ def test_what_quantize_py_writes_is_trained_again(scheme, error, mesh, tmp_path)
     families.write("qwen3", tmp_path / "whole")
     quantize.main(quantize.Args(str(tmp_path / "whole"), str(tmp_path / scheme), scheme=scheme))
     args = grpo.Args(model=str(tmp_path / scheme), train_files=(), output_dir="", attn_implementation="sdpa")
-    policy = grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
+    policy = load_policy(grpo, args, mesh)
     weights = dict(grpo.whole_weights(policy.lm, torch.float32))
     for name, x in load_weights(tmp_path / "whole").items():
         assert (weights[name] - x).norm() < error * x.norm(), name
@@ -102,9 +103,8 @@ def test_a_form_inside_the_text_config(tmp_path):
         dequantised(AutoConfig.from_pretrained(tmp_path))
     config["text_config"]["quantization_config"] = dict(quant_method="fp8")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    args = grpo.Args(model=str(tmp_path), train_files=(), output_dir="")
     assert dequantised(AutoConfig.from_pretrained(tmp_path))["quantization_config"].dequantize
-    assert "quantization_config" not in str(grpo.read_config(args)[0].to_dict())
+    assert "quantization_config" not in str(read_config(tmp_path).to_dict())
 
 
 def test_files_that_lack_weights_are_one_line(models, mesh, tmp_path):
@@ -116,4 +116,4 @@ def test_files_that_lack_weights_are_one_line(models, mesh, tmp_path):
     args = grpo.Args(model=str(tmp_path), train_files=(), output_dir="", attn_implementation="sdpa")
     line = "its files lack weights of the model, 1 in all, such as model.layers.1.mlp.up_proj.weight"
     with pytest.raises(SystemExit, match=line):
-        grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
+        load_policy(grpo, args, mesh)

@@ -2,19 +2,19 @@
 
 import sys
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import each, load_weights, make_args
+from conftest import each, load_policy, load_weights, make_args
 from transformers import AutoConfig, LlamaConfig
 
 from algos import agent, dapo, distill, dpo, generate, grpo, ppo, quantize, rm, sft
 from system import attention
 from system.families import hf_overrides
+from system.model import freeze, whole_weights
 from tests import families
 
 NO_TOOLS = SimpleNamespace(tools=[], parser=None, calls_tools=False)  # in place of an EnvPool
@@ -40,7 +40,7 @@ def test_a_reward_model_writes_no_text(script, tmp_path):
         elif script is quantize:
             quantize.main(quantize.Args(str(tmp_path), str(tmp_path / "out")))
         else:
-            script.check_model(config, make_args(script, model=str(tmp_path)))
+            script.check_model(str(tmp_path), "sdpa", freeze)
 
 
 @each(*SAMPLED, sft, dpo, rm)
@@ -50,11 +50,11 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
     whole = families.build("qwen3_moe").bfloat16()
     whole.config.dtype = torch.bfloat16
     whole.save_pretrained(tmp_path)
-    wrap = getattr(script, "TokenLogps", None) or script.Scorer
-    how = dict(mesh=mesh, device=torch.device("cpu"), set_trained=script.add_adapters, root=wrap)
-    load = partial(script.load_model, **how)
     flags = dict(lora_rank=2, attn_implementation="sdpa")
-    policies = [load(make_args(script, model=str(tmp_path), seed=seed, **flags)).lm for seed in (1, 1, 2)]
+    policies = []
+    for seed in (1, 1, 2):
+        args = make_args(script, model=str(tmp_path), seed=seed, **flags)
+        policies.append(load_policy(script, args, mesh).lm)
     assert policies[0].config.dtype == torch.bfloat16  # of hf/
     for p in policies[0].parameters():
         assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16)
@@ -64,8 +64,8 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
     for name, p in lm.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(p.detach().to_local(), std=0.1)
-    assert {x.dtype for _, x in script.whole_weights(lm, torch.bfloat16)} == {torch.bfloat16}
-    weights = dict(script.whole_weights(lm, torch.float32))
+    assert {x.dtype for _, x in whole_weights(lm, torch.bfloat16)} == {torch.bfloat16}
+    weights = dict(whole_weights(lm, torch.float32))
     assert weights.keys() ^ files.keys() == ({"score.weight", "lm_head.weight"} if script is rm else set())
     for name in weights.keys() & files.keys():
         expected = files[name].float()
@@ -79,9 +79,8 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
 @each(*SAMPLED, sft, dpo, rm)
 def test_text_alone_does_not_train_encoders(script, mesh, tmp_path):
     families.write("mistral3", tmp_path)
-    wrap = getattr(script, "TokenLogps", None) or script.Scorer
     args = make_args(script, model=str(tmp_path), attn_implementation="sdpa")
-    lm = script.load_model(args, mesh, torch.device("cpu"), script.add_adapters, wrap).lm
+    lm = load_policy(script, args, mesh).lm
     trained = {
         name: "language_model." in name or name.startswith(("lm_head", "score")) for name in lm.state_dict()
     }
@@ -157,7 +156,7 @@ def test_more_ranks_than_gpus(monkeypatch):
 def test_a_model_that_a_layout_changes_is_not_trained(script, kernel, cause, mesh, tmp_path, monkeypatch):
     families.write("llama", tmp_path)
     args = make_args(script, model=str(tmp_path), attn_implementation=kernel)
-    policy = script.load_model(args, mesh, torch.device("cpu"), *([0] if script is rm else []))
+    policy = load_policy(script, args, mesh)
     check = script.check_scores if script is rm else script.check_layout
     pair = dict(prompt_ids=[9, 30], chosen_ids=[31, 32, 33], rejected_ids=[40, 41])
     pair |= dict(chosen_trained=[True] * 3, rejected_trained=[True] * 2)

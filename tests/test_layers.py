@@ -3,15 +3,16 @@
 import pytest
 import torch
 from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
-from test_packing import Gpu, flash
+from test_batches import Gpu, flash
 from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from algos import grpo
 from system import families
 from system.attention import packed_attention, states_apart
+from system.batches import token_logps
 from system.gpu import move, prepare_layers
+from system.model import TokenLogps
 
 SIZES = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
 SIZES["vocab_size"] = 64
@@ -113,6 +114,7 @@ def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
         monkeypatch.setitem(FAMILIES, family, MORE[family])
     monkeypatch.setattr(varlen, "varlen_attn", flash)
     AttentionInterface.register("on_a_gpu", on_a_gpu)
+    AttentionInterface.register("packed", packed_attention)
     lm = build(family)
     config = lm.config
     assert bool(families.special_layers(config)) == (family not in PACKED)
@@ -121,14 +123,13 @@ def test_texts_share_a_row_where_the_layers_let_them(family, monkeypatch):
     prompts = [[*range(3, 12)]] * 3 + [[5, 9], [*range(20, 31)], [4]]
     responses = [[*range(40, 47)], [60, 61], [7] * 9, [*range(8, 20)], [33], [*range(3, 60)]]
     rows = [dict(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
-    args = grpo.Args(model="", train_files=(), output_dir="")
     if family not in PACKED:
-        prepare_layers(lm, args.gradient_checkpointing, eager=states_apart(lm))
+        prepare_layers(lm, "full", eager=states_apart(lm))
     found = []
     for attention in ("sdpa", "packed", "on_a_gpu")[: 2 + (family in PACKED)]:
         lm.set_attn_implementation(attention)
-        policy = grpo.TokenLogps(lm, packed=attention != "sdpa")
-        logp_nt, entropy_nt = grpo.token_logps(policy, rows, args)
+        policy = TokenLogps(lm, packed=attention != "sdpa")
+        logp_nt, entropy_nt = token_logps(policy, rows)
         (logp_nt + entropy_nt).sum().backward()
         grads = [p.grad for p in lm.parameters() if p.grad is not None]
         found.append([logp_nt.detach(), entropy_nt.detach(), *grads])
@@ -144,7 +145,7 @@ def test_a_shared_prompt_costs_a_state_no_memory(family, recompute, monkeypatch)
     """30 responses to a prompt of 60 tokens, 2,010 with it each time, in a row of 210: as a text of 210."""
     lm = build(family)
     prepare_layers(lm, recompute, eager=states_apart(lm))
-    args, calls, found, saved = grpo.Args(model="", train_files=(), output_dir=""), [], [], []
+    calls, found, saved = [], [], []
     for layer in lm.modules():
         if any(isinstance(x, torch.nn.Conv1d) for x in layer.children()):
             into = next(x for x in layer.children() if isinstance(x, torch.nn.Linear))
@@ -155,10 +156,10 @@ def test_a_shared_prompt_costs_a_state_no_memory(family, recompute, monkeypatch)
         lm.set_attn_implementation(attention)
         lm.zero_grad()
         calls.clear()
-        policy, held = grpo.TokenLogps(lm, packed=attention == "packed"), []
+        policy, held = TokenLogps(lm, packed=attention == "packed"), []
         keep = lambda x, held=held: held.append(x.nbytes) or x
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            logp_nt, _ = grpo.token_logps(policy, rows, args)
+            logp_nt, _ = token_logps(policy, rows)
         logp_nt.sum().backward()
         saved.append((sum(held), max(calls)))
         found.append([logp_nt.detach(), *(p.grad for p in lm.parameters())])

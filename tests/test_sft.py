@@ -47,7 +47,7 @@ def trained_tokens(rows):
 
 def loss_of(lm, rows):
     """The loss of plain rows, all of whose response tokens are trained."""
-    [logp_nt] = sft.token_logps(sft.TokenLogps(lm), rows, make_args())
+    [logp_nt] = sft.token_logps(sft.TokenLogps(lm, entropy=False), rows)
     return sft.sft_loss(logp_nt, 1, trained_tokens(rows)).item()
 
 
@@ -56,10 +56,10 @@ class Spy(torch.nn.Module):
 
     def __init__(self, packed):
         super().__init__()
-        self.weight, self.packed = torch.nn.Parameter(torch.zeros(())), packed
+        self.weight, self.packed, self.processor = torch.nn.Parameter(torch.zeros(())), packed, None
         self.lm = SimpleNamespace(config=LlamaConfig())
 
-    def forward(self, where, target, args, input_ids, **layout):
+    def forward(self, where, target, temperature, input_ids, **layout):
         self.asked = [input_ids.flatten()[p + 1].item() for p in where], target.tolist()
         return [torch.zeros(len(target))]
 
@@ -73,7 +73,7 @@ def test_response_and_eos_are_trained_and_nothing_else(pad, packed):
     rows = [sft.split(*sft.encode([{"role": "user", "content": q}], a, tokenizer)) for q, a in questions]
     assert tokenizer.decode(rows[1]["prompt_ids"]) == PROMPT
     assert tokenizer.decode(rows[1]["response_ids"]) == RESPONSE and all(rows[1]["trained"])
-    sft.token_logps(spy, rows, make_args())
+    sft.token_logps(spy, rows)
     at_next_position, target = spy.asked
     assert tokenizer.decode(target) == "3<|eos|>" + RESPONSE + "<|eos|>"  # an empty response is its EOS
     assert at_next_position == target
@@ -302,9 +302,10 @@ def test_sigint_saves(tiny, arithmetic, tmp_path):
     assert load_weights(hf(tmp_path / "run"))
 
 
-def test_heads_that_ranks_do_not_divide(tiny):
+def test_heads_that_ranks_do_not_divide(tiny, monkeypatch):
     config = AutoConfig.from_pretrained(tiny)
     config.num_attention_heads = 9
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda model: config)
     line = "9 attention heads, which --sp_size 2 does not divide: take --sp_attention ring$"
     with pytest.raises(SystemExit, match=line):
-        sft.check_model(config, make_args(sp_size=2))
+        sft.refuse_model(make_args(sp_size=2))

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from algos.variants import load_loss
 from tests import families
+from tests.conftest import load_policy
 
 
 class Capture(torch.optim.SGD):
@@ -35,21 +37,21 @@ def sampled_rows():
 def case(script, model, mesh):
     """-> the model, its flags, and a function of (optimizer, flags) that takes one optimizer step."""
     flags = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa")
-    device, text = torch.device("cpu"), dict(prompt_ids=[7, 8], response_ids=[30, 40], trained=[True] * 2)
+    text = dict(prompt_ids=[7, 8], response_ids=[30, 40], trained=[True] * 2)
     if script is sft:
         args = sft.Args(**flags)
-        policy = sft.load_policy(args, mesh, device)
+        policy = load_policy(sft, args, mesh)
         return policy, args, partial(sft.update, policy, rows=[text])
     if script is dpo:
         args = dpo.Args(**flags)
         row = dict(prompt_ids=[7, 8], chosen_ids=[30, 40], rejected_ids=[50], tokens=[2, 1])
         row |= dict(chosen_trained=[True] * 2, rejected_trained=[True], reference=[-9.0, -5.0])
-        policy = dpo.load_policy(args, mesh, device)
+        policy = load_policy(dpo, args, mesh)
         return policy, args, partial(dpo.update, policy, rows=[row])
     if script is rm:
         args = rm.Args(**flags)
         row = dict(chosen_ids=[7, 8, 30], rejected_ids=[7, 8], margin=0.0)
-        policy = rm.load_policy(args, mesh, device, 0)
+        policy = load_policy(rm, args, mesh)
         return policy, args, partial(rm.update, policy, rows=[row])
     flags |= dict(ppo_mini_batch_size=1, group_size=2, clip_ratio_low=0.2, clip_ratio_high=0.2)
     if script is agent:
@@ -59,17 +61,18 @@ def case(script, model, mesh):
     if script in (grpo, dapo, agent):
         flags |= dict(loss_agg="token-mean")
     args = script.Args(**flags)
+    policy = load_policy(script, args, mesh)
+    mini_batches, *_ = script.distribute(sampled_rows(), 1, 8192, policy.packed)
     if script is distill:
-        policy, _ = distill.load_models(args, mesh, device)
-    elif script is dapo:
-        policy = dapo.load_policy(args, mesh, device)
+        return policy, args, partial(distill.update_actor, policy, None, mini_batches=mini_batches)
+    args, token_loss = load_loss(args, clip=script.policy_loss)
+    if script is agent:
+        loss = partial(agent.batch_loss, args, token_loss)
     else:
-        policy = script.load_model(args, mesh, device, script.add_adapters, script.TokenLogps)
-    mini_batches, *_ = script.distribute(sampled_rows(), policy.packed, args)
+        loss = partial(script.actor_loss, args, token_loss)
     if script is ppo:
-        how = dict(mini_batches=mini_batches, token_loss=ppo.actor_loss, name="actor")
-        return policy, args, partial(ppo.update, policy, **how)
-    return policy, args, partial(script.update_actor, policy, mini_batches=mini_batches)
+        return policy, args, partial(ppo.update, policy, mini_batches=mini_batches, loss=loss, name="actor")
+    return policy, args, partial(script.update_actor, policy, mini_batches=mini_batches, loss=loss)
 
 
 @pytest.fixture(scope="module")

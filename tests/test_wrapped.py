@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, changed, cut_back, healthy, load_weights, run, same
+from conftest import ROOT, changed, cut_back, healthy, load_policy, load_weights, run, same
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from algos import grpo, ppo, rm
@@ -109,7 +109,7 @@ def test_text_alone_freezes_the_encoders(family, models):
     assert frozen and not any(part in name for name in frozen for part in INSIDE)
     for name, _ in lm.named_parameters():
         assert any(part in name for part in INSIDE) == (name not in frozen), name
-    grpo.add_adapters(adapted, args)
+    grpo.adapters_of(args)(adapted)
     layers = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")]
     assert layers and all("language_model." in name and "router" not in name for name in layers)
 
@@ -130,7 +130,7 @@ def test_weights_that_the_configuration_ties_wrongly(models, mesh, tmp_path):
     (out / "config.json").write_text(json.dumps(config))
     assert AutoConfig.from_pretrained(out).tie_word_embeddings
     args = grpo.Args(model=str(out), train_files=(), output_dir="", attn_implementation="sdpa")
-    policy = grpo.load_model(args, mesh, torch.device("cpu"), grpo.add_adapters, grpo.TokenLogps)
+    policy = load_policy(grpo, args, mesh)
     whole, files = dict(grpo.whole_weights(policy.lm, torch.float32)), load_weights(out)
     assert whole.keys() == files.keys() and all(torch.equal(whole[name], x) for name, x in files.items())
     assert not policy.lm.config.tie_word_embeddings
@@ -145,8 +145,8 @@ def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_p
     attention = dict(attn_implementation="eager" if family == "mamba2" else "sdpa")  # which has none
     args = rm.Args(model=str(models / family), train_files=(), output_dir="", **attention)
     config = AutoConfig.from_pretrained(args.model)
-    rm.check_model(config, args)
-    scorer = rm.load_policy(args, mesh, torch.device("cpu"), 0).lm
+    rm.check_classifier(config, args)
+    scorer = load_policy(rm, args, mesh).lm
     causal = auto_class(config).from_pretrained(models / family)
     theirs = decoder(causal).state_dict()
     for name, x in decoder(scorer).state_dict().items():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import varlen
 
+from system import batches
 from system.attention import packed_attention, segment_attention
 from system.batches import balance, one_row, split_micro_batches
 
@@ -155,3 +156,86 @@ def test_some_families_need_another_kernel():
     """Gemma 4's global heads and DeepSeek's narrow values are among them."""
     sizes = {*chain(*DEFAULTS.values())}
     assert (512, 512) in sizes and any(q != v for q, v in sizes)
+
+
+def test_every_rank_runs_as_many_micro_batches(monkeypatch):
+    """Another rank has three: the third is empty here, and the last one reduces over HSDP's replicas."""
+    monkeypatch.setattr(batches, "all_reduce", lambda values, op: [max(3.0, *values)])
+    asked = []
+    model = SimpleNamespace(set_requires_all_reduce=asked.append)
+    assert list(batches.on_every_rank(model, [[0, 3], [1, 2]])) == [[0, 3], [1, 2], []]
+    assert asked == [False, False, True]
+    monkeypatch.setattr(batches, "all_reduce", lambda values, op: values)
+    assert list(batches.on_every_rank(model, [])) == [[]]  # no rank has any: the step still runs
+
+
+def make_rows():
+    """Four prompts with three responses each."""
+    lengths = [1, 4, 2, 3, 1, 1, 2, 2, 4, 1, 3, 4]
+    rows = []
+    for i, length in enumerate(lengths):
+        mask_t = np.arange(length) != 1  # the second token is an environment's
+        rows.append(dict(number=i, group=i // 3, prompt_length=2 + i // 3, length=length, mask_t=mask_t))
+    rows[5]["mask_t"][:] = False
+    return rows
+
+
+def deal(monkeypatch, rows, ranks, updates=2):
+    """What each rank gets."""
+    monkeypatch.setattr(batches.dist, "get_world_size", lambda: ranks)
+    dealt = []
+    for rank in range(ranks):
+        monkeypatch.setattr(batches.dist, "get_rank", lambda rank=rank: rank)
+        dealt.append(batches.distribute(rows, updates, 28, packed=True))
+    return dealt
+
+
+def test_rows_are_dealt_once_each_in_their_own_mini_batch(monkeypatch):
+    """Two ranks, two mini-batches of two prompts; 7 tokens share a sequence."""
+    rows = make_rows()
+    dealt = deal(monkeypatch, rows, ranks=2)
+    for step, (first, second) in enumerate(zip(dealt[0][0], dealt[1][0], strict=True)):
+        sequences = first[0] + second[0]
+        numbers = sorted([row["number"] - 6 * step for row in sequence] for sequence in sequences)
+        assert numbers == ([[0, 1], [2], [3, 4], [5]], [[i] for i in range(6)])[step]
+        assert first[0] and second[0]
+        assert first[1] == second[1] == [(8, 5), (11, 6)][step]  # tokens and responses that are trained
+    for rank, (mini_batches, own_rows, load) in enumerate(dealt):
+        sequences = [sequence for own, _ in mini_batches for sequence in own]
+        assert own_rows == [row for sequence in sequences for row in sequence]
+        assert load[rank] == sum(map(batches.token_count, sequences))
+    assert dealt[0][2] == dealt[1][2]
+    assert batches.token_count(rows[3:5]) == 3 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("without", "left"), (((0,), {1, 2, 3}), ((0, 1), {0, 2, 3}), ((0, 1, 2, 3), {0, 2}))
+)
+def test_groups_without_a_gradient_are_left_out(monkeypatch, without, left):
+    """One stays for the check of the sampler where all have none."""
+    rows = [row | dict(no_grad=row["group"] in without) for row in make_rows()]
+    [(mini_batches, own_rows, _)] = deal(monkeypatch, rows, ranks=1)
+    assert {row["group"] for row in own_rows} == left
+    assert [totals for _, totals in mini_batches] == [(8, 5), (11, 6)]  # all count
+    rows = [row | dict(no_grad=row["number"] == 0) for row in rows]  # one response, at the mean
+    assert len(deal(monkeypatch, rows, ranks=1)[0][1]) == 12
+
+
+def test_rows_that_are_added_are_no_further_step(monkeypatch):
+    """A replay of old rows: as many optimizer steps, each with more rows."""
+    rows = make_rows()
+    old = [row | dict(group=row["group"] + 4) for row in rows[:6]]
+    [(mini_batches, own_rows, _)] = deal(monkeypatch, rows + old, ranks=1)
+    assert len(mini_batches) == 2 and len(own_rows) == 18
+    assert [sum(len(sequence) for sequence in own) for own, _ in mini_batches] == [9, 9]
+
+
+def test_a_column_that_some_rows_lack_is_one_line(monkeypatch):
+    rows = make_rows()
+    rows[7]["old_logp_t"] = np.zeros(2)
+    line = "1 of 12 rows have old_logp_t: give it to all rows of a step, or to none"
+    with pytest.raises(SystemExit, match=line):
+        deal(monkeypatch, rows, ranks=1)
+    with pytest.raises(SystemExit, match=line):
+        batches.collate(rows, "cpu")
+    assert not batches.collate([], "cpu")["anything_nt"].numel()
