@@ -775,12 +775,12 @@ def partial_rollout(engine, args, prompts, unfinished, step, enough, **sampling)
         else:
             unfinished += group
     [used] = all_reduce([used / args.tp_size])
-    # each group whole on a rank, for the reward
-    return list(chain.from_iterable(whole[dist.get_rank() :: world])), unfinished, (used, room)
+    rows = list(chain.from_iterable(whole[dist.get_rank() :: world]))  # the reward may see groups
+    return rows, unfinished, (used, room)
 
 
 def as_state(progress):
-    """Progress for trainer_state.json: the bytes of its arrays as text."""
+    """Progress for trainer_state.json."""
     state = dict(vars(progress))
     for name in ("surplus", "unfinished"):
         state[name] = [as_json(row) for row in state[name]]
@@ -796,6 +796,7 @@ def read_progress(state):
 
 
 def as_json(row):
+    """A row with the bytes of its arrays as text."""
     row = dict(row)
     for name in ARRAYS:
         row[name] = base64.b64encode(row[name].tobytes()).decode()
@@ -803,6 +804,7 @@ def as_json(row):
 
 
 def from_json(row):
+    """A row of `as_json`."""
     row = dict(row)
     for name, dtype in ARRAYS.items():
         row[name] = np.frombuffer(base64.b64decode(row[name]), dtype).copy()
@@ -814,9 +816,12 @@ def dropped_shares(sampled):
     right = 0
     wrong = 0
     for row in sampled:
-        if not row["keep"]:
-            right += row["acc"] > 0
-            wrong += row["acc"] <= 0
+        if row["keep"]:
+            continue
+        if row["acc"] > 0:
+            right += 1
+        else:
+            wrong += 1
     rows = max(len(sampled), 1)
     return right / rows, wrong / rows
 

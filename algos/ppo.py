@@ -338,9 +338,10 @@ def advantages(rows, kl_coef, critic_lam, args):
     The rows get adv_t and return_t.
     """
     names = ["mask_t", "value_t"]
-    if args.kl_coef:
+    if args.kl_coef:  # without it only some rows have old_logp_t
         names += ["old_logp_t", "ref_logp_t"]
-    batch = collate([{name: row[name] for name in names} for row in rows], "cpu")
+    columns = [{name: row[name] for name in names} for row in rows]
+    batch = collate(columns, "cpu")
     mask_nt = batch["mask_nt"].bool()
     value_ntq = batch["value_nt"].reshape(*mask_nt.shape, args.value_quantiles)
     value_nt = value_ntq.mean(-1)

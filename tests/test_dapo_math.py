@@ -64,48 +64,41 @@ def test_draw_goes_through_the_data_epoch_by_epoch():
     assert dapo.draw(data, 2, 0, 15) != whole
 
 
-def make_row(n, gap=0.0, **more):
+def make_row(n, gap=0.0, older=False):
     """A row of n tokens, whose log-probs in the sampler are by `gap` below the trainer's."""
-    row = dict(mask_t=np.ones(n, bool), older_t=np.zeros(n, bool), old_logp_t=torch.full((n,), -1.0))
-    return row | dict(rollout_logp_t=np.full(n, -1 - gap, np.float32)) | more
+    row = dict(mask_t=np.ones(n, bool), older_t=np.full(n, older), old_logp_t=torch.full((n,), -1.0))
+    return row | dict(rollout_logp_t=np.full(n, -1 - gap, np.float32))
 
 
 def test_surplus_groups_are_not_the_sampler_of_this_step(monkeypatch):
     """Other weights sampled them, or some of their tokens: no disagreement, but their weights count."""
     monkeypatch.setattr(sampler, "all_reduce", lambda values, *_: [float(x) for x in values])
-    args = dapo.Args(model="", train_files=(), output_dir="")
-
-    def check(*rows):
-        return sampler.check_sampler(rows, partial(dapo.rollout_weights, args), 1e-4, 1)
-
-    new = make_row(1)
-    old = make_row(4, gap=math.log(1.5), older_t=np.ones(4, bool))
-    old["mask_t"][3] = False  # an environment's
-    old["rollout_logp_t"][3] = 9.0
-    metrics = check(new, old)
+    weigh = partial(dapo.rollout_weights, dapo.Args(model="", train_files=(), output_dir=""))
+    old = make_row(4, gap=math.log(1.5), older=True)
+    old["mask_t"][3], old["rollout_logp_t"][3] = False, 9.0  # an environment's
+    rows = [make_row(1), old]
+    metrics = sampler.check_sampler(rows, weigh, 1e-4, 1)
     assert metrics["training/rollout_logp_diff_mean"] == metrics["training/rollout_probs_diff_max"] == 0
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 3 * 1.5) / 4)
     effective = 5.5**2 / (1 + 3 * 1.5**2) / 4
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(effective)
-    old["older_t"] = np.array([True, True, False, False])  # one token of these weights
+    old["older_t"][2] = False  # one token of these weights
     with pytest.raises(SystemExit, match="step 1: sampler and trainer differ"):
-        check(new, old)
+        sampler.check_sampler(rows, weigh, 1e-4, 1)
     old["rollout_logp_t"][2] = -1
-    check(new, old)
-    old["rollout_logp_t"][:2] = math.nan  # missing: their ratio is 1
-    assert check(new, old)["rollout_corr/rollout_is_mean"] == 1
+    sampler.check_sampler(rows, weigh, 1e-4, 1)
 
 
 def test_rows_wait_in_the_state_of_a_checkpoint():
-    row = dict(prompt_ids=[5, 6], reward=dict(score=0.5), response_ids=np.array([7, 8, 9], np.int32))
-    row |= dict(mask_t=np.ones(3, bool), step_t=np.array([3, 3, 4], np.int32))
-    row["rollout_logp_t"] = np.array([-1.1, -math.inf, math.nan], np.float32)  # a sampler's, as it gave them
-    progress = dapo.Progress(drawn=9, sampled=1.5, kept=0.5, surplus=[row], unfinished=[row, row])
+    row = dict(prompt_ids=[5, 6], reward=dict(score=0.5), length=3)
+    for name, dtype in dapo.ARRAYS.items():
+        row[name] = np.array([0, 1, 3], dtype)
+    row["rollout_logp_t"][:2] = -math.inf, math.nan  # as a sampler may give them
+    progress = dapo.Progress(drawn=9, kept=0.5, surplus=[row], unfinished=[row, row])
     again = dapo.read_progress(json.loads(json.dumps(dapo.as_state(progress))))
-    assert [again.drawn, again.sampled, again.kept, len(again.unfinished)] == [9, 1.5, 0.5, 2]
+    assert again.drawn == 9 and again.kept == 0.5 and len(again.unfinished) == 2
     for found in again.surplus + again.unfinished:
         assert found.keys() == row.keys()
         for name, value in row.items():
             np.testing.assert_array_equal(found[name], value)
             assert getattr(found[name], "dtype", None) == getattr(value, "dtype", None)
-    assert dapo.read_progress({}) == dapo.Progress()

@@ -16,9 +16,6 @@ from system.metrics import failure_metrics
 ROW = "data_source", "solution_str", "ground_truth"
 
 
-ONE_VALUE = dict(value_quantiles=1, uncertainty_bonus=0.0)
-
-
 def f64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
@@ -56,7 +53,7 @@ def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
     values = f64(0.5, 0.5, 0, 0), f64(0.5, 0)
     rows = [dict(length=len(x), mask_t=np.ones(len(x), bool), value_t=x) for x in values]
     rows = [row | dict(reward=dict(score=1.0)) for row in rows]
-    flags = ONE_VALUE | dict(gamma=1.0, lam=0.9, lam_alpha=0.5, kl_coef=0.0)
+    flags = dict(value_quantiles=1, uncertainty_bonus=0.0, gamma=1.0, lam=0.9, lam_alpha=0.5, kl_coef=0.0)
     monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
     step_nt = ppo.advantages(rows, 0.0, 0.25, SimpleNamespace(**flags))
     # deltas 0 -.5 0 1 and -.5 1: with .5 and 0 -> -.125 -.25 .5 1 and -.5 1
@@ -169,9 +166,9 @@ def judged(monkeypatch, rows, results, **flags):
     """Rows as `ModelRewards` returns them; results: a list a model."""
     found = iter(results)
     monkeypatch.setattr(ppo, "model_scores", lambda *_: next(found))
-    rules = SimpleNamespace(score_responses=lambda rows, tokenizer: rows)
-    models = [None] * len(results)
-    return ppo.ModelRewards(rules, models, models, SimpleNamespace(**flags)).score_responses(rows, None)
+    rules = SimpleNamespace(score_responses=lambda rows, _: rows)
+    manager = ppo.ModelRewards(rules, results, results, SimpleNamespace(**flags))
+    return manager.score_responses(rows, None)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +191,10 @@ def test_model_scores_are_further_rewards(rules, models, weights, expected, monk
 
 
 def test_model_score_without_rules(monkeypatch):
-    for weights, expected in (((), 1.5), ((2.0,), 3.0)):
-        manager = RewardManager("naive", load_rewards(("none",), ()))
-        rows = [dict(reward=manager.score([dict.fromkeys(ROW)])[0])]
-        [row] = judged(monkeypatch, rows, [[{"score": 1.5}]], reward_fn=(), reward_weights=weights)
-        assert row["reward"] == {"score": expected, "score/rules": 0, "score/model": 1.5}
+    manager = RewardManager("naive", load_rewards(("none",), ()))
+    rows = [dict(reward=manager.score([dict.fromkeys(ROW)])[0])]
+    [row] = judged(monkeypatch, rows, [[{"score": 1.5}]], reward_fn=(), reward_weights=(2.0,))
+    assert row["reward"] == {"score": 3.0, "score/rules": 0, "score/model": 1.5}
 
 
 def test_a_failure_of_either_judge_beats_no_wrong_answer_of_its_group(monkeypatch):

@@ -8,13 +8,12 @@ import os
 import sys
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 
-import numpy as np
 import torch.distributed as dist
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import dapo
-from data_prep.lib.images import load_processor
 from system import metrics, run
 
 RIGHT, WRONG, LENGTH = 1, 0, 4  # LENGTH: --max_response_length
@@ -65,28 +64,21 @@ def rollout(engine, args, prompts, step, group_size, **sampling):
     global gen_batches
     gen_batches += 1
     digits = tokenizer.convert_tokens_to_ids(["0", "1"])
-    return [
-        dict(
-            row,
-            sample=g,
-            response_ids=np.full(length, digits[right], np.int32),
-            rollout_logp_t=np.full(length, -4.0, np.float32),
-            mask_t=np.ones(length, bool),
-            prompt_length=len(row["prompt_ids"]),
-            length=length,
-            step_t=np.full(length, step, np.int32),
-            rank=dist.get_rank(),
-            finish_reason="length" if length == LENGTH else "stop",
-        )
-        for row in prompts[dist.get_rank() :: dist.get_world_size()]
-        for g, (right, length) in enumerate(groups[row["index"] % len(groups)])
-    ]
+    rows = dapo.empty_rows(prompts[dist.get_rank() :: dist.get_world_size()], group_size)
+    for row in rows:
+        right, n = groups[row["index"] % len(groups)][row["sample"]]
+        logprobs = SimpleNamespace(logprobs=[-4.0] * n)
+        reason = "length" if n == LENGTH else "stop"
+        ids = [digits[right]] * n
+        output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+        dapo.extend(row, output, step)
+    return rows
 
 
 def main(model, data, out):
     global gen_batches, syncs, groups, tokenizer
     run.leave, leave = lambda _: dist.barrier(), run.leave  # one process for all scenarios
-    tokenizer = load_processor(model)
+    tokenizer = dapo.load_processor(model)
     dapo.setup_distributed = cache(dapo.setup_distributed)
     dapo.build_engine = lambda args, device: None
     metrics.matmul_speed = lambda dtype: 1e12

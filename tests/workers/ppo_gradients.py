@@ -5,8 +5,8 @@ the reward model; how a critic learns a fixed batch; what is in a checkpoint tha
 reads.
 """
 
-import dataclasses
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def prepare(policy, critic, args, kl_coef=0.2, moved=0.0):
     for row in own_rows:
         row["value_t"] = row["value_t"] + moved * (-1.0) ** torch.arange(row["length"])[:, None]
     step_nt = ppo.advantages(own_rows, kl_coef, args.critic_lam or args.lam, args)
-    return mini_batches, ppo.critic_metrics(rows, step_nt, dataclasses.replace(args, reward_model=()))
+    return mini_batches, ppo.critic_metrics(rows, step_nt, replace(args, reward_model=()))
 
 
 def plain_gae(score, value, gamma, lam):
@@ -130,7 +130,7 @@ def updates(policy, critic, args):
 
 def load(args, mesh, device, layout="one_row"):
     """-> policy and critic."""
-    actor, critic = (dataclasses.replace(args, attn_implementation=kernel) for kernel in LAYOUTS[layout])
+    actor, critic = (replace(args, attn_implementation=kernel) for kernel in LAYOUTS[layout])
     policy = ppo.load_model(actor, actor.model, mesh, device, ppo.adapters_of(actor))
     models = policy, ppo.load_critic(critic, mesh, device)
     assert [model.packed for model in models] == [kernel == "sdpa" for kernel in LAYOUTS[layout]]
@@ -143,19 +143,19 @@ def gradients(args, lora, mesh, device):
     for layout in LAYOUTS:
         models = load(args, mesh, device, layout)
         for budget in (70, 200, 100_000):  # 200: two of three responses share a row
-            cut = dataclasses.replace(args, max_tokens_per_microbatch=budget)
+            cut = replace(args, max_tokens_per_microbatch=budget)
             results[budget, layout] = updates(*models, cut)[:2]
     # what the optimizers see, and what is reported, where the norm is far over its bound
-    *results["clipped"], metrics = updates(*models, dataclasses.replace(args, grad_clip=1e-3))
+    *results["clipped"], metrics = updates(*models, replace(args, grad_clip=1e-3))
     results["norms"] = [float(metrics[f"{model}/grad_norm"]) for model in ("actor", "critic")]
     small = dict(max_tokens_per_microbatch=70)
     if dist.get_world_size() == 2:  # every rank has all weights
         replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         models = load(args, replicas, device)
-        results["hsdp"] = updates(*models, dataclasses.replace(args, **small))[:2]
+        results["hsdp"] = updates(*models, replace(args, **small))[:2]
     models = load(lora, mesh, device)
     fill_adapters(models[0].lm)
-    results["lora"] = updates(*models, dataclasses.replace(lora, **small))[:2]
+    results["lora"] = updates(*models, replace(lora, **small))[:2]
     return results
 
 
@@ -165,10 +165,9 @@ def scores(args, mesh, device):
     More texts than fit a micro-batch; only one, so that a second rank has none; without a pad token; with a
     limit of tokens that one text exceeds, and a head that gives NaN for a text that ends in 4.
     """
-    args = dataclasses.replace(args, max_tokens_per_microbatch=30)
-    [name] = args.reward_model
-    model = ppo.load_reward_model(args, name, mesh, device)
-    tokenizer = load_tokenizer(name)
+    args = replace(args, max_tokens_per_microbatch=30)
+    model = ppo.load_reward_model(args, args.reward_model[0], mesh, device)
+    tokenizer = load_tokenizer(args.reward_model[0])
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def score(rows):
@@ -224,25 +223,42 @@ def checkpoint(policy, critic, critic_optimizer, args):
 
 def main(model, critic_model, quantile_critic, reward_model, out):
     device, mesh = setup_distributed()
-    args = ppo.Args(model=model, train_files=(), output_dir=str(Path(out).parent), attn_implementation="sdpa")
-    args = dataclasses.replace(args, critic_model=critic_model, reward_model=(reward_model,), grad_clip=1e9)
-    args = dataclasses.replace(
-        args, max_prompt_length=60, ppo_mini_batch_size=2, group_size=3, max_response_length=64
+    args = ppo.Args(
+        model=model,
+        critic_model=critic_model,
+        reward_model=(reward_model,),
+        train_files=(),
+        output_dir=str(Path(out).parent),
+        max_prompt_length=60,
+        max_response_length=64,
+        ppo_mini_batch_size=2,
+        group_size=3,
+        grad_clip=1e9,
     )
-    plain = dataclasses.replace(args, critic_model=None, reward_model=(), grad_clip=1.0)
-    plain = dataclasses.replace(plain, lora_rank=4, seed=dist.get_world_size())
-    args = dataclasses.replace(args, temperature=0.7, gamma=0.9, lam=0.8, kl_coef=0.2)
-    args = dataclasses.replace(args, entropy_coeff=0.01, clip_ratio_low=0.1, clip_ratio_high=0.3)
-    args = dataclasses.replace(args, cliprange_value=0.2, critic_lam=0.95, lam_alpha=0.2)
-    args = dataclasses.replace(args, positive_nll_coef=0.5)
-    lora = dataclasses.replace(args, lora_rank=4, critic_model=quantile_critic, value_quantiles=3)
-    lora = dataclasses.replace(lora, uncertainty_bonus=0.5)
+    plain = replace(args, critic_model=None, reward_model=(), grad_clip=1.0)
+    plain = replace(plain, lora_rank=4, seed=dist.get_world_size())
+    args = replace(
+        args,
+        temperature=0.7,
+        gamma=0.9,
+        lam=0.8,
+        kl_coef=0.2,
+        entropy_coeff=0.01,
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.3,
+        cliprange_value=0.2,
+        critic_lam=0.95,
+        lam_alpha=0.2,
+        positive_nll_coef=0.5,
+    )
+    lora = replace(args, lora_rank=4, critic_model=quantile_critic, value_quantiles=3)
+    lora = replace(lora, uncertainty_bonus=0.5)
     results = gradients(args, lora, mesh, device) | dict(scores=scores(args, mesh, device))
     policy, critic = load(plain, mesh, device)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
     results["explained"] = fit(policy, critic, optimizer, plain)
     if dist.get_world_size() == 1:
-        eight = dataclasses.replace(plain, value_quantiles=8)
+        eight = replace(plain, value_quantiles=8)
         other = ppo.load_critic(eight, mesh, device)
         other_optimizer = torch.optim.AdamW(other.parameters(), lr=3e-3)
         results["explained_by_quantiles"] = fit(policy, other, other_optimizer, eight)
