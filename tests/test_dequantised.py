@@ -80,9 +80,10 @@ def test_so_are_teachers_critics_and_reward_models(models, tiny, arithmetic):
     tokenizer = grpo.load_processor(str(tiny))
     with pytest.raises(SystemExit, match="has weights in gptq, which cannot be trained"):
         distill.check_teacher(distill.Args(**files, teacher=(refused,)), tokenizer, [])
-    for part in (dict(critic_model=refused), dict(reward_model=(refused,))):
-        with pytest.raises(SystemExit, match="has weights in gptq, which cannot be trained"):
-            ppo.check_models(ppo.Args(**files, **part))
+    with pytest.raises(SystemExit, match="has weights in gptq, which cannot be trained"):
+        ppo.check_critic(ppo.Args(**files, critic_model=refused))
+    with pytest.raises(SystemExit, match="has weights in gptq, which cannot be trained"):
+        ppo.check_reward_models(ppo.Args(**files, reward_model=(refused,)))
 
 
 def test_qlora_wants_whole_weights(models, arithmetic, monkeypatch):

@@ -11,22 +11,21 @@ import torch
 from conftest import each, load_policy, load_weights, make_args
 from transformers import AutoConfig, LlamaConfig
 
-from algos import agent, dapo, distill, dpo, generate, grpo, ppo, quantize, rm, sft
+from algos import agent, dapo, distill, dpo, generate, grpo, grpo_nano, ppo, quantize, rm, sft
 from system import attention
 from system.families import hf_overrides
-from system.model import freeze, whole_weights
+from system.model import freeze, read_config, whole_weights
 from tests import families
 
 NO_TOOLS = SimpleNamespace(tools=[], parser=None, calls_tools=False)  # in place of an EnvPool
 SAMPLED = grpo, dapo, ppo, agent, distill
 
 
-@each(*SAMPLED, sft, dpo, rm)
-def test_no_trainer_has_dropout(script, tmp_path):
+def test_no_trainer_has_dropout(tmp_path):
     """Sampler and trainer would differ, and the first ratio would not be 1."""
     LlamaConfig(attention_dropout=0.5, resid_pdrop=0.5, num_hidden_layers=1).save_pretrained(tmp_path)
-    config, _ = script.read_config(make_args(script, model=str(tmp_path)))
-    assert config.attention_dropout == config.resid_pdrop == 0
+    for config in (read_config(str(tmp_path)), grpo_nano.read_config(str(tmp_path))[0]):
+        assert config.attention_dropout == config.resid_pdrop == 0
 
 
 @each(*SAMPLED, sft, dpo, generate, quantize)

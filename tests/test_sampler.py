@@ -92,7 +92,7 @@ class Sampler:
     """Of vLLM's engine what `rollout` calls: two requests at a time, of which it ends the last one first."""
 
     def __init__(self):
-        self.model_config = SimpleNamespace(hf_config=PreTrainedConfig())
+        self.model_config = SimpleNamespace(hf_config=PreTrainedConfig(), model="tiny")
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))
         self.running, self.seeds = [], {}
         self.has_unfinished_requests = lambda: bool(self.running)

@@ -164,7 +164,7 @@ def test_reward_models_have_the_weights_of_the_model(family, models, mesh, tmp_p
     write_hf(tmp_path, scorer, whole)
     of_ppo = attention | dict(model=str(models / family), reward_model=(str(tmp_path),))
     args = ppo.Args(train_files=(), output_dir="", **of_ppo)
-    [model] = ppo.load_reward_models(args, mesh, torch.device("cpu"))
+    model = ppo.load_reward_model(args, str(tmp_path), mesh, torch.device("cpu"))
     ids = torch.tensor([[5, 9, 7, 30, 6], [6, 8, 11, 0, 0]])
     mask = (ids > 0).long()
     hidden = decoder(causal)(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -13,14 +13,15 @@ from system.run import leave
 def main(model, pairs, out):
     device, mesh = ppo.setup_distributed(1)
     args = ppo.Args(model=model, train_files=(), output_dir="", attn_implementation="sdpa")
-    args = ppo.replace(args, reward_model=(model,))
-    [tokenizer], [judge] = ppo.check_models(args), ppo.load_reward_models(args, mesh, device)
+    args.reward_model = (model,)
+    [tokenizer] = ppo.check_reward_models(args)
+    judge = ppo.load_reward_model(args, model, mesh, device)
     rows = [
         dict(prompt=row["prompt"], sampled=dict(solution_str=row[key][0]["content"]), rank=0)
         for row in load_rows(pairs, ["prompt", "chosen", "rejected"])
         for key in ("chosen", "rejected")
     ]
-    results = ppo.model_scores(judge, tokenizer, rows, args, device)
+    results = ppo.model_scores(judge, tokenizer, rows, args)
     Path(out).write_text(json.dumps(results))
     leave()
 
