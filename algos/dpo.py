@@ -115,7 +115,7 @@ from data_prep.lib.turns import encode_messages, says_nothing
 from system import families
 from system.attention import states_apart
 from system.batches import balance, layout_gap, on_every_rank, pad, split_micro_batches, token_logps
-from system.files import model_content, replacing
+from system.files import digests_of_model, replacing
 from system.gpu import prepare_layers, send
 from system.metrics import speed_metrics, timed
 from system.model import (
@@ -289,7 +289,7 @@ def reference_logps(policy, rows, order, args):
     """
     if args.loss == "simpo" or not rows:
         return np.zeros((len(rows), 2), np.float32)
-    digest = hashlib.sha256(repr(model_content(args.model)).encode())
+    digest = hashlib.sha256(repr(digests_of_model(args.model)).encode())
     for name in ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_trained", "rejected_trained"):
         column = rows.column(name)
         for part in (pc.list_flatten(column), pc.list_value_length(column)):

@@ -72,7 +72,7 @@ from envs.pool import EnvPool
 from rewards.manager import check_environments
 from system import cpu
 from system.families import hf_overrides, takes_images, vllm_names
-from system.files import HELD, content, hold, model_content, replacing
+from system.files import HELD, digest_of_file, digests_of_model, hold, replacing
 from system.turns import ENV_WORKERS, Limits, converse
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons", "episodes")  # the last one with --env
@@ -125,8 +125,8 @@ def plan_shards(args, prompts, rows):
     """{file of a shard: its rows}, and what decides on the responses, as JSON: every shard carries it."""
     made_by = asdict(args) | dict(model="", data="", output="", gpu_memory_utilization="")  # these do not
     for flag in ("chat_template", "env"):
-        made_by[flag] = content(vars(args)[flag] or "")
-    for file, digest in model_content(args.model).items():
+        made_by[flag] = digest_of_file(vars(args)[flag] or "")
+    for file, digest in digests_of_model(args.model).items():
         made_by[f"{file} of the model"] = digest
     text = json.dumps(prompts, default=lambda image: sha256(image).hexdigest())
     made_by["digest of the prompts"] = sha256(text.encode()).hexdigest()[:16]

@@ -26,6 +26,7 @@ def own_vllm():
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Dynamo needs a C++ compiler
     os.environ.setdefault("TORCHDYNAMO_DISABLE", str(int(not torch.cuda.is_available())))
+    from vllm import _custom_ops
     from vllm.model_executor.models.transformers.base import Base
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
@@ -34,6 +35,8 @@ def own_vllm():
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     # it runs some families by their class in transformers, and would change the trainer's
     Base._decorate_for_torch_compile = lambda self: None
+    if not torch.cuda.is_available():
+        flatten_rotary(_custom_ops)
     gc.freeze()  # it searches for garbage three times: not in what has been imported
     set_num_threads = torch.set_num_threads  # its CPU worker replaces it
     yield
@@ -42,6 +45,18 @@ def own_vllm():
         dist.barrier()  # all ranks have opened it: without its name a kill leaves none behind
     for name in Path("/dev/shm").glob(f"{run}-*"):
         name.unlink(missing_ok=True)
+
+
+def flatten_rotary(ops):
+    """CAREFUL: vLLM's rotary kernel for a CPU reads LFM2's [tokens, heads, size] at wrong positions."""
+    kernel = ops.rotary_embedding
+
+    def flat(positions, query, key, *options):
+        tokens = positions.numel()
+        key = None if key is None else key.view(tokens, -1)
+        kernel(positions, query.view(tokens, -1), key, *options)  # in place
+
+    ops.rotary_embedding = flat
 
 
 def check_format(model, config):

@@ -199,18 +199,6 @@ def from_files(auto, model, **changes):
     return lm
 
 
-def flatten_rotary(ops):
-    """CAREFUL: vLLM's rotary kernel for a CPU reads LFM2's [tokens, heads, size] at wrong positions."""
-    kernel = ops.rotary_embedding
-
-    def flat(positions, query, key, *options):
-        tokens = positions.numel()
-        key = None if key is None else key.view(tokens, -1)
-        kernel(positions, query.view(tokens, -1), key, *options)  # in place
-
-    ops.rotary_embedding = kernel if torch.cuda.is_available() else flat
-
-
 def vllm_options(config, sees):
     """Options of an engine that depend on whether the model sees images."""
     hf = hf_overrides(config, sees)
@@ -221,9 +209,8 @@ def vllm_options(config, sees):
 
 def hf_overrides(config, sees):
     """For vLLM: a model that sees no images is its language model, where vLLM has a class for that."""
-    from vllm import ModelRegistry, _custom_ops
+    from vllm import ModelRegistry
 
-    flatten_rotary(_custom_ops)
     auto_class(config)  # stops on a model without text
     text = copy.deepcopy(config).get_text_config()
     if text.model_type.startswith("qwen3_5") and not find_spec("torchvision"):

@@ -69,7 +69,7 @@ def hold(out, flag):
 
 
 @functools.cache
-def model_content(model):
+def digests_of_model(model):
     """{file: digest} of what is read when a model is loaded, a directory or a name of the hub."""
     directory = Path(model)
     if not directory.is_dir():
@@ -82,11 +82,11 @@ def model_content(model):
     weights = next(filter(None, ([*directory.glob(name)] for name in WEIGHTS)), [])
     files = sorted({*weights, *(path for name in LOADED for path in directory.glob(name))})
     with ThreadPoolExecutor() as pool:
-        return {path.name: digest for path, digest in zip(files, pool.map(content, map(str, files)))}
+        return {path.name: digest for path, digest in zip(files, pool.map(digest_of_file, map(str, files)))}
 
 
 @functools.cache
-def content(name):
+def digest_of_file(name):
     """Digest of what a file, FILE or FILE:NAME, says when this process first asks; of no file its name."""
     file = name.rpartition(":")[0]
     path = next(filter(os.path.isfile, (name, file, f"{Path(__file__).parents[1]}/{file}")), None)
@@ -94,12 +94,12 @@ def content(name):
         return name
     digest = xxhash.xxh3_128(name.removeprefix(path).encode())
     with contextlib.suppress(OSError, ValueError, SyntaxError):  # whoever reads it says what is wrong
-        for part in said(path):
+        for part in what_it_says(path):
             digest.update(part)
     return digest.hexdigest()
 
 
-def said(path):
+def what_it_says(path):
     """Yield parquet as rows, JSON by its value, code with what it imports and reads, all else as it is."""
     with open(path, "rb") as file:
         kind = file.read(4)
@@ -126,7 +126,7 @@ def with_imports(path, found):
     for node in ast.walk(ast.parse(found[path])):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "READS":
             names = [x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant)]
-            found |= {name: content(os.environ.get(name, "")) for name in names}
+            found |= {name: digest_of_file(os.environ.get(name, "")) for name in names}
         elif isinstance(node, ast.Import | ast.ImportFrom):
             level, module = vars(node).get("level"), vars(node).get("module")
             for x in node.names:

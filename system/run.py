@@ -26,7 +26,7 @@ from tqdm import tqdm
 from system.arguments import KNOWN, MODELS, fail
 from system.checkpoints import load_checkpoint, read_state, write_checkpoint
 from system.cpu import keep_freed_memory
-from system.files import content, hold, json_line, model_content, replacing
+from system.files import digest_of_file, digests_of_model, hold, json_line, replacing
 from system.gpu import compute_device
 
 MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
@@ -89,11 +89,11 @@ def without_links(name):
 def differences(checkpoint, args, may):
     """What differs between the run of a checkpoint and this one, except flags that may."""
     saved = {}
-    saved_content = {}
+    saved_digests = {}
     with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
-        saved_content = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
+        saved_digests = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
         saved = json.loads((checkpoint.parents[1] / "args.json").read_text())
-    content_now = contents(args)
+    digests_now = digests(args)
     found = []
     for flag, value in json.loads(json.dumps(asdict(args))).items():
         if flag in may:
@@ -101,12 +101,12 @@ def differences(checkpoint, args, may):
         before = saved.get(flag, value)
         change = f"{before} there, {value} now" if before != value else ""
         if flag in MODELS or flag in FILES:
-            content = content_now.get(flag)
-            content_before = saved_content.get(flag, content)
-            if content is None or content_before == content:
+            digest = digests_now.get(flag)
+            digest_before = saved_digests.get(flag, digest)
+            if digest is None or digest_before == digest:
                 continue
             if flag in MODELS:
-                change = f"{value} has another {changed_files(content_before, content)}"
+                change = f"{value} has another {changed_files(digest_before, digest)}"
             elif not change:
                 change = f"{value} has another content"
         if change:
@@ -122,7 +122,7 @@ def changed_files(before, now):
     return ", ".join(sorted(names)) or "number of models"
 
 
-def contents(args):
+def digests(args):
     """{flag: digests} of the models and files that decide what a run learns; a checkpoint keeps them."""
     if int(os.environ.get("RANK", 0)):  # the first rank reads, and speaks
         return {}
@@ -133,7 +133,7 @@ def contents(args):
         names = value or ()
         if isinstance(names, str):
             names = [names]
-        digest = model_content if flag in MODELS else content
+        digest = digests_of_model if flag in MODELS else digest_of_file
         found[flag] = [digest(name) for name in names]
     return found
 
@@ -202,7 +202,7 @@ class Run:
         self.state = read_state(self.checkpoint) if self.checkpoint else dict(step=0)
         self.step = self.state.pop("step")
         self.state.pop("content", None)
-        self.content = contents(args)  # now: files may change later
+        self.digests = digests(args)  # now: files may change later
         self.unsaved = None  # the state of the last whole step that is in no checkpoint yet
         self.seconds = {}  # of the last checkpoint, for the timing of the step after it
         self.signal = 0  # its number
@@ -292,7 +292,7 @@ class Run:
 
         state: what `load` returns to a run that resumes here.
         """
-        self.unsaved = dict(state, step=self.step, content=self.content)
+        self.unsaved = dict(state, step=self.step, content=self.digests)
 
     def forget(self):
         """An update has begun: until `updated` the weights belong to no step, and are not saved."""

@@ -13,7 +13,7 @@ from algos import grpo, grpo_nano
 from data_prep.tiny_model import make_tokenizer
 from system import checkpoints
 from system.batches import token_logps
-from system.files import model_content
+from system.files import digests_of_model
 from system.model import whole_weights
 from tests import families
 
@@ -151,5 +151,5 @@ def test_a_digest_is_that_of_the_weights(model, tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(other)
     lm.model.norm.weight.data[0] += 1e-3
     lm.save_pretrained(other)
-    expected = model_content(model("llama"))
-    assert model_content(str(moved)) == expected != model_content(str(other))
+    expected = digests_of_model(model("llama"))
+    assert digests_of_model(str(moved)) == expected != digests_of_model(str(other))

@@ -19,7 +19,7 @@ from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_
 from rewards.manager import RewardManager, demote_failures, validation_metrics, validation_summary
 from rewards.manager.combined import CombinedReward, load_rewards, score_parts
 from rewards.sandbox import SandboxError
-from system.files import content
+from system.files import digest_of_file
 from system.metrics import failure_metrics
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
@@ -304,11 +304,11 @@ def test_a_validation_shows_a_response_of_each_source_as_it_is():
 
 def test_a_copy_elsewhere_finds_what_ships(tmp_path, monkeypatch):
     spec = "rewards/length.py:score"
-    here, digest = load_reward_fn(spec), content(spec)
+    here, digest = load_reward_fn(spec), digest_of_file(spec)
     monkeypatch.chdir(tmp_path)
     content.cache_clear()
     assert load_reward_fn(spec).__code__.co_filename == here.__code__.co_filename
-    assert content(spec) != spec and content("rewards/none.py:score") == "rewards/none.py:score"
+    assert digest_of_file(spec) != spec and digest_of_file("rewards/none.py:score") == "rewards/none.py:score"
     (tmp_path / "rewards").mkdir()
     (tmp_path / "rewards/length.py").write_text("score = print")  # the user's own comes first
     assert load_reward_fn(spec) is print and len(digest) == 32
