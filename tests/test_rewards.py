@@ -306,7 +306,7 @@ def test_a_copy_elsewhere_finds_what_ships(tmp_path, monkeypatch):
     spec = "rewards/length.py:score"
     here, digest = load_reward_fn(spec), digest_of_file(spec)
     monkeypatch.chdir(tmp_path)
-    content.cache_clear()
+    digest_of_file.cache_clear()
     assert load_reward_fn(spec).__code__.co_filename == here.__code__.co_filename
     assert digest_of_file(spec) != spec and digest_of_file("rewards/none.py:score") == "rewards/none.py:score"
     (tmp_path / "rewards").mkdir()
