@@ -22,7 +22,6 @@ from algos import agent, dapo, distill, dpo, grpo, grpo_nano, rm, sft
 from data_prep import preference, sft_chat, tiny_vlm
 from data_prep.lib import cache, columns
 from data_prep.lib.images import load_processor
-from data_prep.lib.schema import load_rows
 
 CALLS = CONVERSATION.replace(
     "~ m.content -}}",
