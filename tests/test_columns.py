@@ -1,11 +1,11 @@
 """What each script reads of a row, in the forms that libraries document: read, named in a note, or refused.
 
 golden/columns.jsonl has a case a line, whose name begins with the libraries: v verl (docs/preparation/
-prepare_data.rst, verl/utils/dataset/multiturn_sft_dataset.py), t TRL (docs/source/dataset_formats.md), l
-LlamaFactory (data/README.md), a axolotl (docs/dataset-formats/*.qmd, docs/rlhf.qmd), s ms-swift (docs/source_en/
-Customization/Custom-dataset.md), o OpenRLHF (README.md, openrlhf/datasets/). It has a row, or columns beside
-those that a script reads; and what each script makes of it: the prompt, the text that is trained, and of a pair
-the other text; or the rows; or why it is refused.
+prepare_data.rst, verl/utils/dataset/multiturn_sft_dataset.py), t TRL (docs/source/dataset_formats.md),
+l LlamaFactory (data/README.md), a axolotl (docs/dataset-formats/*.qmd, docs/rlhf.qmd), s ms-swift
+(docs/source_en/Customization/Custom-dataset.md), o OpenRLHF (README.md, openrlhf/datasets/). It has a row, or
+columns beside those that a script reads; and what each script makes of it: the prompt, the text that is
+trained, and of a pair the other text; or the rows; or why it is refused.
 """
 
 import io
