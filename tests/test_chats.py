@@ -14,13 +14,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_args
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_columns import BASE, CALLS, read, says, tokenizer_with, user, written
+from test_columns import BASE, read, says, tokenizer_with, user, written
 from test_sft import CONVERSATION
 
-from algos import generate, quantize, rm, sft
+from algos import generate, quantize
 from data_prep import preference, sft_chat
 from data_prep.lib import replies, source
 from data_prep.lib.cache import encoded_rows, load_prompts
@@ -161,22 +160,6 @@ def test_errors_name_the_file_and_its_row_in_every_script(script, tmp_path):
     assert "\n" not in str(error.value) and "Error" not in str(error.value)
 
 
-def test_a_template_that_leaves_out_calls_is_refused(tmp_path):
-    """It would train an empty turn."""
-    tokenizer, line = (
-        tokenizer_with(CONVERSATION),
-        "rows.parquet: row 0.* leaves out tool calls: number 0 of mes",
-    )
-    talk = [user(), calls("weather", dict(x=1))]
-    row = BASE["rl"] | dict(messages=talk, prompt=[*talk, user("?")], chosen=talk[1:], rejected=[says("no")])
-    path = written(tmp_path / "rows.parquet", [row | dict(extra_info=dict(answer="3"))])
-    reads = [partial(read, script.split(",")[0], path, tokenizer, **SCRIPTS[script]) for script in SCRIPTS]
-    reads[2] = partial(quantize.read_texts, path, tokenizer, quantize.Args("", ""))
-    for some in (*reads, partial(generated, path, tokenizer)):
-        with pytest.raises((ValueError, SystemExit), match=line):
-            some()
-
-
 def test_calls_go_through_the_scripts_that_write_chats(tmp_path, capsys):
     """Also those of a later group of rows; empty turns, and pairs of equal replies, are left out."""
     talk = [
@@ -201,79 +184,51 @@ def test_calls_go_through_the_scripts_that_write_chats(tmp_path, capsys):
     assert "1 left out: both replies are the same" in capsys.readouterr().out
 
 
-# ---- what is empty is dropped and counted
+# ---- what test_columns.py has not, of quantize.py and generate.py
 
 
-@pytest.mark.parametrize("empty", ["", " \n "])
-def test_rows_without_an_answer(empty, tmp_path):
-    tokenizer, args = tokenizer_with(), quantize.Args("", "", response_key="completion")
-    path = written(tmp_path / "x.parquet", [dict(prompt="1+2=", completion=x) for x in ("3", empty, "4")])
-    assert [text for _, text in read("sft", path, tokenizer)] == ["3<|eos|>", "4<|eos|>"]
-    assert len(quantize.read_texts(path, tokenizer, args)) == 2
-    assert len(quantize.read_texts(path, tokenizer, args, limit=2)) == 2
-    # a conversation with one silent turn goes, and one with a call stays
-    talks = [[user(), says(empty)], [user(), says("a"), user(), says(empty), user(), says("b")]]
-    talks += [[user(), calls("f", dict(x=1), empty)], [user(), says("a")]]
-    path = written(tmp_path / "x.parquet", [dict(messages=talk) for talk in talks])
-    found, *_, dropped = sft.load_examples([path], make_args(sft), tokenizer)
-    texts = [tokenizer.decode(row["response_ids"]) for row in found]
-    assert texts == [f'{empty}[f{{"x": 1}}]<|eos|>', "a<|eos|>"] and dropped == 2
-    assert len(quantize.read_texts(path, tokenizer, quantize.Args("", ""))) == 2
-    path = written(tmp_path / "x.parquet", [dict(prompt="1+2=", completion=empty)])
-    with pytest.raises(ValueError, match=r"x.parquet: no row has an answer with a token within "):
-        read("sft", path, tokenizer, response_key="completion")
-    with pytest.raises(ValueError, match=r"x.parquet: no row has an answer in 'completion'; --res"):
-        quantize.read_texts(path, tokenizer, args)
-    good = dict(prompt=[user()], chosen=[says("a")], rejected=[says("b")])
-    rows = [good, good | dict(chosen=talks[1][1:]), good | dict(rejected=[says(empty)])]
-    path = written(tmp_path / "x.parquet", rows)
-    assert len(read("dpo", path, tokenizer, bad_pairs="drop")) == 1
+def test_texts_of_quantize(tmp_path):
+    """Rows without an answer are none, and a conversation with one silent turn is none."""
+    tokenizer, path = tokenizer_with(), tmp_path / "x.parquet"
+    args = quantize.Args("", "", response_key="completion")
+    for empty in ("", " \n "):
+        talks = [[user(), says(empty)], [user(), says("a"), user(), says(empty), user(), says("b")]]
+        talks += [[user(), calls("f", dict(x=1), empty)], [user(), says("a")]]
+        file = written(path, [dict(messages=talk) for talk in talks])
+        assert len(quantize.read_texts(file, tokenizer, quantize.Args("", ""))) == 2
+        with pytest.raises(ValueError, match=r"x.parquet: row 2: the chat template leaves out tool calls"):
+            quantize.read_texts(file, tokenizer_with(CONVERSATION), quantize.Args("", ""))
+        written(path, [dict(prompt="1+2=", completion=text) for text in ("3", empty, "4")])
+        for limit in (2, 3):
+            assert len(quantize.read_texts(file, tokenizer, args, limit=limit)) == 2
+        written(path, [dict(prompt="1+2=", completion=empty)])
+        with pytest.raises(ValueError, match=r"x.parquet: no row has an answer in 'completion'; --res"):
+            quantize.read_texts(file, tokenizer, args)
 
 
-def test_prompts_without_a_token(tmp_path):
+def test_prompts_of_generate(tmp_path):
+    """Those without a token, or with too many, are dropped as by trainers; others are refused as there."""
     tokenizer = tokenizer_with("{%- for m in messages -%}{{- m.content -}}{%- endfor -%}")
-    path = written(tmp_path / "x.parquet", [BASE["rl"] | dict(prompt=[user(x)]) for x in ("1+2=", "", "3")])
+    prompts = [[user(x)] for x in ("1+2=", "", "3")]
+    path = written(tmp_path / "x.parquet", [BASE["rl"] | dict(prompt=x) for x in prompts])
     rows, dropped = load_prompts([path], tokenizer, 3)
     assert [row["index"] for row in rows] == [2] and dropped == 2
     assert [*generated(path, tokenizer, max_prompt_length=3)] == [2]
-    written(tmp_path / "x.parquet", [BASE["rl"] | dict(prompt=[user("")])])
-    for some in (
-        partial(load_prompts, [path], tokenizer, 3),
-        partial(generated, path, tokenizer, max_prompt_length=3),
+    talk, none = (
+        [user(), calls("f", dict(x=1)), user("?")],
+        "no prompt of 1 to 3 tokens .--max_prompt_length.$",
+    )
+    for prompt, line in (
+        (prompts[1], none),
+        ([user(), says("3")], "row 0: prompt: the prompt ends with a turn of the assistant"),
+        (talk, "row 0: prompt: the chat template leaves out tool calls"),
     ):
-        with pytest.raises(
-            (ValueError, SystemExit), match=r"x.parquet: no prompt of 1 to 3 tokens \(--max_pr"
-        ):
-            some()
-    written(tmp_path / "x.parquet", [BASE["rl"] | dict(prompt=[user(), says("3")])])
-    with pytest.raises(SystemExit, match="prompt ends with a turn of the assistant"):
-        generated(path, tokenizer)
-
-
-# ---- what is trained, and what is shown
-
-
-@pytest.mark.parametrize("field", ("train", "weight", "training", "trainable", "loss", "loss_mask", "masked"))
-@pytest.mark.parametrize("value", (0, 1, False, True, None))
-def test_a_turn_that_is_not_to_be_trained_is_context(field, value):
-    tokenizer, said = tokenizer_with(), [user("1+2="), says("4") | {field: value}, user("?"), says("3")]
-    [(ids, trained)] = sft.encode_messages(conversation(said, "messages"), tokenizer)
-    left_out = value is not None and bool(value) == (field == "masked")
-    words = tokenizer.decode([x for x, on in zip(ids, trained) if on])
-    assert words == ("3<|eos|>" if left_out else "4<|eos|>3<|eos|>") and "4" in tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("field", ("reasoning_content", "reasoning", "thinking", "thought"))
-def test_reasoning_is_shown_or_refused(field):
-    said = conversation([user("1+2="), says("3") | {field: "So."}], "messages")
-    assert said[1] == says("3") | dict(reasoning_content="So.")
-    for some in (partial(sft.encode_messages, said), partial(rm.conversation_ids, said[:1], said[1:])):
-        with pytest.raises(ValueError, match="leaves out of message 1 its reasoning"):
-            some(tokenizer_with(), None)
-    for name in ("reasoning_content", "reasoning", "thinking"):  # whatever the template calls it
-        shows = CALLS.replace("~ m.content", f"~ (m.{name} ~ '/' if m.{name} else '') ~ m.content")
-        [(ids, trained)] = sft.encode_messages(said, tokenizer_with(shows))
-        assert tokenizer_with().decode([x for x, on in zip(ids, trained) if on]) == "So./3<|eos|>"
+        written(tmp_path / "x.parquet", [BASE["rl"] | dict(prompt=prompt)])
+        with pytest.raises(SystemExit, match=rf"x.parquet: {line}"):
+            generated(path, tokenizer, max_prompt_length=3)
+    written(tmp_path / "x.parquet", [BASE["rl"] | dict(prompt=prompts[1])])
+    with pytest.raises(ValueError, match=f"x.parquet: {none}"):
+        load_prompts([path], tokenizer, 3)
 
 
 DAY, HOUR, CENTS, WORD = date(2020, 1, 2), datetime(2020, 1, 2, 3), Decimal("1.50"), pa.string()
@@ -446,7 +401,7 @@ def test_half_a_character_and_large_integers(tmp_path):
 
 
 def test_numbers_beside_nulls_and_maps(tmp_path):
-    """Rows whose later groups have a field, or a fraction, that the first group has not; a map is a struct."""
+    """Rows whose later groups have a field, or a fraction, that the first has not; a map is a struct."""
     path, many = tmp_path / "x.parquet", source.BATCH_ROWS
     write_parquet([dict(x=None, y=1, z=[dict(a=1)])] * many + [dict(x="a", y=0.5, z=[dict(a=1, b=2)])], path)
     first, *_, last = load_rows(path, ["y", "z"])

@@ -5,7 +5,8 @@ prepare_data.rst, verl/utils/dataset/multiturn_sft_dataset.py), t TRL (docs/sour
 l LlamaFactory (data/README.md), a axolotl (docs/dataset-formats/*.qmd, docs/rlhf.qmd), s ms-swift
 (docs/source_en/Customization/Custom-dataset.md), o OpenRLHF (README.md, openrlhf/datasets/). It has a row, or
 columns beside those that a script reads; and what each script makes of it: the prompt, the text that is
-trained, and of a pair the other text; or the rows; or why it is refused.
+trained, and of a pair the other text; or the rows; or why it is refused. Some have a template, flags, or
+other rows in the file than this one twice.
 """
 
 import io
@@ -111,24 +112,24 @@ READ = [(case, kind) for case in CASES for kind in case["files"]]
 @pytest.mark.parametrize(("case", "kind"), READ, ids=[f"{case['case']}, {kind}" for case, kind in READ])
 def test_what_a_row_is_read_as(case, kind, tmp_path, capsys):
     """By each script, also from the cache, and of what a data script writes of the row."""
-    tokenizer = tokenizer_with(TEMPLATE)
+    tokenizer, flags = tokenizer_with(case.get("template", TEMPLATE)), case.get("flags", {})
     for script in case["scripts"]:
-        row = case["row"] if "row" in case else BASE[script] | case["beside"]
-        path = written(tmp_path / f"rows.{kind}", [row, row])
+        row = case["row"] if "row" in case else BASE[script] | case.get("beside", {})
+        path = written(tmp_path / f"rows.{kind}", case.get("given", [row, row]))
         if "refused" in case:
             with pytest.raises(ValueError) as error:
-                read(script, path, tokenizer)
+                read(script, path, tokenizer, **flags)
             line = str(error.value)
             assert line.startswith(f"{path}: {case['refused']}") and "\n" not in line
             continue
-        wanted = expected(case, script)
+        wanted = expected(case, script) * (1 if "given" in case else 2)
         notes = [note.replace("FILE", path) for note in case.get("notes", ())]
         if "beside" in case and script == "sft":
             notes.insert(0, f"note: {path}: rows of messages")
-        assert read(script, path, tokenizer) == wanted * 2
+        assert read(script, path, tokenizer, **flags) == wanted
         said = capsys.readouterr().err.splitlines()
         assert said == notes
-        assert read(script, path, tokenizer) == wanted * 2
+        assert read(script, path, tokenizer, **flags) == wanted
         again = capsys.readouterr().err.splitlines()
         assert again == [note for note in said if path in note]
         if "row" in case and script in WRITERS:
