@@ -22,6 +22,11 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def golden(name):
+    """The cases of a table in tests/golden, one a line."""
+    return [json.loads(line) for line in (ROOT / f"tests/golden/{name}.jsonl").open()]
+
+
 # what programs import, without this repository's own modules
 LIBRARIES = """
     hypothesis peft psutil pyarrow.parquet tqdm transformers tyro vllm vllm.v1.engine.llm_engine

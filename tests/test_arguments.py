@@ -3,7 +3,6 @@
 import ast
 import json
 import logging
-import math
 import re
 import runpy
 import ssl
@@ -19,7 +18,7 @@ import huggingface_hub
 import pytest
 import torch
 import tyro
-from conftest import ROOT
+from conftest import ROOT, golden
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils._http import default_client_factory
 
@@ -73,83 +72,20 @@ def test_every_number_has_a_range():
     assert len(FLAGS) == len(re.findall(r"^    Known\(", source, re.MULTILINE))  # no two rows are equal
 
 
-RL, OFFLINE = "grpo dapo ppo agent distill", "sft dpo rm"
-ALL = f"{RL} {OFFLINE}"
-BOUNDS = "--rollout_rs needs --rollout_rs_threshold HIGH, at least 1, or 0 <= LOW <= HIGH;"
-BOUNDS += " with off_policy one value, at least 0"
-SHORT = "--max_tokens_per_microbatch 63 is less than"
-ROW = "--max_tokens_per_microbatch %d is less than a row, %d tokens"
-TOP_P = "--top_p 0.9: pass --rollout_is None and no --rollout_rs"
-TEXTS = "--text_key: pass no --messages_key and no --env"
-FLASH = dict(attn_implementation="flash_attention_2")
-RANKS = "--lora_kind adalora need --lora_rank"
-few = lambda tokens, **more: dict(more, max_tokens_per_microbatch=tokens)
-two = dict(world=2, sp_size=2)
-alone = dict(train_batch_size=1, ppo_mini_batch_size=1)
-rejects = lambda level, *bounds: dict(rollout_rs=level, rollout_rs_threshold=bounds)
-TOGETHER = (  # scripts, their flags, what is said
-    (RL, alone | dict(train_batch_size=8, ppo_mini_batch_size=3), "--train_batch_size 8 is not"),
-    (RL, dict(world=3, tp_size=2), "3 ranks are not a multiple of --tp_size 2"),
-    ("generate", dict(tp_size=2), "1 ranks: use a multiple of --tp_size 2"),
-    (ALL, dict(hsdp_replicas=2), "1 ranks are not a multiple of --hsdp_replicas 2"),
-    ("dapo sft", dict(world=4, sp_size=3), "4 ranks are not a multiple of --sp_size 3"),
-    (RL, few(1535), ROW % (1535, 1536)),
-    (RL, few(1536), None),
-    ("dapo", few(767, **two), ROW % (767, 768)),
-    ("dapo", few(768, **two), None),
-    ("dpo rm", few(63, max_length=32), f"{SHORT} 64, twice --max_length"),
-    ("dpo", few(31, max_length=32, loss="kto"), "--max_tokens_per_microbatch 31 times --sp_size 1 is"),
-    ("dpo rm", few(64, max_length=32), None),
-    ("sft", few(15, **two, max_length=32), "--max_tokens_per_microbatch 15 times --sp_size 2 is"),
-    ("sft", few(16, **two, max_length=32), None),
-    (OFFLINE, dict(max_length=1), "--max_length 1 is less than two tokens"),
-    (ALL, FLASH | dict(compute_dtype="float32"), "--attn_implementation flash_attention_2 needs"),
-    (ALL, FLASH | dict(compute_dtype="bfloat16"), None),
-    (RL, dict(temperature=0.001), "--temperature 0.001: vLLM samples at 0.01 or above"),
-    (RL, dict(temperature=0.01), None),
-    ("generate", dict(temperature=0.0, top_p=0.9), None),
-    (RL, dict(top_p=0.9), TOP_P),
-    (RL, dict(top_p=0.9, rollout_is=None, **rejects("token", 2.0)), TOP_P),
-    (RL, dict(top_p=0.9, rollout_is=None), None),
-    ("generate", dict(top_k=-2), "--top_k -2: use -1 (off) or a number of tokens"),
-    *((RL, rejects("token", *x), BOUNDS) for x in ((), (3, 2), (-1, 2), (1, 2, 3), (0.5,))),
-    *((RL, rejects("off_policy", *x), BOUNDS) for x in ((0.1, 2), (-0.1,))),
-    *((RL, rejects("geometric", *x), None) for x in ((1,), (0, 0.5), (2, 2))),
-    (RL, rejects("off_policy", 0.0), None),
-    ("dapo", dict(group_size=1), "--group_size 1: one response has no spread, so its group would be dropped"),
-    ("dapo", dict(overlong_buffer=1025), "--overlong_buffer 1025 is not within --max_response_length"),
-    ("dapo", dict(overlong_buffer=1024), None),
-    ("dapo", dict(partial_rollout=True, max_staleness=0), "--partial_rollout needs"),
-    ("dapo", dict(lr_schedule="cosine"), "--lr_schedule cosine needs --total_steps: dropped"),
-    ("dapo", dict(lr_schedule="cosine", total_steps=9), None),
-    ("dapo", dict(max_staleness=0), None),
-    ("sft", dict(messages_key="x", env="x"), None),
-    ("sft", dict(text_key="text"), None),
-    *(("sft", {"text_key": "text", name: "x"}, TEXTS) for name in ("env", "messages_key")),
-    *(("sft", x, f"--qlora and {RANKS}") for x in (dict(qlora=True), dict(lora_kind="adalora"))),
-    ("dpo", dict(qlora=True), "--qlora needs --lora_rank"),
-    ("sft dpo", dict(qlora=True, lora_rank=4), "--qlora needs bitsandbytes: pip install bitsandbytes"),
-    ("sft", dict(liger=True), "--liger needs a GPU and Liger's kernels: pip install liger-kernel"),
-    *(
-        ("sft", two | x, "--sp_size 2 needs --packing, and --attn_implementation sdpa")
-        for x in (dict(packing=False), dict(attn_implementation="eager"))
-    ),
-)
-
-
-@pytest.mark.parametrize(("scripts", "given", "line"), TOGETHER)
-def test_flags_that_cannot_work_together(scripts, given, line, monkeypatch):
+@pytest.mark.parametrize("case", golden("flags_together"), ids=lambda case: str(case["flags"]))
+def test_flags_that_cannot_work_together(case, monkeypatch):
     """And a copy of a script that has not one of these flags does not break."""
+    line, world = case["line"], str(case["flags"].pop("world", 1))
     monkeypatch.setattr("system.arguments.find_spec", lambda name: None)
-    monkeypatch.setenv("WORLD_SIZE", str(given.get("world", 1)))
-    given = {name: value for name, value in given.items() if name != "world"}
-    for script in scripts.split():
+    monkeypatch.setenv("WORLD_SIZE", world)
+    for script in case["scripts"]:
         flags = defaults_of(f"{script}.py")
-        assert given.keys() <= flags.keys()
-        found = impossible(flags | given)
+        assert case["flags"].keys() <= flags.keys()
+        flags |= case["flags"]
+        found = impossible(flags)
         assert found is None if line is None else found.startswith(line)
         for name in flags:  # none raises
-            impossible({other: value for other, value in (flags | given).items() if other != name})
+            impossible({other: value for other, value in flags.items() if other != name})
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -162,20 +98,18 @@ def test_a_script_that_lacks_a_flag_or_all_of_them(script):
 
 
 VARIANT = "--policy_loss gpso is none of clip, cispo, dppo, gspo, sapo, nor FILE.py:NAME"
+LINES = {"--max_length 1": "--max_length 1 is less than two tokens", "--policy_loss gpso": VARIANT}
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "line"),
-    (
-        ("sft.py", "--max_length 1", "--max_length 1 is less than two tokens"),
-        ("grpo.py", "--policy_loss gpso", VARIANT),
-        ("agent.py", "--policy_loss gpso --env x", VARIANT),
-    ),
+    "words", ("sft --max_length 1", "grpo --policy_loss gpso", "agent --policy_loss gpso")
 )
-def test_flags_are_looked_at_before_libraries_are_loaded(script, flags, line, tmp_path):
+def test_flags_are_looked_at_before_libraries_are_loaded(words, tmp_path):
     """Also where the model is missing, which would be looked for on the hub."""
+    script, flags = words.split(" ", 1)
     words = f"--model a/b --train_files a --output_dir {tmp_path}/run {flags}".split()
-    assert answer(script, *words)[0] == f"error: {line} []\n"
+    words += ["--env", "x"] if script == "agent" else []
+    assert answer(f"{script}.py", *words)[0] == f"error: {LINES[flags]} []\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -192,58 +126,18 @@ def test_what_needs_a_gpu(flag, value, tmp_path, monkeypatch):
     assert open_run(args) is None
 
 
-@pytest.mark.parametrize(
-    ("values", "line"),
-    (
-        (dict(train_batch_size=0), "--train_batch_size 0 must be at least 1"),
-        (dict(seed=-1), "--seed -1 must be at least 0"),
-        (dict(top_p=0.0), "--top_p 0.0 must be above 0 and at most 1"),
-        (dict(top_p=1.5), "--top_p 1.5 must be above 0 and at most 1"),
-        (dict(lr=math.nan), "--lr nan must be finite"),
-        (dict(kl_coef=math.inf), "--kl_coef inf must be finite"),
-        (dict(reward_weights=(1.0, -math.inf)), "--reward_weights -inf must be finite"),
-        (dict(entropy_coeff=-0.5), None),
-        (dict(kl="full", clip_ratio_high=0.1), "--clip_ratio_high 0.1 has no effect with --kl full"),
-        (dict(train_files=()), "train_files needs at least one value"),
-        (dict(val_files=()), None),
-        (dict(k=(1, 0)), "--k 0 must be at least 1"),
-        (dict(label_smoothing=0.5), "--label_smoothing 0.5 must be at least 0 and below 0.5"),
-        (dict(label_smoothing=0.49), None),
-        (dict(mine=math.nan), "--mine nan must be finite"),
-        (dict(rollout_is_threshold=3.0), None),  # of a script without --rollout_is
-        (dict(kl_target=0.2, kl_coef=0.0), "--kl_target 0.2 has no effect with --kl_coef 0"),
-        (dict(kl_loss_coef=0.2, use_kl_loss=False), "--kl_loss_coef 0.2 has no effect with --use_kl_loss"),
-        (dict(decay_steps=4, lr_schedule="constant"), "--decay_steps 4 has no effect with --lr_schedule"),
-        (dict(total_steps=None, grad_clip=1e9, kl_target=0.2, kl_coef=0.1), None),
-    ),
-)
-def test_values_out_of_range_and_flags_without_effect(values, line):
+@pytest.mark.parametrize("case", golden("flags_alone"), ids=lambda case: str(case["flags"]))
+def test_values_out_of_range_and_flags_without_effect(case):
     defaults = dict(kl_loss_coef=0.001, decay_steps=0, train_files=MISSING, val_files=())
-    found = unusable(values, defaults)
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in case["flags"].items()}
+    found, line = unusable(values, defaults), case["line"]
     assert found is None if line is None else found.startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--learning_rate 1e-6", "--learning_rate is no flag: here it is --lr (docs/reference/from-trl.md)"),
-        ("--lr_scheduler_type=cosine", "here it is --lr_schedule ("),
-        ("--num-generations 8", "--num-generations is no flag: here it is --group_size ("),
-        ("--scale_rewards none", "here it is --adv_estimator dr_grpo ("),
-        ("--vllm_mode colocate", "here it is always; --gpu_memory_utilization, --tp_size ("),
-        ("actor_rollout_ref.actor.optim.lr=1e-6", "here it is --lr (docs/reference/from-verl.md)"),
-        ("trainer.save_freq=20", "here it is --save_freq ("),
-        ("--use_kl_loss True", "--use_kl_loss takes no value: leave True out"),
-        ("--use_kl_loss false", "--use_kl_loss takes no value: leave --use_kl_loss out"),
-        ("--use_kl_loss=False", "--use_kl_loss takes no value: leave --use_kl_loss out"),
-        ("--output_dir a=lr=1 --model runs/x.lr=1e-6", None),  # values, not words of verl
-        ("--output_dir rollout.n=8 --train_files a x/data.n=8.parquet", None),
-        ("--weight_decay=0.1 --beta2 x --no_use_kl_loss", None),
-    ],
-)
-def test_words_of_other_libraries(words, said):
-    found = foreign(fields(grpo.Args), words.split())
-    assert found == said if said is None else said in found
+@pytest.mark.parametrize("case", golden("foreign_words"), ids=lambda case: case["words"])
+def test_words_of_other_libraries(case):
+    found, line = foreign(fields(grpo.Args), case["words"].split()), case["line"]
+    assert found is None if line is None else line in found
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -307,47 +201,36 @@ def hub(monkeypatch):
     huggingface_hub.set_client_factory(default_client_factory)
 
 
-CODE, MESSAGE = "X-Error-Code", "X-Error-Message"
-GATED, NONE = "gated on the hub: accept the licence on its page", "none on the hub; a private one needs `hf"
-REFUSED, AWAY = "the hub refuses (HfHubHTTPError: ", "the hub cannot be reached ("
-
-
-@pytest.mark.parametrize(
-    ("found", "line"),
-    (
-        ((401, {CODE: "GatedRepo", MESSAGE: "Access to model a/b is restricted."}), GATED),  # no log-in
-        ((403, {CODE: "GatedRepo", MESSAGE: "Your request is awaiting a review."}), GATED),
-        ((401, {MESSAGE: "Invalid username or password."}), NONE),  # none, and no log-in
-        ((404, {CODE: "RepoNotFound", MESSAGE: "Repository not found"}), NONE),
-        ((401, {MESSAGE: "Invalid credentials in Authorization header"}), f"{REFUSED}Client error '401 Unau"),
-        ((403, {MESSAGE: "Access to this resource is disabled."}), "the hub refuses (DisabledRepoError: "),
-        ((404, {CODE: "EntryNotFound"}), "the hub refuses (RemoteEntryNotFoundError: 404 "),
-        ((404, {}), f"{REFUSED}Client error '404 Not Found'"),  # a mirror
-        ((429, {}), f"{REFUSED}429 Too Many Requests"),
-        ((500, {}), f"{REFUSED}Server error '500"),
-        (httpx2.ConnectError("[Errno -2] Name or service not known"), f"{AWAY}ConnectError: [Errno -2] Name"),
-        (httpx2.ReadTimeout("timed out"), f"{AWAY}ReadTimeout: timed out"),
-        (httpx2.RemoteProtocolError("closed"), f"{AWAY}RemoteProtocolError: closed"),
-        (httpx2.TooManyRedirects("many"), f"{AWAY}TooManyRedirects: many"),
-        (ssl.SSLCertVerificationError("certificate"), f"{AWAY}SSLCertVerificationError"),
-        (OfflineModeIsEnabled("unset HF_HUB_OFFLINE"), f"{AWAY}OfflineModeIsEnabled: unset HF_HUB_OFFLINE"),
-        ((200, {}), None),
-    ),
+AWAY = (  # no answer
+    httpx2.ConnectError("[Errno -2] Name or service not known"),
+    httpx2.ReadTimeout("timed out"),
+    httpx2.RemoteProtocolError("closed"),
+    httpx2.TooManyRedirects("many"),
+    ssl.SSLCertVerificationError("certificate"),
+    OfflineModeIsEnabled("unset HF_HUB_OFFLINE"),
 )
-def test_a_model_that_the_hub_does_not_give(found, line, hub):
+
+
+def test_a_model_that_the_hub_does_not_give(hub):
     """One line that says why, after one request."""
-    asked = hub(found)
-    said = no_model(dict(model="a/b"))
-    assert said == line or said.startswith(f"--model a/b: no directory here, and {line}") and "\n" not in said
-    assert asked == ["a/b"]
+    cases = [((case["status"], case["headers"]), case["line"]) for case in golden("hub_answers")]
+    lines = [f"the hub cannot be reached ({type(error).__name__}: {error}" for error in AWAY]
+    for found, line in (*cases, *zip(AWAY, lines)):
+        asked = hub(found)
+        said = no_model(dict(model="a/b"))
+        assert asked == ["a/b"]
+        if line is None:
+            assert said is None
+        else:
+            assert said.startswith(f"--model a/b: no directory here, and {line}") and "\n" not in said
 
 
 @pytest.mark.parametrize("flag", MODELS)
 @pytest.mark.parametrize("name", ("models/none", "/no/such/place", "a b", "runs/one/two", "models/none/"))
 def test_a_model_that_is_nowhere(flag, name, hub):
     """One line that names it; what cannot be a name of the hub is not asked for."""
-    hub((404, {CODE: "RepoNotFound"}))
-    why = NONE if name == "models/none" else "no name of the hub"
+    hub((404, {"X-Error-Code": "RepoNotFound"}))
+    why = "none on the hub; a private one needs `hf" if name == "models/none" else "no name of the hub"
     for value in (name, (str(ROOT), name)):
         assert no_model({flag: value}).startswith(f"--{flag} {name}: no directory here, and {why}")
     assert no_model({flag: str(ROOT), "model": "", "teacher": ()}) is None

@@ -9,7 +9,7 @@ from itertools import groupby
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT
+from conftest import ROOT, golden
 
 from algos import sft
 from benchmarks import chat_templates
@@ -43,86 +43,38 @@ def test_rows_of_each_shape_and_their_marks(name):
     assert sum(row.get("compared", 0) for row in found.values()) > 8
 
 
-ASK = "<|im_start|>user\nWhat is one?<|im_end|>\n<|im_start|>assistant\n"
-THEN = "<|im_end|>\n<|im_start|>user\nAnd two?<|im_end|>\n<|im_start|>assistant\n"
-HAND = {  # template and shape: its rows, of which what is between ⟦ and ⟧ is trained
-    "qwen3, one turn": [f"{ASK}⟦<think>\n\n</think>\n\nFirst.<|im_end|>⟧"],
-    "qwen3, reasoning in two turns": [
-        f"{ASK}⟦<think>\nIt is so.\n</think>\n\nFirst.<|im_end|>⟧",
-        f"{ASK}First.{THEN}⟦<think>\nTwice.\n</think>\n\nSecond.<|im_end|>⟧",
-    ],
-    "qwen2_5, two turns": [
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-        f"{ASK}⟦First.<|im_end|>⟧{THEN.removeprefix('<|im_end|>')}⟦Second.<|im_end|>⟧",
-    ],
-    "qwen3_5_think, one turn": [f"{ASK}<think>\n⟦\n</think>\n\nFirst.<|im_end|>⟧"],
-    "qwen3_5_think, second turn alone": [f"{ASK}First.{THEN}<think>\n⟦\n</think>\n\nSecond.<|im_end|>⟧"],
-    "qwen3_5_think, reasoning in two turns": [
-        f"{ASK}<think>\n⟦It is so.\n</think>\n\nFirst.<|im_end|>⟧",
-        f"{ASK}First.{THEN}<think>\n⟦Twice.\n</think>\n\nSecond.<|im_end|>⟧",
-    ],
-    "deepseek_r1_distill, one turn": [
-        "<｜begin▁of▁sentence｜><｜User｜>What is one?<｜Assistant｜><think>\n"
-        "⟦\n</think>\n\nFirst.<｜end▁of▁sentence｜>⟧",
-    ],
-    "deepseek_r1_distill, `<think>` in the content": [
-        "<｜begin▁of▁sentence｜><｜User｜>What is one?<｜Assistant｜><think>\n"
-        "⟦It is so.\n</think>\n\nFirst.<｜end▁of▁sentence｜>⟧",
-    ],
-    "deepseek_r1_distill, reasoning in two turns": [
-        "<｜begin▁of▁sentence｜><｜User｜>What is one?<｜Assistant｜><think>\n"
-        "⟦It is so.\n</think>\n\nFirst.<｜end▁of▁sentence｜>⟧",
-        "<｜begin▁of▁sentence｜><｜User｜>What is one?<｜Assistant｜>First.<｜end▁of▁sentence｜>"
-        "<｜User｜>And two?<｜Assistant｜><think>\n⟦Twice.\n</think>\n\nSecond.<｜end▁of▁sentence｜>⟧",
-    ],
-    "gptoss, reasoning in two turns": [
-        "<|start|>user<|message|>What is one?<|end|><|start|>assistant"
-        "⟦<|channel|>analysis<|message|>It is so.<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>First.<|return|>⟧",
-        "<|start|>user<|message|>What is one?<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>First.<|end|>"
-        "<|start|>user<|message|>And two?<|end|><|start|>assistant"
-        "⟦<|channel|>analysis<|message|>Twice.<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>Second.<|return|>⟧",
-    ],
-    "gptoss, `<think>` in the content": [
-        "<|start|>user<|message|>What is one?<|end|><|start|>assistant"
-        "⟦<|channel|>analysis<|message|>It is so.<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>First.<|return|>⟧",
-    ],
-    "gptoss, reasoning and a call": [
-        "<|start|>user<|message|>What is one?<|end|><|start|>assistant"
-        "⟦<|channel|>analysis<|message|>It is so.<|end|>"
-        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>⟧'
-        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"three"<|end|><|start|>assistant'
-        "⟦<|channel|>final<|message|>It is three.<|return|>⟧",
-    ],
-}
-
-
 def marked(ids, trained, tokenizer):
-    """A row as HAND has it; a token is trained as a whole."""
-    runs = [(on, [*run]) for on, run in groupby(range(len(ids)), key=trained.__getitem__)]
-    texts = [(on, tokenizer.decode([ids[i] for i in run])) for on, run in runs]
-    return "".join(f"⟦{text}⟧" if on else text for on, text in texts)
+    """A row as the table has it; a token is trained as a whole."""
+    texts = []
+    for on, run in groupby(range(len(ids)), key=trained.__getitem__):
+        text = tokenizer.decode([ids[i] for i in run])
+        texts.append(f"⟦{text}⟧" if on else text)
+    return "".join(texts)
 
 
-@pytest.mark.parametrize("case", HAND)
+def tokenizer_of(name):
+    return make_tokenizer(name, (TEMPLATES / f"{name}.jinja").read_text())
+
+
+@pytest.mark.parametrize(
+    "case", golden("chat_templates"), ids=lambda case: f"{case['template']}, {case['shape']}"
+)
 def test_by_hand(case):
-    name, shape = case.split(", ", 1)
-    tokenizer = make_tokenizer(name, (TEMPLATES / f"{name}.jinja").read_text())
-    messages, tools = messages_of(shape, tokenizer)
+    """Rows of a template and a shape; what is between ⟦ and ⟧ is trained."""
+    name = case["template"]
+    tokenizer = tokenizer_of(name)
+    messages, tools = messages_of(case["shape"], tokenizer)
     rows = [marked(*row, tokenizer) for row in encode_messages(messages, tokenizer, tools)]
     if name == "gptoss":  # before it are the date and the tools
         rows = [row[row.index("<|start|>user") :] for row in rows]
-    assert rows == HAND[case]
+    assert rows == case["rows"]
 
 
 @pytest.mark.parametrize("shape", ("one turn", "reasoning"))
 @pytest.mark.parametrize("name", ROWS)
 def test_what_a_sampler_wrote_is_trained_as_it_was(name, shape, tmp_path):
     """Decoded, chosen by rejection.py and read by sft.py it is the same tokens; some marks are special."""
-    tokenizer = make_tokenizer(name, (TEMPLATES / f"{name}.jinja").read_text())
+    tokenizer = tokenizer_of(name)
     [*prompt, reply], _ = messages_of(shape, tokenizer)
     if shape == "reasoning" and name in ("qwen2_5", "phi3"):  # which have no place for it, and may write it
         reply = dict(role="assistant", content="<think>\nIt is so.\n</think>\n\nFirst.")

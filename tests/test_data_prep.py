@@ -4,20 +4,23 @@ import importlib.metadata
 import importlib.util
 import re
 import subprocess
+from itertools import accumulate
+from operator import add, mul
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import python
+import torch
+from conftest import golden, python
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_columns import read
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from algos import dpo, sft
 from algos import eval as evaluation
 from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
 from data_prep.lib import source
-from data_prep.lib.cache import load_prompts
 from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
 from system.files import replacing
@@ -35,6 +38,11 @@ def run_script(name, *arguments, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
+def write(rows, path):
+    """Rows as somebody else writes them."""
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
 # ---- schema
 
 
@@ -49,91 +57,53 @@ def test_rows_survive_a_round_trip(tmp_path):
     assert sorted(tmp_path.iterdir()) == paths  # nothing is left beside
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"data_source": None}, "'data_source' must be a str"),
-        ({"data_source": 3}, "'data_source' must be a str"),
-        ({"prompt": 7}, "'prompt' must be a list"),
-        ({"prompt": []}, "'prompt' is empty"),
-        ({"prompt": [{"role": "user", "content": None}]}, r"'prompt\[0\]' must be"),
-        ({"prompt": [{"role": "bot", "content": "x"}]}, r"'prompt\[0\].role' is 'bot'; use system"),
-        ({"reward_model": {"style": "magic", "ground_truth": "1"}}, "'reward_model.style' is 'magic'"),
-        ({"reward_model": {"style": "rule", "ground_truth": None}}, "'reward_model.ground_truth' is missing"),
-        ({"extra_info": "none"}, "'extra_info' must be a dict"),
-        ({"messages": "hello"}, "'messages' must be a list"),
-        ({"chosen": []}, "'chosen' is empty"),
-        ({"rejected": [{"role": "assistant"}]}, r"'rejected\[0\]' must be"),
-    ],
-)
-def test_bad_rows_are_named(tmp_path, changes, what):
-    path = tmp_path / "bad.parquet"
-    pq.write_table(pa.Table.from_pylist([good_row(**changes)]), path)
-    columns = [*COLUMNS, *changes]
-    for call in (lambda: load_rows([path], columns), lambda: write_parquet([good_row(**changes)], path)):
-        with pytest.raises(ValueError, match=f"bad.parquet: row 0: {what}") as error:
-            call()
-        assert "\n" not in str(error.value)
-
-
-def test_bad_files_are_named(tmp_path, monkeypatch):
+def test_bad_rows_and_files_are_named(tmp_path, monkeypatch):
     path = tmp_path / "x.parquet"
+
+    def says(line, act, *given):
+        with pytest.raises(ValueError) as error:
+            act(*given)
+        assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
     monkeypatch.chdir(tmp_path)
     for name in ("x.parquet", path, "*.parquet"):
-        with pytest.raises(ValueError, match=f"^{tmp_path}/[x*].parquet: no such file"):
-            load_rows(name, COLUMNS)
-    with pytest.raises(ValueError, match=f"^{tmp_path}: a directory; name its files, as {tmp_path}/"):
-        load_rows(tmp_path, COLUMNS)
+        says(f"{tmp_path}/{Path(name).name}: no such file", load_rows, name, COLUMNS)
+    says(f"{tmp_path}: a directory; name its files, as {tmp_path}/", load_rows, tmp_path, COLUMNS)
     path.write_text("question,answer\n")
-    with pytest.raises(ValueError, match=r"x.parquet: not a parquet file"):
-        load_rows(path, COLUMNS)
-    write_parquet([good_row()], path)
-    with pytest.raises(ValueError, match=r"x.parquet: no column 'messages'; it has data_source, prompt"):
-        load_rows(path, ["messages"])
-    with pytest.raises(ValueError, match=r"x.parquet: row 0: 'extra_info.response' is missing"):
-        load_rows(path, ["extra_info.response"])
-    pq.write_table(pq.read_table(path).slice(0, 0), path)
-    with pytest.raises(ValueError, match=r"x.parquet: no rows"):
-        load_rows(path, COLUMNS)
-    with pytest.raises(ValueError, match=r"x.parquet: no rows"):
-        write_parquet([], path)
+    says(f"{path}: not a parquet file", load_rows, path, COLUMNS)
+    for case in golden("bad_rows"):
+        write([case["row"]], path)
+        says(f"{path}: row 0: {case['line']}", load_rows, path, [*case["row"]])
+        says(f"{path}: row 0: {case['line']}", write_parquet, [case["row"]], path)
+    good, whole = good_row(), good_row()["extra_info"]
+    write_parquet([good], path)
+    says(f"{path}: no column 'messages'; it has data_source, prompt", load_rows, path, ["messages"])
+    says(f"{path}: row 0: 'extra_info.response' is missing", load_rows, path, ["extra_info.response"])
     for row in (good_row(more=1), good_row(extra_info={"split": "train"})):
-        with pytest.raises(ValueError, match=r"x.parquet: row 1: columns"):
-            write_parquet([good_row(), row], path)
-    other = good_row(extra_info={**good_row()["extra_info"], "index": "seven"})
-    with pytest.raises(ValueError, match=r"x.parquet: rows 0 to 1: a column of two types"):
-        write_parquet([good_row(), other], path)
+        says(f"{path}: row 1: columns", write_parquet, [good, row], path)
+    other = good_row(extra_info=whole | {"index": "seven"})
+    says(f"{path}: rows 0 to 1: a column of two types", write_parquet, [good, other], path)
+    says(f"{path}: no rows", write_parquet, [], path)
+    pq.write_table(pq.read_table(path).slice(0, 0), path)
+    says(f"{path}: no rows", load_rows, path, COLUMNS)
 
 
 def test_many_rows_are_written_in_groups(tmp_path):
-    path, n = tmp_path / "x.parquet", 3 * source.BATCH_ROWS + 1
+    path, many = tmp_path / "x.parquet", source.BATCH_ROWS
+    n = 3 * many + 1
     assert write_parquet((arithmetic.make_row("train", i, 10, 10) for i in range(n)), path) == n
     assert pq.ParquetFile(path).num_row_groups == 4
-    assert [row["extra_info"]["index"] for row in load_rows(path, COLUMNS)] == list(range(n))
-    rows = [good_row(extra_info={"index": i}) for i in range(source.BATCH_ROWS)]
-    with pytest.raises(
-        ValueError, match=rf"rows {source.BATCH_ROWS} to {source.BATCH_ROWS}: a column of two types"
-    ):
-        write_parquet([*rows, good_row(extra_info={"index": "seven"})], path)
-    assert len(load_rows(path, COLUMNS)) == n  # the file that was there
-
-
-def test_some_rows_have_tools_or_pictures(tmp_path):
-    """A row may leave out such a column, first or last in a file, and in a group of rows without any."""
-    tools, images = [dict(name="add", parameters={})], [dict(bytes=None, path="a.png")]
-    plain, rich = good_row(), good_row(tools=tools, images=images)
-    for rows in (
-        [plain, rich],
-        [rich, plain],
-        [plain] * source.BATCH_ROWS + [rich],
-        [rich] + [plain] * source.BATCH_ROWS,
-    ):
-        write_parquet(rows, tmp_path / "x.parquet")
-        found = [
-            bool(row["tools"] and row["images"])
-            for row in load_rows(tmp_path / "x.parquet", ["tools", "images"])
-        ]
-        assert found == [row is rich for row in rows]
+    rows = [good_row(extra_info={"index": i}) for i in [*range(many), "seven"]]
+    with pytest.raises(ValueError, match=rf"rows {many} to {many}: a column of two types"):
+        write_parquet(rows, path)
+    assert [row["extra_info"]["index"] for row in load_rows(path, COLUMNS)] == list(range(n))  # as it was
+    # a row may have tools or pictures, first or last in a file, and in a group of rows without any
+    plain = good_row()
+    rich = plain | dict(tools=[dict(name="add", parameters={})], images=[dict(bytes=None, path="a.png")])
+    for rows in ([plain, rich], [rich, plain], [plain] * many + [rich], [rich] + [plain] * many):
+        write_parquet(rows, path)
+        found = load_rows(path, ["tools", "images"])
+        assert [bool(row["tools"] and row["images"]) for row in found] == [row is rich for row in rows]
 
 
 def test_replacing_is_all_or_nothing(tmp_path):
@@ -154,97 +124,85 @@ def test_replacing_is_all_or_nothing(tmp_path):
 
 # ---- data sets
 
+OPERATIONS = {  # further arguments, the least and the largest operand, the numbers of operands
+    "add": (dict(train_size=6500), 10, 99, {2}),
+    "multiply": (dict(tool_share=0.33), 10, 99, {2}),
+    "chain": (dict(digits=1, terms=5), 0, 9, {2, 3, 4, 5}),
+    "last_digit": (dict(terms=9, worked_share=0.35), 0, 9, {9}),
+}
 
-def test_arithmetic(tmp_path):
+
+def worked(question):
+    """The operands of a question in any order, and the values on the way to its answer."""
+    if question[-1] == "=":
+        symbol = "*" if "*" in question else "+"
+        numbers = [int(x) for x in question[:-1].split(symbol)]
+        return sorted(numbers), [*accumulate(numbers, mul if symbol == "*" else add)][1:]
+    digits = [int(question[0])]
+    for step in re.findall(r"\+1|-1|\*2", question[1:]):
+        digits.append(digits[-1] * 2 % 10 if step == "*2" else (digits[-1] + int(step)) % 10)
+    assert len(question) == 2 * len(digits) - 1
+    return question, digits
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_arithmetic(operation, tmp_path):
+    """Of a seed always the same; no operands are in two splits, and those of val and test are there once."""
+    flags, low, high, sizes = OPERATIONS[operation]
+    flags = dict(train_size=600, seed=3, operation=operation) | flags
     for out in ("a", "b"):
-        args = ["--local-save-dir", out, "--train_size", "6500", "--seed", "3"]
-        assert run_script("arithmetic.py", *args, cwd=tmp_path).returncode == 0
-    seen = {}
-    for split, size in (("train", 6500), ("val", 256), ("test", 512)):
-        path = tmp_path / "a" / f"{split}.parquet"
-        assert path.read_bytes() == (tmp_path / "b" / f"{split}.parquet").read_bytes()
-        rows = load_rows(path, COLUMNS)
+        arithmetic.main(arithmetic.Args(str(tmp_path / out), **flags))
+    seen, splits = [], dict(train=flags["train_size"], val=256, test=512)
+    for split, size in splits.items():
+        path = tmp_path / f"a/{split}.parquet"
+        assert path.read_bytes() == (tmp_path / f"b/{split}.parquet").read_bytes()
+        rows = splits[split] = load_rows(path, COLUMNS)
         assert len(rows) == len({row["prompt"][0]["content"] for row in rows}) == size
-        seen[split] = set()
+        keys, found = set(), set()
         for i, row in enumerate(rows):
             question, truth = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
-            a, b = map(int, question.removesuffix("=").split("+"))
-            assert 10 <= a <= 99 and 10 <= b <= 99 and str(a + b) == truth
-            answer = row["extra_info"]["answer"]
-            assert row["extra_info"] == {"split": split, "index": i, "question": question, "answer": answer}
+            operands, way = worked(question)
+            answer = ">" * (operation == "last_digit") + " ".join(map(str, way))
+            assert row["extra_info"] == dict(split=split, index=i, question=question, answer=answer)
+            assert truth == str(way[-1])
             assert compute_score(row["data_source"], answer, truth, row["extra_info"])["score"] == 1
-            seen[split].add((min(a, b), max(a, b)))
-    assert len(seen["val"]) == 256 and len(seen["test"]) == 512
-    assert not (seen["train"] & seen["val"] or seen["train"] & seen["test"] or seen["val"] & seen["test"])
+            found.add(len(way) if operation == "last_digit" else len(operands))
+            keys.add(str(operands))
+            assert operation == "last_digit" or low <= operands[0] and operands[-1] <= high
+        assert found == sizes
+        assert len(keys) == size or (split, operation) in (("train", "add"), ("train", "multiply"))
+        seen += keys
+    assert len(seen) == len({*seen})
+    if operation == "multiply":
+        said = load_rows(tmp_path / "a/sft.parquet", ["messages"])
+        for i, (row, talk) in enumerate(zip(splits["train"], said, strict=True)):
+            question, answer = row["extra_info"]["question"], row["extra_info"]["answer"]
+            call = [("assistant", f"<<{question.removesuffix('=')}>>"), ("tool", answer)]
+            told = [("user", question), *(call if i < 198 else []), ("assistant", answer)]
+            assert [(m["role"], m["content"]) for m in talk["messages"]] == told
+    if operation == "last_digit":
+        written = load_rows(tmp_path / "a/sft.parquet", COLUMNS)
+        for i, (row, other) in enumerate(zip(splits["train"], written, strict=True)):
+            if i >= 210:
+                row["extra_info"]["answer"] = f"={row['reward_model']['ground_truth']}"
+            assert other == row
+            answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+            assert compute_score("arithmetic", answer, truth)["score"] == 1
 
 
-def test_multiplication_with_conversations(tmp_path):
-    args = ["--operation", "multiply", "--tool_share", ".33", "--train_size", 600, "--local_save_dir", "."]
-    assert run_script("arithmetic.py", *args, cwd=tmp_path).returncode == 0
-    train, val, test = (load_rows(tmp_path / f"{x}.parquet", COLUMNS) for x in ("train", "val", "test"))
-    said = [row["messages"] for row in load_rows(tmp_path / "sft.parquet", ["messages", "extra_info"])]
-    pairs = []
-    for rows in (train, val, test):
-        questions = [row["prompt"][0]["content"] for row in rows]
-        operands = [sorted(map(int, question.removesuffix("=").split("*"))) for question in questions]
-        assert [str(a * b) for a, b in operands] == [row["reward_model"]["ground_truth"] for row in rows]
-        pairs.append({*map(tuple, operands)})
-    assert not pairs[0] & (pairs[1] | pairs[2]) and not pairs[1] & pairs[2] and len(pairs[2]) == 512
-    assert [messages[0] for messages in said] == [row["prompt"][0] for row in train]
-    for messages, row in zip(said, train):
-        question, answer = row["prompt"][0]["content"], row["extra_info"]["answer"]
-        call = [("assistant", f"<<{question.removesuffix('=')}>>"), ("tool", answer)] * (len(messages) > 2)
-        assert [(m["role"], m["content"]) for m in messages[1:]] == [*call, ("assistant", answer)]
-        assert compute_score("arithmetic", answer, answer)["score"] == 1
-    assert sum(len(messages) == 4 for messages in said) == 198
-    done = run_script("arithmetic.py", "--tool_share", "33", cwd=tmp_path)
-    assert done.stderr == "error: --tool_share is 33.0; it must be from 0 to 1\n"
-
-
-def test_chains(tmp_path):
-    args = ["--operation", "chain", "--digits", 1, "--terms", 5, "--train_size", 300, "--local_save_dir", "."]
-    assert run_script("arithmetic.py", *args, cwd=tmp_path).returncode == 0
-    splits = [load_rows(tmp_path / f"{x}.parquet", COLUMNS) for x in ("train", "val", "test")]
-    chains = [[row["prompt"][0]["content"].removesuffix("=").split("+") for row in rows] for rows in splits]
-    assert {len(chain) for chain in chains[0]} == {2, 3, 4, 5}
-    assert len({tuple(sorted(chain)) for part in chains for chain in part}) == 300 + 256 + 512
-    for row, chain in zip(sum(splits, []), sum(chains, []), strict=True):
-        answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
-        totals = [sum(map(int, chain[:n])) for n in range(2, len(chain) + 1)]
-        assert answer == " ".join(map(str, totals)) and truth == str(totals[-1])
-        assert compute_score("arithmetic", answer, truth)["score"] == 1
-    done = run_script("arithmetic.py", "--terms", 1, cwd=tmp_path)
-    assert done.stderr == "error: --terms is 1; it must be at least 2\n"
-
-
-def test_last_digits(tmp_path):
-    args = ["--operation", "last_digit", "--terms", 9, "--worked_share", 0.35, "--train_size", 600]
-    assert run_script("arithmetic.py", *args, "--local_save_dir", ".", cwd=tmp_path).returncode == 0
-    splits = [load_rows(tmp_path / f"{x}.parquet", COLUMNS) for x in ("train", "val", "test")]
-    assert len({row["prompt"][0]["content"] for row in sum(splits, [])}) == 600 + 256 + 512
-    for row in sum(splits, []):
-        question, answer = row["prompt"][0]["content"], row["extra_info"]["answer"]
-        digits = [int(question[0])]
-        for step in re.findall(r"\+1|-1|\*2", question[1:]):
-            digits.append(digits[-1] * 2 % 10 if step == "*2" else (digits[-1] + int(step)) % 10)
-        assert len(question) == 17 and answer == ">" + " ".join(map(str, digits)) and len(digits) == 9
-        assert row["reward_model"]["ground_truth"] == str(digits[-1])
-    sft = load_rows(tmp_path / "sft.parquet", COLUMNS)
-    assert [row["prompt"] for row in sft] == [row["prompt"] for row in splits[0]]
-    for i, (row, worked) in enumerate(zip(sft, splits[0], strict=True)):
-        answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
-        assert answer == (worked["extra_info"]["answer"] if i < 210 else f"={truth}")
-        assert compute_score("arithmetic", answer, truth)["score"] == 1
-    done = run_script("arithmetic.py", "--worked_share", "0.5", "--tool_share", "0.5", cwd=tmp_path)
-    assert "--tool_share and --worked_share both write sft.parquet; choose one\n" in done.stderr
-    done = run_script("arithmetic.py", "--operation", "last_digit", "--terms", 3, cwd=tmp_path)
-    assert "--train_size 6000: only 0 such questions" in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_arithmetic_sizes(tmp_path):
-    result = run_script("arithmetic.py", "--train_size", 7000, cwd=tmp_path)
-    assert result.returncode == 1 and "--train_size 7000: only 6" in result.stderr
-    assert result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+def test_sizes_of_arithmetic(tmp_path):
+    for flags, line in (
+        (dict(tool_share=33.0), "--tool_share is 33.0; it must be from 0 to 1"),
+        (dict(terms=1), "--terms is 1; it must be at least 2"),
+        (dict(worked_share=0.5, tool_share=0.5), "--tool_share and --worked_share both write sft.parquet; c"),
+        (dict(operation="last_digit", terms=3), "--train_size 6000: only 0 such questions"),
+        (dict(train_size=7000), "--train_size 7000: only 6"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            arithmetic.main(arithmetic.Args(str(tmp_path), **flags))
+    done = run_script("arithmetic.py", "--terms", 1, "--local-save-dir", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "error: --terms is 1; it must be at least 2\n")
+    assert not list(tmp_path.iterdir())
     large = arithmetic.splits(arithmetic.Args(digits=9, train_size=50))["train"]
     assert len(large) == 50 and all(10**8 <= x < 10**9 for pair in large for x in pair)
     every = arithmetic.splits(arithmetic.Args(digits=1, train_size=90, val_size=5, test_size=1))
@@ -253,14 +211,10 @@ def test_arithmetic_sizes(tmp_path):
 
 def test_gsm8k_row():
     answer = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,224"
+    content = 'How many? Let\'s think step by step and output the final answer after "####".'
     assert gsm8k.make_row({"question": "How many?", "answer": answer}, "test", 3) == {
         "data_source": "openai/gsm8k",
-        "prompt": [
-            {
-                "role": "user",
-                "content": 'How many? Let\'s think step by step and output the final answer after "####".',
-            }
-        ],
+        "prompt": [{"role": "user", "content": content}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1224"},
         "extra_info": {"split": "test", "index": 3, "question": "How many?", "answer": answer},
@@ -292,150 +246,108 @@ def test_gsm8k_tool_traces():
 # ---- inspect
 
 
-def test_inspect(tmp_path, capsys):
+@pytest.fixture
+def look(capsys):
+    """Run inspect.py on files -> its exit code and what it prints."""
+
+    def run(*files, **flags):
+        with pytest.raises(SystemExit) as end:
+            inspect.main(inspect.Args(tuple(map(str, files)), **flags))
+        return end.value.code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def test_inspect(tmp_path, look, tokenizer):
     paths = [tmp_path / "train.parquet", tmp_path / "test.parquet"]
     for path, row in zip(paths, (50, 51), strict=True):
         write_parquet((arithmetic.make_row("train", i, 10 + i % row, 10) for i in range(100)), path)
-    tokenizer = tmp_path / "tokenizer"
-    tiny_model.make_tokenizer().save_pretrained(tokenizer)
-    with pytest.raises(SystemExit) as end:
-        inspect.main(inspect.Args(tuple(map(str, paths)), str(tokenizer)))
-    output = capsys.readouterr().out
-    assert end.value.code == 0
+    code, output = look(*paths, tokenizer=tokenizer)
+    assert code == 0
     assert f"{paths[0]}: RL, 100 rows (arithmetic 100)\n" in output and "'content': '10+10='" in output
     assert "prompt length in tokens: min 8, median 8, 95 % 8, max 8" in output  # <|user|>10+10=<|assistant|>
-    assert (
-        output.count(": valid\n") == 2 and sum(line.endswith("#" * 50) for line in output.splitlines()) == 2
-    )
+    assert output.count(": valid\n") == 2
+    assert sum(line.endswith("#" * 50) for line in output.splitlines()) == 2
     assert "train.parquet: 50 rows have the prompt of an earlier row: 50, 51, 52" in output
     assert f"test.parquet: 99 rows have the prompt of {paths[0]}: 0, 1, 2" in output
 
 
-def test_inspect_names_faults(tmp_path):
+def test_inspect_names_faults(tmp_path, look):
     path = tmp_path / "x.parquet"
-    rows = [good_row(), good_row(prompt=[]), good_row(data_source="unheard of")]
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    result = run_script("inspect.py", path, cwd=tmp_path)
-    assert result.returncode == 1 and result.stderr == ""
-    assert f"{path}: row 1: 'prompt' is empty; " in result.stdout
-    assert result.stdout.endswith(f"{path}: 1 rows with a fault\n")
-    pq.write_table(pa.table({"question": ["1+1="]}), path)
+    write([good_row(), good_row(prompt=[]), good_row(data_source="unheard of")], path)
+    code, output = look(path)
+    assert code == 1 and f"{path}: row 1: 'prompt' is empty; " in output
+    assert output.endswith(f"{path}: 1 rows with a fault\n")
+    write([{"question": "1+1="}], path)
     with pytest.raises(
-        ValueError, match=r"x.parquet: columns question are of no kind of the schema \(RL: data_"
+        ValueError, match=r"x.parquet: columns question are of no kind of the schema \(RL: da"
     ):
-        inspect.main(inspect.Args((str(path),)))
-    result = run_script("inspect.py", "none.parquet", cwd=tmp_path)
-    assert result.returncode == 1 and result.stderr.startswith(
-        f"error: {tmp_path}/none.parquet: no such file; "
-    )
+        look(path)
+    for words, line in (
+        (["none.parquet"], f"error: {tmp_path}/none.parquet: no such file; "),
+        (
+            [path, "--chat_template", "x.jinja"],
+            "error: --chat_template and --chat_template_kwargs need --tok",
+        ),
+        ([path, "--chat_template_kwargs", '{"a": 1}'], "error: --chat_template and --chat_template_kwargs n"),
+    ):
+        done = run_script("inspect.py", *words, cwd=tmp_path)
+        assert done.returncode == 1 and done.stderr.startswith(line) and done.stderr.count("\n") == 1
 
 
-COMMA = '{"instruction_id_list": ["punctuation:no_comma"]}'
-TRUTHS = [  # data_source, a ground truth that its scorer reads, one that it does not, what is said
-    ("taco", '{"inputs": ["1"], "outputs": ["1"]}', '{"inputs": ["1"]', "broken tests of a program: JSON"),
-    (
-        "taco",
-        '{"inputs": ["1"], "outputs": ["1"]}',
-        '{"inputs": [], "outputs": []}',
-        "the ground truth has no",
-    ),
-    ("mbpp", '{"assert_case": ["assert f(1)"]}', '{"assert_case": ["assert f("]}', "broken tests of a"),
-    ("kk", "Ann is a knight", "Ann", "ground truth 'Ann' is no list of"),
-    ("ifeval", COMMA, COMMA[:-1], "the ground truth has no instruction_id_list: '{"),
-    ("ifeval", COMMA, COMMA.replace("no_comma", "x"), "unknown instruction punctuation:x"),
-    ("ifeval", COMMA, COMMA[:-1] + ', "kwargs": [{}, {}]}', "the ground truth has not as many kwargs as"),
-    ("openai/gsm8k", "#### 3", "3 million", "the ground truth is no number: '3 million'"),
-    ("lighteval/MATH", "3 million", " ", "the ground truth must be an answer or a list"),
-]
-
-
-def test_rows_that_their_scorer_cannot_read(tmp_path, capsys, monkeypatch):
+def test_rows_that_their_scorer_cannot_read(tmp_path, look, monkeypatch):
     rows, lines, path = [], [], tmp_path / "x.parquet"
-    for i, (name, *truths, says) in enumerate(TRUTHS):
-        for truth in truths:
+    for i, case in enumerate(golden("unfit_truths")):
+        for truth in (case["truth"], case["unfit"]):
             model = dict(style="rule", ground_truth=truth)
             more = dict(extra_info=dict(index=0), responses=["x"])
-            rows.append(good_row(data_source=name, reward_model=model, **more))
-        lines.append(f"{path}: row {2 * i + 1}, data_source {name!r}: {says}")
-    pq.write_table(pa.Table.from_pylist(rows), path)
+            rows.append(good_row(data_source=case["data_source"], reward_model=model, **more))
+        lines.append(f"{path}: row {2 * i + 1}, data_source {case['data_source']!r}: {case['line']}")
+    write(rows, path)
     monkeypatch.setattr(inspect, "SHOWN", len(rows))
-    with pytest.raises(SystemExit) as end:
-        inspect.main(inspect.Args((str(path),)))
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{path}: row ")]
-    assert end.value.code == 1 and len(said) == len(lines)
+    code, output = look(path)
+    said = [line for line in output.splitlines() if line.startswith(f"{path}: row ")]
+    assert code == 1 and len(said) == len(lines)
     assert all(map(str.startswith, said, lines)), said
     with pytest.raises(SystemExit) as end:
         evaluation.main(evaluation.Args((str(path),), str(tmp_path / "out")))
     assert end.value.code == f"error: {said[0]}"
 
 
-def test_inspect_takes_what_trainers_take(tmp_path):
+def test_inspect_takes_what_trainers_take(tmp_path, look, tokenizer):
     """A data source of one's own is named, and no fault; prompts may be strings."""
     path, own = tmp_path / "x.parquet", good_row(data_source="unheard of")
     del own["ability"]  # for people alone
-    pq.write_table(pa.Table.from_pylist([own]), path)
-    result = run_script("inspect.py", path, cwd=tmp_path)
-    assert result.returncode == 0 and result.stdout.endswith(f"{path}: valid\n")
-    assert f"{path}: no reward for data_source 'unheard of'; known: " in result.stdout
-    assert "for your own give --reward_fn FILE.py:NAME\n" in result.stdout
-    tokenizer = tmp_path / "tokenizer"
-    tiny_model.make_tokenizer().save_pretrained(tokenizer)
-    said, labelled = [[CHAT[1], CHAT[2] | dict(content=x)] for x in ("122", "0")], "labelled responses, for"
-    for row, kind in (
-        (dict(prompt="37+85=", completion="122"), "SFT"),
-        (dict(prompt="37+85=", completion="122", label=3), "SFT"),  # a class
-        (dict(prompt="37+85=", completion="122", label=True), f"{labelled} dpo.py --loss kto"),
-        (dict(messages=said[0], kto_tag=0), f"{labelled} dpo.py --loss kto"),
-        (dict(prompt="37+85=", chosen="122", rejected="0"), "preferences"),
-        (dict(chosen=said[0], rejected=said[1]), "preferences"),
-    ):
-        pq.write_table(pa.Table.from_pylist([row]), path)
-        result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
-        assert result.returncode == 0 and f"{path}: {kind}, 1 rows" in result.stdout
-        assert "prompt length in tokens: min 8, median 8" in result.stdout
-    talk = [dict(role="user", content="x"), dict(role="tool", content="x"), CHAT[2]]
-    pq.write_table(pa.Table.from_pylist([dict(messages=talk)]), path)
-    result = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
-    assert result.returncode == 1 and result.stderr.splitlines()[0] == f"note: {path}: rows of messages"
-    assert f"{path}: row 0: the chat template: unknown role tool" in result.stderr
+    write([own], path)
+    code, output = look(path)
+    assert code == 0 and output.endswith(f"{path}: valid\n")
+    assert f"{path}: no reward for data_source 'unheard of'; known: " in output
+    assert "for your own give --reward_fn FILE.py:NAME\n" in output
+    for case in golden("kinds_of_rows"):
+        write([case["row"]], path)
+        code, output = look(path, tokenizer=tokenizer)
+        assert code == 0 and f"{path}: {case['kind']}, 1 rows" in output
+        assert "prompt length in tokens: min 8, median 8" in output
+    write([dict(messages=[CHAT[1], dict(role="tool", content="x"), CHAT[2]])], path)
+    done = run_script("inspect.py", path, "--tokenizer", tokenizer, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.splitlines()[0] == f"note: {path}: rows of messages"
+    assert f"{path}: row 0: the chat template: unknown role tool" in done.stderr
 
 
-UNFIT = [  # a row, what inspect.py and its trainer say of it
-    (
-        dict(prompt="1+2=", completion=[dict(role="assistant", content="3", reasoning="So")]),
-        "an answer must be",
-    ),
-    (
-        dict(prompt=[dict(role="assistant", content="3")], completion="3"),
-        "the prompt ends with a turn of the",
-    ),
-    (dict(messages=[dict(role="assistant", content="3")]), "message 0 is a turn of the assistant, before"),
-    (dict(messages=[dict(role="user", content="1+2=")]), "no row has an answer"),
-    (dict(prompt="1+2=", completion=" "), "no row has an answer"),
-    (dict(prompt="1+2=", completion=3), "an answer must be a string or messages, not 3"),
-    (dict(prompt="1+2=", completion="", label=True), "'completion' is empty, or has an empty turn"),
-    (dict(prompt="1+2=", chosen="3", rejected=" "), "'rejected' is empty, or has an empty turn"),
-    (dict(prompt="1+2=", chosen="3", rejected="3"), "'chosen' and 'rejected' are equal"),
-    (good_row(prompt=[dict(role="assistant", content="3")]), "the prompt ends with a turn of the"),
-]
-
-
-@pytest.mark.parametrize(("row", "says"), UNFIT)
-def test_inspect_refuses_what_trainers_refuse(row, says, tmp_path, capsys):
-    path, tokenizer = str(tmp_path / "x.parquet"), tiny_model.make_tokenizer()
-    pq.write_table(pa.Table.from_pylist([row]), path)
-    make = lambda script, **how: script.Args(model="", train_files=(), output_dir="", **how)
-    kto = "kto" if "label" in row else "sigmoid"
-    with pytest.raises(ValueError, match=says):
-        if "data_source" in row:
-            load_prompts([path], tokenizer, 99)
-        elif "completion" in row and kto != "kto" or "messages" in row:
-            sft.load_examples([path], make(sft), tokenizer)
-        else:
-            dpo.load_pairs([path], make(dpo, loss=kto), tokenizer)
-    with pytest.raises(SystemExit) as end:
-        inspect.main(inspect.Args((path,)))
-    assert end.value.code == 1 and says in capsys.readouterr().out
+@pytest.mark.parametrize("case", golden("unfit_rows"), ids=lambda case: case["line"])
+def test_inspect_refuses_what_trainers_refuse(case, tmp_path, look):
+    path = str(tmp_path / "x.parquet")
+    write([case["row"]], path)
+    with pytest.raises(ValueError, match=case["line"]):
+        read(case["reads"], path, TOKENIZER)
+    code, output = look(path)
+    assert code == 1 and case["line"] in output
 
 
 # ---- models
@@ -458,33 +370,28 @@ def test_tiny_tokenizer_round_trip(text):
 
 def test_tiny_tokenizer_template():
     t = TOKENIZER
-    assert t.apply_chat_template(CHAT, tokenize=False) == "<|system|>add<|user|>37+85=<|assistant|>122<|eos|>"
     prompt = t.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
     assert prompt == "<|system|>add<|user|>37+85=<|assistant|>"
+    assert t.apply_chat_template(CHAT, tokenize=False) == f"{prompt}122<|eos|>"
     ids = t.apply_chat_template(CHAT, return_dict=False)
-    assert len(ids) == 4 + len("add37+85=122") and ids[-1] == t.eos_token_id
+    assert len(ids) == 4 + len("add37+85=122")
     assert ids == t.encode(prompt) + t.encode("122") + [t.eos_token_id]
     assert len({t.pad_token_id, t.eos_token_id, t.unk_token_id}) == 3 and t.bos_token_id is None
     assert t.encode("é") == [t.unk_token_id]
     with pytest.raises(Exception, match=r"unknown role tool"):
         t.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
-
-
-def test_tiny_tokenizer_with_tools():
+    # with tools
     t, call = tiny_model.make_tokenizer(tool_role=True), {"role": "assistant", "content": "<<37+85>>"}
     text = t.apply_chat_template([*CHAT[:2], call, {"role": "tool", "content": "122"}], tokenize=False)
-    assert text == "<|system|>add<|user|>37+85=<|assistant|><<37+85>><|eos|><|tool|>122"
-    assert t.encode("<|tool|>1") == [len(TOKENIZER), *TOKENIZER.encode("1")] and len(t) == len(TOKENIZER) + 1
+    assert text == f"{prompt}<<37+85>><|eos|><|tool|>122"
+    assert t.encode("<|tool|>1") == [len(TOKENIZER), *TOKENIZER.encode("1")]
     assert t.get_vocab() == TOKENIZER.get_vocab() | {"<|tool|>": len(TOKENIZER)}
     assert t.decode(t.encode(text), skip_special_tokens=True) == "add37+85=<<37+85>>122"
     model = tiny_model.make_model(tiny_model.Args(tool_role=True), t)
-    assert model.get_input_embeddings().num_embeddings == len(t)
+    assert model.get_input_embeddings().num_embeddings == len(t) == len(TOKENIZER) + 1
 
 
 def test_tiny_model(tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     sizes = {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 64}
     for out in ("a", "b"):
         tiny_model.main(tiny_model.Args(local_save_dir=str(tmp_path / out), **sizes))
@@ -492,19 +399,16 @@ def test_tiny_model(tmp_path):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    assert tokenizer.apply_chat_template(CHAT, return_dict=False) == TOKENIZER.apply_chat_template(
-        CHAT, return_dict=False
-    )
+    ids = [t.apply_chat_template(CHAT, return_dict=False) for t in (tokenizer, TOKENIZER)]
+    assert ids[0] == ids[1]
     assert model.config.head_dim == 32 and model.dtype == torch.float32
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
-    assert model.generation_config.pad_token_id == model.config.pad_token_id == tokenizer.pad_token_id
+    for config in (model.generation_config, model.config):
+        assert config.eos_token_id == tokenizer.eos_token_id
+        assert config.pad_token_id == tokenizer.pad_token_id
     other = tiny_model.make_model(tiny_model.Args(seed=1, tie_embeddings=False, **sizes), tokenizer)
     assert not torch.equal(other.model.norm.weight, other.lm_head.weight)
     assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
-
-
-def test_tiny_model_sizes():
     million = tiny_model.make_model(tiny_model.Args(), TOKENIZER).num_parameters()
     assert 1.0e6 < million < 1.1e6
     for changes, what in (
@@ -538,9 +442,3 @@ def test_smollm2_tokenizer():
     assert (t.eos_token, t.eos_token_id, t.pad_token_id) == ("<|im_end|>", 2, 0)
     text = "  12345 isn't   a\n\n\tb é 🎯 5  7 , . x"
     assert t.decode(t.encode(text)) == text
-
-
-def test_inspect_needs_a_tokenizer_for_a_template(tmp_path):
-    for more in (["--chat_template", "x.jinja"], ["--chat_template_kwargs", '{"a": 1}']):
-        done = run_script("inspect.py", tmp_path / "x.parquet", *more, cwd=tmp_path)
-        assert done.returncode == 1 and "need --tokenizer" in done.stderr and done.stderr.count("\n") == 1

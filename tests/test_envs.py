@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, golden
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,7 +143,7 @@ def pools():
 def ask(pool, **texts):
     """{key: answer} of a step for each key."""
     for key, text in texts.items():
-        pool.step(key, text, {"first": "hello"})
+        pool.step(key, text, {"first": "hello", "start": 2})
     answers = []
     while len(answers) < len(texts):
         answers += pool.answers(wait=True)
@@ -161,29 +161,17 @@ def hermes(name, **arguments):
 
 PIECES = "<tool_call> </tool_call> </think> to=functions.f <|message|> <|call|> lambda: null **".split()
 PIECES += ['{"name": "f", "arguments": ', '{"a": 1}', "not ", *"{}[]()f1-'\"\\,:;*= \n\0\ud800"]
-F = ("f", {"a": 1})
-HERMES = [
-    ('I call.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n' * 2, [F, F]),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}}', [F]),  # its end was the stop token
-    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [F]),
-    ("<tool_call>[]</tool_call><tool_call></tool_call><tool_call>7</tool_call>", [UNREADABLE] * 3),
-    ("<tool_call>" + "[" * 100_000, [UNREADABLE]),
-    ('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 200_000 + "}}", [UNREADABLE]),
-    ('<think><tool_call>{"name": "g"}</think><tool_call>{"name": "f", "arguments": {"a": 1}}', [F]),
-    ('<think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call></think> It is 4.', []),
-]
-HARMONY = [
-    (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [F]),
-    ('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', [F]),
-    ("<|channel|>commentary to=functions.f<|message|>{a}<|call|>", [UNREADABLE]),
-]
 
 
-@pytest.mark.parametrize("read", [parse_calls, harmony])
-def test_formats(read):
+def test_formats():
+    """Of golden/calls.jsonl, and texts that are very long."""
     sys.set_int_max_str_digits(4300)  # Python's own, which a data script of another test may have lifted
-    table = HERMES if read is parse_calls else HARMONY
-    assert [read(text) for text, _ in table] == [calls for _, calls in table]
+    for case in golden("calls"):
+        read = parse_calls if case["reader"] == "hermes" else harmony
+        expected = [UNREADABLE if call == "unreadable" else tuple(call) for call in case["calls"]]
+        assert read(case["text"]) == expected, case
+    for text in ("[" * 100_000, '{"name": "f", "arguments": {"a": ' + "1" * 200_000 + "}}"):
+        assert parse_calls(f"<tool_call>{text}") == [UNREADABLE]
 
 
 def test_tools(file):
@@ -194,20 +182,15 @@ def test_tools(file):
 
     def answer(name, **arguments):
         [message] = env_class({}).step(hermes(name, **arguments))
-        assert message.pop("role") == "tool"
-        return tuple(message.values())
+        return message
 
-    assert answer("add", a=1, b=2) == ("add", "3")
-    assert answer("add", a=1, text="4") == ("add", "24")  # a string stays one where it should be
-    assert answer("add", a="1", b=" 2") == ("add", "3")
-    assert answer("add") == ("add", "error: TypeError: missing a required argument: 'a'")
-    assert answer("add", a=1, c=2) == ("add", "error: TypeError: got an unexpected keyword argument 'c'")
-    assert answer("add", a=None)[1].startswith("error: TypeError: unsupported operand")
-    assert answer("fail", kind="x\ny") == ("fail", "error: ValueError: of kind x y")
-    assert len(answer("fail", kind="x" * 9999)[1]) == 200
-    for kind in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):  # the model is told, the process stays
-        assert answer("fail", kind=kind) == ("fail", f"error: {kind}:")
-    assert answer("gone") == ("error: no tool 'gone'; there are: add, fail",)
+    for case in golden("tools"):  # a string stays one where it should be; no error ends the process
+        call = case["call"]
+        said = answer(call["name"], **call["arguments"])
+        assert said == dict(role="tool", name=call["name"], content=case["answer"])
+    assert answer("add", a=None)["content"].startswith("error: TypeError: unsupported operand")
+    assert len(answer("fail", kind="x" * 9999)["content"]) == 200
+    assert answer("gone") == dict(role="tool", content="error: no tool 'gone'; there are: add, fail")
     [message] = env_class({}).step("<tool_call>gone</tool_call>")
     assert message == {"role": "tool", "content": f"error: {UNREADABLE[1]}"}
     assert env_class({}).step("done") is None
@@ -228,27 +211,12 @@ def kinds(
     return [names, sizes, unit, mode, level, maybe, free, either, flag, pair]
 
 
-DEFAULTS = [None, "C", "1", 1, None, None, 0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (dict(names='["a", "b"]', sizes='{"a": 1}'), [["a", "b"], {"a": 1}]),
-        (dict(names="['a']", sizes="{'a': None}"), [["a"], {"a": None}]),
-        (dict(names="a, b", sizes="null"), ["a, b", None]),
-        (dict(names="[]", unit="null", mode="2", level="2"), [[], None, None, "2", 2]),
-        (dict(names="[]", unit="[1]", mode="[1]"), [[], None, "[1]", "[1]"]),
-        (dict(names="[]", maybe="[1, 2]", free="[1]", either="7"), [[], *DEFAULTS[:4], [1, 2], "[1]", "7"]),
-        (dict(names="[]", flag="true", pair='["a", "b"]'), [[], *DEFAULTS, True, ["a", "b"]]),
-        (dict(names="[]", flag="False"), [[], *DEFAULTS, False]),
-    ],
-)
-def test_arguments_in_xml_have_the_types_of_the_tool(arguments, expected):
+def test_arguments_in_xml_have_the_types_of_the_tool():
     """As vLLM's parser reads them; what may be a text stays one."""
     env_class = type("Tools", (ToolEnv,), {"functions": {"kinds": kinds}})
-    [message] = env_class({}).step(hermes("kinds", **arguments))
-    assert json.loads(message["content"])[: len(expected)] == expected
+    for case in golden("xml_arguments"):
+        [message] = env_class({}).step(hermes("kinds", **case["arguments"]))
+        assert json.loads(message["content"])[: len(case["expected"])] == case["expected"]
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.text()
@@ -273,14 +241,8 @@ def test_trl(file, pools):
     pool = pools(f"{file}:Counter", 1, 60)
     assert [schema["function"]["name"] for schema in pool.tools] == ["more"]
     assert list(pool.tools[0]["function"]["parameters"]["properties"]) == ["by"]
-    for content, reward in (("now 5", 5.0), ("now 8", 8.0)):
-        pool.step(0, hermes("more", by=3), {"start": 2})
-        [answer] = pool.answers(wait=True)
-        assert answer["messages"] == [{"role": "tool", "name": "more", "content": content}]
-        assert (answer["reward"], answer["failure"]) == (reward, None)
     pool.step(1, "", {})
-    [answer] = pool.answers(wait=True)
-    assert answer == {"key": 1, **failed("error: KeyError: 'start'")}
+    assert pool.answers(wait=True) == [{"key": 1, **failed("error: KeyError: 'start'")}]
 
 
 ASYNC = '''
@@ -407,7 +369,7 @@ class Mine(ToolEnv):
         return answers and [*answers, {"role": "user", "content": "Go on."}]
 
 class Trl:
-    async def reset(self, first):
+    async def reset(self, first, start):
         await asyncio.sleep(0)
         self.count = 2
     async def twice(self, a: int) -> int:
@@ -439,10 +401,6 @@ def async_file(tmp_path_factory):
     return path
 
 
-def answered(content, reward=None, **message):
-    return {"messages": [message | {"content": content}], "reward": reward, "failure": None}
-
-
 ANSWERS = dict(fail="error: ValueError: no", cancelled="error: CancelledError:", late='{"twice": 6}')
 
 
@@ -464,23 +422,19 @@ def test_tools_may_be_async(async_file, pools, tool, alone):
     assert tool == "hang" or ask(pool, a="done")["a"]["messages"] is None
 
 
-def test_methods_may_be_async(async_file, pools):
-    assert ask(pools(f"{async_file}:Env", 1, 1), a="hang") == {"a": failed("timeout")}
-    pool = pools(f"{async_file}:Env", 2, 60)
-    answers = ask(pool, a="x", c="fail", d="stop")
-    assert answers["a"] == answered("x", {"score": 1}, role="user")
-    assert answers["c"] == failed("error: ValueError: no")
-    assert answers["d"] == {"messages": None, "reward": {"score": 1}, "failure": None}
-    assert ask(pool, a="y")["a"] == answered("y", {"score": 2}, role="user")
-    for name, text, answer in (
-        ("Sync", "x", answered("x", 7, role="user")),
-        ("AsyncInit", "x", failed("error: TypeError: __init__() should return None, not 'coroutine'")),
-        ("method", hermes("f", a=3), answered("6", role="tool", name="f")),
-        ("Trl", hermes("twice", a=3), answered("6", 2, role="tool", name="twice")),
-    ):
-        assert ask(pools(f"{async_file}:{name}", 1, 60), a=text) == {"a": answer}
-    [answer] = ask(pools(f"{async_file}:Yields", 1, 60), a="x").values()
-    assert answer["failure"].startswith("error: TypeError: step returned <async_generator object")
+@pytest.mark.parametrize("case", golden("env_answers"), ids=lambda case: f"{case['file']} {case['env']}")
+def test_answers_of_environments(async_file, file, pools, case):
+    """Methods may be async; a failure, of which the beginning is in the table, ends its trajectory only."""
+    path = async_file if case["file"] == "async" else file
+    pool = pools(f"{path}:{case['env']}", 2, case["timeout_s"])
+    for texts, answers in case["turns"]:
+        found = ask(pool, **texts)
+        for key, expected in answers.items():
+            why = found[key]["failure"]
+            if expected["failure"]:
+                assert why.startswith(expected["failure"]) and len(why) < 220
+                expected = expected | dict(failure=why)
+            assert found[key] == expected, key
 
 
 def test_a_class_of_tools_is_refused_where_a_list_is(async_file):
@@ -526,21 +480,9 @@ def test_no_torch_in_a_worker(file):
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
 
 
-def test_failures_end_their_trajectory_only(file, pools):
-    pool = pools(f"{file}:Env", 2, 2)
-    assert ask(pool, a="x", b="x")["a"]["failure"] is None
-    answers = ask(pool, a="hang", b="one", c="end", d="leave", e="kill", f="fail", g="deep", h="two")
-    failures = {key: answer["failure"] for key, answer in answers.items()}
-    assert failures["a"] == "timeout"
-    assert [failures[key] for key in "ce"] == ["crash"] * 2
-    assert failures["d"] == "error: SystemExit:"
-    assert failures["f"].startswith("error: KeyError: 'several\\nlines xxx") and len(failures["f"]) < 220
-    assert failures["g"].startswith("error: RecursionError")
-    assert answers["c"] == failed("crash")
-    assert answers["b"] == answered("hello x one", {"score": 3, "last": "one"}, role="user")
-    assert answers["h"]["messages"] == [{"role": "user", "content": "hello two"}]
-    end = ask(pool, b="finish")["b"]
-    assert end == dict(messages=None, reward={"score": 4, "last": "finish"}, failure=None)
+def test_failures_at_the_start(file, pools):
+    pool = pools(f"{file}:Env", 2, 60)
+    ask(pool, b="x")
     pool.step("broken", "", {"first": "broken"})
     assert pool.answers(wait=True) == [{"key": "broken", **failed("error: OSError: no such game")}]
     pool.step("key", "", {"first": threading.Lock()})
@@ -561,25 +503,12 @@ def test_answers_are_checked(file, pools):
             _checked(wrong)
 
 
-@pytest.mark.parametrize(
-    ("reply", "failure"),
-    [
-        (None, "error: argument of type 'NoneType'"),
-        (7, "error: argument of type 'int'"),
-        ([1, 2, 3, "stop"], "error: list indices"),
-        ("error", "error: string indices"),
-        ({}, "error: 'messages'"),
-        ({"messages": "text", "state": "", "reward": 0}, "error: step returned 'text'"),
-        ({"error": "stop"}, "error: stop"),
-        ({"error": {"a": ["b\nc"]}}, "error: {'a': ['b\\nc']}"),
-    ],
-)
-def test_a_process_that_is_taken_over_ends_its_trajectory_only(file, pools, monkeypatch, reply, failure):
+@pytest.mark.parametrize("case", golden("hostile_replies"), ids=lambda case: case["failure"])
+def test_a_process_that_is_taken_over_ends_its_trajectory_only(file, pools, monkeypatch, case):
     """How a trajectory ended is not for it to say: the word before the colon becomes its finish_reason."""
-    monkeypatch.setattr("envs.pool.Worker.call", lambda *_, **__: reply)
-    pool = pools(f"{file}:Env", 1, 60)
-    answer = ask(pool, a="x")["a"]
-    assert answer["failure"].startswith(failure) and answer["messages"] is answer["reward"] is None
+    monkeypatch.setattr("envs.pool.Worker.call", lambda *_, **__: case["reply"])
+    answer = ask(pools(f"{file}:Env", 1, 60), a="x")["a"]
+    assert answer["failure"].startswith(case["failure"]) and answer["messages"] is answer["reward"] is None
 
 
 def test_state_goes_from_process_to_process(file, pools):
@@ -663,43 +592,11 @@ def test_a_killed_owner_leaves_no_process(file):
     wait_for(lambda: not any(f.exists() and b"rewards.manager.serve" in f.read_bytes() for f in files))
 
 
-ROWS = [
-    ("48/2", "24"),
-    ("1,000 * 12.5", "12500"),
-    ("$2.50*3", "7.5"),
-    ("0.1+0.2", "0.3"),
-    ("20%", "0.2"),
-    ("$80*20%+1", "17"),
-    ("7%3", "1"),
-    ("(7)%(3)", "1"),
-    ("-7//2", "-4"),
-    ("2**0.5", "1.414214"),
-    ("-1/3", "-0.333333"),
-    ("2/3", "0.666667"),
-    ("1/10000000", "0"),
-    ("-1/10000000", "0"),
-    ("1/1000000", "0.000001"),
-    ("99999999999999999999*3", "299999999999999999997"),
-    ("1e3", "1000"),
-    ("2**200", str(2**200)),
-    ("2**300", "error: the power is too large"),
-    ("9**9**9**9", "error: the power is too large"),
-    ("2**200*2**200", "error: the number is too large"),
-    ("(-8)**(1/3)", "error: a root of a negative number"),
-    ("1/0", "error: division by zero"),
-    ("0**-1", "error: division by zero"),
-    ("1.0%0", "error: division by zero"),
-    ("1" * 201, "error: the expression is too long"),
-]
-NO_ARITHMETIC = "-" * 200, "(" * 200, "__import__('os')", "True+1", "3j", "x=3", "[1][0]", ""
-ROWS += [(text, "error: the expression is not arithmetic") for text in NO_ARITHMETIC]
-
-
-@pytest.mark.parametrize(("expression", "value"), ROWS)
-def test_calculator(expression, value):
+def test_calculator():
     calculator = load_env(f"{ROOT}/envs/calculator.py:Calculator")({})
-    answer = [{"role": "tool", "content": value}]
-    assert calculator.step(f"It is <<1+1>>2, then <<{expression}>> \n") == answer
+    for case in golden("calculator"):
+        [message] = calculator.step(f"It is <<1+1>>2, then <<{case['expression']}>> \n")
+        assert message == {"role": "tool", "content": case["value"]}, case
 
 
 def test_calculator_as_a_tool():

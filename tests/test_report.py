@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, documented, run
+from conftest import ROOT, documented, golden, run
 
 from algos import grpo
 from algos import report as report_script
@@ -21,189 +21,44 @@ from algos.report import CHECKS, LIMIT, Args, Run, level, thin, write
 
 SAMPLE = ROOT / "tests/fixtures/report"  # ten steps of the demo, and two of its dumped steps
 ONE = dict(train_batch_size=32, ppo_mini_batch_size=32, ppo_epochs=1)  # one optimizer step a rollout
-FP32, BF16 = dict(compute_dtype="float32"), dict(compute_dtype="bfloat16")
+FP32 = dict(compute_dtype="float32")
 GAP = "training/rollout_probs_diff_mean"
-RETURNS = {"critic/returns/min": -1e-8, "critic/returns/max": 1e-8}  # A + V, where A = -V
-SCORES = {"critic/score/min": 0, "critic/score/max": 1}
-EQUAL = {f"critic/score/{what}": 0.5 for what in ("min", "mean", "max")}  # a score that never changes
-RIGHT = SCORES | {"critic/score/mean": 0.97}
-VAL = "val-core/a/acc/mean@1"
-KL, REWARD_KL, VARIANCE = "actor/kl_loss", "actor/reward_kl_penalty", "critic/vf_explained_var"
-NORM, CRITIC, TEACHER = "actor/grad_norm", "critic/grad_norm", "actor/teacher_kl"
-RM, DPO = {"rewards/margins": 0.5}, {"rewards/accuracies": [0, *[0.7] * 29]}
-HIGH, LOW = "critic/advantages/max", "critic/advantages/min"
-TALKS = {"response_length/mean": 4}
+VAL, KL = "val-core/a/acc/mean@1", "actor/kl_loss"
 GROUPS = ONE | dict(group_size=16)
 NO, OK, WARNING, WRONG = "not applicable", "ok", "warning", "wrong"
 
 
+def curve(form):
+    """The values of a straight line, or of ScaleRL's curve from 0.2 with noise; or a list itself."""
+    if isinstance(form, list):
+        return form
+    steps = form["steps"]
+    if "from" in form:
+        return [form["from"] + (form["to"] - form["from"]) * i / (steps - 1) for i in range(steps)]
+    noise, x = np.random.default_rng(0).normal(0, 0.02, steps), np.arange(1, steps + 1)
+    return [*(0.2 + (form["rises_to"] - 0.2) / (1 + (form["middle"] / x) ** 1.5) + noise)]
+
+
 def rows(metrics, steps=None):
-    """Rows from {metric: its value in all steps, or a list of one a step}; None: it is not in that row."""
-    steps = steps or max((len(x) for x in metrics.values() if isinstance(x, list)), default=10)
+    """Rows from {metric: its value in all steps, or its `curve`}; None: it is not in that row."""
+    curves = {name: curve(form) for name, form in metrics.items() if isinstance(form, list | dict)}
+    steps = steps or max(map(len, curves.values()), default=10)
     table = [{"training/global_step": float(step)} for step in range(1, steps + 1)]
-    for name, values in metrics.items():
-        for row, value in zip(table, values if isinstance(values, list) else [values] * steps, strict=True):
-            row |= {} if value is None else {name: value}
+    for name, value in metrics.items():
+        for row, x in zip(table, curves.get(name, [value] * steps), strict=True):
+            if x is not None:
+                row[name] = x
     return table
 
 
-def line(first, last, steps=60):
-    """A straight curve."""
-    return [first + (last - first) * i / (steps - 1) for i in range(steps)]
+CASES, RUNS = golden("report"), golden("report_runs")
 
 
-def sigmoid(level, middle, steps):
-    """ScaleRL's curve from 0.2 with noise."""
-    noise = np.random.default_rng(0).normal(0, 0.02, steps)
-    return [0.2 + (level - 0.2) / (1 + (middle / x) ** 1.5) + n for x, n in enumerate(noise, 1)]
-
-
-FALLS = SCORES | {"critic/score/mean": line(0.4, 0.3)}
-CASES = [
-    # ---- check, metrics, arguments, verdict, step to read
-    ("not-finite", {"train/loss": [1, 2]}, {}, OK, None),
-    ("not-finite", {"train/loss": [1, math.inf]}, {}, WRONG, 2),
-    ("not-finite", {"actor/grad_norm": [1, math.inf]}, {}, OK, None),  # skipped-updates tells of it
-    ("sampler-gap", {GAP: [1e-7, 2e-5, 1e-7]}, FP32, WARNING, 2),
-    ("sampler-gap", {GAP: [1e-7, 2e-4, 1e-7]}, FP32, WRONG, 2),
-    ("sampler-gap", {GAP: [0.003, 0.0049]}, BF16, OK, 2),
-    ("sampler-gap", {GAP: [0.003, 0.0051]}, {}, WARNING, 2),  # a precision that is not known
-    ("sampler-gap", {GAP: [0.011, 0.0051]}, BF16, WRONG, 1),
-    ("sampler-gap", {GAP: [0.2, 0.3]}, dict(top_p=0.9), NO, None),
-    ("sampler-gap-growth", {GAP: [2e-7, 0.08, 0.12, 0.14, 0.17]}, FP32, WRONG, 5),
-    ("sampler-gap-growth", {GAP: [2e-7, 0.08, 0.06, 0.08, 0.06]}, FP32, OK, 5),  # one step behind
-    ("sampler-gap-growth", {GAP: [1e-7, 0.1, 0.2]}, FP32, NO, None),
-    ("sampler-gap-token", {GAP[:-4] + "max": [0.1, 0.89]}, BF16, OK, 2),
-    ("sampler-gap-token", {GAP[:-4] + "max": [0.1, 0.91]}, BF16, WARNING, 2),
-    ("sampler-gap-token", {GAP[:-4] + "max": [0.1, 0.91]}, FP32, WRONG, 2),
-    ("on-policy", {"actor/pg_clipfrac": 0, "actor/ppo_kl": 0}, ONE, OK, 1),
-    ("on-policy", {"actor/pg_clipfrac": [0, 0, 0.01]}, ONE, WRONG, 3),
-    ("on-policy", {"actor/pg_clipfrac": 0.1}, {}, NO, None),
-    ("no-signal", SCORES | {HIGH: 2, LOW: -2}, {}, OK, None),
-    ("no-signal", SCORES | {HIGH: [0, 0, *[2] * 8], LOW: [0, 0, *[-2] * 8]}, {}, WARNING, 1),
-    ("no-signal", SCORES | {HIGH: 0, LOW: 0}, {}, WRONG, 1),
-    ("clipped-responses", {"response_length/clip_ratio": line(0.9, 0)}, {}, OK, 60),
-    ("clipped-responses", {"response_length/clip_ratio": 0.11}, {}, WARNING, 10),
-    ("clipped-responses", {"response_length/clip_ratio": 0.51}, {}, WRONG, 10),
-    ("failures", {"reward/errors": 0, "reward/timeouts": 0, "env/errors": 0}, {}, OK, 1),
-    ("failures", {"reward/errors": 0, "env/crashes": [0, 1]}, {}, WARNING, 2),
-    ("failures", {"reward/crashes": [0, 2, 3]}, GROUPS, WARNING, 3),
-    ("failures", {"reward/crashes": [0, 6, 3]}, GROUPS, WRONG, 2),
-    ("score-collapse", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, OK, 55),
-    ("score-collapse", SCORES | {"critic/score/mean": line(0.8, 0.5)}, {}, WARNING, 1),
-    ("score-collapse", SCORES | {"critic/score/mean": [0.23, 0.2, 0.2, 0.1, 0.06, 0.06]}, {}, WRONG, 1),
-    ("score-collapse", SCORES | {"critic/score/mean": line(0.02, 0)}, {}, OK, 1),  # noise of a rare success
-    ("score-rises", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, OK, 60),
-    ("score-rises", SCORES | {"critic/score/mean": line(0.2, 0.21)}, {}, WARNING, 60),
-    ("score-rises", SCORES | {"critic/score/mean": line(0.95, 0.95)}, {}, NO, None),  # solved
-    ("score-rises", SCORES | {"critic/score/mean": line(0.2, 0.2, 40)}, {}, NO, None),
-    ("score-rises", SCORES | {"critic/score/mean": line(0.2, 0.2), "dapo/gen_batches": 1}, {}, NO, None),
-    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.9)}, {}, OK, 60),
-    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.28)}, {}, WARNING, 60),
-    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8), VAL: line(0.3, 0.2)}, {}, WRONG, 60),
-    ("best-validation", {VAL: [0.16, 0.98, 0.7, 0.71]}, {}, WARNING, 2),
-    ("best-validation", {VAL: [0.5, 0.6, 0.5, 0.47]}, {}, OK, 2),  # noise
-    (
-        "best-validation",
-        SCORES | {"critic/score/mean": 0.3, "val-core/a/reward/mean@1": [0, 2, 0]},
-        {},
-        WRONG,
-        2,
-    ),
-    ("held-out", SCORES | {"critic/score/mean": line(0.2, 0.8)}, {}, NO, None),
-    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 30, 300)}, {}, OK, 300),
-    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 8, 300)}, {}, WARNING, 300),
-    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 300, 300)}, {}, NO, None),
-    ("levels-off", SCORES | {"critic/score/mean": sigmoid(0.8, 3, 40)}, {}, NO, None),
-    ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.2)}, {}, OK, 60),
-    ("entropy-collapse", TALKS | {"actor/entropy": line(0.6, 0.05)}, {}, WARNING, 60),
-    ("entropy-collapse", {"actor/entropy": line(0.6, 0), "response_length/mean": 3}, {}, WRONG, 60),
-    ("entropy-collapse", TALKS | RIGHT | {"actor/entropy": line(0.6, 0)}, {}, NO, None),  # solved
-    ("entropy-explosion", {"actor/entropy": line(0.5, 1.2)}, {}, OK, 60),
-    ("entropy-explosion", {"actor/entropy": line(0.5, 1.8)}, {}, WARNING, 60),
-    ("entropy-explosion", FALLS | {"actor/entropy": line(0.5, 1.2)}, {}, WRONG, 60),
-    ("entropy-explosion", EQUAL | {"actor/entropy": line(0.5, 1.2)}, {}, OK, 60),
-    ("gradient-spikes", {"actor/grad_norm": [1, 2, 1, 9, 1, 2, 1]}, {}, OK, 4),
-    ("gradient-spikes", {"actor/grad_norm": [1, 2, 1, 11, 1, 2, 1]}, {}, WARNING, 4),
-    ("gradient-spikes", {"train/grad_norm": [1, 2, 1, 101, 1, 2, 1]}, {}, WRONG, 4),
-    ("gradient-spikes", {"train/grad_norm": [1, 101]}, {}, NO, None),
-    ("skipped-updates", {"actor/skipped_updates": 0}, {}, OK, None),
-    ("skipped-updates", {"actor/skipped_updates": [*[0] * 99, 1]}, {}, WARNING, 100),
-    ("skipped-updates", {"actor/skipped_updates": [0, 0, 1]}, {}, WRONG, 3),
-    ("kl-first-step", {KL: [2e-6, 0.1]}, ONE | FP32 | dict(use_kl_loss=True), WRONG, 1),
-    ("kl-first-step", {KL: [9e-4, 0.1]}, ONE | BF16 | dict(use_kl_loss=True), OK, 1),
-    ("kl-first-step", {KL: [0.1, 0.1]}, FP32 | dict(use_kl_loss=True), NO, None),
-    ("kl-first-step", {REWARD_KL: [-0.1, 0.1]}, FP32 | dict(kl_coef=0.1), WRONG, 1),
-    ("stays-zero", {KL: [0, 0, 0.01], NORM: 1}, dict(use_kl_loss=True), OK, None),
-    ("stays-zero", {KL: [0, 0, 0], NORM: 1}, dict(use_kl_loss=True), WRONG, 3),
-    ("stays-zero", {REWARD_KL: [0, 0, 0], NORM: 1}, dict(kl_coef=0.1), WRONG, 3),
-    ("stays-zero", {KL: [0, 0, 0], NORM: 1}, {}, OK, None),
-    ("stays-zero", {KL: [0, 0]}, dict(use_kl_loss=True), NO, None),
-    ("stays-zero", {NORM: [0, 0, 1e-9]}, {}, OK, None),
-    ("stays-zero", {NORM: [0, 0, 0]}, {}, WRONG, 3),
-    ("stays-zero", {"train/grad_norm": [0, 0, 0, 0]}, {}, WRONG, 4),
-    # no step is taken
-    ("stays-zero", {NORM: 1, "actor/ppo_kl": [0, 0, 0]}, ONE | dict(ppo_epochs=2), WRONG, 3),
-    ("stays-zero", {NORM: 1, "actor/ppo_kl": [0, 0, -1e-9]}, ONE | dict(ppo_epochs=2), OK, None),
-    ("stays-zero", {NORM: 1, "actor/ppo_kl": [0, 0, 0]}, ONE, OK, None),
-    # ---- PPO's actor: it rests in all steps; it is not its turn yet; it learns
-    ("stays-zero", {CRITIC: [1, 1, 1]}, dict(critic_warmup=3, total_steps=3), WRONG, None),
-    ("stays-zero", {CRITIC: [1, 1, 1]}, dict(critic_warmup=2, total_steps=9), WRONG, None),
-    ("stays-zero", {CRITIC: [1, 1, 1]}, dict(critic_warmup=3, total_steps=9), OK, None),
-    ("stays-zero", {CRITIC: [1, 1, 1]}, dict(critic_warmup=3), OK, None),
-    ("stays-zero", {CRITIC: [1] * 9, NORM: [None] * 3 + [1] * 6}, dict(critic_warmup=3), OK, None),
-    ("stays-zero", {CRITIC: [1] * 9, NORM: [None] * 3 + [0] * 6}, dict(critic_warmup=3), WRONG, 9),
-    ("kl-growth", {KL: [0, 0.1, 0.2, 0.25]}, {}, OK, 4),
-    ("kl-growth", {KL: line(0, 0.6)}, {}, WARNING, 60),
-    ("kl-growth", {KL: [0, 0.15, 0.57, 0.89, 1.2, 1.5]}, {}, WRONG, 6),
-    ("kl-growth", {REWARD_KL: line(0, -0.2)}, {}, WRONG, 60),
-    ("kl-growth", {KL: 0}, {}, NO, None),
-    ("kl-growth", {KL: line(3, 0.1), TEACHER: line(3, 0.1)}, {}, NO, None),  # distillation
-    ("explained-variance", {VARIANCE: line(0, 0.01)}, {}, OK, 60),
-    ("explained-variance", {VARIANCE: line(0, 0.01, 100)}, {}, WARNING, 100),
-    ("explained-variance", {VARIANCE: line(0, 0.03, 100)}, {}, OK, 100),
-    ("explained-variance", {VARIANCE: line(0, -0.15)}, {}, WRONG, 60),
-    ("explained-variance", {VARIANCE: -0.1}, {}, NO, None),
-    ("empty-returns", RETURNS | {"critic/rewards/mean": [0.5, 0.5, 0]}, {}, WRONG, 1),
-    ("empty-returns", RETURNS | {"critic/rewards/mean": 0}, {}, OK, None),
-    ("empty-returns", {"critic/rewards/mean": 0.5}, {}, NO, None),
-    ("dynamic-sampling", {"dapo/gen_batches": [1, 2, 9]}, dict(max_gen_batches=10), OK, None),
-    ("dynamic-sampling", {"dapo/gen_batches": [*[1] * 19, 10]}, dict(max_gen_batches=10), WARNING, 20),
-    ("dynamic-sampling", {"dapo/gen_batches": [1, 10]}, dict(max_gen_batches=10), WRONG, 2),
-    ("dynamic-sampling", {"dapo/gen_batches": [1, 10]}, {}, NO, None),
-    ("dynamic-sampling-filter", RIGHT | {"dapo/dropped_all_right": 0.3}, {}, OK, 10),
-    ("dynamic-sampling-filter", RIGHT | {"dapo/dropped_all_right": 0}, {}, WRONG, 10),
-    ("dynamic-sampling-filter", {"critic/score/mean": 1, "dapo/dropped_all_right": 0}, {}, NO, None),
-    ("learning-rate", {"train/lr": [1] * 6 + [0.75, 0.5, 0.25, 0.1]}, {}, OK, None),
-    ("learning-rate", {"actor/lr": [0.5, 1, 1, 1, 1, 0.5, 0.5, 0.5]}, {}, WRONG, 6),
-    ("learning-rate", {"actor/lr": [0.25, 0.5, 0.75, 1, 1, 1, 0.25, 0.5, 0.75, 1]}, {}, WRONG, 7),
-    ("learning-rate", {"actor/lr": 0}, {}, WRONG, 1),
-    ("learning-rate", {"critic/score/mean": 0}, {}, NO, None),
-    # ---- SFT, a reward model, DPO
-    ("training-loss", {"train/loss": line(2, 2.1)}, {}, OK, 60),
-    ("training-loss", {"train/loss": line(2, 2.5)}, {}, WARNING, 60),
-    ("training-loss", {"train/loss": line(1, 9)}, {}, WRONG, 60),
-    ("training-loss", {"train/loss": [1, 2, 3, 4, 5]}, {}, NO, None),
-    # ---- distillation: KL to the teacher
-    ("training-loss", {TEACHER: [0, -0.01, 0.01, 0.01, 0, 0.02]}, {}, OK, 6),  # a student that is its teacher
-    # ---- pairs: of a reward model, whose first steps are at chance; of DPO, whose first margin is 0
-    ("pairs", RM | {"train/accuracy": line(0.52, 0.5)}, {}, WARNING, 60),
-    ("pairs", RM | {"train/accuracy": line(0.5, 0.3)}, {}, WRONG, 60),
-    ("pairs", {"train/accuracy": line(0.5, 0.52), "rewards/margins": line(0, -0.1)}, {}, WRONG, 60),
-    ("pairs", DPO | {"rewards/margins": [0, *line(0.1, 2, 29)]}, {}, OK, 30),
-    ("pairs", {"rewards/accuracies": 0.3, "rewards/margins": 0.1}, {}, NO, None),
-    ("validation-loss", {"val/loss": [3, 2, 2.1]}, {}, OK, 2),
-    ("validation-loss", {"val/loss": [3, 2, 2.3]}, {}, WARNING, 2),
-    ("validation-loss", {"val/loss": [3, 2, 3.1]}, {}, WRONG, 2),
-    ("validation-loss", {"val/loss": [3]}, {}, NO, None),
-    ("validation-loss", {"val/loss": [1, 0, 0]}, {}, NO, None),
-]
-
-
-@pytest.mark.parametrize(("check", "metrics", "args", "word", "step"), CASES)
-def test_checks(tmp_path, check, metrics, args, word, step):
-    verdict = Run(make_run(tmp_path / "run", rows(metrics), args), "run").verdicts[check]
-    assert (verdict.word, verdict.step) == (word, step), verdict
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["check"])
+def test_checks(tmp_path, case):
+    path = make_run(tmp_path / "run", rows(case["metrics"]), case["args"])
+    verdict = Run(path, "run").verdicts[case["check"]]
+    assert (verdict.word, verdict.step) == (case["verdict"], case["step"]), verdict
 
 
 def test_the_best_validation_is_named_with_its_checkpoint(tmp_path):
@@ -222,7 +77,7 @@ def test_a_null_is_what_was_not_finite(tmp_path):
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_check_has_all_its_verdicts_tested(check):
-    words = {case[3] for case in CASES if case[0] == check}
+    words = {case["verdict"] for case in CASES if case["check"] == check}
     assert words >= {OK, WRONG} or words >= {OK, WARNING}
 
 
@@ -237,32 +92,14 @@ def test_checks_do_without_data(tmp_path, table):
     assert {verdict.word for verdict in verdicts.values()} == {NO}
 
 
-RL = dict.fromkeys(("reward/errors", "actor/skipped_updates", "response_length/clip_ratio"), 0)
-RL |= SCORES | {"actor/lr": 1e-6, "response_length/mean": 50, "actor/entropy": 0.5, NORM: 1}
-RL |= {"critic/score/mean": line(0.2, 0.6), HIGH: 1, LOW: -1}
-TRAIN = {"train/lr": 1e-5, "train/skipped_updates": 0, "train/grad_norm": 1}
-PAIRS = TRAIN | {"train/loss": line(0.69, 0.4), "rewards/margins": [0, *line(0.1, 2, 59)]}
-WARM = [None, None, *[1] * 58]
-RUNS = [  # script, its arguments, a sound run, what is sick in another, the check that says so
-    ("sft", {}, TRAIN | {"train/loss": line(4, 2)}, {"train/loss": line(1, 9)}, "training-loss"),
-    ("rm", {}, PAIRS | {"train/accuracy": line(0.5, 0.8)}, {"train/accuracy": 0.5}, "pairs"),
-    ("dpo", {}, PAIRS | {"rewards/accuracies": 0.7}, {"rewards/accuracies": line(0.7, 0)}, "pairs"),
-    ("dpo", {}, PAIRS | {"rewards/accuracies": 0.6}, {"rewards/margins": [0, *line(-1, -2, 59)]}, "pairs"),
-    ("distill", {}, RL | {TEACHER: line(3, 0.1), KL: line(3, 0.1)}, {TEACHER: line(0.1, 3)}, "training-loss"),
-    ("ppo", dict(critic_warmup=2), RL | {CRITIC: 1, NORM: WARM}, {NORM: None}, "stays-zero"),
-    ("grpo", dict(ppo_epochs=2), RL | {"actor/ppo_kl": 1e-4}, {"actor/ppo_kl": 0}, "stays-zero"),
-    ("dapo", {}, RL | {"dapo/dropped_all_right": 0.1}, {"critic/score/mean": 0.99}, "score-rises"),
-    ("agent", {}, RL | {"env/errors": 0, "env/crashes": 0}, {"env/errors": 9}, "failures"),
-]
-
-
-@pytest.mark.parametrize(("script", "args", "sound", "sick", "check"), RUNS)
-def test_a_sound_and_a_sick_run_of_each_script(tmp_path, script, args, sound, sick, check):
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: case["script"])
+def test_a_sound_and_a_sick_run_of_each_script(tmp_path, case):
     found = []
-    for metrics in (sound, sound | sick):
-        run = Run(make_run(tmp_path / str(len(found)), rows(metrics, 60), args), script)
-        found.append({name for name, verdict in run.verdicts.items() if verdict.word in (WRONG, WARNING)})
-    assert found == [set(), {check}]
+    for metrics in (case["sound"], case["sound"] | case["sick"]):
+        path = make_run(tmp_path / str(len(found)), rows(metrics, 60), case["args"])
+        verdicts = Run(path, case["script"]).verdicts
+        found.append({name for name, verdict in verdicts.items() if verdict.word in (WRONG, WARNING)})
+    assert found == [set(), {case["check"]}]
 
 
 def test_checks_and_docs_agree():
@@ -277,8 +114,6 @@ def test_checks_and_docs_agree():
 
 # ---- curves
 def test_thin_keeps_extremes():
-    import numpy as np
-
     values = np.zeros((2, 1000))
     values[1, 777] = 5
     line = thin(values, range(1000), 10)
@@ -565,5 +400,6 @@ def test_browser_draws_every_chart_and_lists_rollouts(tmp_path):
 
 @pytest.mark.parametrize("true", [0.3, 0.6, 0.9])
 def test_where_a_score_levels_off(true):
-    found, low, high = level(np.arange(1, 301), np.array(sigmoid(true, 30, 300)), 0.1)
+    scores = np.array(curve(dict(rises_to=true, middle=30, steps=300)))
+    found, low, high = level(np.arange(1, 301), scores, 0.1)
     assert low < true < high < low + 0.1 and abs(found - true) < 0.03

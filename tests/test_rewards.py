@@ -11,6 +11,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from conftest import golden
 from hostile_reward import hostile_reward
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,14 +23,12 @@ from rewards.sandbox import SandboxError
 from system.files import digest_of_file
 from system.metrics import failure_metrics
 
-GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "gsm8k.jsonl").open()]
-
 
 def score(text, truth, method):
     return compute_score("openai/gsm8k", text, truth, {"method": method})["score"]
 
 
-@pytest.mark.parametrize("case", [c for c in GOLDEN if not c["debatable"]], ids=lambda c: c["id"])
+@pytest.mark.parametrize("case", [c for c in golden("gsm8k") if not c["debatable"]], ids=lambda c: c["id"])
 def test_gsm8k_golden(case):
     got = compute_score(case["data_source"], case["solution_str"], case["ground_truth"], case["extra_info"])
     assert got["score"] == pytest.approx(case["expected"], abs=1e-6), case["why"]
@@ -56,21 +55,6 @@ def test_ground_truths_that_are_no_answers():
         assert not compute_score("math_dapo", "Answer: 1", interval)["acc"]
     tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
     assert compute_score("apps", "print(input())", tests)["score"] == 1  # JSON that is no list
-
-
-RULES = [  # beside those of the golden cases
-    ("#### 5²", "5", "strict", 0), ("#### 42\n\n#### Explanation\nwe added", "42", "strict", 1),
-    ("#### 7", 7, "strict", 1), ("so ...5", "5", "flexible", 1),
-    ("the sides are 3,4,5", "5", "flexible", 1), ("5 apples are left", "5", "flexible", 1),
-    ("<think>it is 9</think>I do not know", "9", "flexible", 0),
-    ("<|channel|>final<|message|>5", "5", "flexible", 1), ("x<sub>5", "5", "flexible", 0),
-    ("final<|message|> 5", "5", "flexible", 1), ("2+<｜Assistant｜> 5", "5", "flexible", 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "truth", "method", "expected"), RULES)
-def test_gsm8k_rules(text, truth, method, expected):
-    assert score(text, truth, method) == expected
 
 
 # A part of a value or of an expression, or the first of two numbers, is not the answer
@@ -210,27 +194,16 @@ def failed(score=0.0):
     return {"score": score, "failure": "TimeoutError: no result after 30 s"}
 
 
-@pytest.mark.parametrize(
-    ("scores", "groups", "expected"),
-    [
-        ([1, -1, "failed"], [0, 0, 0], [1, -1, -1]),
-        ([1, 0.5, "failed"], [0, 0, 0], [1, 0.5, 0]),
-        (["failed", "failed"], [0, 0], [0, 0]),
-        (["failed", -3, "failed", -0.5, 1, "failed"], [7, 7, 5, 5, 7, 7], [-3, -3, -0.5, -0.5, 1, -3]),
-        (["failed", -1], [0, 1], [0, -1]),
-        ([failed(-2.0), -1], [0, 0], [-2, -1]),  # a trainer has changed it, as PPO with its reward model's
-        ([failed(-2.0), "failed"], [0, 0], [-2, 0]),
-        ([], [], []),
-    ],
-)
-def test_demote_failures(scores, groups, expected):
-    results = [{"score": x, "pred": "4"} if isinstance(x, int | float) else x for x in scores]
-    results = [failed() if result == "failed" else result for result in results]
-    rows = [dict(group=group, reward=result) for group, result in zip(groups, results, strict=True)]
+@pytest.mark.parametrize("case", golden("failures"))
+def test_demote_failures(case):
+    """Also of rows that a trainer has changed, as PPO with its reward model's."""
+    rows = []
+    for group, result in zip(case["groups"], case["results"], strict=True):
+        rows.append(dict(group=group, reward=result))
     before = copy.deepcopy(rows)
     demoted = demote_failures(rows)
-    assert [row["reward"]["score"] for row in demoted] == expected
-    assert [row["reward"] | {"score": 0} for row in demoted] == [result | {"score": 0} for result in results]
+    expected = [result | {"score": x} for result, x in zip(case["results"], case["scores"], strict=True)]
+    assert [row["reward"] for row in demoted] == expected
     assert rows == before
     assert demote_failures(demoted) == demoted
 
@@ -242,47 +215,22 @@ def test_a_failure_is_as_wrong_as_the_worst_of_its_group():
     assert demote_failures(rows)[1]["reward"] == failed() | wrong
 
 
-def answers(preds, accs):
-    return [dict(score=2 * acc - 1, acc=acc, pred=pred) for pred, acc in zip(preds, accs, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("results", "n", "expected"),
-    [
-        ([{"score": 1.0}, failed(), {"score": -1.0}, failed()], 2, {"reward/mean": 0, "reward/best": 0.5}),
-        ([failed()] * 4, 2, {"reward/mean": 0, "reward/best": 0}),
-        (
-            [answers("4", [1])[0], failed(), answers([None], [0])[0], failed()],
-            2,
-            {"acc/mean": 0.25, "acc/best": 0.5, "acc/maj": 0.5},
-        ),
-        (answers(["1/2", "1/2", "7"], [1, 1, 0]), 3, {"acc/maj": 1}),
-        (answers([None, None, None, "4"], [0, 0, 0, 1]), 4, {"acc/maj": 1}),  # no answer is no vote
-        (answers([None, None], [0, 0]), 2, {"acc/maj": 0}),
-        (answers(["7", "4", "4"], [1, 0, 0]), 3, {"acc/maj": 0}),
-        ([{"score": 1.0, "acc": 1.0}, {"score": 1.0}], 2, {"acc/mean": 0.5}),  # one without an accuracy
-    ],
-)
-def test_a_validation(results, n, expected):
-    """A failure counts 0."""
-    rows = [dict(data_source="x", index=i // n, reward=result) for i, result in enumerate(results)]
+@pytest.mark.parametrize("case", golden("validations"))
+def test_a_validation(case):
+    """A failure counts 0, and no answer is no vote."""
+    n, expected = case["responses"], case["metrics"]
+    rows = [dict(data_source="x", index=i // n, reward=result) for i, result in enumerate(case["results"])]
     found = validation_metrics(rows)
     assert found | {f"val-core/x/{name}@{n}": value for name, value in expected.items()} == found
     assert {name.split("/")[2] for name in found} == {next(iter(expected)).split("/")[0]}
 
 
-@pytest.mark.parametrize(
-    ("more", "kept"),
-    [
-        *((dict(pred=x), dict(pred=None)) for x in ("", " \n", None)),
-        *((dict(pred=x), dict(pred=text)) for x, text in ((" a ", "a"), (0, "0"), ([1], "[1]"))),
-        *((dict(acc=x), {} if x is None else dict(acc=1.0)) for x in (None, np.bool_(True))),
-        (dict(error=0.25, failure="mine"), dict(error=0.25)),  # that key is the manager's own
-    ],
-)
-def test_what_is_kept_of_a_result(more, kept):
-    [result] = RewardManager("naive", lambda **_: {"score": 1} | more).score([make_row("5")])
-    assert result == {"score": 1.0} | kept
+def test_what_is_kept_of_a_result():
+    """An empty `pred` is none; the key `failure` is the manager's own."""
+    cases = [(case["more"], case["kept"]) for case in golden("kept_of_results")]
+    for more, kept in (*cases, (dict(acc=np.bool_(True)), dict(acc=1.0))):
+        reward = Mock(return_value={"score": 1} | more)
+        assert RewardManager("naive", reward).score([make_row("5")]) == [{"score": 1.0} | kept]
 
 
 def test_a_validation_shows_a_response_of_each_source_as_it_is():

@@ -3,14 +3,15 @@
 import itertools
 import random
 import re
-from functools import partial
 
 import pytest
-from test_sft import CONVERSATION, conversation_tokenizer
+from conftest import golden
+from test_columns import tokenizer_with
+from test_sft import conversation_tokenizer
 from transformers import AutoTokenizer
 
 from algos import sft
-from data_prep import rejection, tiny_model
+from data_prep import rejection
 from data_prep.lib import replies, templates, turns
 from data_prep.lib.images import encode_prompt
 from data_prep.lib.special import without_special
@@ -22,36 +23,6 @@ START, LOOP, BODY, STOP, TAIL = (
     "{%- endfor -%}",
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}",
 )
-FORWARD = {  # they write message after message, and then the same for all
-    "plain": CONVERSATION,
-    "tiny": tiny_model.CHAT_TEMPLATE.replace("['system', ", "['tool', 'system', "),
-    "first": START + "{%- if loop.first and messages[0].role != 'system' -%}<|system|>be{%- endif -%}"
-    "{{- loop.index0 -}}" + LOOP + BODY + STOP + TAIL,
-    "previous": "{%- set ns = namespace(last='') -%}" + START + "{{- ns.last -}}{%- set ns.last = m.role -%}"
-    + LOOP + BODY + STOP + TAIL,
-    "end": START + LOOP + BODY + STOP + "{{- '' if add_generation_prompt else '' -}}" + TAIL,
-}  # fmt: skip
-OTHERS = {  # they know more than that
-    "last": CONVERSATION.replace("~ m.content", "~ (m.content if loop.last else '...')"),
-    "not the last newline": START + LOOP + "{%- if m.role == 'assistant' -%}{{- eos_token -}}"
-    "{%- if not loop.last -%}{{- '\\n' -}}{%- endif -%}{%- endif -%}" + STOP + TAIL,
-    "length": START + LOOP + BODY + "{{- messages | length -}}" + STOP + TAIL,
-    "slice": "{%- set rest = messages[0:] -%}" + CONVERSATION.replace("in messages", "in rest"),
-    "next": START + LOOP + "{%- if loop.nextitem is defined -%}+{%- endif -%}" + BODY + STOP + TAIL,
-    "number": START + LOOP + BODY + "{%- if messages[loop.index] is defined -%}+{%- endif -%}" + STOP + TAIL,
-    "prompt in the loop": START + LOOP + BODY + "{%- if add_generation_prompt -%}!{%- endif -%}"
-    + STOP + TAIL,
-    "prompt after tools": "{%- set ns = namespace(last='') -%}" + START + "{%- set ns.last = m.role -%}"
-    + LOOP + BODY + STOP + "{%- if add_generation_prompt and ns.last == 'user' -%}<|assistant|>{%- endif -%}",
-    "end of the user": "{%- set ns = namespace(last='') -%}" + START + "{%- set ns.last = m.role -%}" + LOOP
-    + BODY + STOP + "{%- if ns.last == 'user' -%}<|pad|>{%- endif -%}" + TAIL,
-    "some": START.replace("messages", "messages if m.role != 'tool'") + LOOP + BODY + STOP + TAIL,
-    "twice": CONVERSATION + START + STOP,
-    "within": "{%- if messages -%}" + CONVERSATION + "{%- endif -%}",
-    "macro": "{%- macro end() -%}{{- messages | length -}}{%- endmacro -%}" + CONVERSATION + "{{- end() -}}",
-    "captured": "{%- set x -%}" + START + LOOP + BODY + STOP + "{%- endset -%}{{- x -}}" + TAIL,
-    "no stop": CONVERSATION.replace("eos_token", "'###'"),
-}  # fmt: skip
 
 
 def expected_turns(messages, tokenizer):
@@ -88,16 +59,16 @@ def conversations():
         yield [dict(role=role, content="12") for role in ("user", "assistant") * turns_]
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *OTHERS])
-def test_turns_are_what_a_sampler_reads_and_writes(name):
-    tokenizer, good = conversation_tokenizer(), 0
-    tokenizer.chat_template = (FORWARD | OTHERS)[name]
+@pytest.mark.parametrize("case", golden("turn_templates"), ids=lambda case: case["name"])
+def test_turns_are_what_a_sampler_reads_and_writes(case):
+    """Forward: a template that writes message after message, and then the same for all; others know more."""
+    tokenizer, good = tokenizer_with(case["template"]), 0
     for messages in conversations():
         try:
             rows = turns.encode_messages(messages, tokenizer)
         except ValueError as error:
             first = messages[0]["role"] == "assistant" and "nobody has spoken" in str(error)
-            assert first or name in OTHERS
+            assert first or not case["forward"]
             continue
         good += 1
         expected = [*expected_turns(messages, tokenizer)]
@@ -105,7 +76,7 @@ def test_turns_are_what_a_sampler_reads_and_writes(name):
         texts = [prompt + text for prompt, text in expected]  # no row could be part of the next
         apart = [not later.startswith(text) for text, (later, _) in zip(texts, expected[1:])]
         assert len(rows) == (1 + sum(apart) if expected else 0)
-    assert good > (30 if name in FORWARD else 1)
+    assert good > (30 if case["forward"] else 1)
 
 
 def test_a_conversation_of_fifty_turns_is_rendered_twice_a_turn(monkeypatch):
@@ -124,13 +95,15 @@ MARKS = START + (
 ) + STOP + TAIL  # fmt: skip
 
 
+def talk(*contents):
+    """A conversation of a user and the assistant."""
+    roles = itertools.cycle(("user", "assistant"))
+    return [dict(role=role, content=content) for role, content in zip(roles, contents)]
+
+
 def test_marks_of_a_template_count():
     """As transformers reads {% generation %}; turns that are not trained are taken out of the mask."""
-    tokenizer = conversation_tokenizer()
-    tokenizer.chat_template = MARKS
-    said = [
-        dict(role=role, content=x) for role, x in zip(("user", "assistant") * 2, ("1+2=", "3", "2+2=", "4"))
-    ]
+    tokenizer, said = tokenizer_with(MARKS), talk("1+2=", "3", "2+2=", "4")
     whole = tokenizer.apply_chat_template(said, return_dict=True, return_assistant_tokens_mask=True)
     [(ids, trained)] = turns.encode_messages(said, tokenizer)
     assert (ids, trained) == (whole["input_ids"], [x == 1 for x in whole["assistant_masks"]])
@@ -146,49 +119,23 @@ def test_marks_of_a_template_count():
 @pytest.mark.parametrize("history", ("m.content", "m.content.split('</think>')[-1]"))
 def test_marked_turns_whose_thoughts_leave_the_history(history):
     """As without marks: a turn that is rewritten later has a row of its own, also if its thought is short."""
-    tokenizer, rows = conversation_tokenizer(), []
-    said = [dict(role="user", content="1+2="), dict(role="assistant", content="<think>1</think>3")]
-    said += [dict(role="user", content="2+2="), dict(role="assistant", content="<think>2</think>4")]
+    said = talk("1+2=", "<think>1</think>3", "2+2=", "<think>2</think>4")
     marked = MARKS.replace("m.content ~", f"(m.content if loop.last else {history}) ~")
     plain = marked.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
-    for tokenizer.chat_template in (plain, marked):
-        rows.append(turns.encode_messages(said, tokenizer))
-    assert rows[0] == rows[1] and len(rows[0]) == (1 if history == "m.content" else 2)
+    rows = turns.encode_messages(said, tokenizer_with(marked))
+    assert rows == turns.encode_messages(said, tokenizer_with(plain))
+    assert len(rows) == (1 if history == "m.content" else 2)
     said[1]["reasoning_content"] = "not shown"
     with pytest.raises(ValueError, match="leaves out of message 1 its reasoning"):
-        turns.encode_messages(said, tokenizer)
+        turns.encode_messages(said, tokenizer_with(marked))
 
 
-@pytest.mark.parametrize(
-    "old, new, line",
-    [
-        (
-            "~ eos_token -}}{%- endgeneration -%}",
-            "-}}{%- endgeneration -%}{{- eos_token -}}",
-            "before <.eos.>",
-        ),
-        (
-            "~ eos_token -}}{%- endgeneration -%}",
-            "-}}{%- endgeneration -%}{{- '\n' ~ eos_token -}}",
-            "before <.eos.>",
-        ),
-        ("~ eos_token", "~ 'STOP'", "ends before <.eos.>"),
-        ("{%- generation -%}", "{%- generation -%}{%- endgeneration -%}{%- if true -%}", "marks nothing"),
-    ],
-)
-def test_marks_that_leave_out_what_ends_a_turn(old, new, line):
+@pytest.mark.parametrize("case", golden("unfit_marks"), ids=lambda case: case["line"])
+def test_marks_that_leave_out_what_ends_a_turn(case):
     """Trained, the model would never stop."""
-    tokenizer = conversation_tokenizer()
-    assert MARKS.count(old) == 1
-    tokenizer.chat_template = MARKS.replace(old, new)
-    if line == "marks nothing":
-        tokenizer.chat_template = tokenizer.chat_template.replace(
-            "-}}{%- endgeneration", "-}}{%- endif -%}{%- generation -%}{%- endgeneration"
-        )
-    for number in (1, 2):
-        said = [dict(role=x, content="2") for x in ("user", "assistant")] * number
-        with pytest.raises(ValueError, match=line):
-            turns.encode_messages(said, tokenizer)
+    for said in (talk("2", "2"), talk("2", "2", "2", "2")):
+        with pytest.raises(ValueError, match=re.escape(case["line"])):
+            turns.encode_messages(said, tokenizer_with(case["template"]))
 
 
 def test_a_turn_that_is_not_trained_may_be_empty():
@@ -196,40 +143,24 @@ def test_a_turn_that_is_not_trained_may_be_empty():
     assert not turns.says_nothing(said) and turns.says_nothing([said[1] | dict(content=" ")])
 
 
-THINKS = TAIL.replace("'<|assistant|>'", "'<|assistant|><think>\n'")
-
-
-@pytest.mark.parametrize(
-    "said, trained",
-    [
-        ("<think>\nSo.\n</think>\n\n3", "So.\n</think>\n\n3<|eos|>"),
-        ("<think>So.</think>3", "So.</think>3<|eos|>"),
-        ("So.</think>3", "So.</think>3<|eos|>"),
-        ("3", "\n</think>\n\n3<|eos|>"),
-        (dict(content="3", reasoning_content="So."), "So.\n</think>\n\n3<|eos|>"),
-        ("<think>So", "opens <think> and does not close it"),
-    ],
-)
-@pytest.mark.parametrize("way", ["a pair", "a conversation"])
-def test_a_thought_that_the_prompt_opens_is_written_once(said, trained, way):
-    tokenizer = conversation_tokenizer()
-    tokenizer.chat_template = START + LOOP.replace("m.content", "(m.content.split('</think>') | last)") + BODY
-    tokenizer.chat_template += STOP + THINKS
-    message = dict(role="assistant", **(said if isinstance(said, dict) else dict(content=said)))
-    asked = [dict(role="user", content="1+2=")]
-    if way == "a pair" and isinstance(said, dict):
+@pytest.mark.parametrize("case", golden("thoughts"), ids=lambda case: str(case["message"]))
+def test_a_thought_that_the_prompt_opens_is_written_once(case):
+    """In a conversation, and in a pair, whose answer is a text."""
+    tokenizer, message = tokenizer_with(case["template"]), dict(role="assistant", **case["message"])
+    asked = talk("1+2=")
+    reads = [lambda: turns.encode_messages([*asked, message], tokenizer)]
+    if "reasoning_content" in message:
         with pytest.raises(ValueError, match="an answer must be a string or one message"):
             sft.encode(asked, [message], tokenizer)
-        return
-    encode = lambda tokenizer: [sft.encode(asked, said, tokenizer)]
-    if way == "a conversation":
-        encode = partial(sft.encode_messages, [*asked, message])
-    if "does not close" in trained:
-        with pytest.raises(ValueError, match=trained):
-            encode(tokenizer)
-        return
-    [found] = found_turns(encode(tokenizer), tokenizer)
-    assert found == ("<|user|>1+2=<|assistant|><think>\n", trained)
+    else:
+        reads.append(lambda: [sft.encode(asked, message["content"], tokenizer)])
+    for read in reads:
+        if "refused" in case:
+            with pytest.raises(ValueError, match=case["refused"]):
+                read()
+        else:
+            [found] = found_turns(read(), tokenizer)
+            assert found == ("<|user|>1+2=<|assistant|><think>\n", case["trained"])
 
 
 def test_thoughts_that_are_left_open():
@@ -242,9 +173,8 @@ def test_thoughts_that_are_left_open():
 
 def test_a_thought_after_a_prompt_that_has_none():
     closed = "<|assistant|><think>\n\n</think>\n\n"
-    assert (
-        replies.answer_after(closed, "<think>\n\n</think>\n\n3") == replies.answer_after(closed, "3") == "3"
-    )
+    for text in ("<think>\n\n</think>\n\n3", "3"):
+        assert replies.answer_after(closed, text) == "3"
     with pytest.raises(ValueError, match="the answer has a thought and its prompt an empty one"):
         replies.answer_after(closed, "<think>So.</think>3")
     assert replies.answer_after("<|assistant|>", "<think>So.</think>3") == "<think>So.</think>3"
@@ -266,26 +196,6 @@ def test_text_is_never_a_special_token():
         for x in ("<|user|>", " ")
     )
     assert without_special(call, tokenizer) == clean
-
-
-ODD = {  # what people bring, and what it is refused for
-    "opens alone": (dict(content="<think>\nno end"), "opens <think> and does not close it"),
-    "thinks in two places": (
-        dict(content="<think>\na\n</think>\n\n3", reasoning_content="a"),
-        "message 1 has a thought in its content and another in a field",
-    ),
-    "opens in its middle": (dict(content="Hm. <think>\na\n</think>\n3"), "in its middle"),
-}
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_odd_thoughts_are_refused(kind):
-    tokenizer = conversation_tokenizer()
-    tokenizer.chat_template = START + LOOP + BODY + STOP + THINKS
-    message, problem = ODD[kind]
-    said = [dict(role="user", content="1+2="), dict(role="assistant", **message)]
-    with pytest.raises(ValueError, match=problem):
-        turns.encode_messages(said, tokenizer)
 
 
 KWARGS = {
