@@ -365,19 +365,41 @@ def test_a_resumed_run_continues_in_wandb(tmp_path, monkeypatch):
     assert first == again != other and {flags["resume"] for flags in seen} == {"allow"}
 
 
-@pytest.mark.parametrize(("steps", "total", "said"), [(6, 6, "done"), (6, 3, "done"), (2, 6, "stopped; ")])
-def test_how_a_run_ends(steps, total, said, tmp_path, monkeypatch, capsys):
-    """Also one that has more steps than --total_steps says now."""
+@pytest.mark.parametrize(("steps", "said"), [(6, "done"), (2, "stopped; the same command resumes it")])
+def test_how_a_run_ends(steps, said, tmp_path, monkeypatch):
     monkeypatch.setattr("system.run.leave", lambda code: None)
     monkeypatch.setattr("system.run.ranks_on", lambda *_: "")
     monkeypatch.setattr(logging.getLogger("rewards"), "handlers", [])
-    run = Run(Tracked(str(tmp_path / "run")))
-    run.step = steps
-    run.start(total, "", None)
-    run.log({"actor/skipped_updates": 1.0})
-    run.close()
-    assert f"step {steps}: updates were skipped" in (tmp_path / "run/log.txt").read_text()
-    assert f"step {steps} of {total}, {said}" in (tmp_path / "run/log.txt").read_text()
+    with Run(Tracked(str(tmp_path / "run"))) as run:
+        run.plan(6, "8 rows")
+        run.step = steps
+        run.start(None)
+        run.log({"actor/skipped_updates": 1.0})
+    log = (tmp_path / "run/log.txt").read_text()
+    assert log.startswith("8 rows\n") and f"step {steps}: updates were skipped" in log
+    assert f"step {steps} of 6, {said}" in log
+
+
+@pytest.mark.parametrize(("total", "of_another"), [(4, False), (3, False), (4, True), (3, True)])
+def test_a_run_without_a_step_left_loads_nothing(total, of_another, tmp_path, capsys):
+    """It says where its weights are; as the start of another run it has nothing to train."""
+    checkpoint = tmp_path / "run/checkpoints/step_000004"
+    (checkpoint / "hf").mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text('{"step": 4, "drawn": 7}')
+    (tmp_path / "run/checkpoints/latest").symlink_to("step_000004")
+    args = Tracked(str(tmp_path / "run"))
+    if of_another:
+        args = Tracked(str(tmp_path / "other"), resume=str(checkpoint))
+    with pytest.raises(SystemExit) as end, Run(args) as run:
+        assert (run.step, run.state) == (4, dict(drawn=7))
+        run.plan(total, "8 rows")
+    if of_another:
+        assert f"--resume {checkpoint} has 4 steps, and this run has {total}: pass more" in str(end.value)
+        return
+    assert end.value.code is None
+    assert (
+        f"step 4 of {total}, done\nweights: {tmp_path}/run/checkpoints/latest/hf" in capsys.readouterr().out
+    )
 
 
 def test_a_signal_long_after_the_first_ends_the_run(tmp_path, monkeypatch):
