@@ -311,7 +311,7 @@ def show_teacher(args, rows, tokenizer):
             )
             text = teacher_text(args.teacher_prompt, known)
             row["sampled"]["teacher_prompt_str"] = None
-            row["teacher"] = dict(prompt_ids=row["prompt_ids"], prompt_length=row["prompt_length"])
+            row["teacher"] = dict(prompt_ids=row["prompt_ids"], prompt_length=len(row["prompt_ids"]))
             if text is not None:
                 messages = [*row["prompt"][:-1], row["prompt"][-1] | dict(content=text)]
                 text_ids = tokenizer.encode(

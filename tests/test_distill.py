@@ -54,6 +54,33 @@ def test_sampled_by_hand():
     assert means["pg_clipfrac_lower"][0].tolist() == [False, False, False, True]
 
 
+@pytest.mark.parametrize("missing", (math.nan, math.inf, -math.inf))
+def test_a_token_that_the_teacher_gave_no_number_is_not_trained(missing):
+    """Sampled or full: the others have the gradient that they would have without it."""
+    logp_nt = torch.full((1, 2), -1.0, requires_grad=True)
+    part = dict(mask_nt=torch.ones(1, 2), rollout_logp_nt=torch.full((1, 2), -1.0))
+    part["teacher_logp_nt"] = torch.tensor([[missing, -0.5]])
+    loss_nt, _, means = distill.actor_loss(SAMPLED, logp_nt, torch.ones(1, 2), part)
+    loss_nt.sum().backward()
+    assert logp_nt.grad[0].tolist() == [0, -0.5] and means["teacher_missing"][0].tolist() == [True, False]
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 4), torch.randn(7, 4)
+    teacher_hidden = torch.randn(2, 4)
+    teacher_hidden[0] = missing
+    grads = []
+    for rows in (slice(0, 2), slice(1, 2)):
+        ours = hidden[rows].clone().requires_grad_()
+        theirs = teacher_hidden[rows], weight, 1.0, None
+        _, kl = distill.reverse_kl(
+            (ours, weight, 1.0, None), theirs, torch.zeros(len(ours), dtype=torch.long)
+        )
+        loss_nt, _, means = distill.actor_loss(FULL, None, kl[None], {})
+        assert means["teacher_missing"].sum() == len(ours) - 1 and loss_nt.isfinite().all()
+        loss_nt.sum().backward()
+        grads.append(ours.grad)
+    assert not grads[0][0].any() and torch.equal(grads[0][1:], grads[1])
+
+
 @pytest.mark.parametrize("softcap", (None, 0.5))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -103,12 +130,10 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
         theirs = torch.randn(positions, 4), torch.randn(999, 4)
         student = SimpleNamespace(scale=1, softcap=None, hidden=lambda where, _: hidden[where])
         student.lm = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight))
-        student.rows, teacher = [], SimpleNamespace(scale=1, softcap=None)
-        student.teacher = [type("", (SimpleNamespace,), dict(__call__=lambda *_: theirs))(**vars(teacher))]
         target = torch.zeros(positions, dtype=torch.long)
         with torch.profiler.profile(profile_memory=True) as profile:
-            args = SimpleNamespace(temperature=1.0)
-            _, kl = distill.Student.forward(student, torch.arange(positions), target, args)
+            where = torch.arange(positions)
+            _, kl = distill.Student.forward(student, where, target, 1.0, teacher=(*theirs, 1.0, None))
             kl.sum().backward()
         assert weight.grad is None and hidden.grad.abs().sum() > 0
         made = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -31,6 +31,7 @@ from algos import dpo
 from data_prep.arithmetic import make_row
 from data_prep.lib.schema import load_rows, write_parquet
 from data_prep.tiny_model import make_tokenizer
+from system.batches import one_row
 
 SCRIPT, STEPS, NAMES = ROOT / "algos/dpo.py", 8, ("prompt", "chosen", "rejected")
 
@@ -159,7 +160,7 @@ def test_a_prompt_of_a_pair_is_computed_once():
     tokenizer = make_tokenizer()
     row = dpo.encode_pair("1+2=", "3", "12", tokenizer, 99)
     texts = dpo.responses([row])
-    inputs, _ = dpo.one_row(*([text[name] for text in texts] for name in ("prompt_ids", "response_ids")))
+    inputs, _ = one_row(*([text[name] for text in texts] for name in ("prompt_ids", "response_ids")))
     prompt, chosen, rejected = (len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected"))
     assert inputs["input_ids"].numel() == prompt + chosen + rejected == dpo.pair_sizes([row], True)[0]
     assert dpo.pair_sizes([row], False) == [2 * (prompt + rejected)]

@@ -82,7 +82,7 @@ def begun(tmp_path, monkeypatch):
     forget()
     assert run.open_run(args) is None
     (tmp_path / "run/args.json").write_text(json.dumps(vars(args)))
-    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, content=run.contents(args))))
+    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, content=run.digests(args))))
     (step.parent / "latest").symlink_to(step.name)
     return args
 
@@ -93,8 +93,8 @@ def write(out, rows, **options):
 
 def forget():
     """As in a new process."""
-    files.content.cache_clear()
-    files.model_content.cache_clear()
+    files.digest_of_file.cache_clear()
+    files.digests_of_model.cache_clear()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(grpo.Args)])

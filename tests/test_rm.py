@@ -10,11 +10,12 @@ import torch
 from conftest import ROOT, changed, cut_back, healthy, hf, load_weights, losses, metrics, run
 from conftest import offline_flags as flags
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AttentionInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import rm
 from data_prep.lib.schema import load_rows, write_parquet
 from data_prep.tiny_model import make_tokenizer
+from system.attention import packed_attention
 from system.families import special_layers
 from tests import families
 
@@ -75,6 +76,7 @@ def test_scores_are_those_of_transformers(family, tmp_path):
     torch.manual_seed(0)
     lm = AutoModelForSequenceClassification.from_config(config).eval()
     packs = not special_layers(config)
+    AttentionInterface.register("packed", packed_attention)
     assert packs == (family != "gemma2")
     conversations = [[9, 8, 7, 6, 5, 4, 3, 2], [5], [0, 7, 0, 8], [3, 1]]
     with torch.no_grad():
@@ -162,7 +164,7 @@ def test_columns(tmp_path):
 
 
 def test_models_that_cannot_work(tiny):
-    check = lambda config, **changes: rm.check_model(config, make_args(model="m", **changes))
+    check = lambda config, **changes: rm.check_classifier(config, make_args(model="m", **changes))
     two = AutoConfig.from_pretrained(tiny, num_labels=2, architectures=["LlamaForSequenceClassification"])
     with pytest.raises(SystemExit, match=r"m \(llama\) is a classifier with 2 labels"):
         check(two)

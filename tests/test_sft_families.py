@@ -5,16 +5,17 @@ import re
 from contextlib import nullcontext
 
 import pytest
+import torch
 from conftest import ROOT, run
 from transformers import AutoConfig
 
-from algos import dpo, rm, sft
+from system.families import auto_class, check_positions
 from tests import families
 
 WORKER = ROOT / "tests/workers/sft_families.py"
 BIAS = "its output layer has a bias"
 NO_SDPA = "does not support an attention implementation through .*scaled_dot_product_attention"
-SOFT_CAP = r"log-probs of padded rows under sdpa .*; likely sdpa leaves out a soft cap .* eager$"
+SOFT_CAP = "caps attention, sdpa cannot: --attn_implementation eager$"
 # sdpa padded, sdpa packed, and where sdpa is refused eager packed: in one row only where that is right
 ONE_RANK = dict.fromkeys(families.FAMILIES, ("equal$", "equal, one row$"))
 ONE_RANK["llama4"] = "equal$", "equal$"  # chunks
@@ -22,9 +23,7 @@ ONE_RANK |= dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "gpt_oss"), (NO_SD
 ONE_RANK |= dict(phi=(BIAS,) * 3, gemma2=(SOFT_CAP, SOFT_CAP, "equal$"))
 TWO_RANKS = dict.fromkeys("llama granite cohere minicpm3 qwen3_moe deepseek_v3".split(), "equal, one row$")
 TWO_RANKS |= dict(mistral="has sliding_window, which --sp_size 2 does not implement$")
-TWO_RANKS |= dict(
-    gemma2="has sliding_window and attn_logit_softcapping, which --sp_size 2 does not implement$"
-)
+TWO_RANKS |= dict(gemma2=SOFT_CAP)
 TWO_RANKS |= dict(lfm2="has a state, which --sp_size 2 does not implement$")
 
 
@@ -66,20 +65,19 @@ def test_a_run_ends_before_its_first_step(arithmetic, tmp_path):
     assert line.startswith(f"error: {tmp_path}/model (gemma2): ") and re.search(SOFT_CAP, line)
 
 
-@pytest.mark.parametrize("script", [sft, dpo, rm], ids=lambda script: script.__name__)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("gpt2", "n_positions"), ("gpt_bigcode", "n_positions"), ("gpt_neo", "max_position_embeddings")]
     + [("opt", "max_position_embeddings"), ("biogpt", "max_position_embeddings")],
 )
-def test_rows_beyond_a_table_of_positions(kind, name, script):
+def test_rows_beyond_a_table_of_positions(kind, name):
     """A run would end at its first long row, whenever that comes; rotary positions have no table."""
     limits = dict.fromkeys((name, "max_position_embeddings"), 128)
     sizes = dict(vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     sizes |= dict(num_layers=2, attention_types=[[["global"], 2]]) if kind == "gpt_neo" else {}
     for family, limit, refused in ((kind, 128, False), (kind, 129, True), ("llama", 129, False)):
         config = AutoConfig.for_model(family, **sizes, **limits)
-        eager = dict(attn_implementation="eager")  # GPT-Neo has no other
-        args = script.Args(model="m", train_files=(), output_dir="", max_length=limit, **eager)
+        with torch.device("meta"):
+            lm = auto_class(config).from_config(config, attn_implementation="eager")  # GPT-Neo has no other
         with pytest.raises(SystemExit, match="table of 128 positions") if refused else nullcontext():
-            script.check_model(config, args)
+            check_positions(lm, limit)

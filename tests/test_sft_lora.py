@@ -110,7 +110,7 @@ def test_all_linear_are_those_in_4_bits_too(tiny):
     for name, layer in lm.named_modules():
         if name.endswith("_proj"):
             layer.__class__ = kind
-    sft.add_adapters(lm, make_args(model=str(tiny), lora_rank=2))
+    sft.add_adapters(lm, rank=2, alpha=16, seed=1)
     assert sum(name.endswith("lora_A.default.weight") for name, _ in lm.named_parameters()) == 14
 
 
@@ -119,7 +119,7 @@ def test_the_output_layer_of_mamba_has_no_adapters(family):
     """Its kernels on a GPU read the weight past them, and peft refuses it in some families."""
     lm = families.build(family)
     layers = {name: type(layer) for name, layer in lm.named_modules()}
-    sft.add_adapters(lm, make_args(model=family, lora_rank=2))
+    sft.add_adapters(lm, rank=2, alpha=16, seed=1)
     adapted = {name for name, layer in lm.named_modules() if hasattr(layer, "lora_A")}
     states = {name for name in layers if name.endswith(("mamba.in_proj", "mixer.in_proj"))}
     attention = {name for name in layers if name.endswith(("q_proj", "o_proj"))}

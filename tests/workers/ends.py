@@ -7,7 +7,6 @@ import os
 import sys
 from datetime import timedelta
 from functools import cache
-from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -44,8 +43,7 @@ ENDS = dict(straight=None, before=before, stops=stops, during=during, full=stops
 
 
 def main(model, data, out, *names):
-    rate, write, hooks, at_exit = sft.learning_rate, checkpoints.write_hf, [], []
-    run.atexit = SimpleNamespace(register=at_exit.append)
+    rate, write, hooks = sft.learning_rate, checkpoints.write_hf, []
     run.leave = lambda _: dist.barrier()  # one process for all runs
     sft.setup_distributed = cache(sft.setup_distributed)
     flags = "--train_batch_size 8 --max_length 64 --save_freq 0 --total_steps 4".split()
@@ -74,7 +72,6 @@ def main(model, data, out, *names):
             except RuntimeError as error:
                 code = str(error)
                 print(error, file=sys.stderr)
-            at_exit.pop()()
             if end is alone and dist.get_rank():
                 os._exit(1)
             checkpoints.write_hf = write

@@ -21,7 +21,7 @@ FLAGS = dict(sft=SFT, rm=SFT, grpo=RL, grpo_nano=RL, dapo=RL, agent=f"{RL} --env
 FLAGS["dpo"] = f"{SFT} --loss kto"
 FLAGS["ppo"] = f"{RL} --critic_warmup 2 --kl_coef 0.1 --kl_target 0.01"
 FLAGS["distill"] = f"{RL} --teacher MODEL --kl full --teacher_update_rate 0.1"
-STEPS, at, ended = 20, None, []  # steps: more than there are such statements; at: the one to end at
+STEPS, at = 20, None  # steps: more than there are such statements; at: the one to end at
 
 
 def statement(frame, event, _):
@@ -47,8 +47,8 @@ def save(self, save=run.Run.save):
     return save(self)
 
 
-def trajectories(engine, pool, tokenizer, args, *rest, **sampling):
-    rows = dapo_loop.rollout(engine, args, *rest, **sampling)
+def trajectories(talk, args, *rest, **sampling):
+    rows = dapo_loop.rollout(None, args, *rest, **sampling)
     return [row | dict(turns=1, messages=[], cut_observations=0) for row in rows], 0.0
 
 
@@ -70,17 +70,17 @@ def runs(name, model, data, out):
         try:
             script.main(replace(args, output_dir=f"{out}/{which}", save_freq=int(which == "ended")))
         except (SystemExit, RuntimeError) as error:
+            if not error.args:  # of a run that has all its steps
+                return number
             assert str(error) == "error: all stop", error
         else:
             if number is not None:  # there is no such statement: this one went on to the end
                 return number
-        ended.pop()()
 
 
 def main(model, data, pairs, out, *names):
     run.Run.updated, run.Run.save = updated, save
     run.leave = lambda _: None  # one process for all runs
-    run.atexit = SimpleNamespace(register=ended.append)
     ranks = run.setup_distributed()
     run.setup_distributed = lambda *_: ranks
     metrics.matmul_speed = lambda dtype: 1e12
