@@ -70,11 +70,9 @@ def test_a_token_that_the_teacher_gave_no_number_is_not_trained(missing):
     grads = []
     for rows in (slice(0, 2), slice(1, 2)):
         ours = hidden[rows].clone().requires_grad_()
-        theirs = teacher_hidden[rows], weight, 1.0, None
-        _, kl = distill.reverse_kl(
-            (ours, weight, 1.0, None), theirs, torch.zeros(len(ours), dtype=torch.long)
-        )
-        loss_nt, _, means = distill.actor_loss(FULL, None, kl[None], {})
+        theirs = teacher_hidden[rows], weight, (1.0, None)
+        _, kl = divergence(ours, weight, theirs=theirs)
+        loss_nt, _, means = distill.actor_loss(SimpleNamespace(kl="full"), None, kl[None], {})
         assert means["teacher_missing"].sum() == len(ours) - 1 and loss_nt.isfinite().all()
         loss_nt.sum().backward()
         grads.append(ours.grad)
