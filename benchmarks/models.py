@@ -43,6 +43,7 @@ from transformers import AutoConfig
 
 from algos import grpo, sft
 from data_prep import arithmetic
+from system import families as system_families
 from tests import families
 
 SAMPLE = dict(train_batch_size=4, ppo_mini_batch_size=4, group_size=4, max_prompt_length=32)
@@ -126,7 +127,7 @@ def names(directory):
 
 def reload(model, hf):
     """ValueError if a saved model lacks a weight, or has other names than the one it was trained from."""
-    _, info = sft.families.auto_class(AutoConfig.from_pretrained(hf)).from_pretrained(
+    _, info = system_families.auto_class(AutoConfig.from_pretrained(hf)).from_pretrained(
         hf, output_loading_info=True
     )
     if any(info.values()) or names(model) != names(hf):
@@ -163,7 +164,7 @@ def try_family(family, directory, data, runs):
         raise SystemExit(f"error: {family} cannot be written: {stopped}")
     config = AutoConfig.from_pretrained(directory / "model")
     config.__dict__.pop("quantization_config", None)  # some are refused by all that reads it
-    special = sft.families.special_layers(config, one_row=True)
+    special = system_families.special_layers(config, one_row=True)
     row, options = dict(special=special, attention="sdpa"), dict(attn_implementation="sdpa")
     sdpa = attempt("SFT", directory, data, **options)
     if sdpa["stopped"]:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data_prep.lib.packing import join, one_row, packed_attention, padded
-
 from algos import grpo
+from algos.variants import load_loss
 from benchmarks.gpu_bench import CUDA, MODELS, ROWS, Budget
 from benchmarks.gpu_check import write_random
+from system.attention import packed_attention
+from system.batches import distribute, join, micro_batches, one_row, padded
 from system.log_probs import CHUNK, log_probs
 from system.metrics import matmul_speed, speed_metrics
-from system.run import leave
+from system.run import leave, setup_distributed
 
 # FLOP/s of products in bfloat16 by the data sheet, without sparsity
 DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -67,8 +68,10 @@ def peak():
 
 
 def make_args(model, **flags):
+    """Arguments of grpo.py, and its loss."""
     args = grpo.Args(model=str(model), train_files=(), output_dir="", **flags)
-    return grpo.with_defaults(args, clip=grpo.policy_loss)
+    args, token_loss = load_loss(args, clip=grpo.policy_loss)
+    return args, partial(grpo.actor_loss, args, token_loss)
 
 
 def make_rows(vocabulary, repeated=False):
@@ -124,7 +127,7 @@ class Training:
 
     def __init__(self, budget, directory):
         self.budget, self.directory = budget, directory
-        self.device, self.mesh = grpo.setup_distributed(1)
+        self.device, self.mesh = setup_distributed()
         self.sizes = MODELS[CUDA]["short"]
         self.rows = make_rows(self.sizes[-1])
         grpo.families.from_files = cache(grpo.families.from_files)  # read once
@@ -140,21 +143,22 @@ class Training:
         """Updates with each budget of tokens."""
         group = dict(ppo_mini_batch_size=ROWS[CUDA][0], group_size=ROWS[CUDA][1])
         flags = group | dict(gradient_checkpointing=recompute, compile=compiled)
-        args = make_args(self.directory / "short", **flags)
-        policy = grpo.load_model(args, self.mesh, self.device, grpo.add_adapters, grpo.TokenLogps)
+        args, loss = make_args(self.directory / "short", **flags)
+        policy = grpo.load_model(args, self.mesh, self.device, None, grpo.adapters_of(args))
         optimizer = torch.optim.SGD(policy.parameters(), lr=1e-9)  # Adam's moments would leave no room
         for tokens in BUDGETS:
             name = f"update, recompute {recompute}, {'compiled' if compiled else 'eager'}, {tokens} tokens"
             now = replace(args, max_tokens_per_microbatch=tokens)
-            self.budget.run(name, 6, self.one_budget, name, policy, optimizer, now)
+            self.budget.run(name, 6, self.one_budget, name, policy, optimizer, loss, now)
 
-    def one_budget(self, name, policy, optimizer, args):
+    def one_budget(self, name, policy, optimizer, loss, args):
         empty()
-        measured = seconds(lambda: step(policy, optimizer, args, self.rows), repeats=1)
-        [(sequences, _)], _, _ = grpo.distribute(self.rows, policy.packed, args)
-        batches = [*grpo.micro_batches(policy, sequences, args)]
+        measured = seconds(lambda: step(policy, optimizer, loss, args, self.rows), repeats=1)
+        budget = args.max_tokens_per_microbatch
+        [(sequences, _)], _, _ = distribute(self.rows, 1, budget, policy.packed)
+        batches = [*micro_batches(policy, sequences, budget)]
         words = f"{measured:.3f} s, {speed(policy, args, self.rows, measured)}, {peak()}"
-        one = profile(lambda: step(policy, optimizer, args, batches[0]))
+        one = profile(lambda: step(policy, optimizer, loss, args, batches[0]))
         self.budget.say(name, f"{words}; micro-batches: {len(batches)}, of one: {one}")
 
     def attention(self):
@@ -223,10 +227,11 @@ class Training:
         self.budget.say("plain transformers, forward and backward", words)
 
 
-def step(policy, optimizer, args, rows):
+def step(policy, optimizer, loss, args, rows):
     """An update; the rows get no old log-probs."""
-    mini_batches, _, _ = grpo.distribute([dict(row) for row in rows], policy.packed, args)
-    grpo.update_actor(policy, optimizer, mini_batches, args)
+    rows = [dict(row) for row in rows]
+    mini_batches, _, _ = distribute(rows, 1, args.max_tokens_per_microbatch, policy.packed)
+    grpo.update_actor(policy, optimizer, mini_batches, loss, args)
 
 
 def attend(query, key, value, layout):
@@ -255,18 +260,18 @@ def training(budget, directory):
 # ---- sampling ----------------------------------------------------------------------------------------------
 def sampling(budget, directory):
     """A sampler next to a trainer with adapters: what wakes, moves and sleeps, three times each."""
-    device, mesh = grpo.setup_distributed(1)
-    args = make_args(directory / "deep", lora_rank=16, max_prompt_length=256, max_response_length=256)
+    device, mesh = setup_distributed()
+    args, _ = make_args(directory / "deep", lora_rank=16, max_prompt_length=256, max_response_length=256)
     begin = time.perf_counter()
     engine = grpo.build_engine(args, device)
     budget.say("sampler, start", f"{time.perf_counter() - begin:.1f} s")
-    policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
+    policy = grpo.load_model(args, mesh, device, None, grpo.adapters_of(args))
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
     weights = sum(p.numel() for name, p in policy.lm.named_parameters() if ".lora_" not in name)
     parts = {
         "wake, weights": lambda: engine.wake_up(tags=["weights"]),
-        "sync": lambda: grpo.sync_weights(engine, policy.lm, args),
+        "sync": lambda: grpo.sync_weights(engine, policy.lm, sees_images=False),
         "wake, KV cache": lambda: engine.wake_up(tags=["kv_cache"]),
         "sleep": lambda: engine.sleep(level=2),
     }
