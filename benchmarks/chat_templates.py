@@ -1,4 +1,4 @@
-"""What is trained of a conversation under each published chat template: docs/guides/chat-templates.md.
+"""What is trained of a conversation under each published chat template: docs/reference/chat-templates.md.
 
     python benchmarks/chat_templates.py --page              # all templates, ten seconds; writes the page
     python benchmarks/chat_templates.py --names qwen3 gptoss
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from system.arguments import parse
 
 MARK = "<!-- python benchmarks/chat_templates.py --page -->"
-PAGE, RESULTS = ROOT / "docs/guides/chat-templates.md", ROOT / "benchmarks/results/chat_templates.json"
+PAGE, RESULTS = ROOT / "docs/reference/chat-templates.md", ROOT / "benchmarks/results/chat_templates.json"
 
 
 @dataclass(kw_only=True)
@@ -36,11 +36,11 @@ if __name__ == "__main__":
 
 import jinja2
 
-from benchmarks.lib.conversations import SHAPES, TOOLS, ends_of, forms, make_tokenizer, messages_of
 from data_prep.lib.special import RENDER_ERRORS
 from data_prep.lib.templates import plain, render, shows_tools
 from data_prep.lib.turns import encode_messages, trained_turns
 from envs.calls import find_reader
+from tests.conversations import SHAPES, TOOLS, ends_of, forms, make_tokenizer, messages_of
 
 READ = "its calls are read"
 

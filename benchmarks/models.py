@@ -1,4 +1,4 @@
-"""What the trainers do with each family of models: the tables of docs/guides/models.md.
+"""What the trainers do with each family of models: the tables of docs/reference/models.md.
 
     python benchmarks/models.py --page               # all, about a quarter of an hour; writes the page
     python benchmarks/models.py --families llama gpt_oss
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from system.arguments import parse
 
 MARK = "<!-- python benchmarks/models.py --page -->"
-PAGE, RESULTS = ROOT / "docs/guides/models.md", ROOT / "benchmarks/results/models.json"
+PAGE, RESULTS = ROOT / "docs/reference/models.md", ROOT / "benchmarks/results/models.json"
 
 
 @dataclass(kw_only=True)
@@ -57,39 +57,6 @@ RUNS = {  # trainer, and its flags
     "LoRA": (grpo, SAMPLE | dict(lr=0.02, lora_rank=4)),
 }
 PACKED = re.compile(r"_(scale_inv|packed|scale|shape|blocks|scales)$")
-NO_SIZE = {name: value for name, value in families.ATTENTION.items() if name != "head_dim"}
-TWO_OF_FOUR = dict(num_local_experts=4, num_experts_per_tok=2)
-MORE = {  # besides those of the tests
-    "phi3": ("Phi3", NO_SIZE),
-    "smollm3": ("SmolLM3", NO_SIZE),
-    "glm4": ("Glm4", families.ATTENTION),
-    "olmo3": ("Olmo3", NO_SIZE | families.MIXED),
-    "ministral3": ("Ministral3", families.ATTENTION),
-    "seed_oss": ("SeedOss", families.ATTENTION),
-    "exaone4": ("Exaone4", NO_SIZE | families.MIXED),
-    "minimax": (
-        "MiniMax",
-        families.ATTENTION | TWO_OF_FOUR | dict(layer_types=["linear_attention", "full_attention"]),
-    ),
-    "minimax_m2": (
-        "MiniMaxM2",
-        families.ATTENTION | TWO_OF_FOUR | dict(rotary_dim=32, scoring_func="sigmoid", use_qk_norm=True),
-    ),
-    "lfm2_moe": (
-        "Lfm2Moe",
-        NO_SIZE
-        | families.EXPERTS
-        | dict(layer_types=["conv", "full_attention"], num_experts=4, num_dense_layers=1),
-    ),
-    "glm_moe_dsa": (
-        "GlmMoeDsa",
-        NO_SIZE
-        | families.LATENT
-        | families.EXPERTS
-        | dict(n_routed_experts=4, n_group=1, topk_group=1, mlp_layer_types=["dense", "sparse"])
-        | dict(index_topk=64, index_head_dim=32, index_n_heads=2),
-    ),
-}
 
 
 # ---- one run -------------------------------------------------------------------------------------
@@ -224,8 +191,8 @@ def main(args):
     import vllm.entrypoints.llm
     import vllm.v1.worker.cpu_worker  # noqa: F401  so that no fork has to
 
-    every = families.FAMILIES | MORE | families.QUANTISED
-    families.FAMILIES |= MORE
+    every = families.FAMILIES | families.MORE | families.QUANTISED
+    families.FAMILIES |= families.MORE
     out, rows = args.output_dir.resolve(), {}
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

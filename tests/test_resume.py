@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, load_weights, metrics, same
 from conftest import changed as differ
 from conftest import run as launch
-from test_flags import flags
+from docs.flags import flags
 
 from algos import grpo
 from data_prep.lib.schema import write_parquet

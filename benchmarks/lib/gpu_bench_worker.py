@@ -7,7 +7,6 @@ import gc
 import statistics
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,8 +21,7 @@ from algos import grpo
 from algos.variants import load_loss
 from benchmarks.gpu_bench import CUDA, MODELS, ROWS, Budget
 from benchmarks.gpu_check import write_random
-from system.attention import packed_attention
-from system.batches import distribute, join, micro_batches, one_row, padded
+from system.batches import distribute, join, micro_batches, padded
 from system.log_probs import CHUNK, log_probs
 from system.metrics import matmul_speed, speed_metrics
 from system.run import leave, setup_distributed
@@ -74,12 +72,12 @@ def make_args(model, **flags):
     return args, partial(grpo.actor_loss, args, token_loss)
 
 
-def make_rows(vocabulary, repeated=False):
-    """Rows of one step; repeated: no two of them share a prompt."""
+def make_rows(vocabulary):
+    """Rows of one step."""
     prompts, group, prompt_length, length = ROWS[CUDA]
     rng, rows = np.random.default_rng(0), []
     for number in range(prompts * group):
-        g = number if repeated else number // group
+        g = number // group
         row = dict(group=g, prompt_length=prompt_length, length=length, mask_t=np.ones(length, bool))
         row["prompt_ids"] = [7 + g % (vocabulary - 7)] * prompt_length
         row["response_ids"] = rng.integers(7, vocabulary, length).astype(np.int32)
@@ -101,24 +99,6 @@ def speed(policy, args, rows, measured):
             product = matmul_speed(args.compute_dtype)
             words += f", {mfu * product / flops:.3f} by the data sheet"
     return words
-
-
-def profile(function):
-    """Kernels and waits of a call."""
-    if not CUDA:
-        function()
-        return "kernels and waits: need CUDA"
-    activities = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=activities) as found:
-        function()
-        wait()
-    on_gpu, names = 0, Counter()
-    for event in found.events():
-        device = event.device_type == torch.autograd.DeviceType.CUDA
-        on_gpu += device and not event.name.startswith(("Memcpy", "Memset"))
-        names[event.name] += 1
-    pageable = sum(n for name, n in names.items() if "Pageable" in name)
-    return f"{on_gpu} kernels, {names['cudaStreamSynchronize']} waits, {pageable} pageable copies"
 
 
 # ---- training ----------------------------------------------------------------------------------------------
@@ -158,28 +138,7 @@ class Training:
         [(sequences, _)], _, _ = distribute(self.rows, 1, budget, policy.packed)
         batches = [*micro_batches(policy, sequences, budget)]
         words = f"{measured:.3f} s, {speed(policy, args, self.rows, measured)}, {peak()}"
-        one = profile(lambda: step(policy, optimizer, loss, args, batches[0]))
-        self.budget.say(name, f"{words}; micro-batches: {len(batches)}, of one: {one}")
-
-    def attention(self):
-        """A layer's attention, forward and backward, on two prompts' responses."""
-        h, _, _, heads, kv_heads, vocabulary = self.sizes
-        for name, repeated in (("prompts shared", False), ("prompts repeated", True)):
-            rows = make_rows(vocabulary, repeated)[: 2 * ROWS[CUDA][1]]
-            inputs, _ = one_row([row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows])
-            tokens = inputs.pop("input_ids").shape[1]
-            del inputs["position_ids"]
-            inputs = {key: x.to(self.device) if torch.is_tensor(x) else x for key, x in inputs.items()}
-            seen = len(inputs["kv_index"])
-            cases = {name: (tokens, inputs)}
-            if not repeated:  # keys as often as they are seen
-                layout = inputs | dict(kv_index=torch.arange(seen, device=self.device))
-                cases["prompts shared, without the index"] = seen, layout
-            for case, (keys, layout) in cases.items():
-                sizes = (tokens, heads), (keys, kv_heads), (keys, kv_heads)
-                qkv = [self.random(1, many, n, h // heads) for n, many in sizes]
-                took = seconds(lambda: attend(*qkv, layout))  # noqa: B023
-                self.budget.say(f"attention of a layer, {case}", f"{1000 * took:.2f} ms, {tokens} tokens")
+        self.budget.say(name, f"{words}; micro-batches: {len(batches)}")
 
     def random(self, *shape):
         return torch.randn(*shape, device=self.device, dtype=DTYPE).requires_grad_()
@@ -234,11 +193,6 @@ def step(policy, optimizer, loss, args, rows):
     grpo.update_actor(policy, optimizer, mini_batches, loss, args)
 
 
-def attend(query, key, value, layout):
-    out, _ = packed_attention(None, query, key, value, None, scaling=query.shape[-1] ** -0.5, **layout)
-    torch.autograd.grad(out, (query, key, value), out.detach())
-
-
 def training(budget, directory):
     parts = Training(budget, directory)
     budget.run("write models", 35, parts.write)
@@ -250,7 +204,6 @@ def training(budget, directory):
         empty()
     if not CUDA:
         budget.say("update, compiled", "needs CUDA")
-    budget.run("attention of a layer", 10, parts.attention)
     budget.run("output layer", 8, parts.head)
     empty()
     budget.run("plain transformers, forward and backward", 20, parts.plain)
