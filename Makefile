@@ -1,6 +1,6 @@
 BIN := .venv/bin
 
-.PHONY: test quick demo demo-smollm2 demo-agent demo-images gpu-check gpu-bench bench lint fix-copies
+.PHONY: test quick demo demo-smollm2 demo-agent demo-images gpu-check gpu-bench bench lint
 
 # pip changes .venv one call at a time
 .NOTPARALLEL:
@@ -21,11 +21,10 @@ test quick gpu-check: export GOMP_SPINCOUNT := 0
 test: .venv/installed-extra .venv/installed-reasoning-gym lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# what a change to a formula needs: tables, gradients, copies, docs
+# what a change to a formula needs: tables, gradients, docs
 quick: .venv/installed lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -k "not (grpo_gradients and dapo or two_ranks)" \
-	    tests/test_*_gradients.py tests/test_*_math.py tests/test_checkpoints.py tests/test_updates.py \
-	    tests/test_copies.py tests/test_fix_copies.py tests/test_docs.py
+	    tests/test_*_gradients.py tests/test_*_math.py tests/test_checkpoints.py tests/test_updates.py tests/test_docs.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -57,7 +56,3 @@ bench: .venv/installed-extra .venv/installed-bench
 	$(BIN)/python data_prep/tiny_model.py --local_save_dir models/tiny
 	$(BIN)/python data_prep/smollm2.py --local_save_dir models/smollm2
 	cd benchmarks && sh all.sh ../$(BIN)/python
-
-# merge what changed in one script since the last commit into the copies: make fix-copies FROM=algos/grpo.py
-fix-copies: .venv/installed
-	$(BIN)/python tests/test_copies.py $(FROM)
