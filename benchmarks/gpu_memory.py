@@ -154,14 +154,20 @@ def verdict(m, gpus, lora=False, gpu=79.6, row=1536, share=0.5, asleep=3.0, cach
 
 
 def table(models=None, gpus=(1, 2, 4, 8, 16)):
-    """Markdown: what fits GPUs of 80 GB, for models by name; None: the sizes of Qwen2.5."""
+    """Markdown: what fits GPUs of 80 GB, for models by name; None: the sizes of Qwen2.5.
+
+    Numbers of GPUs above the first on which everything fits are left out, except 8.
+    """
     lines = ["| Model | GPUs | At rest | In an update | On 80 GB | With LoRA |", "|---|---|---|---|---|---|"]
     for name, m in (models or {size: qwen2(size) for size in SIZES}).items():
+        all_fit = False
         for n in gpus:
+            if all_fit and n != 8:
+                continue
             rest, update, _ = memory(m, n)
-            lines.append(
-                f"| {name} | {n} | {rest:.1f} | {update:.1f} | {verdict(m, n)} | {verdict(m, n, True)} |"
-            )
+            whole, lora = verdict(m, n), verdict(m, n, True)
+            lines.append(f"| {name} | {n} | {rest:.1f} | {update:.1f} | {whole} | {lora} |")
+            all_fit = whole == lora == "yes"
     return "\n".join(lines)
 
 

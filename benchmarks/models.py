@@ -155,8 +155,8 @@ def short(line):
 
 
 def tables(rows):
-    """Markdown: a row a family, and the lines that stopped runs, by number."""
-    lines, notes = [], {}
+    """Markdown: a row for families with the same outcome, and the lines that stopped runs, by number."""
+    notes, alike = {}, {}
     for family, row in rows.items():
         cells = []
         for name in ("SFT", "GRPO", "LoRA"):
@@ -166,25 +166,25 @@ def tables(rows):
                 continue
             stopped = short(row["bfloat16"]["stopped"] if name == "GRPO" else stopped)
             cells.append(f"no ({notes.setdefault(stopped, len(notes) + 1)})" if stopped else "yes")
-        gaps = [max(row[name]["gap"], default=None) for name in ("GRPO", "bfloat16")]
-        gaps = [
-            f"{gap:.1g}" if gap and not row[name]["stopped"] else ""
-            for name, gap in zip(("GRPO", "bfloat16"), gaps)
-        ]
-        layout = (
-            "padded: " + ", ".join(x.replace("_", " ") for x in row["special"])
-            if row["special"]
-            else "one row"
-        )
-        layout = "padded: eager attention" if layout == "one row" and row["attention"] == "eager" else layout
-        lines.append(f"| {' | '.join([family, *cells, row['attention'], layout, *gaps])} |")
-    head = (
-        "| Family | SFT | GRPO | LoRA | Attention | Layout | Gap, float32 | Gap, bfloat16 |\n"
-        + "|---" * 8
-        + "|"
-    )
+        layout = "one row"
+        if row["special"]:
+            layout = "padded: " + ", ".join(x.replace("_", " ") for x in row["special"])
+        elif row["attention"] == "eager":
+            layout = "padded: eager attention"
+        alike.setdefault((*cells, row["attention"], layout), []).append(family)
+    lines = [
+        "| Families | SFT | GRPO | LoRA | Attention | Layout | Gap, float32 | Gap, bfloat16 |",
+        "|---" * 8 + "|",
+    ]
+    for outcome, families_ in alike.items():
+        cells = [", ".join(families_), *outcome]
+        for name in ("GRPO", "bfloat16"):
+            runs = [rows[family][name] for family in families_]
+            gaps = [max(run["gap"]) for run in runs if run["gap"] and not run["stopped"]]
+            cells.append(f"{max(gaps):.1g}" if gaps else "")
+        lines.append(f"| {' | '.join(cells)} |")
     why = [f"| {number} | `` {note[:200]} `` |" for note, number in notes.items()]
-    return "\n".join([head, *lines, "", "| Note | Line |", "|---|---|", *why])
+    return "\n".join([*lines, "", "| Note | Line |", "|---|---|", *why])
 
 
 def main(args):
