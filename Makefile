@@ -30,6 +30,7 @@ quick: .venv/installed lint
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/check.py
 
 demo: .venv/installed
 	$(BIN)/python benchmarks/demo.py

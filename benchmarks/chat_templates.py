@@ -1,4 +1,4 @@
-"""What is trained of a conversation under each published chat template: docs/guides/chat-templates.md.
+"""What is trained of a conversation under each published chat template: docs/reference/chat-templates.md.
 
     python benchmarks/chat_templates.py --page              # all templates, ten seconds; writes the page
     python benchmarks/chat_templates.py --names qwen3 gptoss
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from system.arguments import parse
 
 MARK = "<!-- python benchmarks/chat_templates.py --page -->"
-PAGE, RESULTS = ROOT / "docs/guides/chat-templates.md", ROOT / "benchmarks/results/chat_templates.json"
+PAGE, RESULTS = ROOT / "docs/reference/chat-templates.md", ROOT / "benchmarks/results/chat_templates.json"
 
 
 @dataclass(kw_only=True)
@@ -36,11 +36,11 @@ if __name__ == "__main__":
 
 import jinja2
 
-from benchmarks.lib.conversations import SHAPES, TOOLS, ends_of, forms, make_tokenizer, messages_of
 from data_prep.lib.special import RENDER_ERRORS
 from data_prep.lib.templates import plain, render, shows_tools
 from data_prep.lib.turns import encode_messages, trained_turns
 from envs.calls import find_reader
+from tests.conversations import SHAPES, TOOLS, ends_of, forms, make_tokenizer, messages_of
 
 READ = "its calls are read"
 
@@ -179,25 +179,25 @@ def read_by(name, directory):
 
 def tables(found):
     """Markdown: templates by shapes, the lines that refuse, and why turns differ from their marks."""
-    rows, notes, reasons = {}, {}, {}
+    cells, notes, reasons = {}, {}, {}
     for name, shapes in found.items():
-        cells = []
-        for shape in shapes.values():
+        for column, shape in shapes.items():
+            text = "wrong" if shape.get("wrong") else f"{shape.get('rows')}"
             if "refused" in shape:
-                cells.append(f"no ({notes.setdefault(shape['refused'], len(notes) + 1)})")
-            else:
-                cells.append("wrong" if shape["wrong"] else f"{shape['rows']}")
+                text = f"no ({notes.setdefault(shape['refused'], len(notes) + 1)})"
+            cells.setdefault(column, []).append(text)
             for turn in shape.get("differs", ()):
                 reasons.setdefault(turn["reason"] or "Unknown.", {})[name] = None
-        rows.setdefault(tuple(cells), []).append(name)
-    lines = [[", ".join(names), *cells] for cells, names in rows.items()]
+    columns, rows = {}, {}  # equal columns are one, and so are equal rows
+    for column, texts in cells.items():
+        columns.setdefault(tuple(texts), []).append(column)
+    for name, texts in zip(found, zip(*columns)):
+        rows.setdefault(texts, []).append(name)
+    head = ["Template", *("; ".join(titles) for titles in columns.values())]
+    lines = [[", ".join(names), *texts] for texts, names in rows.items()]
     why = [[str(number), f"`` {note[:200]} ``"] for note, number in notes.items()]
     differs = [[why, ", ".join(names)] for why, names in reasons.items()]
-    parts = (
-        (["Template", *SHAPES, READ], lines),
-        (["Note", "Line"], why),
-        (["Difference", "Templates"], differs),
-    )
+    parts = (head, lines), (["Note", "Line"], why), (["Difference", "Templates"], differs)
     return "\n\n".join(table(head, lines) for head, lines in parts)
 
 

@@ -37,9 +37,6 @@ FLAGS = {
         grpo="--max_prompt_length 24 --max_response_length 24 --train_batch_size 32"
         " --group_size 16 --lr 3e-4 --warmup_steps 5 --weight_decay 0 --test_freq 2"
         " --gradient_checkpointing none",
-        # for race.py: TRL's flags for the same work
-        trl="--algo grpo --group_size 16 --response_length 24 --warmup_steps 5",
-        generate="--max_prompt_length 24 --max_response_length 24",
     ),
     "smollm2": dict(
         model="data_prep/smollm2.py",
@@ -47,9 +44,6 @@ FLAGS = {
         grpo="--max_prompt_length 128 --max_response_length 48 --train_batch_size 16"
         " --lr 2e-5 --warmup_steps 5 --use_kl_loss --kl_loss_coef .05 --test_freq 8"
         " --max_tokens_per_microbatch 2048 --gradient_checkpointing none" + NATIVE,
-        trl="--algo grpo --group_size 8 --response_length 48 --beta .05"
-        " --warmup_steps 5 --lr_schedule constant_with_warmup" + " --bf16" * bool(NATIVE),
-        generate="--max_prompt_length 128 --max_response_length 48",
     ),
 }
 TITLES = {

@@ -53,7 +53,7 @@ def eager_vllm():
         vllm.EngineArgs = real
 
 
-def check(policy, rows, args, step):
+def check(rows, weigh, limit, step):
     """Print how far the log-probs of sampler and trainer are apart, token by token."""
     names, gaps = ("old_logp_t", "rollout_logp_t", "mask_t"), []
     for row in rows:
@@ -62,7 +62,7 @@ def check(policy, rows, args, step):
     gap = torch.cat(gaps)
     words = f"max {gap.max():.3g} mean {gap.mean():.3g} differ {(gap > 0).double().mean():.3f} of {len(gap)}"
     print(f"\nstep {step}: {words}", flush=True)
-    return check_sampler(policy, rows, args, step)
+    return check_sampler(rows, weigh, limit, step)
 
 
 def main():

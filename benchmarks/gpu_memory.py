@@ -21,7 +21,6 @@ SIZES = {
     "32B": (5120, 27648, 64, 40, 8, 152064),
 }
 TIED = ("0.5B", "1.5B", "3B")  # their output layer is the embedding
-RECIPES = ("Qwen3.5-0.8B", "Qwen3.5-4B", "Qwen3-8B", "Gemma 3 4B", "Llama 3.1 8B", "gpt-oss-20b")
 GIB = 2**30
 
 
@@ -68,36 +67,15 @@ def qwen2(size):
     return Model(h, mlp, layers, vocabulary, block, root, total, adapters)
 
 
-def configuration(name):
-    """The configuration of a published model, as far as its sizes."""
-    import transformers as t
-
-    qwen = dict(head_dim=256, vocab_size=248320, tie_word_embeddings=True)
-    qwen_tower = dict(num_position_embeddings=2304)
-    if name == "Qwen3.5-0.8B":
-        text = dict(hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8)
-        text |= qwen | dict(num_key_value_heads=2, linear_num_value_heads=16)
-        tower = dict(depth=12, hidden_size=768, intermediate_size=3072, num_heads=12, out_hidden_size=1024)
-        return t.Qwen3_5Config(text_config=text, vision_config=tower | qwen_tower, tie_word_embeddings=True)
-    if name == "Qwen3.5-4B":
-        text = dict(hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, num_attention_heads=16)
-        text |= qwen | dict(num_key_value_heads=4, linear_num_value_heads=32)
-        tower = dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, out_hidden_size=2560)
-        return t.Qwen3_5Config(text_config=text, vision_config=tower | qwen_tower, tie_word_embeddings=True)
-    if name == "Qwen3-8B":
-        sizes = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936)
-        heads = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-        return t.Qwen3Config(**sizes, **heads, tie_word_embeddings=False)
-    if name == "Gemma 3 4B":
-        text = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, vocab_size=262208)
-        tower = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16)
-        tower |= dict(image_size=896, patch_size=14, vision_use_head=False)
-        return t.Gemma3Config(text_config=text, vision_config=tower)
-    if name == "Llama 3.1 8B":
-        sizes = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256)
-        heads = dict(num_attention_heads=32, num_key_value_heads=8)
-        return t.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
-    return t.GptOssConfig(num_hidden_layers=24, num_local_experts=32, num_experts_per_tok=4)
+# counted by `published`
+RECIPES = {
+    "Qwen3.5-0.8B": Model(1024, 3584, 24, 248320, 21555360, 254280704, 752393024, 10822656, tower=100592896),
+    "Qwen3.5-4B": Model(2560, 9216, 32, 248320, 112923840, 635701760, 4205751296, 32464896, tower=333514240),
+    "Qwen3-8B": Model(4096, 12288, 36, 151936, 192946432, 622333952, 8190735360, 43646976),
+    "Gemma 3 4B": Model(2560, 10240, 34, 262208, 94382592, 671255040, 3880263168, 29802496, tower=419816304),
+    "Llama 3.1 8B": Model(4096, 14336, 32, 128256, 218112000, 525340672, 8030261248, 41943040),
+    "gpt-oss-20b": Model(2880, 11520, 24, 201088, 823186976, 579136320, 20914757184, 7962624, eager_heads=64),
+}
 
 
 def published(name, lora_rank=16):
@@ -105,10 +83,14 @@ def published(name, lora_rank=16):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = configuration(name) if name in RECIPES else AutoConfig.from_pretrained(name)
-    text, count = config.get_text_config(), lambda module: sum(p.numel() for p in module.parameters())
+    def count(module):
+        return sum(p.numel() for p in module.parameters())
+
+    config = AutoConfig.from_pretrained(name)
+    text = config.get_text_config()
+    whole = None
     with torch.device("meta"):
-        lm, whole = AutoModelForCausalLM.from_config(text), None
+        lm = AutoModelForCausalLM.from_config(text)
         if text is not config:
             whole = AutoModelForImageTextToText.from_config(config)
     blocks = [layer for layer in lm.modules() if type(layer).__name__ in lm._no_split_modules]
@@ -172,14 +154,20 @@ def verdict(m, gpus, lora=False, gpu=79.6, row=1536, share=0.5, asleep=3.0, cach
 
 
 def table(models=None, gpus=(1, 2, 4, 8, 16)):
-    """Markdown: what fits GPUs of 80 GB, for models by name; None: the sizes of Qwen2.5."""
+    """Markdown: what fits GPUs of 80 GB, for models by name; None: the sizes of Qwen2.5.
+
+    Numbers of GPUs above the first on which everything fits are left out, except 8.
+    """
     lines = ["| Model | GPUs | At rest | In an update | On 80 GB | With LoRA |", "|---|---|---|---|---|---|"]
     for name, m in (models or {size: qwen2(size) for size in SIZES}).items():
+        all_fit = False
         for n in gpus:
+            if all_fit and n != 8:
+                continue
             rest, update, _ = memory(m, n)
-            lines.append(
-                f"| {name} | {n} | {rest:.1f} | {update:.1f} | {verdict(m, n)} | {verdict(m, n, True)} |"
-            )
+            whole, lora = verdict(m, n), verdict(m, n, True)
+            lines.append(f"| {name} | {n} | {rest:.1f} | {update:.1f} | {whole} | {lora} |")
+            all_fit = whole == lora == "yes"
     return "\n".join(lines)
 
 
@@ -200,7 +188,7 @@ def main(args):
         print(fits(args))
     else:
         print(table(), "\n")
-        print(table({name: published(name) for name in RECIPES}, gpus=(1, 2, 4, 8)))
+        print(table(RECIPES, gpus=(1, 2, 4, 8)))
 
 
 if __name__ == "__main__":

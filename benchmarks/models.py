@@ -1,4 +1,4 @@
-"""What the trainers do with each family of models: the tables of docs/guides/models.md.
+"""What the trainers do with each family of models: the tables of docs/reference/models.md.
 
     python benchmarks/models.py --page               # all, about a quarter of an hour; writes the page
     python benchmarks/models.py --families llama gpt_oss
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from system.arguments import parse
 
 MARK = "<!-- python benchmarks/models.py --page -->"
-PAGE, RESULTS = ROOT / "docs/guides/models.md", ROOT / "benchmarks/results/models.json"
+PAGE, RESULTS = ROOT / "docs/reference/models.md", ROOT / "benchmarks/results/models.json"
 
 
 @dataclass(kw_only=True)
@@ -43,6 +43,7 @@ from transformers import AutoConfig
 
 from algos import grpo, sft
 from data_prep import arithmetic
+from system import families as system_families
 from tests import families
 
 SAMPLE = dict(train_batch_size=4, ppo_mini_batch_size=4, group_size=4, max_prompt_length=32)
@@ -56,39 +57,6 @@ RUNS = {  # trainer, and its flags
     "LoRA": (grpo, SAMPLE | dict(lr=0.02, lora_rank=4)),
 }
 PACKED = re.compile(r"_(scale_inv|packed|scale|shape|blocks|scales)$")
-NO_SIZE = {name: value for name, value in families.ATTENTION.items() if name != "head_dim"}
-TWO_OF_FOUR = dict(num_local_experts=4, num_experts_per_tok=2)
-MORE = {  # besides those of the tests
-    "phi3": ("Phi3", NO_SIZE),
-    "smollm3": ("SmolLM3", NO_SIZE),
-    "glm4": ("Glm4", families.ATTENTION),
-    "olmo3": ("Olmo3", NO_SIZE | families.MIXED),
-    "ministral3": ("Ministral3", families.ATTENTION),
-    "seed_oss": ("SeedOss", families.ATTENTION),
-    "exaone4": ("Exaone4", NO_SIZE | families.MIXED),
-    "minimax": (
-        "MiniMax",
-        families.ATTENTION | TWO_OF_FOUR | dict(layer_types=["linear_attention", "full_attention"]),
-    ),
-    "minimax_m2": (
-        "MiniMaxM2",
-        families.ATTENTION | TWO_OF_FOUR | dict(rotary_dim=32, scoring_func="sigmoid", use_qk_norm=True),
-    ),
-    "lfm2_moe": (
-        "Lfm2Moe",
-        NO_SIZE
-        | families.EXPERTS
-        | dict(layer_types=["conv", "full_attention"], num_experts=4, num_dense_layers=1),
-    ),
-    "glm_moe_dsa": (
-        "GlmMoeDsa",
-        NO_SIZE
-        | families.LATENT
-        | families.EXPERTS
-        | dict(n_routed_experts=4, n_group=1, topk_group=1, mlp_layer_types=["dense", "sparse"])
-        | dict(index_topk=64, index_head_dim=32, index_n_heads=2),
-    ),
-}
 
 
 # ---- one run -------------------------------------------------------------------------------------
@@ -126,7 +94,7 @@ def names(directory):
 
 def reload(model, hf):
     """ValueError if a saved model lacks a weight, or has other names than the one it was trained from."""
-    _, info = sft.families.auto_class(AutoConfig.from_pretrained(hf)).from_pretrained(
+    _, info = system_families.auto_class(AutoConfig.from_pretrained(hf)).from_pretrained(
         hf, output_loading_info=True
     )
     if any(info.values()) or names(model) != names(hf):
@@ -163,7 +131,7 @@ def try_family(family, directory, data, runs):
         raise SystemExit(f"error: {family} cannot be written: {stopped}")
     config = AutoConfig.from_pretrained(directory / "model")
     config.__dict__.pop("quantization_config", None)  # some are refused by all that reads it
-    special = sft.families.special_layers(config, one_row=True)
+    special = system_families.special_layers(config, one_row=True)
     row, options = dict(special=special, attention="sdpa"), dict(attn_implementation="sdpa")
     sdpa = attempt("SFT", directory, data, **options)
     if sdpa["stopped"]:
@@ -187,8 +155,8 @@ def short(line):
 
 
 def tables(rows):
-    """Markdown: a row a family, and the lines that stopped runs, by number."""
-    lines, notes = [], {}
+    """Markdown: a row for families with the same outcome, and the lines that stopped runs, by number."""
+    notes, alike = {}, {}
     for family, row in rows.items():
         cells = []
         for name in ("SFT", "GRPO", "LoRA"):
@@ -198,33 +166,33 @@ def tables(rows):
                 continue
             stopped = short(row["bfloat16"]["stopped"] if name == "GRPO" else stopped)
             cells.append(f"no ({notes.setdefault(stopped, len(notes) + 1)})" if stopped else "yes")
-        gaps = [max(row[name]["gap"], default=None) for name in ("GRPO", "bfloat16")]
-        gaps = [
-            f"{gap:.1g}" if gap and not row[name]["stopped"] else ""
-            for name, gap in zip(("GRPO", "bfloat16"), gaps)
-        ]
-        layout = (
-            "padded: " + ", ".join(x.replace("_", " ") for x in row["special"])
-            if row["special"]
-            else "one row"
-        )
-        layout = "padded: eager attention" if layout == "one row" and row["attention"] == "eager" else layout
-        lines.append(f"| {' | '.join([family, *cells, row['attention'], layout, *gaps])} |")
-    head = (
-        "| Family | SFT | GRPO | LoRA | Attention | Layout | Gap, float32 | Gap, bfloat16 |\n"
-        + "|---" * 8
-        + "|"
-    )
+        layout = "one row"
+        if row["special"]:
+            layout = "padded: " + ", ".join(x.replace("_", " ") for x in row["special"])
+        elif row["attention"] == "eager":
+            layout = "padded: eager attention"
+        alike.setdefault((*cells, row["attention"], layout), []).append(family)
+    lines = [
+        "| Families | SFT | GRPO | LoRA | Attention | Layout | Gap, float32 | Gap, bfloat16 |",
+        "|---" * 8 + "|",
+    ]
+    for outcome, families_ in alike.items():
+        cells = [", ".join(families_), *outcome]
+        for name in ("GRPO", "bfloat16"):
+            runs = [rows[family][name] for family in families_]
+            gaps = [max(run["gap"]) for run in runs if run["gap"] and not run["stopped"]]
+            cells.append(f"{max(gaps):.1g}" if gaps else "")
+        lines.append(f"| {' | '.join(cells)} |")
     why = [f"| {number} | `` {note[:200]} `` |" for note, number in notes.items()]
-    return "\n".join([head, *lines, "", "| Note | Line |", "|---|---|", *why])
+    return "\n".join([*lines, "", "| Note | Line |", "|---|---|", *why])
 
 
 def main(args):
     import vllm.entrypoints.llm
     import vllm.v1.worker.cpu_worker  # noqa: F401  so that no fork has to
 
-    every = families.FAMILIES | MORE | families.QUANTISED
-    families.FAMILIES |= MORE
+    every = families.FAMILIES | families.MORE | families.QUANTISED
+    families.FAMILIES |= families.MORE
     out, rows = args.output_dir.resolve(), {}
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

@@ -190,7 +190,7 @@ def on_every_rank(model, batches):
 
 
 def micro_batches(policy, sequences, budget):
-    """Cut sequences into micro-batches of at most `budget` tokens a rank -> the rows of each."""
+    """Cut sequences into micro-batches of at most `budget` tokens per rank -> the rows of each."""
     lengths = [token_count(sequence) for sequence in sequences]
     batches = split_micro_batches(lengths, budget * policy.ranks, policy.packed)
     for batch in on_every_rank(policy, batches):

@@ -68,7 +68,7 @@ def read_model(path, attention, set_trained, sees_images=False, packing=True, be
     """-> the model without weights, on every rank; with its weights, on rank 0 alone; if texts share a row.
 
     attention: --attn_implementation. set_trained: decides what of a model is trained. That is float32; the
-    rest has the dtype of its files. packing: False: no texts share a row. beside: models that read the same
+    rest has the dtype of its files. packing: False: no texts share a row. `beside`: models that read the same
     rows. changes: of the configuration; num_labels: a head for scores.
     """
     config = read_config(path, **changes)

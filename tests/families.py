@@ -189,6 +189,37 @@ QUANTISED = {  # family, how its `_proj` weights are packed, and its quantizatio
     "qwen3_gptq": ("qwen3", None, dict(quant_method="gptq", bits=4, group_size=128)),
     "qwen3_bitsandbytes": ("qwen3", None, dict(quant_method="bitsandbytes", load_in_4bit=True)),
 }
+NO_SIZE = {name: value for name, value in ATTENTION.items() if name != "head_dim"}
+TWO_OF_FOUR = dict(num_local_experts=4, num_experts_per_tok=2)
+MORE = {  # for benchmarks/models.py
+    "phi3": ("Phi3", NO_SIZE),
+    "smollm3": ("SmolLM3", NO_SIZE),
+    "glm4": ("Glm4", ATTENTION),
+    "olmo3": ("Olmo3", NO_SIZE | MIXED),
+    "ministral3": ("Ministral3", ATTENTION),
+    "seed_oss": ("SeedOss", ATTENTION),
+    "exaone4": ("Exaone4", NO_SIZE | MIXED),
+    "minimax": (
+        "MiniMax",
+        ATTENTION | TWO_OF_FOUR | dict(layer_types=["linear_attention", "full_attention"]),
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        ATTENTION | TWO_OF_FOUR | dict(rotary_dim=32, scoring_func="sigmoid", use_qk_norm=True),
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        NO_SIZE | EXPERTS | dict(layer_types=["conv", "full_attention"], num_experts=4, num_dense_layers=1),
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        NO_SIZE
+        | LATENT
+        | EXPERTS
+        | dict(n_routed_experts=4, n_group=1, topk_group=1, mlp_layer_types=["dense", "sparse"])
+        | dict(index_topk=64, index_head_dim=32, index_n_heads=2),
+    ),
+}
 
 
 def write(family, directory, **changes):

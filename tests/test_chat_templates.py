@@ -1,6 +1,6 @@
 """What is trained under published chat templates, against their twins that mark it, and by hand.
 
-benchmarks/chat_templates.py makes the table of docs/guides/chat-templates.md from all templates of TRL.
+benchmarks/chat_templates.py makes the table of docs/reference/chat-templates.md from all templates of TRL.
 """
 
 import json
@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, golden
+from conversations import SHAPES, ends_of, make_tokenizer, messages_of
 
 from algos import sft
 from benchmarks import chat_templates
-from benchmarks.lib.conversations import SHAPES, ends_of, make_tokenizer, messages_of
 from data_prep import rejection
 from data_prep.lib.turns import encode_messages
 

@@ -56,7 +56,7 @@ def commands(page):
             if not re.match(r"(srun |\w+=\S+ )*(python|torchrun)", line.strip()):
                 continue
             words = shlex.split(line, comments=True)
-            script = re.compile(r"(algos|data_prep|benchmarks|benchmarks/experiments)/\w+\.py")
+            script = re.compile(r"(algos|data_prep|benchmarks)/\w+\.py")
             scripts = [i for i, word in enumerate(words) if script.fullmatch(word)]
             if scripts:
                 yield words[scripts[0]], words[scripts[0] + 1 :]
@@ -69,8 +69,6 @@ def commands(page):
 def test_commands(page):
     for script, words in commands(page):
         assert (ROOT / script).is_file(), script
-        if script.endswith("off_policy_worker.py"):  # ALGO LAG NOISE, and flags of that script
-            script, words = f"algos/{words[0]}.py", words[3:]
         unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - flags_of(script)
         assert not unknown, f"{script}: {unknown}"
         if "..." not in words and not any(word.startswith("$") for word in words):
@@ -119,8 +117,7 @@ def test_the_tables_of_what_fits_are_computed():
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| [\d.]+B ", line)]
     assert rows and set(rows) <= set(gpu_memory.table().splitlines())
     assert gpu_memory.table() in (ROOT / "docs/guides/memory.md").read_text()
-    published = {name: gpu_memory.published(name) for name in gpu_memory.RECIPES}
-    assert gpu_memory.table(published, (1, 2, 4, 8)) in (ROOT / "docs/guides/recipes.md").read_text()
+    assert gpu_memory.table(gpu_memory.RECIPES, (1, 2, 4, 8)) in (ROOT / "docs/guides/recipes.md").read_text()
 
 
 @pytest.mark.parametrize("numbers", [dict(gpus=(1, 0)), dict(gpu_gib=(-3,))])
@@ -156,7 +153,7 @@ def test_commands_in_headers(script):
 def test_flags(page):
     folders = ["algos", "data_prep"]
     if "benchmarks" in page.read_text():
-        folders += ["benchmarks", "benchmarks/experiments"]
+        folders += ["benchmarks"]
     scripts = [f"{d}/{p.name}" for d in folders for p in (ROOT / d).glob("*.py")]
     known = set().union(*(flags_of(s) for s in scripts if "class Args" in (ROOT / s).read_text()))
     said = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))

@@ -1,5 +1,4 @@
-"""docs/reference/errors.md has every message with which a script stops: `python tests/test_errors.py` lists
-those that it lacks, and those that are no longer in the code."""
+"""The messages of docs/reference/errors.md are those with which scripts stop."""
 
 import ast
 import re
@@ -67,13 +66,6 @@ def documented():
     return set(rows)
 
 
-def test_every_message_is_in_the_page():
-    assert messages() - documented() == set()
+def test_the_messages_of_the_page_are_in_the_code():
+    assert documented()
     assert documented() - messages() == set()
-
-
-if __name__ == "__main__":
-    for message in sorted(messages() - documented()):
-        print("lacking:", message)
-    for message in sorted(documented() - messages()):
-        print("gone:", message)

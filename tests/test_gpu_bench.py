@@ -14,7 +14,7 @@ from benchmarks.lib import workload
 LINES = {  # how they begin
     "training": ["write the deep", "write the short"]
     + [f"update, recompute {x}, eager, {n}" for x in ("full", "selective", "none") for n in (128, 256)]
-    + ["update, compiled", *["attention of a layer, prompts"] * 3, "output layer", "plain transformers"],
+    + ["update, compiled", "output layer", "plain transformers"],
     "sampling": [
         f"sampler, {x}" for x in ("start", "wake, w", "sync", "wake, K", "sleep", "move", "KV cache")
     ],

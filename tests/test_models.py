@@ -1,4 +1,4 @@
-"""benchmarks/models.py, which makes the tables of docs/guides/models.md: whole runs of a few families."""
+"""benchmarks/models.py, which makes the tables of docs/reference/models.md: whole runs of a few families."""
 
 import json
 

@@ -15,10 +15,10 @@ import torch
 from conftest import ROOT, load_weights, metrics, same
 from conftest import changed as differ
 from conftest import run as launch
-from test_flags import flags
 
 from algos import grpo
 from data_prep.lib.schema import write_parquet
+from docs.flags import flags
 from system import checkpoints, files, run
 
 # flags of grpo.py that may change: rate and schedule, steps, frequencies, validation, tracker, memory, ranks

@@ -7,10 +7,10 @@ import pytest
 from conftest import ROOT
 from test_envs import hermes
 
-from benchmarks.lib.conversations import make_tokenizer
 from envs.calls import learn_calls, reader
 from envs.pool import EnvPool
 from envs.tools import UNREADABLE
+from tests.conversations import make_tokenizer
 
 TEMPLATES = ROOT / "tests/fixtures/chat_templates"
 FUNCTION = '''

@@ -108,7 +108,7 @@ def check_loss(loss, spec):
 
 
 def is_zero_without_advantage(loss):
-    """Whether rows with advantage 0 have no gradient, so that they need not be run: the loss decides.
+    """Whether rows with advantage 0 have no gradient, and need not be run: the loss decides.
 
     loss: of log-probs, entropies and a batch -> loss of each token first. It is tried on four rows with
     advantage 0, whose log-probs differ from the old ones by up to 6, in both directions; a column of the

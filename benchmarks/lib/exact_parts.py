@@ -85,4 +85,4 @@ def log_probs(ctx, hidden, weight, target, scale, softcap, never, with_entropy):
     ctx.save_for_backward(hidden, weight, target, buffers)
     ctx.entropy = entropy.clone()
     ctx.set_materialize_grads(False)
-    return logp, entropy
+    return (logp, entropy) if with_entropy else (logp,)

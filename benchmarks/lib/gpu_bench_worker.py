@@ -7,9 +7,8 @@ import gc
 import statistics
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +17,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data_prep.lib.packing import join, one_row, packed_attention, padded
-
 from algos import grpo
+from algos.variants import load_loss
 from benchmarks.gpu_bench import CUDA, MODELS, ROWS, Budget
 from benchmarks.gpu_check import write_random
+from system.batches import distribute, join, micro_batches, padded
 from system.log_probs import CHUNK, log_probs
 from system.metrics import matmul_speed, speed_metrics
-from system.run import leave
+from system.run import leave, setup_distributed
 
 # FLOP/s of products in bfloat16 by the data sheet, without sparsity
 DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -67,16 +66,18 @@ def peak():
 
 
 def make_args(model, **flags):
+    """Arguments of grpo.py, and its loss."""
     args = grpo.Args(model=str(model), train_files=(), output_dir="", **flags)
-    return grpo.with_defaults(args, clip=grpo.policy_loss)
+    args, token_loss = load_loss(args, clip=grpo.policy_loss)
+    return args, partial(grpo.actor_loss, args, token_loss)
 
 
-def make_rows(vocabulary, repeated=False):
-    """Rows of one step; repeated: no two of them share a prompt."""
+def make_rows(vocabulary):
+    """Rows of one step."""
     prompts, group, prompt_length, length = ROWS[CUDA]
     rng, rows = np.random.default_rng(0), []
     for number in range(prompts * group):
-        g = number if repeated else number // group
+        g = number // group
         row = dict(group=g, prompt_length=prompt_length, length=length, mask_t=np.ones(length, bool))
         row["prompt_ids"] = [7 + g % (vocabulary - 7)] * prompt_length
         row["response_ids"] = rng.integers(7, vocabulary, length).astype(np.int32)
@@ -100,31 +101,13 @@ def speed(policy, args, rows, measured):
     return words
 
 
-def profile(function):
-    """Kernels and waits of a call."""
-    if not CUDA:
-        function()
-        return "kernels and waits: need CUDA"
-    activities = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=activities) as found:
-        function()
-        wait()
-    on_gpu, names = 0, Counter()
-    for event in found.events():
-        device = event.device_type == torch.autograd.DeviceType.CUDA
-        on_gpu += device and not event.name.startswith(("Memcpy", "Memset"))
-        names[event.name] += 1
-    pageable = sum(n for name, n in names.items() if "Pageable" in name)
-    return f"{on_gpu} kernels, {names['cudaStreamSynchronize']} waits, {pageable} pageable copies"
-
-
 # ---- training ----------------------------------------------------------------------------------------------
 class Training:
     """Parts that need no sampler."""
 
     def __init__(self, budget, directory):
         self.budget, self.directory = budget, directory
-        self.device, self.mesh = grpo.setup_distributed(1)
+        self.device, self.mesh = setup_distributed()
         self.sizes = MODELS[CUDA]["short"]
         self.rows = make_rows(self.sizes[-1])
         grpo.families.from_files = cache(grpo.families.from_files)  # read once
@@ -140,42 +123,22 @@ class Training:
         """Updates with each budget of tokens."""
         group = dict(ppo_mini_batch_size=ROWS[CUDA][0], group_size=ROWS[CUDA][1])
         flags = group | dict(gradient_checkpointing=recompute, compile=compiled)
-        args = make_args(self.directory / "short", **flags)
-        policy = grpo.load_model(args, self.mesh, self.device, grpo.add_adapters, grpo.TokenLogps)
+        args, loss = make_args(self.directory / "short", **flags)
+        policy = grpo.load_model(args, self.mesh, self.device, None, grpo.adapters_of(args))
         optimizer = torch.optim.SGD(policy.parameters(), lr=1e-9)  # Adam's moments would leave no room
         for tokens in BUDGETS:
             name = f"update, recompute {recompute}, {'compiled' if compiled else 'eager'}, {tokens} tokens"
             now = replace(args, max_tokens_per_microbatch=tokens)
-            self.budget.run(name, 6, self.one_budget, name, policy, optimizer, now)
+            self.budget.run(name, 6, self.one_budget, name, policy, optimizer, loss, now)
 
-    def one_budget(self, name, policy, optimizer, args):
+    def one_budget(self, name, policy, optimizer, loss, args):
         empty()
-        measured = seconds(lambda: step(policy, optimizer, args, self.rows), repeats=1)
-        [(sequences, _)], _, _ = grpo.distribute(self.rows, policy.packed, args)
-        batches = [*grpo.micro_batches(policy, sequences, args)]
+        measured = seconds(lambda: step(policy, optimizer, loss, args, self.rows), repeats=1)
+        budget = args.max_tokens_per_microbatch
+        [(sequences, _)], _, _ = distribute(self.rows, 1, budget, policy.packed)
+        batches = [*micro_batches(policy, sequences, budget)]
         words = f"{measured:.3f} s, {speed(policy, args, self.rows, measured)}, {peak()}"
-        one = profile(lambda: step(policy, optimizer, args, batches[0]))
-        self.budget.say(name, f"{words}; micro-batches: {len(batches)}, of one: {one}")
-
-    def attention(self):
-        """A layer's attention, forward and backward, on two prompts' responses."""
-        h, _, _, heads, kv_heads, vocabulary = self.sizes
-        for name, repeated in (("prompts shared", False), ("prompts repeated", True)):
-            rows = make_rows(vocabulary, repeated)[: 2 * ROWS[CUDA][1]]
-            inputs, _ = one_row([row["prompt_ids"] for row in rows], [row["response_ids"] for row in rows])
-            tokens = inputs.pop("input_ids").shape[1]
-            del inputs["position_ids"]
-            inputs = {key: x.to(self.device) if torch.is_tensor(x) else x for key, x in inputs.items()}
-            seen = len(inputs["kv_index"])
-            cases = {name: (tokens, inputs)}
-            if not repeated:  # keys as often as they are seen
-                layout = inputs | dict(kv_index=torch.arange(seen, device=self.device))
-                cases["prompts shared, without the index"] = seen, layout
-            for case, (keys, layout) in cases.items():
-                sizes = (tokens, heads), (keys, kv_heads), (keys, kv_heads)
-                qkv = [self.random(1, many, n, h // heads) for n, many in sizes]
-                took = seconds(lambda: attend(*qkv, layout))  # noqa: B023
-                self.budget.say(f"attention of a layer, {case}", f"{1000 * took:.2f} ms, {tokens} tokens")
+        self.budget.say(name, f"{words}; micro-batches: {len(batches)}")
 
     def random(self, *shape):
         return torch.randn(*shape, device=self.device, dtype=DTYPE).requires_grad_()
@@ -223,15 +186,11 @@ class Training:
         self.budget.say("plain transformers, forward and backward", words)
 
 
-def step(policy, optimizer, args, rows):
+def step(policy, optimizer, loss, args, rows):
     """An update; the rows get no old log-probs."""
-    mini_batches, _, _ = grpo.distribute([dict(row) for row in rows], policy.packed, args)
-    grpo.update_actor(policy, optimizer, mini_batches, args)
-
-
-def attend(query, key, value, layout):
-    out, _ = packed_attention(None, query, key, value, None, scaling=query.shape[-1] ** -0.5, **layout)
-    torch.autograd.grad(out, (query, key, value), out.detach())
+    rows = [dict(row) for row in rows]
+    mini_batches, _, _ = distribute(rows, 1, args.max_tokens_per_microbatch, policy.packed)
+    grpo.update_actor(policy, optimizer, mini_batches, loss, args)
 
 
 def training(budget, directory):
@@ -245,7 +204,6 @@ def training(budget, directory):
         empty()
     if not CUDA:
         budget.say("update, compiled", "needs CUDA")
-    budget.run("attention of a layer", 10, parts.attention)
     budget.run("output layer", 8, parts.head)
     empty()
     budget.run("plain transformers, forward and backward", 20, parts.plain)
@@ -255,18 +213,18 @@ def training(budget, directory):
 # ---- sampling ----------------------------------------------------------------------------------------------
 def sampling(budget, directory):
     """A sampler next to a trainer with adapters: what wakes, moves and sleeps, three times each."""
-    device, mesh = grpo.setup_distributed(1)
-    args = make_args(directory / "deep", lora_rank=16, max_prompt_length=256, max_response_length=256)
+    device, mesh = setup_distributed()
+    args, _ = make_args(directory / "deep", lora_rank=16, max_prompt_length=256, max_response_length=256)
     begin = time.perf_counter()
     engine = grpo.build_engine(args, device)
     budget.say("sampler, start", f"{time.perf_counter() - begin:.1f} s")
-    policy = grpo.load_model(args, mesh, device, grpo.add_adapters, grpo.TokenLogps)
+    policy = grpo.load_model(args, mesh, device, None, grpo.adapters_of(args))
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
     weights = sum(p.numel() for name, p in policy.lm.named_parameters() if ".lora_" not in name)
     parts = {
         "wake, weights": lambda: engine.wake_up(tags=["weights"]),
-        "sync": lambda: grpo.sync_weights(engine, policy.lm, args),
+        "sync": lambda: grpo.sync_weights(engine, policy.lm, sees_images=False),
         "wake, KV cache": lambda: engine.wake_up(tags=["kv_cache"]),
         "sleep": lambda: engine.sleep(level=2),
     }

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data_prep.lib.packing import pad
-
 from algos import grpo
+from algos.variants import load_loss
 from data_prep.lib.cache import load_prompts
-from system.run import leave
+from data_prep.lib.images import load_processor
+from system import batches, families
+from system.batches import distribute, pad, token_logps
+from system.run import leave, setup_distributed
 
 PROMPTS, GROUP = 4, 4
 
@@ -42,8 +44,10 @@ def step(policy, optimizer, rows, args):
     for i, row in enumerate(rows):
         row["adv_t"] = np.full(row["length"], 1.0 - 2 * (i % 2), np.float32)
         row["mask_t"] = np.ones(row["length"], bool)
-    mini_batches, _, _ = grpo.distribute(rows, policy.packed, args)
-    return grpo.update_actor(policy, optimizer, mini_batches, args)["actor/grad_norm"]
+    args, token_loss = load_loss(args, clip=grpo.policy_loss)
+    loss = partial(grpo.actor_loss, args, token_loss)
+    mini_batches, _, _ = distribute(rows, 1, args.max_tokens_per_microbatch, policy.packed)
+    return grpo.update_actor(policy, optimizer, mini_batches, loss, args)["actor/grad_norm"]
 
 
 def norm(policy, rows, args):
@@ -54,18 +58,18 @@ def norm(policy, rows, args):
 def layouts(args, config):
     """name -> the arguments with which a model has this layout."""
     found = {"padded": replace(args, attn_implementation="eager")}
-    return found | ({} if grpo.families.special_layers(config) else {"one row": args})
+    return found | ({} if families.special_layers(config) else {"one row": args})
 
 
 @torch.no_grad()
 def logps(policy, rows, args):
-    return grpo.token_logps(policy, rows, args)[0].cpu()
+    return token_logps(policy, rows, args.temperature)[0].cpu()
 
 
 @contextmanager
 def without_borders():
     """Texts in one row as one text: a mistake."""
-    one_row = grpo.one_row
+    one_row = batches.one_row
 
     def wrong(prompts, responses):
         inputs, where = one_row(prompts, responses)
@@ -74,13 +78,13 @@ def without_borders():
         whole |= dict(cu_seqlens=torch.tensor([[0, n]] * 2).int())
         return inputs | whole, where
 
-    grpo.one_row = wrong
+    batches.one_row = wrong
     yield
-    grpo.one_row = one_row
+    batches.one_row = one_row
 
 
 def alone(args, train_files, work):
-    device, mesh = grpo.setup_distributed(1)
+    device, mesh = setup_distributed()
     torch.zeros(1, device=device)
     empty, result = used(), dict(gaps={}, norms={})
     engine = grpo.build_engine(args, device)
@@ -89,32 +93,22 @@ def alone(args, train_files, work):
     engine.sleep(level=2)
     result |= dict(asleep=used() - empty, total=torch.cuda.mem_get_info()[1] / 2**30 if used() else 0.0)
 
-    policy = grpo.load_model(
-        replace(args, attn_implementation="eager"), mesh, device, grpo.add_adapters, grpo.TokenLogps
-    )
-    tokenizer = grpo.load_processor(args.model)
+    load = lambda args: grpo.load_model(args, mesh, device, None, grpo.adapters_of(args))
+    policy = load(replace(args, attn_implementation="eager"))
+    tokenizer = load_processor(args.model)
     prompts = load_prompts([train_files], tokenizer, args.max_prompt_length)[0][:PROMPTS]
     sampling = dict(temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
     with grpo.awake(engine, [policy], None, args, {}):
         rows = grpo.rollout(engine, args, prompts, 1, GROUP, **sampling)
-    keep = (
-        "prompt_ids",
-        "response_ids",
-        "rollout_logp_t",
-        "prompt_length",
-        "length",
-        "rank",
-        "group",
-        "sample",
-    )
+    keep = "prompt_ids response_ids rollout_logp_t prompt_length length rank group sample".split()
     kept = [{name: row[name] for name in keep} for row in rows]
-    (work / "rows.json").write_text(json.dumps(kept, default=grpo.np.ndarray.tolist))
+    (work / "rows.json").write_text(json.dumps(kept, default=np.ndarray.tolist))
 
     logp_nt, models = {"sampler": pad([row["rollout_logp_t"] for row in rows])}, {}
     mask_nt = pad([np.ones(len(row["response_ids"]), bool) for row in rows])
     gap = lambda a_nt, b_nt: (a_nt - b_nt).abs()[mask_nt].mean().item()
     for name, of_layout in layouts(args, policy.lm.config).items():
-        models[name] = grpo.load_model(of_layout, mesh, device, grpo.add_adapters, grpo.TokenLogps)
+        models[name] = load(of_layout)
         logp_nt[name], result["norms"][name] = logps(models[name], rows, args), norm(models[name], rows, args)
     for a, b in combinations(reversed(logp_nt), 2):
         result["gaps"][f"{a} : {b}"] = gap(logp_nt[a], logp_nt[b])
@@ -139,14 +133,13 @@ def alone(args, train_files, work):
 
 
 def together(args, work):
-    device, _ = grpo.setup_distributed(1)
+    device, _ = setup_distributed()
     rows, result = json.loads((work / "rows.json").read_text()), dict(layout="one row")
     for copies in (1, 2):
         shape = copies, dist.get_world_size() // copies
         mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        policy = grpo.load_model(
-            args, mesh if copies > 1 else mesh["shard"], device, grpo.add_adapters, grpo.TokenLogps
-        )
+        mesh = mesh if copies > 1 else mesh["shard"]
+        policy = grpo.load_model(args, mesh, device, None, grpo.adapters_of(args))
         result[str(copies)] = norm(policy, rows, args)
     if dist.get_rank() == 0:
         (work / "ranks.json").write_text(json.dumps(result))
@@ -157,7 +150,6 @@ def main(model, train_files, work, prompt_length, response_length):
     lengths = dict(max_prompt_length=2 * int(prompt_length), max_response_length=int(response_length))
     sizes = dict(group_size=GROUP, train_batch_size=PROMPTS, ppo_mini_batch_size=PROMPTS)
     args = grpo.Args(model=model, train_files=(), output_dir="", **lengths, **sizes)
-    args = grpo.with_defaults(args, clip=grpo.policy_loss)
     run = together if os.environ.get("RANK") else partial(alone, train_files=train_files)
     run(args, work=Path(work))
 

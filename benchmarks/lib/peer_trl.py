@@ -3,8 +3,7 @@
     pip install --no-deps -r requirements-bench.txt
 
 TRL's defaults, but for what makes the work the same as ours: float32 on a CPU, no gradient checkpointing.
-OUTPUT_DIR/metrics.jsonl gets a line after every step. With --lr it learns, for seeds.py and race.py: GRPO's
-rewards are the rules of `rewards`, and the model is saved to OUTPUT_DIR/hf.
+OUTPUT_DIR/metrics.jsonl gets a line after every step.
 """
 
 import json
@@ -67,20 +66,6 @@ class Args:
     """Pack SFT rows into sequences of max_length."""
     max_length: int = 512
     """Longest sequence, in tokens."""
-    lr: float | None = None
-    """Peak learning rate; None: no learning, only its time."""
-    lr_schedule: Literal["linear", "constant_with_warmup"] = "linear"
-    """What the learning rate does after the warm-up."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    beta: float = 0.0
-    """Weight of GRPO's KL loss."""
-    bf16: bool = False
-    """Forward and backward in bfloat16 on a CPU too."""
-    save_freq: int = 0
-    """Steps between checkpoints of the weights, OUTPUT_DIR/checkpoint-N; 0: none."""
-    seed: int = 42
-    """Seed."""
 
 
 class Stamp(TrainerCallback):
@@ -93,14 +78,10 @@ class Stamp(TrainerCallback):
         self.begin = time.perf_counter()
 
     def on_log(self, args, state, control, logs, **_):
-        self.end = time.perf_counter()
         if state.is_world_process_zero and state.global_step and "train_runtime" not in logs:
             with self.path.open("a") as file:
-                line = dict(logs, step=state.global_step, seconds=self.end - self.begin)
+                line = dict(logs, step=state.global_step, seconds=time.perf_counter() - self.begin)
                 file.write(json.dumps(line) + "\n")
-
-    def on_save(self, *_, **__):
-        self.begin += time.perf_counter() - self.end  # a checkpoint is not training
 
 
 def alternating(completions, **_):
@@ -114,15 +95,6 @@ def calling(tokenizer, parse):
     return lambda tokenizer, ids, **more: parse(tokenizer, call, **more)
 
 
-def rules(completions, source, truth, extra, **_):
-    """The score that our trainers see."""
-    from rewards import compute_score
-
-    samples = zip(source, (c[0]["content"] for c in completions), truth, extra, strict=True)
-    results = [compute_score(*sample) for sample in samples]
-    return [float(r["score"] if isinstance(r, dict) else r) for r in results]
-
-
 def main():
     args = tyro.cli(Args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -134,19 +106,14 @@ def main():
         per_device_train_batch_size=args.per_device_batch,
         gradient_accumulation_steps=args.accumulation,
         gradient_checkpointing=False,
-        bf16=cuda or args.bf16,
+        bf16=cuda,
         use_cpu=not cuda,
         logging_steps=1,
-        save_strategy="steps" if args.save_freq else "no",
-        save_steps=args.save_freq or 500,
-        save_only_model=True,
+        save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         model_init_kwargs=dict(dtype="float32"),
     )
-    if args.lr:
-        common |= dict(learning_rate=args.lr, lr_scheduler_type=args.lr_schedule)
-        common |= dict(warmup_steps=args.warmup_steps, seed=args.seed)
     stamp = Stamp(args.output_dir / "metrics.jsonl")
     if args.algo == "sft":
         columns = [
@@ -181,31 +148,18 @@ def main():
             num_generations=args.group_size,
             max_completion_length=args.response_length,
             temperature=args.temperature,
-            beta=args.beta,
             use_vllm=args.vllm,
             vllm_max_model_length=args.max_length,
         )
         trainer = GRPOTrainer(
             args.model,
-            reward_funcs=rules if args.lr else alternating,
+            reward_funcs=alternating,
             tools=[calculate] if agent else None,
             args=config,
-            train_dataset=Dataset.from_list(
-                [
-                    dict(
-                        prompt=r["prompt"],
-                        source=r["data_source"],
-                        truth=r["reward_model"]["ground_truth"],
-                        extra=r["extra_info"],
-                    )
-                    for r in rows
-                ]
-            ),
+            train_dataset=Dataset.from_list([dict(prompt=row["prompt"]) for row in rows]),
             callbacks=[stamp],
         )
     trainer.train()
-    if args.lr:
-        trainer.save_model(str(args.output_dir / "hf"))
 
 
 if __name__ == "__main__":

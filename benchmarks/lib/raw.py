@@ -15,16 +15,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data_prep.lib.packing import one_row, padded, split_micro_batches
-
-from algos.grpo import all_reduce, setup_distributed
 from data_prep.lib.cache import load_prompts
 from system.arguments import command_line
+from system.attention import packed_attention
+from system.batches import one_row, padded, split_micro_batches
 from system.metrics import matmul_speed
-from system.run import leave
+from system.run import all_reduce, leave, setup_distributed
 
 
 @dataclass
@@ -114,7 +113,7 @@ def losses(model, rows, args, device):
 
 def main():
     args = command_line(Args)
-    device, _ = setup_distributed(1)
+    device, _ = setup_distributed()
     rank, world, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, args.compute_dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     examples = load_prompts([args.train_files], tokenizer, 10**9)[0][rank::world]
@@ -122,6 +121,7 @@ def main():
     engine = build_engine(args, prompts) if args.group_size else None
     if engine:
         generate(engine, prompts, args)  # warm-up
+    AttentionInterface.register("packed", packed_attention)
     attention = "eager" if args.attn_implementation == "eager" else "packed"
     options = dict(dtype=dtype, attn_implementation=attention)
     model = AutoModelForCausalLM.from_pretrained(args.model, **options).to(device)

@@ -1,16 +1,15 @@
 """Which details of GRPO matter? One is changed at a time, with the same seeds and the same SFT model.
 
-    python benchmarks/experiments/sums.py      # data and model
-    python benchmarks/experiments/details.py   # an hour for each seed on one quiet core
+    python benchmarks/details.py   # an hour for each seed on one quiet core
 
 SmolLM2, with what makes the greatest difference at equal cost; an hour for each seed on two quiet cores:
 
     make demo-smollm2                          # data and model
-    python benchmarks/experiments/details.py --size smollm2 --seeds 1 --output_dir runs/details-smollm2
+    python benchmarks/details.py --size smollm2 --seeds 1 --output_dir runs/details-smollm2
 
 A detail's effect is the difference of the accuracy on held-out questions, mean over the validations of a run,
-from that of the defaults with the same seed. Writes runs/details: results.json, and a run directory each;
-what is there already is not run again.
+from that of the defaults with the same seed. Writes runs/sums with data and model, and runs/details:
+results.json, and a run directory each; what is there already is not run again.
 """
 
 import sys
@@ -19,12 +18,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.demo import FLAGS
-from benchmarks.lib.stages import ONE_THREAD, ROOT, run
+from benchmarks.lib.stages import ONE_THREAD, ROOT, Stages, run
 from benchmarks.lib.workload import curve, save
 from system.arguments import command_line
 
@@ -32,6 +32,9 @@ from system.arguments import command_line
 DEFAULTS = "--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 8"
 DEFAULTS += " --group_size 8 --lr 1e-4 --weight_decay 0 --total_epochs 9 --total_steps 60 --test_freq 5"
 DEFAULTS += " --save_freq 0 --gradient_checkpointing none"
+# of the tiny model's SFT, on 600 of the 6,000 answers
+SFT = "--max_length 32 --train_batch_size 64 --total_epochs 50 --total_steps 400 --lr 1e-3"
+SFT += " --lr_schedule constant --warmup_steps 20 --test_freq 50 --gradient_checkpointing none --save_freq 0"
 DETAILS = {  # what is changed: flags
     "advantage by batch (REINFORCE++)": "--adv_estimator reinforce_plus_plus_baseline",
     "advantage without the std (Dr. GRPO)": "--adv_estimator dr_grpo",
@@ -60,7 +63,7 @@ DETAILS = {  # what is changed: flags
 class Size(NamedTuple):
     """A model with its data, and what is tried on it."""
 
-    data: Path  # directory that sums.py or the demo writes
+    data: Path  # directory that `write_sums` or the demo writes
     model: str  # in it
     data_source: str
     flags: str  # of all runs
@@ -96,11 +99,23 @@ class Args:
     size: Literal["sums", "smollm2"] = "sums"
     """sums: a tiny model, every detail; smollm2: SmolLM2-135M-Instruct, the number of prompts."""
     data: Path | None = None
-    """Directory of sums.py or of the demo, for data and model; None: where they write."""
+    """Directory of data and model; None: runs/sums, which is made, or that of the demo."""
     output_dir: Path = ROOT / "runs/details"
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Seeds of a run's data order and sampling."""
+
+
+def write_sums(out):
+    """Two-digit sums and a tiny model that has seen some of them."""
+    stages = Stages(out, 3)
+    train, val, sft = (out / f"data/{split}.parquet" for split in ("train", "val", "sft"))
+    data = "--test_size", 512, "--local_save_dir", out / "data"
+    stages.run("data", "data", "data_prep/arithmetic.py", *data)
+    pq.write_table(pq.read_table(train).slice(0, 600), sft)
+    stages.run("model", "model", "data_prep/tiny_model.py", "--local_save_dir", out / "model")
+    files = "--train_files", sft, "--val_files", val, "--output_dir", out / "sft"
+    stages.run("sft", "SFT", "algos/sft.py", "--model", out / "model", *files, *SFT.split(), ranks=2)
 
 
 def train(args, name, flags, seed):
@@ -127,6 +142,8 @@ def interval(differences):
 
 def main():
     args, found = command_line(Args), {}
+    if args.size == "sums" and not args.data:
+        write_sums(SIZES["sums"].data)
     for seed in args.seeds:  # seed by seed: a run that is stopped has whole ones
         for name, flags in {"defaults": "", **SIZES[args.size].details}.items():
             found.setdefault(name, []).append(train(args, name, flags, seed))
