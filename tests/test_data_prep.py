@@ -19,7 +19,7 @@ from test_columns import read
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algos import eval as evaluation
-from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
+from data_prep import arithmetic, inspect, smollm2, tiny_model
 from data_prep.lib import source
 from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
@@ -207,40 +207,6 @@ def test_sizes_of_arithmetic(tmp_path):
     assert len(large) == 50 and all(10**8 <= x < 10**9 for pair in large for x in pair)
     every = arithmetic.splits(arithmetic.Args(digits=1, train_size=90, val_size=5, test_size=1))
     assert all(0 <= x <= 9 for pairs in every.values() for pair in pairs for x in pair)
-
-
-def test_gsm8k_row():
-    answer = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,224"
-    content = 'How many? Let\'s think step by step and output the final answer after "####".'
-    assert gsm8k.make_row({"question": "How many?", "answer": answer}, "test", 3) == {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "1224"},
-        "extra_info": {"split": "test", "index": 3, "question": "How many?", "answer": answer},
-    }
-
-
-def test_gsm8k_tool_traces():
-    def trace(answer):
-        row = gsm8k.make_row({"question": "How many?", "answer": answer}, "train", 0, tool_traces=True)
-        assert row["messages"][:1] == row["prompt"]
-        return [(m["role"], m["content"]) for m in row["messages"][1:]]
-
-    answer = "May: 24/2 = <<24/2=12.00>>12 clips.\nIn all $<<1000+.5=1000.5>>1,000.5.\n#### 1,000.5"
-    assert trace(answer) == [
-        ("assistant", "May: 24/2 = <<24/2>>"),
-        ("tool", "12"),
-        ("assistant", "12 clips.\nIn all $<<1000+.5>>"),
-        ("tool", "1000.5"),
-        ("assistant", "1,000.5.\n#### 1,000.5"),
-    ]
-    assert trace("Six.\n#### 6") == [("assistant", "Six.\n#### 6")]
-    with pytest.raises(prepare.LeftOut, match="another result"):
-        trace("10/3 = <<10/3=3.33>>3.33\n#### 3.33")
-    assert ("tool", "0.75") in trace("<<3/4=3/4>>3/4\n#### 3/4")
-    with pytest.raises(ValueError):  # the calculator says that this is no number
-        trace("<<x=3>>3\n#### 3")
 
 
 # ---- inspect
