@@ -313,25 +313,17 @@ def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
         open_run(Tracked(str(tmp_path), "wandb"))
 
 
-@pytest.mark.parametrize(
-    "ranks, nodes, threads, cores, idle",
-    [
-        (2, 1, 1, 2, ""),
-        (1, 1, 2, 2, ""),
-        (2, 1, 1, None, ""),
-        (2, 1, 1, 8, ", 6 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8"),
-        (4, 2, 3, 8, ", 2 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8"),
-    ],
-)
-def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
-    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+@pytest.mark.parametrize("case", golden("idle_cores"))
+def test_idle_cores_are_told(case, monkeypatch):
+    ranks = case["ranks"]
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(case["nodes"]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM's platform for CPUs leaves it
     monkeypatch.setattr("system.run.dist.get_world_size", lambda: ranks)
-    monkeypatch.setattr("system.run.torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr("system.run.psutil.cpu_count", lambda logical: cores)
+    monkeypatch.setattr("system.run.torch.get_num_threads", lambda: case["threads"])
+    monkeypatch.setattr("system.run.psutil.cpu_count", lambda logical: case["cores"])
     lm, trains = torch.nn.Linear(2000, 1000), "\ntrains 2M of 2.001M weights"
     some = f"{ranks} rank{'s' * (ranks > 1)}"
-    assert ranks_on(lm) == f"{some} on cpu{idle}{trains}"
+    assert ranks_on(lm) == f"{some} on cpu{case['idle']}{trains}"
     monkeypatch.setattr("system.run.compute_device", lambda: torch.device("cuda"))
     assert ranks_on(lm) == f"{some} on cuda{trains}"
 

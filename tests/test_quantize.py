@@ -8,7 +8,7 @@ import families
 import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
-from conftest import ROOT, run
+from conftest import ROOT, golden, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from algos import quantize
@@ -261,24 +261,12 @@ def test_errors_are_one_line(model, arithmetic, tmp_path):
     AutoTokenizer.from_pretrained(model).save_pretrained(odd)
     families.write("mixtral", tmp_path / "experts")
     families.write("gemma3", tmp_path / "tower")
-    for source, path, more, part in [
-        (model, odd, {}, "exists: choose another"),
-        (tmp_path / "experts", out, {}, "mlp.experts.gate_up_proj holds several experts in one weight"),
-        (tmp_path / "tower", out, {}, "(gemma3) has more than a language model: not supported"),
-        (model, out, dict(ignore=("lm_head", "x")), "--ignore x: no layer of the model has that name"),
-        (model, out, dict(ignore=("re:(",)), "unterminated subpattern"),
-        (model, out, dict(ignore=()), "lm_head shares its weight with the embedding"),
-        (odd, out, dict(scheme="w4a16"), "8 inputs, no multiple of 128, 64 or 32"),
-        (model, out, dict(calibration=train, max_length=4), "row 0 has"),
-        (model, out, dict(calibration=train, scheme="fp8"), "--calibration"),
-        (model, out, dict(calibration=train, method="awq"), "--method awq needs --scheme w4a16"),
-        (model, out, dict(scheme="w4a16", method="awq"), "--method awq needs --scheme w4a16"),
-        (tmp_path, out, {}, "config.json"),
-        (model, out, dict(held_out=train, response_key=None), "no row has a turn of the assistant"),
-    ]:
+    for case in golden("quantize_errors"):
+        source = model if case["model"] == "model" else tmp_path / case["model"]
+        flags = {name: train if x == "TRAIN" else x for name, x in case["flags"].items()}
         with pytest.raises(SystemExit) as error:
-            quantize.main(quantize.Args(str(source), str(path), **more))
-        assert str(error.value).startswith("error: ") and part in str(error.value)
+            quantize.main(quantize.Args(str(source), str(tmp_path / case["output"]), **flags))
+        assert str(error.value).startswith("error: ") and case["line"] in str(error.value)
         assert "\n" not in str(error.value) and not out.exists()
     command = f"ulimit -f 64; exec {sys.executable} {QUANTIZE} {model} {out}"  # files of at most 64 KiB
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
