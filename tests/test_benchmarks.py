@@ -18,7 +18,8 @@ from benchmarks.lib.stages import Stages
 def test_throughput(tiny, tmp_path):
     """A step has its parts, and the raw forward and backward as the limit of its update."""
     sizes = "--algo sft --prompts 2 --prompt_length 16 --response_length 8 --rounds 1 --steps 1".split()
-    script, out = ROOT / "benchmarks/throughput.py", tmp_path / "x.json"
+    script = ROOT / "benchmarks/throughput.py"
+    out = tmp_path / "x.json"
     run(script, "--model", tiny, *sizes, "--output", out)
     [result] = json.loads(out.read_text())["rounds"]
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0
@@ -26,7 +27,8 @@ def test_throughput(tiny, tmp_path):
 
 def test_startup(tmp_path):
     """A trainer's first step comes before its end; with a tool both are the same."""
-    script, out = ROOT / "benchmarks/startup.py", tmp_path / "x.json"
+    script = ROOT / "benchmarks/startup.py"
+    out = tmp_path / "x.json"
     run(script, "--scripts", "algos/sft", "algos/report", "--rounds", 1, "--output", out)
     seconds = json.loads(out.read_text())["seconds"]
     [sft], [report] = (seconds[f"algos/{name}"]["now"] for name in ("sft", "report"))
@@ -88,7 +90,8 @@ def test_a_stage_saves_at_control_c(tmp_path):
 
 def test_driver_on_two_ranks(tiny, tmp_path):
     """A step has its parts, a start its rows; both take time, and a step's sum is that of its parts."""
-    script, out = ROOT / "benchmarks/driver.py", tmp_path / "x.json"
+    script = ROOT / "benchmarks/driver.py"
+    out = tmp_path / "x.json"
     sizes = "--sizes 4 2 50 --ranks 2 --prompts 50 --dialogues".split()
     run(script, "--model", tiny, *sizes, "--output", out)
     result = json.loads(out.read_text())
@@ -134,7 +137,8 @@ def test_rounded():
 )
 def test_off_policy_samples_with_older_or_rounded_weights(lag, noise, expected):
     """Validation, which comes first in steps 0, 2 and 4, has the current weights."""
-    lm, synced = torch.nn.Linear(2, 1, bias=False), []
+    lm = torch.nn.Linear(2, 1, bias=False)
+    synced = []
     run = type("Run", (), dict(log=lambda self, *args, **shown: None))
     sync = lambda engine, lm, args: synced.append(lm.weight[0, 1].item())
     algo = SimpleNamespace(sync_weights=sync, Run=run, families=SimpleNamespace())
@@ -201,7 +205,8 @@ def test_rates_of_a_race(tmp_path, monkeypatch):
         return [(5, 1.0, 1.0, 0.0), (10, 2.0, 2.0, right[name, lr][seed - 3])]
 
     monkeypatch.setattr(race, "race", trial)
-    names, file = (race.OURS, "TRL", "TRL, vLLM"), tmp_path / "race.json"
+    names = (race.OURS, "TRL", "TRL, vLLM")
+    file = tmp_path / "race.json"
     trials, best = race.tune(race.Args(lrs=(1e-5, 2e-5), seeds=(3, 4)), names)
     assert runs == [(name, 2, lr, seed, 10) for name, lr in right for seed in (3, 4)]
     assert trials == {race.OURS: {1e-5: 0.3, 2e-5: 0.4}, "TRL": {1e-5: pytest.approx(0.3), 2e-5: 0.2}}

@@ -53,7 +53,8 @@ def test_flops(one_rank):
 
 
 def test_what_the_watch_sees():
-    on_host, mask = torch.arange(4.0), torch.ones(4, dtype=torch.bool)
+    on_host = torch.arange(4.0)
+    mask = torch.ones(4, dtype=torch.bool)
     with gpu_cost.Watch() as watch:
         x = on_host.to("meta")
         on_host.clone().to("meta", non_blocking=True)  # nothing is pinned

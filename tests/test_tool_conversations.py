@@ -34,11 +34,13 @@ def make_tokenizer(name):
 def rollout(prompt_ids, turns, tokenizer, tools):
     """-> ids of a rollout whose turns have these texts, each but the last with the messages that answer it;
     which were sampled."""
-    ids, sampled = [*prompt_ids], [False] * len(prompt_ids)
+    ids = [*prompt_ids]
+    sampled = [False] * len(prompt_ids)
     for text, answers in turns:
         turn = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
         follow = observation(tokenizer, answers, tools, turn[-1]) if answers else []
-        ids, sampled = ids + turn + follow, sampled + [True] * len(turn) + [False] * len(follow)
+        ids = ids + turn + follow
+        sampled = sampled + [True] * len(turn) + [False] * len(follow)
     return ids, sampled
 
 
@@ -66,11 +68,9 @@ TURNS = {
 @pytest.mark.parametrize("said", TURNS)
 @pytest.mark.parametrize("system", (False, True))
 def test_sft_trains_on_the_tokens_of_a_rollout(name, said, system, tmp_path):
-    tokenizer, turns, row = (
-        make_tokenizer(name),
-        TURNS[said],
-        make_row("train", 0, 37, 85, operation="multiply"),
-    )
+    tokenizer = make_tokenizer(name)
+    turns = TURNS[said]
+    row = make_row("train", 0, 37, 85, operation="multiply")
     if system:
         row["prompt"] = [dict(role="system", content="Be exact."), *row["prompt"]]
     if name == "qwen3":
