@@ -75,13 +75,14 @@ def test_every_number_has_a_range():
 @pytest.mark.parametrize("case", golden("flags_together"), ids=lambda case: str(case["flags"]))
 def test_flags_that_cannot_work_together(case, monkeypatch):
     """And a copy of a script that has not one of these flags does not break."""
-    line, world = case["line"], str(case["flags"].pop("world", 1))
+    line = case["line"]
+    given = dict(case["flags"])
     monkeypatch.setattr("system.arguments.find_spec", lambda name: None)
-    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("WORLD_SIZE", str(given.pop("world", 1)))
     for script in case["scripts"]:
         flags = defaults_of(f"{script}.py")
-        assert case["flags"].keys() <= flags.keys()
-        flags |= case["flags"]
+        assert given.keys() <= flags.keys()
+        flags |= given
         found = impossible(flags)
         assert found is None if line is None else found.startswith(line)
         for name in flags:  # none raises
@@ -130,13 +131,15 @@ def test_what_needs_a_gpu(flag, value, tmp_path, monkeypatch):
 def test_values_out_of_range_and_flags_without_effect(case):
     defaults = dict(kl_loss_coef=0.001, decay_steps=0, train_files=MISSING, val_files=())
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in case["flags"].items()}
-    found, line = unusable(values, defaults), case["line"]
+    found = unusable(values, defaults)
+    line = case["line"]
     assert found is None if line is None else found.startswith(line)
 
 
 @pytest.mark.parametrize("case", golden("foreign_words"), ids=lambda case: case["words"])
 def test_words_of_other_libraries(case):
-    found, line = foreign(fields(grpo.Args), case["words"].split()), case["line"]
+    found = foreign(fields(grpo.Args), case["words"].split())
+    line = case["line"]
     assert found is None if line is None else line in found
 
 
@@ -313,25 +316,18 @@ def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
         open_run(Tracked(str(tmp_path), "wandb"))
 
 
-@pytest.mark.parametrize(
-    "ranks, nodes, threads, cores, idle",
-    [
-        (2, 1, 1, 2, ""),
-        (1, 1, 2, 2, ""),
-        (2, 1, 1, None, ""),
-        (2, 1, 1, 8, ", 6 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8"),
-        (4, 2, 3, 8, ", 2 of 8 cores idle: OMP_NUM_THREADS=4 or --nproc_per_node 8"),
-    ],
-)
-def test_idle_cores_are_told(ranks, nodes, threads, cores, idle, monkeypatch):
-    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+@pytest.mark.parametrize("case", golden("idle_cores"))
+def test_idle_cores_are_told(case, monkeypatch):
+    ranks = case["ranks"]
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(case["nodes"]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM's platform for CPUs leaves it
     monkeypatch.setattr("system.run.dist.get_world_size", lambda: ranks)
-    monkeypatch.setattr("system.run.torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr("system.run.psutil.cpu_count", lambda logical: cores)
-    lm, trains = torch.nn.Linear(2000, 1000), "\ntrains 2M of 2.001M weights"
+    monkeypatch.setattr("system.run.torch.get_num_threads", lambda: case["threads"])
+    monkeypatch.setattr("system.run.psutil.cpu_count", lambda logical: case["cores"])
+    lm = torch.nn.Linear(2000, 1000)
+    trains = "\ntrains 2M of 2.001M weights"
     some = f"{ranks} rank{'s' * (ranks > 1)}"
-    assert ranks_on(lm) == f"{some} on cpu{idle}{trains}"
+    assert ranks_on(lm) == f"{some} on cpu{case['idle']}{trains}"
     monkeypatch.setattr("system.run.compute_device", lambda: torch.device("cuda"))
     assert ranks_on(lm) == f"{some} on cuda{trains}"
 
@@ -403,7 +399,8 @@ def test_a_run_without_a_step_left_loads_nothing(total, of_another, tmp_path, ca
 
 
 def test_a_signal_long_after_the_first_ends_the_run(tmp_path, monkeypatch):
-    run, now = Run(Tracked(str(tmp_path / "run"))), [5.0]
+    run = Run(Tracked(str(tmp_path / "run")))
+    now = [5.0]
     monkeypatch.setattr("system.run.time.monotonic", lambda: now[0])
     for now[0] in (5.0, 14.9):
         run.on_signal(15, None)
@@ -416,7 +413,8 @@ def test_a_signal_long_after_the_first_ends_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flag", MODELS)
 def test_adapters_and_runs_are_no_models(flag, tmp_path):
     """Only generate.py, which has --data, takes the directory of a run; the line names the model in it."""
-    adapters, run = tmp_path / "adapters", tmp_path / "run"
+    adapters = tmp_path / "adapters"
+    run = tmp_path / "run"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text("{}")
     line = f"--{flag} {adapters}: adapters alone: merge them first, see docs/guides/lora.md"

@@ -13,7 +13,8 @@ from benchmarks.lib.stages import Stages
 def test_throughput(tiny, tmp_path):
     """A step has its parts, and the raw forward and backward as the limit of its update."""
     sizes = "--algo sft --prompts 2 --prompt_length 16 --response_length 8 --rounds 1 --steps 1".split()
-    script, out = ROOT / "benchmarks/throughput.py", tmp_path / "x.json"
+    script = ROOT / "benchmarks/throughput.py"
+    out = tmp_path / "x.json"
     run(script, "--model", tiny, *sizes, "--output", out)
     [result] = json.loads(out.read_text())["rounds"]
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0

@@ -40,7 +40,8 @@ def of_features(features):
     """As `datasets` writes messages whose tool calls, or all of them, are the feature Json."""
 
     def write(talks):
-        rows, given = [dict(messages=talk) for talk in talks], datasets.Features(messages=features)
+        rows = [dict(messages=talk) for talk in talks]
+        given = datasets.Features(messages=features)
         return datasets.Dataset.from_list(rows, features=given)
 
     return write
@@ -68,7 +69,8 @@ def with_arguments_as_text(made):
 
 TWO = [[user(), calls("weather", dict(city="Oslo"))], [user(), calls("sum", dict(expr="2*3"))]]
 NULL = [[user(), calls("weather", dict(city="Oslo", day=None))], TWO[1]]
-JSON, TEXT = datasets.Json(), datasets.Value("string")
+JSON = datasets.Json()
+TEXT = datasets.Value("string")
 OF_JSON = dict(role=TEXT, content=TEXT, tool_calls=datasets.List(JSON))
 WRITERS = {  # two conversations with calls of two tools, and how they get into a file
     "structs": (TWO, in_structs),
@@ -97,7 +99,8 @@ def test_every_script_reads_the_calls_that_were_written(writer, tmp_path, monkey
         write(talks).to_parquet(file)
     else:
         pq.write_table(write(talks), file)
-    table, texts = pq.read_table(file), []
+    table = pq.read_table(file)
+    texts = []
     for _, answer in talks:
         function = answer["tool_calls"][0]["function"]
         texts.append(f"[{function['name']}{json.dumps(function['arguments'])}]<|eos|>")
@@ -189,7 +192,8 @@ def test_calls_go_through_the_scripts_that_write_chats(tmp_path, capsys):
 
 def test_texts_of_quantize(tmp_path):
     """Rows without an answer are none, and a conversation with one silent turn is none."""
-    tokenizer, path = tokenizer_with(), tmp_path / "x.parquet"
+    tokenizer = tokenizer_with()
+    path = tmp_path / "x.parquet"
     args = quantize.Args("", "", response_key="completion")
     for empty in ("", " \n "):
         talks = [[user(), says(empty)], [user(), says("a"), user(), says(empty), user(), says("b")]]
@@ -214,10 +218,8 @@ def test_prompts_of_generate(tmp_path):
     rows, dropped = load_prompts([path], tokenizer, 3)
     assert [row["index"] for row in rows] == [2] and dropped == 2
     assert [*generated(path, tokenizer, max_prompt_length=3)] == [2]
-    talk, none = (
-        [user(), calls("f", dict(x=1)), user("?")],
-        "no prompt of 1 to 3 tokens .--max_prompt_length.$",
-    )
+    talk = [user(), calls("f", dict(x=1)), user("?")]
+    none = "no prompt of 1 to 3 tokens .--max_prompt_length.$"
     for prompt, line in (
         (prompts[1], none),
         ([user(), says("3")], "row 0: prompt: the prompt ends with a turn of the assistant"),
@@ -254,7 +256,8 @@ SEEN = [  # of `extra_info`: a type of Arrow, a value, what a reward sees
 def test_a_reward_sees_what_json_has(kind, value, seen, tmp_path):
     """In training, in files of rollouts and after a resume alike."""
     about = pa.StructArray.from_arrays([pa.array([value] * 2, kind)], ["x"])
-    table, path = pa.Table.from_pylist([BASE["rl"]] * 2).drop("extra_info"), tmp_path / "rows.parquet"
+    table = pa.Table.from_pylist([BASE["rl"]] * 2).drop("extra_info")
+    path = tmp_path / "rows.parquet"
     pq.write_table(table.append_column("extra_info", about), path)
     [_, record] = load_rows(path, ["extra_info"])
     rows, _ = load_prompts([path], tokenizer_with(), 100)
@@ -271,7 +274,8 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
     max_leaves=5,
 )
-SHORT, fixed = st.text(max_size=3), st.fixed_dictionaries
+SHORT = st.text(max_size=3)
+fixed = st.fixed_dictionaries
 FUNCTION = fixed(dict(name=SHORT, arguments=st.dictionaries(NAMES, VALUES, max_size=3)))
 MADE = st.lists(fixed(dict(id=SHORT, function=FUNCTION)), max_size=2)
 MESSAGE = fixed(
@@ -291,10 +295,7 @@ def without_nulls(value):
 
 def kept(talk, keys):
     """A conversation as a writer keeps it, with these fields of its messages."""
-    messages = []
-    for message in without_nulls(talk):
-        messages.append({key: message[key] for key in keys if key in message})
-    return messages
+    return [{key: message[key] for key in keys if key in message} for message in without_nulls(talk)]
 
 
 def of_polars(talks):
@@ -325,7 +326,8 @@ def test_what_is_written_is_read_back(talks, tmp_path_factory):
 @given(talks=TALKS)
 def test_trainers_read_what_all_others_read(writer, talks, tmp_path_factory):
     """Through the cache, of a column of any name."""
-    path, wanted = tmp_path_factory.mktemp("x") / "x.parquet", dict(messages="said")
+    path = tmp_path_factory.mktemp("x") / "x.parquet"
+    wanted = dict(messages="said")
     try:
         pq.write_table(STRUCTS[writer](talks).rename_columns(["said"]), path)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
@@ -361,7 +363,8 @@ def test_anything_else_is_one_line(value):
 @example(records=[dict(x="\u2028\x85")], ascii=False, encoding="utf-8-sig", end="\n")
 def test_json_of_any_writer(records, ascii, encoding, end, tmp_path_factory):
     """A document or lines, in a file named .json; lines in .jsonl."""
-    folder, dump = tmp_path_factory.mktemp("x"), partial(json.dumps, ensure_ascii=ascii)
+    folder = tmp_path_factory.mktemp("x")
+    dump = partial(json.dumps, ensure_ascii=ascii)
     lines = end.join(map(dump, records)) + end
     texts = {"a.json": dump(records), "b.json": dump(records, indent=2), "c.json": lines, "d.jsonl": lines}
     for name, text in texts.items():
@@ -402,11 +405,13 @@ def test_half_a_character_and_large_integers(tmp_path):
 
 def test_numbers_beside_nulls_and_maps(tmp_path):
     """Rows whose later groups have a field, or a fraction, that the first has not; a map is a struct."""
-    path, many = tmp_path / "x.parquet", source.BATCH_ROWS
+    path = tmp_path / "x.parquet"
+    many = source.BATCH_ROWS
     write_parquet([dict(x=None, y=1, z=[dict(a=1)])] * many + [dict(x="a", y=0.5, z=[dict(a=1, b=2)])], path)
     first, *_, last = load_rows(path, ["y", "z"])
     assert first["y"] == 1.0 and math.isclose(last["y"], 0.5) and last["z"] == [dict(a=1, b=2)]
-    talk, text = [user(), says("3")], pa.string()
+    talk = [user(), says("3")]
+    text = pa.string()
     said = pa.array([[[*message.items()] for message in talk]], pa.list_(pa.map_(text, text)))
     pq.write_table(pa.table(dict(messages=said)), path)
     assert load_rows(path, ["messages"]) == [dict(messages=talk)]

@@ -112,7 +112,8 @@ READ = [(case, kind) for case in CASES for kind in case["files"]]
 @pytest.mark.parametrize(("case", "kind"), READ, ids=[f"{case['case']}, {kind}" for case, kind in READ])
 def test_what_a_row_is_read_as(case, kind, tmp_path, capsys):
     """By each script, also from the cache, and of what a data script writes of the row."""
-    tokenizer, flags = tokenizer_with(case.get("template", TEMPLATE)), case.get("flags", {})
+    tokenizer = tokenizer_with(case.get("template", TEMPLATE))
+    flags = case.get("flags", {})
     for script in case["scripts"]:
         row = case["row"] if "row" in case else BASE[script] | case.get("beside", {})
         path = written(tmp_path / f"rows.{kind}", case.get("given", [row, row]))
@@ -147,7 +148,8 @@ def test_all_trainers_with_a_sampler_read_as_one():
 def test_a_picture_of_any_name_and_an_answer_that_says_its_token(tmp_path):
     tiny_vlm.main(tiny_vlm.Args(str(tmp_path / "vlm"), hidden_size=64))
     processor = load_processor(str(tmp_path / "vlm"), sees=True)
-    token, file = processor.image_token, io.BytesIO()
+    token = processor.image_token
+    file = io.BytesIO()
     Image.new("RGB", (32, 32), "red").save(file, "PNG")
     picture = dict(bytes=file.getvalue(), path=None)
     row = dict(prompt="<image>What?", completion="red")

@@ -19,7 +19,7 @@ from test_columns import read
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algos import eval as evaluation
-from data_prep import arithmetic, gsm8k, inspect, prepare, smollm2, tiny_model
+from data_prep import arithmetic, inspect, smollm2, tiny_model
 from data_prep.lib import source
 from data_prep.lib.schema import load_rows, write_parquet
 from rewards import compute_score
@@ -75,7 +75,8 @@ def test_bad_rows_and_files_are_named(tmp_path, monkeypatch):
         write([case["row"]], path)
         says(f"{path}: row 0: {case['line']}", load_rows, path, [*case["row"]])
         says(f"{path}: row 0: {case['line']}", write_parquet, [case["row"]], path)
-    good, whole = good_row(), good_row()["extra_info"]
+    good = good_row()
+    whole = good_row()["extra_info"]
     write_parquet([good], path)
     says(f"{path}: no column 'messages'; it has data_source, prompt", load_rows, path, ["messages"])
     says(f"{path}: row 0: 'extra_info.response' is missing", load_rows, path, ["extra_info.response"])
@@ -89,7 +90,8 @@ def test_bad_rows_and_files_are_named(tmp_path, monkeypatch):
 
 
 def test_many_rows_are_written_in_groups(tmp_path):
-    path, many = tmp_path / "x.parquet", source.BATCH_ROWS
+    path = tmp_path / "x.parquet"
+    many = source.BATCH_ROWS
     n = 3 * many + 1
     assert write_parquet((arithmetic.make_row("train", i, 10, 10) for i in range(n)), path) == n
     assert pq.ParquetFile(path).num_row_groups == 4
@@ -152,15 +154,18 @@ def test_arithmetic(operation, tmp_path):
     flags = dict(train_size=600, seed=3, operation=operation) | flags
     for out in ("a", "b"):
         arithmetic.main(arithmetic.Args(str(tmp_path / out), **flags))
-    seen, splits = [], dict(train=flags["train_size"], val=256, test=512)
+    seen = []
+    splits = dict(train=flags["train_size"], val=256, test=512)
     for split, size in splits.items():
         path = tmp_path / f"a/{split}.parquet"
         assert path.read_bytes() == (tmp_path / f"b/{split}.parquet").read_bytes()
         rows = splits[split] = load_rows(path, COLUMNS)
         assert len(rows) == len({row["prompt"][0]["content"] for row in rows}) == size
-        keys, found = set(), set()
+        keys = set()
+        found = set()
         for i, row in enumerate(rows):
-            question, truth = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+            question = row["prompt"][0]["content"]
+            truth = row["reward_model"]["ground_truth"]
             operands, way = worked(question)
             answer = ">" * (operation == "last_digit") + " ".join(map(str, way))
             assert row["extra_info"] == dict(split=split, index=i, question=question, answer=answer)
@@ -176,7 +181,8 @@ def test_arithmetic(operation, tmp_path):
     if operation == "multiply":
         said = load_rows(tmp_path / "a/sft.parquet", ["messages"])
         for i, (row, talk) in enumerate(zip(splits["train"], said, strict=True)):
-            question, answer = row["extra_info"]["question"], row["extra_info"]["answer"]
+            question = row["extra_info"]["question"]
+            answer = row["extra_info"]["answer"]
             call = [("assistant", f"<<{question.removesuffix('=')}>>"), ("tool", answer)]
             told = [("user", question), *(call if i < 198 else []), ("assistant", answer)]
             assert [(m["role"], m["content"]) for m in talk["messages"]] == told
@@ -186,7 +192,8 @@ def test_arithmetic(operation, tmp_path):
             if i >= 210:
                 row["extra_info"]["answer"] = f"={row['reward_model']['ground_truth']}"
             assert other == row
-            answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+            answer = row["extra_info"]["answer"]
+            truth = row["reward_model"]["ground_truth"]
             assert compute_score("arithmetic", answer, truth)["score"] == 1
 
 
@@ -207,40 +214,6 @@ def test_sizes_of_arithmetic(tmp_path):
     assert len(large) == 50 and all(10**8 <= x < 10**9 for pair in large for x in pair)
     every = arithmetic.splits(arithmetic.Args(digits=1, train_size=90, val_size=5, test_size=1))
     assert all(0 <= x <= 9 for pairs in every.values() for pair in pairs for x in pair)
-
-
-def test_gsm8k_row():
-    answer = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,224"
-    content = 'How many? Let\'s think step by step and output the final answer after "####".'
-    assert gsm8k.make_row({"question": "How many?", "answer": answer}, "test", 3) == {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "1224"},
-        "extra_info": {"split": "test", "index": 3, "question": "How many?", "answer": answer},
-    }
-
-
-def test_gsm8k_tool_traces():
-    def trace(answer):
-        row = gsm8k.make_row({"question": "How many?", "answer": answer}, "train", 0, tool_traces=True)
-        assert row["messages"][:1] == row["prompt"]
-        return [(m["role"], m["content"]) for m in row["messages"][1:]]
-
-    answer = "May: 24/2 = <<24/2=12.00>>12 clips.\nIn all $<<1000+.5=1000.5>>1,000.5.\n#### 1,000.5"
-    assert trace(answer) == [
-        ("assistant", "May: 24/2 = <<24/2>>"),
-        ("tool", "12"),
-        ("assistant", "12 clips.\nIn all $<<1000+.5>>"),
-        ("tool", "1000.5"),
-        ("assistant", "1,000.5.\n#### 1,000.5"),
-    ]
-    assert trace("Six.\n#### 6") == [("assistant", "Six.\n#### 6")]
-    with pytest.raises(prepare.LeftOut, match="another result"):
-        trace("10/3 = <<10/3=3.33>>3.33\n#### 3.33")
-    assert ("tool", "0.75") in trace("<<3/4=3/4>>3/4\n#### 3/4")
-    with pytest.raises(ValueError):  # the calculator says that this is no number
-        trace("<<x=3>>3\n#### 3")
 
 
 # ---- inspect
@@ -302,7 +275,9 @@ def test_inspect_names_faults(tmp_path, look):
 
 
 def test_rows_that_their_scorer_cannot_read(tmp_path, look, monkeypatch):
-    rows, lines, path = [], [], tmp_path / "x.parquet"
+    rows = []
+    lines = []
+    path = tmp_path / "x.parquet"
     for i, case in enumerate(golden("unfit_truths")):
         for truth in (case["truth"], case["unfit"]):
             model = dict(style="rule", ground_truth=truth)
@@ -322,7 +297,8 @@ def test_rows_that_their_scorer_cannot_read(tmp_path, look, monkeypatch):
 
 def test_inspect_takes_what_trainers_take(tmp_path, look, tokenizer):
     """A data source of one's own is named, and no fault; prompts may be strings."""
-    path, own = tmp_path / "x.parquet", good_row(data_source="unheard of")
+    path = tmp_path / "x.parquet"
+    own = good_row(data_source="unheard of")
     del own["ability"]  # for people alone
     write([own], path)
     code, output = look(path)
@@ -363,7 +339,8 @@ CHAT = [
 @given(st.text(alphabet=tiny_model.CHARACTERS))
 @example("1<|system|>2")
 def test_tiny_tokenizer_round_trip(text):
-    ids, special = TOKENIZER.encode(text), "|".join(map(re.escape, tiny_model.SPECIAL))
+    ids = TOKENIZER.encode(text)
+    special = "|".join(map(re.escape, tiny_model.SPECIAL))
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == re.sub(special, "", text)
 
@@ -381,7 +358,8 @@ def test_tiny_tokenizer_template():
     with pytest.raises(Exception, match=r"unknown role tool"):
         t.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
     # with tools
-    t, call = tiny_model.make_tokenizer(tool_role=True), {"role": "assistant", "content": "<<37+85>>"}
+    t = tiny_model.make_tokenizer(tool_role=True)
+    call = {"role": "assistant", "content": "<<37+85>>"}
     text = t.apply_chat_template([*CHAT[:2], call, {"role": "tool", "content": "122"}], tokenize=False)
     assert text == f"{prompt}<<37+85>><|eos|><|tool|>122"
     assert t.encode("<|tool|>1") == [len(TOKENIZER), *TOKENIZER.encode("1")]

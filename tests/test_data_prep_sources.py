@@ -52,7 +52,8 @@ def test_rows_and_their_scores(tmp_path, capsys, case):
             if not row.get("reward_model"):
                 continue
             check_sources([row["data_source"]])
-            answer, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+            answer = row["extra_info"]["answer"]
+            truth = row["reward_model"]["ground_truth"]
             if answer:
                 result = compute_score(row["data_source"], answer, truth, row["extra_info"])
                 score = result["score"] if isinstance(result, dict) else result

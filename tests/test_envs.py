@@ -497,7 +497,8 @@ def test_answers_are_checked(file, pools):
     answers = ask(pool, large="large", half="half", lock="lock")
     assert answers["large"]["messages"] == [{"role": "tool", "name": "n", "content": "x" * 2**20}]
     assert answers["half"]["messages"][0]["content"] == "?!" and "pickle" in answers["lock"]["failure"]
-    number, assistant = dict(role="tool", content=3), dict(role="assistant", content="I")
+    number = dict(role="tool", content=3)
+    assistant = dict(role="assistant", content="I")
     for wrong in ("text", [], ["text"], [number], [assistant], [dict(role="tool", content="", name=3)]):
         with pytest.raises(TypeError, match="step returned "):
             _checked(wrong)
@@ -536,11 +537,13 @@ def leaks():
 
 
 def test_many_trajectories_leave_nothing(file, pools):
-    pool, chance = pools(f"{file}:Env", 4, 20), random.Random(0)
+    pool = pools(f"{file}:Env", 4, 20)
+    chance = random.Random(0)
     ask(pool, **dict.fromkeys("abcdefgh", "x"))
     before = leaks()
     texts = ["say"] * 80 + ["large"] + ["deep", "fail", "finish"] * 6 + ["end"]
-    turns, open_ = dict.fromkeys(range(300), 0), 0
+    turns = dict.fromkeys(range(300), 0)
+    open_ = 0
     for key in turns:
         pool.step(key, chance.choice(texts), {"first": str(key)})
         open_ += 1
@@ -673,7 +676,8 @@ def test_reasoning_gym(pools):
     import reasoning_gym
 
     entry = reasoning_gym.create_dataset("leg_counting", seed=1, size=1)[0]
-    info, right = {"entry": repr(entry)}, f"<answer>{entry['answer']}</answer>"
+    info = {"entry": repr(entry)}
+    right = f"<answer>{entry['answer']}</answer>"
     pool = pools(f"{ROOT}/envs/reasoning_gym.py:Retry", 1, 120)
 
     def answer(key, text):

@@ -8,7 +8,7 @@ import families
 import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
-from conftest import ROOT, run
+from conftest import ROOT, golden, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from algos import quantize
@@ -72,9 +72,11 @@ def test_gptq_by_hand():
 def test_gptq_over_several_blocks():
     """Its outputs are nearer to the true ones than those of the nearest values; it changes no argument."""
     torch.manual_seed(0)
-    weight, x = torch.randn(16, 320), torch.randn(1000, 40) @ torch.randn(40, 320)
+    weight = torch.randn(16, 320)
+    x = torch.randn(1000, 40) @ torch.randn(40, 320)
     x += 0.1 * torch.randn_like(x)
-    before, args = weight.clone(), four_bits(32)
+    before = weight.clone()
+    args = four_bits(32)
     rounded, scales = quantize.gptq(weight, x.T @ x, args)
     assert scales.shape == (16, 10) and torch.equal(weight, before)
     steps = rounded.unflatten(1, (10, 32)) / scales[..., None]
@@ -88,7 +90,8 @@ def test_gptq_over_several_blocks():
 
 def test_awq_by_hand():
     """Scale 1 (7.5 becomes 7): .4 becomes 0, and 8 times .4 becomes 3, the weight of an input of size 10."""
-    weight, hessian = torch.tensor([[7.5, 0.4]]), torch.diag(torch.tensor([1.0, 100]))
+    weight = torch.tensor([[7.5, 0.4]])
+    hessian = torch.diag(torch.tensor([1.0, 100]))
     error = lambda scale: quantize.scaled_error(weight, torch.tensor(scale), hessian, four_bits(2))
     assert error([1.0, 1.0]) == pytest.approx(0.5**2 + 0.4**2 * 100)
     assert error([1.0, 8.0]) == pytest.approx(0.5**2 + 0.025**2 * 100)
@@ -110,7 +113,8 @@ AWQ = [
 @pytest.mark.parametrize(("family", "dtype", "ignore", "changed"), AWQ)
 def test_awq_scales_what_may_be_scaled_and_changes_no_output(family, dtype, ignore, changed, monkeypatch):
     torch.manual_seed(0)
-    lm, args = families.build(family).eval().to(dtype), four_bits(32)
+    lm = families.build(family).eval().to(dtype)
+    args = four_bits(32)
     for name, weight in lm.named_parameters():
         if "gemma3" in family and name.endswith("norm.weight"):
             weight.data.zero_()  # as it is at first: only the 1 that is added would be missed
@@ -153,7 +157,8 @@ def test_awq_keeps_what_large_inputs_need(model, arithmetic, tmp_path):
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "large")
     true = logps(AutoModelForCausalLM.from_pretrained(model))
     torch.testing.assert_close(logps(AutoModelForCausalLM.from_pretrained(tmp_path / "large")), true)
-    data, off = dict(calibration=str(arithmetic / "train.parquet"), calibration_rows=16), {}
+    data = dict(calibration=str(arithmetic / "train.parquet"), calibration_rows=16)
+    off = {}
     for name, more in dict(nearest={}, gptq=data, awq=data | dict(method="awq")).items():
         quantize.main(quantize.Args(str(tmp_path / "large"), str(tmp_path / name), scheme="w4a16", **more))
         off[name] = (logps(AutoModelForCausalLM.from_pretrained(tmp_path / name)) - true).abs().mean()
@@ -164,7 +169,8 @@ def test_awq_keeps_what_large_inputs_need(model, arithmetic, tmp_path):
 def test_layers_of_other_families(family):
     """Mixed layers, layers that return a tuple; mamba reads a weight without calling its layer: one line."""
     torch.manual_seed(0)
-    lm, args = families.build(family).eval(), preset_name_to_scheme("W8A8", ["Linear"]).weights
+    lm = families.build(family).eval()
+    args = preset_name_to_scheme("W8A8", ["Linear"]).weights
     linears = dict(quantize.match_named_modules(lm, ["Linear"], ("lm_head",)))
     texts = [(torch.randint(2, 100, (1, 12)), None) for _ in range(3)]
     if family == "mamba":
@@ -211,7 +217,8 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path, caps
     bits from the model. With AMX vLLM's 8 bits take bfloat16 alone.
     """
     data = dict(calibration=str(arithmetic / "train.parquet"), calibration_rows=16)
-    true, bounds = logps(AutoModelForCausalLM.from_pretrained(model)), dict(w8a8=0.1, w4a16=0.6, fp8=0.3)
+    true = logps(AutoModelForCausalLM.from_pretrained(model))
+    bounds = dict(w8a8=0.1, w4a16=0.6, fp8=0.3)
     for name, bound, more in [
         ("w8a8", bounds["w8a8"], data),
         ("w4a16", bounds["w4a16"], data | dict(scheme="w4a16")),
@@ -256,29 +263,19 @@ def test_a_directory_that_cannot_be_loaded_again(model, tmp_path):
 
 def test_errors_are_one_line(model, arithmetic, tmp_path):
     sizes = dict(vocab_size=9, num_attention_heads=2, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    odd, out, train = tmp_path / "odd", tmp_path / "out", str(arithmetic / "train.parquet")
+    odd = tmp_path / "odd"
+    out = tmp_path / "out"
+    train = str(arithmetic / "train.parquet")
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(odd)
     AutoTokenizer.from_pretrained(model).save_pretrained(odd)
     families.write("mixtral", tmp_path / "experts")
     families.write("gemma3", tmp_path / "tower")
-    for source, path, more, part in [
-        (model, odd, {}, "exists: choose another"),
-        (tmp_path / "experts", out, {}, "mlp.experts.gate_up_proj holds several experts in one weight"),
-        (tmp_path / "tower", out, {}, "(gemma3) has more than a language model: not supported"),
-        (model, out, dict(ignore=("lm_head", "x")), "--ignore x: no layer of the model has that name"),
-        (model, out, dict(ignore=("re:(",)), "unterminated subpattern"),
-        (model, out, dict(ignore=()), "lm_head shares its weight with the embedding"),
-        (odd, out, dict(scheme="w4a16"), "8 inputs, no multiple of 128, 64 or 32"),
-        (model, out, dict(calibration=train, max_length=4), "row 0 has"),
-        (model, out, dict(calibration=train, scheme="fp8"), "--calibration"),
-        (model, out, dict(calibration=train, method="awq"), "--method awq needs --scheme w4a16"),
-        (model, out, dict(scheme="w4a16", method="awq"), "--method awq needs --scheme w4a16"),
-        (tmp_path, out, {}, "config.json"),
-        (model, out, dict(held_out=train, response_key=None), "no row has a turn of the assistant"),
-    ]:
+    for case in golden("quantize_errors"):
+        source = model if case["model"] == "model" else tmp_path / case["model"]
+        flags = {name: train if x == "TRAIN" else x for name, x in case["flags"].items()}
         with pytest.raises(SystemExit) as error:
-            quantize.main(quantize.Args(str(source), str(path), **more))
-        assert str(error.value).startswith("error: ") and part in str(error.value)
+            quantize.main(quantize.Args(str(source), str(tmp_path / case["output"]), **flags))
+        assert str(error.value).startswith("error: ") and case["line"] in str(error.value)
         assert "\n" not in str(error.value) and not out.exists()
     command = f"ulimit -f 64; exec {sys.executable} {QUANTIZE} {model} {out}"  # files of at most 64 KiB
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -287,7 +284,8 @@ def test_errors_are_one_line(model, arithmetic, tmp_path):
 
 
 def test_prompts_alone_are_texts_without_a_generation_prompt(tmp_path):
-    tokenizer, row = make_tokenizer(), make_row("train", 0, 1, 2)
+    tokenizer = make_tokenizer()
+    row = make_row("train", 0, 1, 2)
     write_parquet([row], tmp_path / "rows.parquet")
     args = quantize.Args("", "", response_key=None)
     [(ids, spoken)] = quantize.read_texts(str(tmp_path / "rows.parquet"), tokenizer, args)

@@ -23,7 +23,8 @@ SAMPLE = ROOT / "tests/fixtures/report"  # ten steps of the demo, and two of its
 ONE = dict(train_batch_size=32, ppo_mini_batch_size=32, ppo_epochs=1)  # one optimizer step a rollout
 FP32 = dict(compute_dtype="float32")
 GAP = "training/rollout_probs_diff_mean"
-VAL, KL = "val-core/a/acc/mean@1", "actor/kl_loss"
+VAL = "val-core/a/acc/mean@1"
+KL = "actor/kl_loss"
 GROUPS = ONE | dict(group_size=16)
 NO, OK, WARNING, WRONG = "not applicable", "ok", "warning", "wrong"
 
@@ -35,7 +36,8 @@ def curve(form):
     steps = form["steps"]
     if "from" in form:
         return [form["from"] + (form["to"] - form["from"]) * i / (steps - 1) for i in range(steps)]
-    noise, x = np.random.default_rng(0).normal(0, 0.02, steps), np.arange(1, steps + 1)
+    noise = np.random.default_rng(0).normal(0, 0.02, steps)
+    x = np.arange(1, steps + 1)
     return [*(0.2 + (form["rises_to"] - 0.2) / (1 + (form["middle"] / x) ** 1.5) + noise)]
 
 
@@ -51,7 +53,8 @@ def rows(metrics, steps=None):
     return table
 
 
-CASES, RUNS = golden("report"), golden("report_runs")
+CASES = golden("report")
+RUNS = golden("report_runs")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["check"])
@@ -265,7 +268,8 @@ def test_time_is_not_counted_twice(tmp_path):
 
 def test_killed_and_resumed_and_half_written(tmp_path):
     """Steps 1 to 5, killed; from 3 on again, other values; a line that is no dict; the last one not whole."""
-    first, second = rows({"train/loss": [5, 4, 3, 2, 1]}), rows({"train/loss": [0, 0, 30, 20]})[2:]
+    first = rows({"train/loss": [5, 4, 3, 2, 1]})
+    second = rows({"train/loss": [0, 0, 30, 20]})[2:]
     text = "".join(json.dumps(row) + "\n" for row in [*first, *second]) + '[]\n{"train/loss": 7, "traini'
     path = make_run(tmp_path / "run", text=text)
     run = Run(path, "run")
@@ -354,7 +358,8 @@ def test_a_run_that_has_just_begun(tmp_path):
 
 
 def test_follow_sees_new_steps_and_stops_reloading(tmp_path):
-    path, out = make_run(tmp_path / "run", rows({"train/loss": [3, 2]})), tmp_path / "report.html"
+    path = make_run(tmp_path / "run", rows({"train/loss": [3, 2]}))
+    out = tmp_path / "report.html"
     command = [sys.executable, ROOT / "algos/report.py", path, "--output", out, "--follow", "0.2"]
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
@@ -381,7 +386,8 @@ def test_browser_draws_every_chart_and_lists_rollouts(tmp_path):
     shutil.copytree(SAMPLE, path)
     row = dict(index=0, prompt_str="1+1=", solution_str=NASTY, score=1.0, data_source="a", advantages=[1, -1])
     (path / "rollouts/step_000011.jsonl").write_text(json.dumps(row) + "\n")
-    page, flags = report(tmp_path, path, SAMPLE), "--headless --disable-gpu --disable-quic --no-first-run"
+    page = report(tmp_path, path, SAMPLE)
+    flags = "--headless --disable-gpu --disable-quic --no-first-run"
     flags += " --disable-background-networking --disable-component-update --disable-sync --disable-extensions"
     flags += " --virtual-time-budget=60000 --dump-dom" + " --no-sandbox" * (os.geteuid() == 0)
     flags += f" --user-data-dir={tmp_path}/profile file://{tmp_path}/report.html"

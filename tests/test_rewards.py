@@ -174,7 +174,8 @@ def test_results_are_plain(mode):
     is_number = [type(plain) in (float, int, bool) for _, plain in PLAIN]
 
     def reward(solution_str, **_):
-        value, number = PLAIN[int(solution_str)][0], is_number[int(solution_str)]
+        value = PLAIN[int(solution_str)][0]
+        number = is_number[int(solution_str)]
         return {"score": value, "acc": value, "extra": value} if number else {"score": 1, "extra": value}
 
     combined = CombinedReward({"a": reward, "b": reward}, [1.0, 2.0])
@@ -218,7 +219,8 @@ def test_a_failure_is_as_wrong_as_the_worst_of_its_group():
 @pytest.mark.parametrize("case", golden("validations"))
 def test_a_validation(case):
     """A failure counts 0, and no answer is no vote."""
-    n, expected = case["responses"], case["metrics"]
+    n = case["responses"]
+    expected = case["metrics"]
     rows = [dict(data_source="x", index=i // n, reward=result) for i, result in enumerate(case["results"])]
     found = validation_metrics(rows)
     assert found | {f"val-core/x/{name}@{n}": value for name, value in expected.items()} == found
@@ -252,7 +254,8 @@ def test_a_validation_shows_a_response_of_each_source_as_it_is():
 
 def test_a_copy_elsewhere_finds_what_ships(tmp_path, monkeypatch):
     spec = "rewards/length.py:score"
-    here, digest = load_reward_fn(spec), digest_of_file(spec)
+    here = load_reward_fn(spec)
+    digest = digest_of_file(spec)
     monkeypatch.chdir(tmp_path)
     digest_of_file.cache_clear()
     assert load_reward_fn(spec).__code__.co_filename == here.__code__.co_filename

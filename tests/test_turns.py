@@ -31,7 +31,8 @@ def expected_turns(messages, tokenizer):
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt, upto = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1])
+        prompt = render(messages[:i], add_generation_prompt=True)
+        upto = render(messages[: i + 1])
         text = upto[len(prompt) :] if upto.startswith(prompt) else None
         if text is None or message["content"].strip() not in text:
             text = message["content"] + re.search(r"(<\|eos\|>\s*)?$", upto)[0]
@@ -62,7 +63,8 @@ def conversations():
 @pytest.mark.parametrize("case", golden("turn_templates"), ids=lambda case: case["name"])
 def test_turns_are_what_a_sampler_reads_and_writes(case):
     """Forward: a template that writes message after message, and then the same for all; others know more."""
-    tokenizer, good = tokenizer_with(case["template"]), 0
+    tokenizer = tokenizer_with(case["template"])
+    good = 0
     for messages in conversations():
         try:
             rows = turns.encode_messages(messages, tokenizer)
@@ -80,7 +82,8 @@ def test_turns_are_what_a_sampler_reads_and_writes(case):
 
 
 def test_a_conversation_of_fifty_turns_is_rendered_twice_a_turn(monkeypatch):
-    tokenizer, count = conversation_tokenizer(), []
+    tokenizer = conversation_tokenizer()
+    count = []
     apply = tokenizer.apply_chat_template
     messages = [dict(role=role, content="12") for role in ("user", "assistant") * 50]
     turns.encode_messages(messages, tokenizer)  # the forms of messages are known from here on
@@ -103,7 +106,8 @@ def talk(*contents):
 
 def test_marks_of_a_template_count():
     """As transformers reads {% generation %}; turns that are not trained are taken out of the mask."""
-    tokenizer, said = tokenizer_with(MARKS), talk("1+2=", "3", "2+2=", "4")
+    tokenizer = tokenizer_with(MARKS)
+    said = talk("1+2=", "3", "2+2=", "4")
     whole = tokenizer.apply_chat_template(said, return_dict=True, return_assistant_tokens_mask=True)
     [(ids, trained)] = turns.encode_messages(said, tokenizer)
     assert (ids, trained) == (whole["input_ids"], [x == 1 for x in whole["assistant_masks"]])
@@ -146,7 +150,8 @@ def test_a_turn_that_is_not_trained_may_be_empty():
 @pytest.mark.parametrize("case", golden("thoughts"), ids=lambda case: str(case["message"]))
 def test_a_thought_that_the_prompt_opens_is_written_once(case):
     """In a conversation, and in a pair, whose answer is a text."""
-    tokenizer, message = tokenizer_with(case["template"]), dict(role="assistant", **case["message"])
+    tokenizer = tokenizer_with(case["template"])
+    message = dict(role="assistant", **case["message"])
     asked = talk("1+2=")
     reads = [lambda: turns.encode_messages([*asked, message], tokenizer)]
     if "reasoning_content" in message:
@@ -164,7 +169,8 @@ def test_a_thought_that_the_prompt_opens_is_written_once(case):
 
 
 def test_thoughts_that_are_left_open():
-    opened, closed = "<|assistant|><think>\n", "<|assistant|><think>\n\n</think>\n\n"
+    opened = "<|assistant|><think>\n"
+    closed = "<|assistant|><think>\n\n</think>\n\n"
     for case in (("So.", opened), ("", opened), ("<think>So.",), ("\n<|channel>thought\nSo.",)):
         assert replies.opens_only(*case)
     for case in (("So.",), ("So.", closed), ("So.</think>3", opened), ("<think>So.</think>",)):
@@ -211,13 +217,15 @@ KWARGS = {
 
 def test_another_template_and_its_variables(tmp_path):
     """Saved with the tokenizer; who serves the model may still give other values."""
-    tokenizer, path = conversation_tokenizer(), tmp_path / "mine.jinja"
+    tokenizer = conversation_tokenizer()
+    path = tmp_path / "mine.jinja"
     variable = "{{- '<think>' if enable_thinking else '' -}}"
     text = START + LOOP + BODY + STOP + TAIL.replace("{%- endif -%}", variable + "{%- endif -%}")
     path.write_text(text)
     templates.use_template(tokenizer, str(path), '{"enable_thinking": true}')
     tokenizer.save_pretrained(tmp_path / "saved")
-    loaded, said = AutoTokenizer.from_pretrained(tmp_path / "saved"), [dict(role="user", content="1")]
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    said = [dict(role="user", content="1")]
     assert templates.render(said, loaded) == "<|user|>1<|assistant|><think>"
     how = dict(add_generation_prompt=True, tokenize=False)
     assert loaded.apply_chat_template(said, enable_thinking=False, **how) == "<|user|>1<|assistant|>"
