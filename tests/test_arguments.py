@@ -23,6 +23,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils._http import default_client_factory
 
 from algos import grpo
+from algos.variants import known
 from system.arguments import FLAGS, KNOWN, MODELS, foreign, impossible, no_model, parse, unusable
 from system.metrics import data_sheet_speed
 from system.run import Run, open_run, open_tracker, ranks_on
@@ -98,7 +99,7 @@ def test_a_script_that_lacks_a_flag_or_all_of_them(script):
         assert impossible({other: value for other, value in flags.items() if other != name}) is None
 
 
-VARIANT = "--policy_loss gpso is none of clip, cispo, dppo, gspo, sapo, nor FILE.py:NAME"
+VARIANT = f"--policy_loss gpso is none of clip, {', '.join(known('policy_loss'))}, nor FILE.py:NAME"
 LINES = {"--max_length 1": "--max_length 1 is less than two tokens", "--policy_loss gpso": VARIANT}
 
 

@@ -5,9 +5,11 @@ import torch
 from conftest import ROOT, run
 from workers.shared import distance
 
+from algos.variants import known
+
 RANKS = {"1": (1, 1), "2": (2, 1), "2 hsdp": (2, 2)}  # ranks and replicas of the sharded model
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOSSES = {*MODES, "gspo", "cispo", "sapo", "dppo", "lora"}
+LOSSES = {*MODES, *known("policy_loss"), "lora"}
 WAYS = {(70, "padded"), (200, "one_row")}
 EVERY = {(budget, layout) for budget in (70, 200, 100_000) for layout in ("padded", "one_row")}
 SLICED = {(budget, "sliced") for budget in (70, 100_000)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from algos import agent, dapo, distill, grpo, ppo
-from algos.variants import is_zero_without_advantage, load_loss
+from algos.variants import HERE, OF_SCRIPTS, is_zero_without_advantage, known, load_loss, load_variant
 from algos.variants.cispo import cispo
 from algos.variants.dppo import dppo
 from algos.variants.gspo import gspo
@@ -107,8 +108,25 @@ def test_gspo_loss():
     assert loss_nt[0].tolist() == [3, 3] and lower_nt.all()  # the dual clip: e^2 > 3
 
 
-@pytest.mark.parametrize("loss", (gspo, cispo, sapo, dppo))
-def test_a_policy_far_from_the_old_one_has_a_finite_loss_and_gradient(loss):
+def test_every_variant_has_numbers_a_gradient_and_a_row():
+    """And takes what the others of its flag take: else no flag knows it."""
+    variants = {name: flag for flag in OF_SCRIPTS for name in known(flag)}
+    assert variants.keys() == {path.stem for path in HERE.glob("*.py")} - {"__init__"}
+    missing = []
+    for name, flag in variants.items():
+        wanted = [("tests/test_grpo_math.py", rf"def test_(\w+_)?{name}(_\w+)?\(")]
+        wanted.append(("docs/algorithms/grpo.md", rf"\| `--{flag} {name}` \|"))
+        if flag == "policy_loss":
+            worker = "tests/workers/gradients.py"
+            wanted += [(worker, f'"{name}": dict'), (worker, f'kind == "{name}"')]
+            wanted.append(("docs/algorithms/grpo.md", rf"\n\| `{name}` \|"))
+        missing += [(file, text) for file, text in wanted if not re.search(text, (ROOT / file).read_text())]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", known("policy_loss"))
+def test_a_policy_far_from_the_old_one_has_a_finite_loss_and_gradient(name):
+    loss = load_variant("policy_loss", name)
     logp_nt = torch.zeros(3, 1, requires_grad=True)
     loss_nt, *_ = loss(logp_nt, torch.full((3, 1), -1e4), torch.tensor([[1.0], [0], [-1]]), torch.ones(3, 1))
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
@@ -336,10 +354,12 @@ def test_gradients_of_the_kl():
             torch.testing.assert_close(grads, other)
 
 
-@pytest.mark.parametrize("estimator", ("grpo", "dr_grpo", "rloo", "maxrl", "gdpo"))
+@pytest.mark.parametrize("estimator", (*OF_SCRIPTS["adv_estimator"], *known("adv_estimator")))
 @pytest.mark.parametrize("score", (0.0, 0.1, 0.7, 1 / 3, 1e6 + 0.1))
 def test_a_constant_group_has_exactly_no_advantage(estimator, score):
     """The mean of three times 0.1 is not 0.1, and a rest of 1e-17 would be trained."""
+    if estimator == "reinforce_plus_plus_baseline":
+        pytest.skip("it subtracts the mean of the batch, too")
     args = SimpleNamespace(adv_estimator=estimator, group_size=3)
     score_n = torch.tensor([score] * 3 + [0.0, 0.5, 0.1], dtype=torch.float64)
     parts = [(1.0, score_n.tolist())]
@@ -359,8 +379,7 @@ def own_loss(logp_nt, old_logp_nt, adv_nt, mask_nt):
     (
         ({}, True),
         (dict(rollout_is="sequence", rollout_rs="sequence", rollout_rs_threshold=(1.01,)), True),
-        (dict(policy_loss="gspo"), True),
-        (dict(policy_loss="dppo"), True),
+        *((dict(policy_loss=name), True) for name in known("policy_loss")),
         (dict(use_kl_loss=True), False),
         (dict(entropy_coeff=0.1), False),
         (dict(policy_loss=f"{__file__}:own_loss"), False),

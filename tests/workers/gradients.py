@@ -146,7 +146,7 @@ def naive(policy, args):
             moved = (logp.exp() - old.exp()).detach()
             kept = moved <= 2e-4 if adv > 0 else moved >= -2e-4
             pg = -ratio.detach().clamp(max=20) * adv * logp * kept
-        else:
+        elif kind == "sapo":
             tau = 1.0 if adv > 0 else 1.05
             pg = -adv * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
             kl = (logp - ref) ** 2 / 2  # k3+ has k2's gradient
