@@ -220,6 +220,7 @@ def add_adapters(lm, rank, alpha, seed):
     targets = []
     for name, layer in lm.named_modules():
         linear = type(layer) is nn.Linear and layer in body
+        linear |= type(layer).__name__ == "Linear4bit"  # --qlora, which leaves the output layer whole
         if linear and ".experts." not in name and not name.endswith(left_out):
             targets.append(name)
     torch.manual_seed(seed)

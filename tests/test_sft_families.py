@@ -62,7 +62,7 @@ def test_a_run_ends_before_its_first_step(arithmetic, tmp_path):
     done = run(ROOT / "algos/sft.py", *files, "--output_dir", tmp_path / "run", check=False)
     assert done.returncode == 1 and not (tmp_path / "run/args.json").exists()
     [line] = [line for line in done.stderr.splitlines() if "error" in line]
-    assert line.startswith(f"error: {tmp_path}/model (gemma2): ") and re.search(SOFT_CAP, line)
+    assert line.startswith(f"error: {tmp_path}/model (gemma2) ") and re.search(SOFT_CAP, line)
 
 
 @pytest.mark.parametrize(
