@@ -16,6 +16,8 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
+from system.elsewhere import hint
+
 INF = math.inf
 COUNT, NOT_NEGATIVE, POSITIVE = (1, INF, "at least 1"), (0, INF, "at least 0"), (1e-9, INF, "above 0")
 SIGMOID, IPO, SIMPO, KTO = (("loss", name) for name in ("sigmoid", "ipo", "simpo", "kto"))
@@ -73,7 +75,6 @@ FLAGS = {
 }
 KNOWN = {flag: known for known, flags in FLAGS.items() for flag in flags.split()}
 MODELS = [flag for flag, known in KNOWN.items() if known.content == "weights"]
-PAGES = Path(__file__).parents[1] / "docs/reference"  # among them those on other libraries
 HUB = {  # what an error of the hub's client means, or the first class above it that is here
     "HFValidationError": "and no name of the hub",
     "GatedRepoError": "and gated on the hub: accept the licence on its page there, then `hf auth login`",
@@ -116,25 +117,17 @@ def foreign(flags, words):
     named = {field.name: field for field in flags}
     for before, word, after in zip(["", *words], words, [*words[1:], ""]):
         name, given, value = word.lstrip("-").partition("=")
-        name, value = name.replace("-", "_"), value if given else after
+        name = name.replace("-", "_")
+        value = (value if given else after).lower()
+        if name in named and named[name].default is False and value in ("true", "false"):
+            extra = value.title() if value == "true" else f"--{name}"
+            return f"--{name} takes no value: leave {extra} out"
         verl = re.match(r"[\w.]+=", word) and not before.startswith("--") and not Path(word).exists()
-        if name in named and named[name].default is False and value.lower() in ("true", "false"):
-            return f"--{name} takes no value: leave {value if value.lower() == 'true' else f'--{name}'} out"
-        for page in sorted(PAGES.glob("from-*.md")) if verl or word.startswith("--") else ():
-            if name not in named and (here := translated(name, page)):
-                return f"{word} is no flag: here it is {here} (docs/reference/{page.name})"
-
-
-def translated(name, page):
-    """What an option of another library is here, by the tables of a page about it, or None."""
-    name = name.rpartition(".")[2]
-    for theirs, ours in re.findall(r"^\| (`.+?) \| (.+) \|$", page.read_text(), re.MULTILINE):
-        names = [x.rpartition(".")[2] for x in re.findall(r"`([\w.]+)[`=]", theirs)]
-        if name in names:
-            each = re.sub(r"`|\[([^]]+)\]\([^)]+\)", r"\1", ours)
-            if len(flags := each.split(", ")) == len(names) and all(re.fullmatch(r"--\w+", x) for x in flags):
-                return flags[names.index(name)]
-            return each
+        if name in named or not (verl or word.startswith("--")):
+            continue
+        here = hint(name, named.keys())
+        if here:
+            return f"{word} is not a flag of this script; it is: {here}"
 
 
 def command_line(program, words=None):

@@ -24,6 +24,7 @@ from huggingface_hub.utils._http import default_client_factory
 
 from algos import grpo
 from algos.variants import known
+from system import elsewhere
 from system.arguments import FLAGS, KNOWN, MODELS, foreign, impossible, no_model, parse, unusable
 from system.metrics import data_sheet_speed
 from system.run import Run, open_run, open_tracker, ranks_on
@@ -142,6 +143,18 @@ def test_words_of_other_libraries(case):
     found = foreign(fields(grpo.Args), case["words"].split())
     line = case["line"]
     assert found is None if line is None else line in found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_hint_names_only_flags_that_there_are(script):
+    """Of the script itself, or of the scripts that it names."""
+    flags = {script: set(flags_of(script)) for script in SCRIPTS}
+    for name in elsewhere.HERE:
+        found = elsewhere.hint(name, flags[script])
+        way, _, others = found.partition(" of ")
+        owners = re.findall(r"\w+\.py", others) or [script]
+        for owner in owners:
+            assert set(elsewhere.flags_in(way)) <= flags[owner], (name, found)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
