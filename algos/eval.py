@@ -9,7 +9,7 @@ Docs: docs/guides/evaluate.md
 import json
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,9 +53,9 @@ from rewards.manager.combined import load_rewards
 from system.files import replacing
 
 SAMPLE = ("data_source", "ground_truth", "extra_info", "prompt")  # what a reward gets besides the response
+OPTIONAL = ("prompt", "response_tokens", "finish_reasons", "episodes")  # columns
 Z = 1.96  # z of a 95 % interval
-MORE = -0.71, 0.71  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
-ENDS = ("", "_stderr", "_low", "_high")  # of a metric's names: its mean, standard error, 95 % interval
+MORE = (-0.71, 0.71)  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
 
 
 @cache
@@ -77,97 +77,197 @@ def maj_at_k(answers, correct, k):
     """
     if len(answers) != len(correct) or not 1 <= k <= len(answers):
         raise ValueError(f"maj_at_k: {len(answers)} answers, {len(correct)} verdicts, k={k}")
-    votes, value, expected = Counter(answers), Counter(), 0.0
+    votes = Counter(answers)
+    value = Counter()  # the mean correctness of those that gave an answer
     for answer, right in zip(answers, correct, strict=True):
-        value[answer] += float(right) / votes[answer]
+        value[answer] += right / votes[answer]
     silent = votes.pop(None, 0)
-    for answer in [answer for answer in votes if value[answer]]:
+    expected = 0.0
+    for answer, count in votes.items():
+        if not value[answer]:
+            continue
         others = [votes[other] for other in votes if other != answer]
-        for most in range(1, min(votes[answer], k) + 1):  # it is drawn `most` times, and no other more often
-            # {(still to draw, tied answers): subsets}; all answers too rare for a tie are drawn as one
-            pool, own = silent + sum(n for n in others if n < most), math.comb(votes[answer], most)
-            ways = {(k - most - i, 0): own * math.comb(pool, i) for i in range(min(pool, k - most) + 1)}
-            for other in [n for n in others if n >= most]:
-                new = Counter()
-                for (left, ties), count in ways.items():
-                    for drawn in range(min(other, most, left) + 1):
-                        new[left - drawn, ties + (drawn == most)] += count * math.comb(other, drawn)
-                ways = new
-            subsets = {ties: count for (left, ties), count in ways.items() if left == 0}
-            wins = sum(n / (math.comb(len(answers), k) * (ties + 1)) for ties, n in subsets.items())
-            expected += value[answer] * wins  # eq: eval.maj
+        for most in range(1, min(count, k) + 1):  # it is drawn `most` times, and no other more often
+            chosen = math.comb(count, most)
+            for ties, subsets in draws_of_others(others, silent, most, k - most).items():
+                share = chosen * subsets / (math.comb(len(answers), k) * (ties + 1))
+                expected += value[answer] * share  # eq: eval.maj
     return expected
+
+
+def draws_of_others(votes, silent, most, size):
+    """{ties: subsets} of `size` votes in which no answer is drawn more than `most` times.
+
+    votes: how often each answer was given. ties: how many are drawn `most` times.
+    """
+    rare = silent + sum(count for count in votes if count < most)  # cannot tie: drawn as one
+    ways = {(size - drawn, 0): math.comb(rare, drawn) for drawn in range(min(rare, size) + 1)}
+    for count in votes:
+        if count < most:
+            continue
+        more = Counter()  # {(still to draw, ties): subsets}
+        for (left, ties), subsets in ways.items():
+            for drawn in range(min(most, left) + 1):
+                tied = ties + (drawn == most)
+                more[left - drawn, tied] += subsets * math.comb(count, drawn)
+        ways = more
+    return {ties: subsets for (left, ties), subsets in ways.items() if left == 0}
 
 
 def load_responses(path, key):
     """Rows of a file with `texts`, the responses: a list of strings, of one length in the whole file."""
     source = Source(path)
-    extra = {"response_tokens", "finish_reasons", "episodes", "prompt"} & {*source.names}
-    rows = load_rows(path, ["data_source", "reward_model", "extra_info", key, *extra])
-    if clash := {"scores", "results"} & {*source.schema.names}:
-        raise ValueError(f"{path}: it has a column {min(clash)!r} already; use the file without")
+    optional = [name for name in OPTIONAL if name in source.names]
+    rows = load_rows(path, ["data_source", "reward_model", "extra_info", key, *optional])
+    for name in ("results", "scores"):
+        if name in source.schema.names:
+            raise ValueError(f"{path}: it has a column {name!r} already; use the file without")
     for i, row in enumerate(rows):
-        truth = row["reward_model"].get("ground_truth")
-        row |= dict(index=i, ground_truth=truth, prompt=row.get("prompt"))
-        row["texts"] = texts = [row[key]] if isinstance(row[key], str) else row[key]
+        row["index"] = i
+        row["ground_truth"] = row["reward_model"].get("ground_truth")
+        row.setdefault("prompt", None)
+        texts = row[key]
+        if isinstance(texts, str):
+            texts = [texts]
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{path}: row {i}: {key!r} must be a string or a list of strings")
-        if len(texts) != len(rows[0]["texts"]):
-            raise ValueError(f"{path}: row {i}: {len(texts)} responses, row 0 {len(rows[0]['texts'])}")
+        row["texts"] = texts
+        n = len(rows[0]["texts"])
+        if len(texts) != n:
+            raise ValueError(f"{path}: row {i}: {len(texts)} responses, row 0 {n}")
     return rows
+
+
+def load_files(args):
+    """-> the reward manager, and {path: rows}; ValueError for what cannot be scored."""
+    reward_fn = load_rewards(args.reward_fn, args.reward_weights)
+    manager = RewardManager(
+        args.reward_manager,
+        reward_fn,
+        num_examine=1,
+        timeout_s=args.reward_timeout_s,
+        workers=args.reward_workers,
+    )
+    if len(args.data) > len(ascii_uppercase):
+        raise ValueError(f"--data: {len(args.data)} files, at most {len(ascii_uppercase)}")
+    files = {}
+    for path in args.data:
+        rows = load_responses(path, args.response_key)
+        n = len(rows[0]["texts"])
+        for k in args.k:
+            if not 1 <= k <= n:
+                raise ValueError(f"--k {k}: {path} has {n} responses a prompt")
+        sources = {row["data_source"] for row in rows}
+        for fault in manager.faults(sources, rows):
+            raise ValueError(f"{path}: {fault}")
+        files[path] = rows
+    return manager, files
+
+
+def score(rows, manager):
+    """The results of the responses of each row."""
+    samples = []
+    groups = []
+    for row in rows:
+        episodes = row.get("episodes", ["{}"] * len(row["texts"]))
+        for text, episode in zip(row["texts"], episodes, strict=True):
+            sample = {key: row[key] for key in SAMPLE}
+            sample["solution_str"] = text
+            sample["extra_info"] = row["extra_info"] | json.loads(episode)  # of a conversation
+            samples.append(sample)
+            groups.append(row["index"])
+    scored = check_results(manager.score(samples, groups))
+    n = len(rows[0]["texts"])
+    return [scored[i : i + n] for i in range(0, len(scored), n)]
 
 
 def measure(rows, results, ks):
     """{metric: a value for each prompt}. A response's value is `acc` if its scorer gives it, or the score."""
     n = len(results[0])
-    values = [[float(result.get("acc", result["score"])) for result in row] for row in results]
-    columns = {f"mean@{n}": [sum(v) / n for v in values]}
-    for k in range(1, n + 1):
-        columns[f"pass@{k}"] = [pass_at_k(n, sum(x >= 1 for x in v), k) for v in values]
-    if all("pred" in result or "failure" in result for row in results for result in row):
-        votes = [[result.get("pred") for result in row] for row in results]
-        for k in ks:
-            columns[f"maj@{k}"] = [maj_at_k(*pair, k) for pair in zip(votes, values, strict=True)]
-    columns["reward_errors"] = [sum("failure" in result for result in row) / n for row in results]
-    if "response_tokens" in rows[0]:
-        columns["response_length/mean"] = [np.mean(row["response_tokens"]) for row in rows]
-    if "finish_reasons" in rows[0]:
-        columns["response_length/clip_ratio"] = [row["finish_reasons"].count("length") / n for row in rows]
-        columns["prompts_too_long"] = [row["finish_reasons"].count("prompt_too_long") / n for row in rows]
-    return {name: np.array(column) for name, column in columns.items()}
+    has_answers = all("pred" in x or "failure" in x for row_results in results for x in row_results)
+    columns = defaultdict(list)
+    for row, row_results in zip(rows, results, strict=True):
+        values = [float(result.get("acc", result["score"])) for result in row_results]
+        columns[f"mean@{n}"].append(sum(values) / n)
+        correct = sum(value >= 1 for value in values)
+        for k in range(1, n + 1):
+            columns[f"pass@{k}"].append(pass_at_k(n, correct, k))
+        if has_answers:
+            answers = [result.get("pred") for result in row_results]
+            for k in ks:
+                columns[f"maj@{k}"].append(maj_at_k(answers, values, k))
+        failures = sum("failure" in result for result in row_results)
+        columns["reward_errors"].append(failures / n)
+        if "response_tokens" in row:
+            columns["response_length/mean"].append(np.mean(row["response_tokens"]))
+        if "finish_reasons" in row:
+            reasons = row["finish_reasons"]
+            columns["response_length/clip_ratio"].append(reasons.count("length") / n)
+            columns["prompts_too_long"].append(reasons.count("prompt_too_long") / n)
+    return {name: np.array(values) for name, values in columns.items()}
 
 
 def wilson(values, n_samples):
     """95 % interval of a mean of shares: Wilson's, of as many yes or no as have its variance, at most all."""
-    p, n = values.mean(), len(values)
+    p = values.mean()
+    n = len(values)
     if 0 < p < 1:
         n = min(n * p * (1 - p) / max(values.var(), 1e-9), n * n_samples)
-    centre, half = p + Z**2 / (2 * n), Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
-    return np.clip(np.array([centre - half, centre + half]) / (1 + Z**2 / n), 0, 1)  # eq: eval.wilson
+    centre = p + Z**2 / (2 * n)
+    half = Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    ends = np.array([centre - half, centre + half])
+    return np.clip(ends / (1 + Z**2 / n), 0, 1)  # eq: eval.wilson
+
+
+def interval(name, values, n_samples):
+    """95 % interval of the mean of a metric: Wilson's of shares, else the normal one."""
+    is_difference = name.endswith("_diff")
+    is_length = name.endswith("length/mean")
+    if not is_difference and not is_length and values.min() >= 0 and values.max() <= 1:
+        return wilson(values, n_samples)
+    if is_difference and "length" not in name:
+        values = np.append(values, MORE)
+    half = Z * values.std() / math.sqrt(len(values))
+    return values.mean() - half, values.mean() + half
 
 
 def summarize(columns, n_samples):
-    """Means over the prompts, their standard errors, and 95 % intervals: Wilson's, else the normal one."""
-    found = {}
+    """Means over the prompts, their standard errors, and 95 % intervals."""
+    metrics = {}
     for name, values in columns.items():
-        is_share = values.min() >= 0 and values.max() <= 1 and not name.endswith(("_diff", "length/mean"))
-        seen = np.append(values, MORE) if name.endswith("_diff") and "length" not in name else values
-        half = Z * seen.std() / math.sqrt(len(seen))
-        interval = wilson(values, n_samples) if is_share else (seen.mean() - half, seen.mean() + half)
-        stats = values.mean(), values.std() / math.sqrt(len(values)), *interval
-        found |= {name + end: float(x) for end, x in zip(ENDS, stats, strict=True)}
-    return found
+        low, high = interval(name, values, n_samples)
+        metrics[name] = float(values.mean())
+        metrics[f"{name}_stderr"] = float(values.std() / math.sqrt(len(values)))
+        metrics[f"{name}_low"] = float(low)
+        metrics[f"{name}_high"] = float(high)
+    return metrics
 
 
-def print_table(title, columns, sources, names, template, ends):
-    """Files side by side. columns: {heading: {source: metrics}}; template: text of the values name + ends."""
+def mean_cell(metrics, name):
+    if name in metrics:
+        return f"{metrics[name]:.3f} ({metrics[f'{name}_stderr']:.3f})"
+    return "-"
+
+
+def difference_cell(metrics, name):
+    name = f"{name}_diff"
+    if name in metrics:
+        low = metrics[f"{name}_low"]
+        high = metrics[f"{name}_high"]
+        return f"{metrics[name]:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return "-"
+
+
+def print_table(title, columns, sources, names, cell):
+    """Files side by side. columns: {heading: {source: metrics}}; cell: makes a text of metrics and a name."""
     table = Table("", *columns, title=title, title_justify="left")
     for source in sources:
         parts = [column.get(source, {}) for column in columns.values()]
-        table.add_row(Text(source, "bold"), *(f"{part.get('prompts', 0)} prompts" for part in parts))
+        prompts = [f"{part.get('prompts', 0)} prompts" for part in parts]
+        table.add_row(Text(source, "bold"), *prompts)
         for name in names:
-            there = [[part[name + end] for end in ends if name + end in part] for part in parts]
-            table.add_row(f"  {name}", *(template.format(*values) if values else "-" for values in there))
+            cells = [cell(part, name) for part in parts]
+            table.add_row(f"  {name}", *cells)
         table.add_section()
     Console().print(table)
 
@@ -175,12 +275,18 @@ def print_table(title, columns, sources, names, template, ends):
 def plot(entries, sources, path):
     """pass@k over k with 95 % intervals, a panel for each data source."""
     figure = Figure(figsize=(6, 3.5 * len(sources)), layout="constrained")
-    for axis, source in zip(figure.subplots(len(sources), squeeze=False)[:, 0], sources, strict=True):
-        axis.set(title=source.replace("$", r"\$"), xlabel="k", ylabel="pass@k")
+    axes = figure.subplots(len(sources), squeeze=False)[:, 0]
+    for axis, source in zip(axes, sources, strict=True):
+        axis.set(title=plain(source), xlabel="k", ylabel="pass@k")
         for label, (name, entry) in zip(ascii_uppercase, entries.items(), strict=False):
-            ks = [int(x[5:]) for x in entry.get(source, ()) if x.startswith("pass@") and x[5:].isdigit()]
-            mean, _, low, high = ([entry[source][f"pass@{k}{end}"] for k in ks] for end in ENDS)
-            axis.plot(ks, mean, "o-", markersize=3, label=f"{label}: {Path(name).name}".replace("$", r"\$"))
+            metrics = entry.get(source, {})
+            ks = []
+            while f"pass@{len(ks) + 1}" in metrics:
+                ks.append(len(ks) + 1)
+            mean = [metrics[f"pass@{k}"] for k in ks]
+            low = [metrics[f"pass@{k}_low"] for k in ks]
+            high = [metrics[f"pass@{k}_high"] for k in ks]
+            axis.plot(ks, mean, "o-", markersize=3, label=plain(f"{label}: {Path(name).name}"))
             axis.fill_between(ks, low, high, alpha=0.2)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
@@ -188,65 +294,82 @@ def plot(entries, sources, path):
     figure.savefig(path, dpi=120, format="png")
 
 
+def plain(text):
+    """A text without formulas, for matplotlib."""
+    return text.replace("$", r"\$")
+
+
+def by_source(rows, columns, n_samples):
+    """{data source, or all: metrics} of the values for each prompt."""
+    entry = {}
+    for source in [*sorted({row["data_source"] for row in rows}), "all"]:
+        here = [source in (row["data_source"], "all") for row in rows]
+        part = {name: values[here] for name, values in columns.items()}
+        entry[source] = {"prompts": sum(here)} | summarize(part, n_samples)
+    return entry
+
+
+def write_scores(path, rows_path, results):
+    """The file of the rows, with the scores of the responses."""
+    scores = [[result["score"] for result in row] for row in results]
+    texts = [[json.dumps(result, default=str) for result in row] for row in results]
+    with replacing(path) as new:
+        Source(rows_path).write(new, iter([pa.table({"scores": scores, "results": texts})]))
+
+
 def main(args):
     # ---- everything is read and checked before anything is scored
-    out, loaded = Path(args.output), {}
+    out = Path(args.output)
     try:
-        reward_fn = load_rewards(args.reward_fn, args.reward_weights)
-        manager = RewardManager(args.reward_manager, reward_fn, 1, args.reward_timeout_s, args.reward_workers)
-        if len(args.data) > len(ascii_uppercase):
-            raise ValueError(f"--data: {len(args.data)} files, at most {len(ascii_uppercase)}")
-        for path in args.data:
-            loaded[path] = rows = load_responses(path, args.response_key)
-            if wrong := [k for k in args.k if not 1 <= k <= len(rows[0]["texts"])]:
-                raise ValueError(f"--k {wrong[0]}: {path} has {len(rows[0]['texts'])} responses a prompt")
-            for fault in manager.faults({row["data_source"] for row in rows}, rows):
-                raise ValueError(f"{path}: {fault}")
+        manager, files = load_files(args)
         out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
 
     # ---- score and measure
-    entries, names = {path: {} for path in loaded}, []
-    for label, (path, rows) in zip(ascii_uppercase, loaded.items(), strict=False):
-        samples = [{x: row[x] for x in SAMPLE} | dict(solution_str=y) for row in rows for y in row["texts"]]
-        episodes = [json.loads(x) for row in rows for x in row.get("episodes", ["{}"] * len(row["texts"]))]
-        for sample, episode in zip(samples, episodes, strict=True):  # what a conversation's reward looks at
-            sample["extra_info"] = sample["extra_info"] | episode
-        n, prompts = len(rows[0]["texts"]), [[row[x] for x in SAMPLE] for row in rows]
-        scored = check_results(manager.score(samples, [i // n for i in range(len(samples))]))
-        results = [scored[i : i + n] for i in range(0, len(scored), n)]
-        ks = sorted(set(args.k) or {n, *(2**i for i in range(n.bit_length()))})
+    labels = ascii_uppercase[: len(files)]
+    entries = {}  # {path: {source: metrics}}
+    names = []  # of the metrics in the tables
+    for label, (path, rows) in zip(labels, files.items(), strict=True):
+        results = score(rows, manager)
+        n = len(results[0])
+        powers = [2**i for i in range(n.bit_length())]
+        ks = sorted(set(args.k) or {*powers, n})
         columns = measure(rows, results, ks)
-        shown = [name for name in columns if not name.startswith("pass@") or int(name[5:]) in ks]
-        names += [name for name in shown if name not in names]
+        hidden = [f"pass@{k}" for k in range(1, n + 1) if k not in ks]
+        for name in columns:
+            if name not in names and name not in hidden:
+                names.append(name)
+
+        prompts = [[row[key] for key in SAMPLE] for row in rows]
         if label == "A":
-            first, first_prompts = columns, prompts
-        elif prompts == first_prompts:
-            columns |= {f"{name}_diff": columns[name] - first[name] for name in columns if name in first}
-        source_p = np.array([row["data_source"] for row in rows])
-        for source in [*sorted(set(source_p)), "all"]:
-            here = (source_p == source) | (source == "all")
-            part = {name: column[here] for name, column in columns.items()}
-            entries[path][source] = {"prompts": int(here.sum())} | summarize(part, n)
-        texts = [[json.dumps(result, default=str) for result in row] for row in results]
-        scores = [[result["score"] for result in row] for row in results]
-        with replacing(out / f"scored_{label}.parquet") as new:
-            Source(path).write(new, iter([pa.table(dict(scores=scores, results=texts))]))
+            first_prompts = prompts
+            first_columns = columns
+        elif prompts == first_prompts:  # paired differences
+            for name in [*columns]:
+                if name in first_columns:
+                    columns[f"{name}_diff"] = columns[name] - first_columns[name]
+        entries[path] = by_source(rows, columns, n)
+        write_scores(out / f"scored_{label}.parquet", path, results)
 
     # ---- report
-    sources = [*sorted({source for entry in entries.values() for source in entry} - {"all"}), "all"]
-    sources = sources if len(sources) > 2 else sources[:1]  # "all" repeats a single one
+    sources = sorted({source for entry in entries.values() for source in entry} - {"all"})
+    if len(sources) > 1:
+        sources.append("all")
     with replacing(out / "results.json") as new:
         new.write_text(json.dumps(entries, indent=2) + "\n")
     with replacing(out / "pass_at_k.png") as new:
         plot(entries, sources, new)
-    columns = dict(zip(ascii_uppercase, entries.values(), strict=False))
-    print("", *map("{}: {}".format, columns, entries), sep="\n")
-    print_table("mean (standard error)", columns, sources, names, "{:.3f} ({:.3f})", ("", "_stderr"))
-    if others := {f"{label} - A": column for label, column in columns.items() if label != "A"}:
-        ends, template = ("_diff", "_diff_low", "_diff_high"), "{:+.3f} [{:+.3f}, {:+.3f}]"
-        print_table("paired difference [95 % interval]", others, sources, names, template, ends)
+    print()
+    for label, path in zip(labels, entries, strict=True):
+        print(f"{label}: {path}")
+    columns = dict(zip(labels, entries.values(), strict=True))
+    print_table("mean (standard error)", columns, sources, names, mean_cell)
+    del columns["A"]
+    differences = {f"{label} - A": entry for label, entry in columns.items()}
+    if differences:
+        title = "paired difference [95 % interval]"
+        print_table(title, differences, sources, names, difference_cell)
 
 
 if __name__ == "__main__":

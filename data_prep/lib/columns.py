@@ -22,38 +22,62 @@ NAMES = {  # what a row says: the columns that may say it, the first that a file
 }
 FIELDS = dict(data_source=str, ability=str, reward_model=dict, extra_info=dict)  # see schema.py
 ANSWER = dict(prompt="prompt", completion="extra_info.answer")  # the defaults of sft.py, columns of RL
-TALKS = "messages", "prompt", "chosen", "rejected"
+TALKS = ("messages", "prompt", "chosen", "rejected")
 PAIR = dict(prompt="prompt", chosen="chosen", rejected="rejected")
 KTO = dict(prompt="prompt", completion="completion", label="label")
-PAIRS = (*PAIR,), ("messages", "chosen", "rejected"), ("chosen", "rejected")
-FORMS = {  # where a file lacks the columns of a script's defaults: what it may have in their place
-    (*ANSWER,): (("messages",), ("prompt", "completion")),
-    (*PAIR,): PAIRS,
-    (*KTO,): ((*KTO,), ("messages", "label"), *PAIRS),
-}
-SHOWN = "images", "image", "tools", "system", "system_prompt", "chat_template_kwargs"  # read in any row
-ALPACA = "instruction", "input"  # the second is part of the first
+PAIRS = [("prompt", "chosen", "rejected"), ("messages", "chosen", "rejected"), ("chosen", "rejected")]
+FORMS = [  # where a file lacks the columns of a script's defaults: what it may have in their place
+    (ANSWER, [("messages",), ("prompt", "completion")]),
+    (PAIR, PAIRS),
+    (KTO, [("prompt", "completion", "label"), ("messages", "label"), *PAIRS]),
+]
+# read in any row
+SHOWN = ("images", "image", "tools", "system", "system_prompt", "chat_template_kwargs")
+ALPACA = ("instruction", "input")  # the second is part of the first
+EMPTY = (None, "", [], {})
 SAID = set()  # the first lines of this process
+IN_MESSAGES = "write the turns in a column 'messages', and "
+IN_PROMPT = "write them in the prompt, and "
+KTO_LABEL = "dpo.py --loss kto reads it; else keep the good completions, and "
 REFUSED = {  # what libraries show a model, and nothing here does; what to do before the column is dropped
-    **dict.fromkeys(("history", "segments"), "write the turns in a column 'messages', and "),
+    "history": IN_MESSAGES,
+    "segments": IN_MESSAGES,
     "functions": "write them in a column 'tools', and ",
     "enable_thinking": "write it in a column 'chat_template_kwargs', and ",
-    **dict.fromkeys(("documents", "context", "article", "choices"), "write them in the prompt, and "),
-    **dict.fromkeys(NAMES["label"], "dpo.py --loss kto reads it; else keep the good completions, and "),
-    **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), ""),
+    "documents": IN_PROMPT,
+    "context": IN_PROMPT,
+    "article": IN_PROMPT,
+    "choices": IN_PROMPT,
+    "label": KTO_LABEL,
+    "kto_tag": KTO_LABEL,
+    "videos": "",
+    "video": "",
+    "audios": "",
+    "audio": "",
+    "objects": "",
 }
+
+
+def root(column):
+    """The column of a file that a possibly dotted column is in."""
+    return column.partition(".")[0]
 
 
 def columns_of(names, wanted):
     """{what: column} of a file with these names; it is `wanted`, or where it has defaults, another form."""
-    forms = FORMS.get((*wanted,), ()) if wanted in (ANSWER, PAIR, KTO) else ()
-    roots = {column.partition(".")[0] for column in wanted.values()}
-    if not forms or roots <= {*names}:
+    if all(root(column) in names for column in wanted.values()):
         return wanted
-    for form in forms:
-        found = {what: next((x for x in NAMES[what] if x in names), None) for what in form}
-        if None not in found.values() and len({*found.values()}) == len(found):
-            return found
+    for default, forms in FORMS:
+        if wanted != default:
+            continue
+        for form in forms:
+            found = {}
+            for what in form:
+                known = [name for name in NAMES[what] if name in names]
+                if known and known[0] not in found.values():
+                    found[what] = known[0]
+            if len(found) == len(form):
+                return found
     return wanted
 
 
@@ -63,33 +87,45 @@ def opened(path, wanted, say=True):
     if source.empty:
         raise ValueError(f"{path}: no rows; write it again with at least one")
     columns = columns_of(source.names, wanted)
-    for name in (column.partition(".")[0] for column in columns.values()):
+    for column in columns.values():
+        name = root(column)
         if name not in source.names:
             remedy = "; plain texts: --text_key text" if source.names == ["text"] else ""
             raise ValueError(f"{path}: no column {name!r}; it has {', '.join(source.names)}{remedy}")
-    for name in [name for name in source.media if name not in (*SHOWN, *REFUSED)]:
-        remedy = "name it 'images' if these are pictures, or drop the column"
-        raise ValueError(f"{path}: the column {name!r} is not read: {remedy}")
+    for name in source.media:
+        if name not in SHOWN and name not in REFUSED:
+            remedy = "name it 'images' if these are pictures, or drop the column"
+            raise ValueError(f"{path}: the column {name!r} is not read: {remedy}")
+
     roots = roots_of(columns)
+    read = [name for name in source.names if name in roots]
     rest = [name for name in source.names if name not in (*roots, *SHOWN, *FIELDS)]
-    lines = [f"rows of {', '.join(x for x in source.names if x in roots)}"] * (columns != wanted)
-    lines += [f"not read: {', '.join(rest)}"] * bool(rest)
-    for line in (f"note: {path}: {line}" for line in lines):
-        if say and line not in SAID and not int(os.environ.get("RANK", 0)):
-            print(line, file=sys.stderr)
-        SAID.add(line)
+    if columns != wanted:
+        note(f"{path}: rows of {', '.join(read)}", say)
+    if rest:
+        note(f"{path}: not read: {', '.join(rest)}", say)
     return source, columns
+
+
+def note(line, say):
+    """A line for people, once in a process."""
+    if say and line not in SAID and os.environ.get("RANK", "0") == "0":
+        print(f"note: {line}", file=sys.stderr)
+    SAID.add(line)
 
 
 def roots_of(columns):
     """The columns of a file that {what: column} is made of."""
-    roots = [column.partition(".")[0] for column in columns.values()]
-    return [*roots, *(ALPACA if ALPACA[0] in roots else ())]
+    roots = [root(column) for column in columns.values()]
+    if ALPACA[0] in roots:
+        roots += ALPACA
+    return roots
 
 
 def used(source, columns):
     """The columns of a file to read: those in `columns`, of any row, of prompts, and those refused."""
-    return [x for x in source.names if x in (*roots_of(columns), *SHOWN, *REFUSED, *NAMES["prompt"])]
+    names = {*roots_of(columns), *SHOWN, *REFUSED, *NAMES["prompt"]}
+    return [name for name in source.names if name in names]
 
 
 def read(record, columns):
@@ -101,34 +137,47 @@ def read(record, columns):
     row, system = shown(record, columns.values())
     for what, column in columns.items():
         value = value_of(record, column)
-        spoken = what in TALKS or (what == "completion" and isinstance(value, list | dict))
-        row[what] = talk_of(value, what, column) if spoken else value
-    if columns.get("prompt") == ALPACA[0] and (more := record.get(ALPACA[1])):
-        *before, last = row["prompt"]
-        row["prompt"] = [*before, dict(last, content=f"{last['content']}\n{more}")]
-    if {"completion", "chosen"} & row.keys() and columns.get("prompt") in NAMES["prompt"]:
-        check_said(record, row["prompt"], columns["prompt"])
+        if what in TALKS or (what == "completion" and isinstance(value, list | dict)):
+            value = talk_of(value, what, column)
+        row[what] = value
+    prompt_column = columns.get("prompt")
+    more = record.get(ALPACA[1])
+    if prompt_column == ALPACA[0] and more:
+        row["prompt"][-1]["content"] += f"\n{more}"
+    if prompt_column in NAMES["prompt"] and ("completion" in row or "chosen" in row):
+        check_said(record, row["prompt"], prompt_column)
+
     if "label" in row:
         if row["label"] not in (0, 1):
             raise ValueError(f"{columns['label']!r} must be true or false, not {row['label']!r:.60}")
         if "messages" in row:
             said = row.pop("messages")
-            row |= dict(prompt=said[:-1], completion=said[-1:])
+            row["prompt"] = said[:-1]
+            row["completion"] = said[-1:]
     if "chosen" in row:  # see `pair_of`
         row["prompt"] = row.pop("messages", None) or row.get("prompt")
-    for what in [x for x in TALKS if row.get(x)] if system else ():
-        if what in ("messages", "prompt") or not row["prompt"]:
-            row[what] = after(system, row[what])
-    if not row["images"] and any(has_mark(m) for what in TALKS for m in row.get(what) or ()):
-        raise ValueError(f"it has the mark {MARK}, and no picture in 'images' or 'image'")
+    if system:
+        for what in TALKS:
+            alone = what in ("messages", "prompt") or not row.get("prompt")
+            if row.get(what) and alone:
+                row[what] = after(system, row[what])
+    if not row["images"]:
+        for what in TALKS:
+            if any(has_mark(message) for message in row.get(what) or ()):
+                raise ValueError(f"it has the mark {MARK}, and no picture in 'images' or 'image'")
     return row
+
+
+def words(text):
+    return " ".join(text.split())
 
 
 def check_said(record, prompt, column):
     """ValueError if another column of a prompt says what the prompt, which is read of one, does not."""
-    said = " ".join(" ".join(message["content"] for message in prompt).split())
+    said = words(" ".join(message["content"] for message in prompt))
     for name in NAMES["prompt"]:
-        if isinstance(text := record.get(name), str) and " ".join(text.split()) not in said:
+        text = record.get(name)
+        if isinstance(text, str) and words(text) not in said:
             raise ValueError(f"{column!r} lacks what {name!r} says: join them in one, or drop {name!r}")
 
 
@@ -140,19 +189,22 @@ def check_fields(row, names=FIELDS):
         if name in row and name in names and not isinstance(row[name], kind):
             raise ValueError(f"{name!r} must be a {kind.__name__}, not {row[name]!r:.60}")
     if "reward_model" in row and "reward_model" in names:
-        style, truth = (row["reward_model"].get(key) for key in ("style", "ground_truth"))
+        style = row["reward_model"].get("style")
         # published data sets name a kind of rule too, such as rule-lighteval/MATH_v2
-        if not isinstance(style, str) or not (style == "model" or style.startswith("rule")):
+        if style != "model" and not str(style).startswith("rule"):
             raise ValueError(f"'reward_model.style' is {style!r}; use 'rule' or 'model'")
-        if style != "model" and truth is None:
+        if style != "model" and row["reward_model"].get("ground_truth") is None:
             raise ValueError("'reward_model.ground_truth' is missing; a rule compares with it")
 
 
 def talk_of(value, what, column):
     """Messages of a column, which may be one: of the assistant in a reply. A string is one too."""
     if isinstance(value, str) and what != "messages":
-        return spoken(value, "user" if what == "prompt" else "assistant", column)
-    return conversation([value] if isinstance(value, dict) else value, column)
+        role = "user" if what == "prompt" else "assistant"
+        return spoken(value, role, column)
+    if isinstance(value, dict):
+        value = [value]
+    return conversation(value, column)
 
 
 def has_mark(message):
@@ -180,32 +232,40 @@ def shown(record, columns=()):
     ValueError if it fills in a column that others show a model, and that is none of `columns`.
     """
     for name, value in record.items():
-        label = name in NAMES["label"] and value not in (0, 1)  # of a class, or a score
-        filled = value not in (None, "", [], {}) and not label
-        if filled and name in REFUSED and name not in columns:
-            raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}drop the column")
-    system, *other = [record[x] for x in ("system", "system_prompt") if record.get(x)] or [""]
+        if name not in REFUSED or name in columns or value in EMPTY:
+            continue
+        if name in NAMES["label"] and value not in (0, 1):  # of a class, or a score
+            continue
+        raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}drop the column")
+    system = record.get("system") or record.get("system_prompt") or ""
     if not isinstance(system, str):
         raise ValueError(f"'system' must be a string, not {system!r:.60}")
-    if other not in ([], [system]):
+    if (record.get("system_prompt") or system) != system:
         raise ValueError("'system' and 'system_prompt' differ: keep one")
     options = record.get("chat_template_kwargs") or {}
-    options = parsed(options, "chat_template_kwargs", dict, "an object").items()
-    options = {name: x for name, x in options if x not in (None, "", [], {})}
-    tools = tools_of(record.get("tools"))
-    return dict(images=images_of(record), tools=tools, chat_template_kwargs=options), system
+    options = parsed(options, "chat_template_kwargs", dict, "an object")
+    row = {
+        "images": images_of(record),
+        "tools": tools_of(record.get("tools")),
+        "chat_template_kwargs": {name: x for name, x in options.items() if x not in EMPTY},
+    }
+    return row, system
 
 
 def images_of(record):
     """Pictures of a record, each {bytes, path}, from a list or one, by their files or themselves."""
     given = [record[name] for name in ("images", "image") if record.get(name) not in (None, [])]
+    if not given:
+        return []
     if len(given) > 1:
         raise ValueError("it has pictures in 'images' and in 'image': keep one column")
-    images = [x for some in given for x in (some if isinstance(some, list) else [some])]
-    for i, image in enumerate(images):
-        if isinstance(image, str | bytes):
-            name = "path" if isinstance(image, str) else "bytes"
-            images[i] = image = dict(bytes=None, path=None) | {name: image}
+    images = []
+    for i, image in enumerate(given[0] if isinstance(given[0], list) else given):
+        if isinstance(image, str):
+            image = {"bytes": None, "path": image}
+        if isinstance(image, bytes):
+            image = {"bytes": image, "path": None}
         if not isinstance(image, dict) or not (image.get("bytes") or image.get("path")):
             raise ValueError(f"'images[{i}]' must be {{bytes, path}}, with one of them, or a path")
+        images.append(image)
     return images
