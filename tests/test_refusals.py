@@ -129,7 +129,7 @@ CASES = [
         "--clip_ratio_low 0.1 has no effect with",
     ),
     (grpo, "--policy_loss sapo --clip_ratio_high 0.1", "--clip_ratio_high 0.1 has no effect with"),
-    (grpo, "--adv_estimator gspo", "is none of grpo, dr_grpo, rloo, gdpo,"),
+    (grpo, "--adv_estimator gspo", "is none of grpo, dr_grpo, rloo, "),
     (grpo, "--policy_loss {here}/other.py:f", "no such file"),
     (grpo, LOSS + "f", "defines no 'f'"),
     (grpo, LOSS + "swapped", OF_LOSS % "swapped"),  # a user's, which takes something else
