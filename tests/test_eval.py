@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, golden, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,18 +28,12 @@ def test_pass_at_k_is_the_binomial_quotient(n, data):
     assert pass_at_k(10_000, 1, 5_000) == pytest.approx(1 / 2, abs=1e-12)  # C(10000, 5000) is no float
 
 
-@pytest.mark.parametrize(
-    ("answers", "right", "k", "expected"),
-    [
-        ("aab", "a", 2, 2 / 3),  # aa 1, ab 1/2, ab 1/2
-        ("a....", "a", 5, 1),  # . is no vote: four without an answer do not outvote the one
-        ("a" * 600 + "b" * 400, "a", 1000, 1),
-        ("a" * 500 + "b" * 500, "a", 500, 1 / 2),  # by symmetry; C(1000, 500) subsets
-    ],
-)
-def test_maj_at_k(answers, right, k, expected):
-    votes = [None if answer == "." else answer for answer in answers]
-    assert maj_at_k(votes, [a == right for a in answers], k) == pytest.approx(expected, abs=1e-12)
+@pytest.mark.parametrize("case", golden("maj_at_k"))
+def test_maj_at_k(case):
+    """Where an answer is ".", there is no vote."""
+    votes = [None if answer == "." else answer for answer in case["answers"]]
+    values = [answer == case["right"] for answer in case["answers"]]
+    assert maj_at_k(votes, values, case["k"]) == pytest.approx(case["expected"], abs=1e-12)
 
 
 ANSWERS = st.tuples(st.sampled_from("abcd"), st.floats(0, 1)) | st.just((None, 0.0))
@@ -69,26 +63,10 @@ def summary(values, n_samples=1, name="a"):
     return [*metrics.values()]
 
 
-@pytest.mark.parametrize(
-    ("values", "n_samples", "expected"),
-    [
-        # Wilson's: of 15, 0, 30 and 1 of 30
-        ([0, 1] * 15, 1, [0.5, 0.0913, 0.3315, 0.6685]),
-        ([0] * 30, 1, [0, 0, 0, 0.1135]),
-        ([1] * 30, 16, [1, 0, 0.8865, 1]),
-        ([1] + [0] * 29, 1, [1 / 30, 0.0328, 0.0059, 0.1667]),
-        # shares of 4 responses: with the same mean everywhere as sure as 4 * 30 answers, of one prompt as 4
-        ([0.5] * 30, 4, [0.5, 0, 0.4119, 0.5881]),
-        ([0.5], 4, [0.5, 0, 0.15, 0.85]),
-        # prompts that are all right or all wrong: 30 answers, however many samples
-        ([0, 1] * 15, 64, [0.5, 0.0913, 0.3315, 0.6685]),
-        # no shares: lengths, scores from -1 to 1
-        ([10, 20] * 50, 1, [15, 0.5, 15 - 0.98, 15 + 0.98]),
-        ([-1, 1] * 50, 1, [0, 0.1, -0.196, 0.196]),
-    ],
-)
-def test_standard_errors_and_intervals(values, n_samples, expected):
-    assert summary(values, n_samples) == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize("case", golden("intervals"), ids=lambda case: case["why"])
+def test_standard_errors_and_intervals(case):
+    found = summary(case["values"], case["n_samples"])
+    assert found == pytest.approx(case["expected"], abs=1e-4)
 
 
 @pytest.mark.parametrize(("n", "p"), [(30, 0.03), (30, 0.5), (30, 0.97), (512, 0.03), (10, 0.1)])
