@@ -160,19 +160,9 @@ def test_normalize():
     assert normalize(r"x^2 + 10^-3y_{12}") == ("x^{2}+10^{-3}y_{12}", "")
 
 
-BOXES = [
-    (r"\boxed{1} and \boxed{2}", "2"), (r"\boxed{1 \text{ or } \boxed{2}}", r"1 \text{ or } \boxed{2}"),
-    (r"\boxed{1 and \boxed{2}", "2"), (r"\boxed{2", None), (r"$\boxed 12$.", "12"),
-    (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"), (r"\boxed 1 but $\boxed{2}$", "2"),
-    (r"\boxed{1} but $\boxed 2$", "2"), (r"\fbox {\{1\}}", r"\{1\}"),
-    (r"\boxed{[1,\infty)\}}", r"[1,\infty)\}"), (r"} \boxed{{1}{2}} {", "{1}{2}"), (r"\\boxed{2}", "2"),
-    (r"\boxedtext{2}", None), (r"{boxed{2}}", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "box"), BOXES)
-def test_last_boxed(text, box):
-    assert last_boxed(text) == box
+@pytest.mark.parametrize("case", golden("boxes"))
+def test_last_boxed(case):
+    assert last_boxed(case["text"]) == case["box"]
 
 
 DENIALS = (
