@@ -157,7 +157,8 @@ from system.model import (
     whole_weights,
     without_adapters,
 )
-from system.run import Run, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import check_sampler, engine_options, score_rows
 from system.turns import ENV_WORKERS, Limits, converse
 

@@ -150,7 +150,8 @@ from system.model import (
     read_weights,
     whole_weights,
 )
-from system.run import Run, all_reduce, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import all_reduce, setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import answers, check_sampler, engine_options, of_all_ranks, params_of, score_rows
 from system.sequence import Slices, sequence_group, ulysses
 

@@ -158,7 +158,8 @@ from system.model import (
     read_weights,
     whole_weights,
 )
-from system.run import Run, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import answers, check_sampler, engine_options, score_rows
 
 # ---- The mathematics -------------------------------------------------------------------

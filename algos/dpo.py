@@ -128,7 +128,8 @@ from system.model import (
     read_weights,
     whole_weights,
 )
-from system.run import Run, all_reduce, learning_rate, setup_distributed
+from system.ranks import all_reduce, setup_distributed
+from system.run import Run, learning_rate
 
 RESPONSES = "chosen", "rejected"  # of a pair
 

@@ -169,7 +169,8 @@ from system.model import (
     whole_weights,
     without_adapters,
 )
-from system.run import Run, all_reduce, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import all_reduce, setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import answers, check_sampler, engine_options, score_rows
 
 # ---- The mathematics -------------------------------------------------------------------

@@ -106,7 +106,8 @@ from system.batches import balance, on_every_rank, one_row, padded, split_micro_
 from system.gpu import prepare_layers, send
 from system.metrics import speed_metrics, timed
 from system.model import add_adapters, parts_of, read_model, read_weights, whole_weights
-from system.run import Run, all_reduce, learning_rate, setup_distributed
+from system.ranks import all_reduce, setup_distributed
+from system.run import Run, learning_rate
 
 PAIR = "chosen_ids", "rejected_ids"  # the conversations of a row
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import distill
-from system.run import leave
+from system.ranks import leave
 
 distill.KL_CHUNK = 16  # fewer than the positions of most micro-batches
 LAYOUTS = dict(padded="eager", one_row="sdpa")

@@ -14,7 +14,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from shared import Capture, fill_adapters, trained
 
 from algos import dpo
-from system.run import leave
+from system.ranks import leave
 
 # tokens of prompt, chosen and rejected response: very unequal, and two neighbours with one prompt
 LENGTHS = [(5, 40, 10), (30, 1, 20), (3, 2, 2), (60, 3, 8), (8, 25, 30), (8, 7, 25)]

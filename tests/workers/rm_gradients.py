@@ -11,7 +11,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from shared import Capture, fill_adapters, trained
 
 from algos import rm
-from system.run import leave
+from system.ranks import leave
 
 LENGTHS = [(5, 40), (30, 31), (3, 2), (60, 3), (8, 25), (2, 1), (12, 12)]  # of both conversations
 CENTER = 0.05

@@ -20,7 +20,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
 from system import sequence
 from system.batches import one_row
-from system.run import leave
+from system.ranks import leave
 
 # prompt and response tokens: very unequal; the two rows with prompts of 30 share theirs, as do those of 2
 LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7), (30, 2), (2, 6)]
