@@ -48,7 +48,7 @@ def table():
     """Rows of the page: flags of grpo.py that may change when it resumes, by their section."""
     sections = {}
     for section, name, *_ in flags(ROOT / "algos/grpo.py"):
-        if name in run.MAY_CHANGE:
+        if name in resume.MAY_CHANGE:
             sections.setdefault(section, []).append(f"`--{name}`")
     return "".join(f"| {section} | {', '.join(names)} |\n" for section, names in sections.items())
 
