@@ -185,7 +185,7 @@ def test_no_program_minds_that_nobody_reads_its_help(monkeypatch):
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(path), run_name="__main__")
         assert end.value.code == 0, path
-    assert len(programs) > 55
+    assert len(programs) > 45
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
