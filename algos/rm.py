@@ -358,10 +358,9 @@ def check_classifier(config, args):
         lm = auto.from_config(config, attn_implementation=args.attn_implementation)
         add_adapters(lm, args.lora_rank, args.lora_alpha, args.seed)
     headless = getattr(getattr(lm, "score", None), "bias", 0) is not None
-    sees_images = families.takes_images(args.model, (*args.train_files, *args.val_files))
+    families.refuse_images(args.model, (*args.train_files, *args.val_files))
     refuse(
         (labels != 1, f"{name} is a classifier with {labels} labels; a reward model has one score"),
-        (sees_images, f"{name} takes images, which rm.py does not"),
         (headless, f"{name} as a classifier has no head `score` without a bias"),
     )
     families.check_positions(lm, args.max_length)

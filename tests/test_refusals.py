@@ -112,7 +112,7 @@ CASES = [
     (grpo, "--model {wrapped} --train_files {pictures}", "Can't load image processor for"),
     (grpo, "--model {wrapped_with_states} --train_files {pictures}", "Can't load image processor for"),
     (ppo, "--model {wrapped} --train_files {pictures}", "(gemma3) takes images, which only grpo.py"),
-    (dpo, "--model {wrapped} --train_files {pictures}", "takes images, which dpo.py does not"),
+    (dpo, "--model {wrapped} --train_files {pictures}", "takes images, which only grpo.py"),
     (sft, "--model {wrapped} --train_files {pictures} --truncation left", "takes images, which --text_key"),
     (grpo, "--model {phi}", "its output layer has a bias"),
     (grpo, "--model {gemma2}", "(gemma2) caps attention, sdpa cannot: --attn_implementation eager"),
