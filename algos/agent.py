@@ -25,7 +25,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from system.arguments import fail, one_line_errors, parse
+    from system.arguments import one_line_errors, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 from algos.variants import is_zero_without_advantage, load_loss, load_variant, unknown
