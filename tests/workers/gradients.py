@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from algos.variants import load_loss
 from system import model as model_module
-from system.run import all_reduce
+from system.ranks import all_reduce
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 

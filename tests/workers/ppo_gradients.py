@@ -24,7 +24,7 @@ from data_prep.lib.images import load_tokenizer
 from system.batches import distribute, store_logps
 from system.checkpoints import load_checkpoint, read_state, write_checkpoint
 from system.model import whole_weights
-from system.run import setup_distributed
+from system.ranks import setup_distributed
 
 MOVED = 0.3  # change of the values since the step began: more than --cliprange_value
 CORRECT = 1  # a response with a negative score

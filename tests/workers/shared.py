@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from system.batches import token_logps
-from system.run import leave
+from system.ranks import leave
 
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
