@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import vllm.distributed
+from conftest import golden
 from test_tool_conversations import TEMPLATES, TOOLS, conversation, make_tokenizer, tool
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -210,22 +211,17 @@ def test_observations_are_limited_in_tokens():
 
 
 MARKS = "<think> </think> <|channel|> <|message|> <|end|> [TOOL_CALLS]".split()  # special tokens here
-WRITTEN = [  # what a model writes, and the token that ends it; none: it is cut off
-    ("<think>Hm.</think>12", "<|im_end|>"),
-    ("12", "<|im_end|>"),
-    ("", "<|im_end|>"),
-    ("<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>12", "<|end|>"),
-    ('[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "<|im_end|>"),
-    ("1<|im_start|>2", "!"),  # a model may end its turns with any token
-    ("<think>12</think>", ""),
-    ("12<|im_end|>", ""),
-]
 
 
 @pytest.mark.parametrize("script", ("agent", "generate", "grpo"))
-@pytest.mark.parametrize(("text", "end"), WRITTEN)
-def test_a_text_is_all_that_was_written_but_its_end(text, end, script, monkeypatch):
-    """As environments, rewards and files have it: special tokens may mark thoughts and calls."""
+@pytest.mark.parametrize("case", golden("written_turns"))
+def test_a_text_is_all_that_was_written_but_its_end(case, script, monkeypatch):
+    """As environments, rewards and files have it: special tokens may mark thoughts and calls.
+
+    `end` is the token that ends a turn, any token of a model; without one it is cut off.
+    """
+    text = case["text"]
+    end = case["end"]
     tokenizer = make_tokenizer("qwen2.5")
     tokenizer.add_tokens(MARKS, special_tokens=True)
     ids = tokenizer.encode(text + end, add_special_tokens=False)
@@ -262,40 +258,16 @@ def test_no_tool_ends_its_message():
     assert [after.count(tokenizer.convert_tokens_to_ids(x)) for x in ("<|im_end|>", "<|im_start|>")] == [1, 2]
 
 
-ALTERNATE = (  # as Mistral's and Gemma's: after a user comes the assistant
-    "{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}"
-    "{{- raise_exception('roles must\\nalternate') -}}{%- endif -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
-FAILS = (
-    "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
-    "{%- if m.content == 'b' -%}{{- WHAT -}}{%- endif -%}{%- endfor -%}"
-)
-FORGETS = "{%- for m in messages[:2] -%}{{- m.content -}}{%- endfor -%}"  # Phi-3.5's forgets tools
-USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "failure"),
-    [
-        (ALTERNATE, USERS, "error: the chat template: roles must alternate"),
-        (ALTERNATE, tool("1"), "error: the chat template: roles must alternate"),
-        (FAILS.replace("WHAT", "m.role + 1"), USERS, "error: the chat template: can only concatenate"),
-        (FAILS.replace("WHAT", "m.name.first"), USERS, "error: the chat template: 'dict object' has no"),
-        (FAILS.replace("WHAT", "messages[99][0]"), USERS, "error: the chat template: list object has no"),
-        (FORGETS, USERS, "error: the chat template of "),
-        (FORGETS, tool("42"), "error: the chat template of "),
-    ],
-)
-def test_what_a_template_cannot_write_ends_its_own_row(template, messages, failure):
+@pytest.mark.parametrize("case", golden("turns_that_fail"))
+def test_what_a_template_cannot_write_ends_its_own_row(case):
     """That trajectory is an error, as that of an environment that raises; the others go on."""
     tokenizer = make_tokenizer("qwen2.5")
-    tokenizer.chat_template = template
-    told = [[messages, None], [None], ["crash"], ["timeout"], ["error: KeyError: x"]]
+    tokenizer.chat_template = case["template"]
+    told = [[case["messages"], None], [None], ["crash"], ["timeout"], ["error: KeyError: x"]]
     rows, *_ = talk(tokenizer, [["ask", "x"]] * 5, told)
     assert [row["finish_reason"] for row in rows] == ["error", "stop", "crash", "timeout", "error"]
     assert [row["failure"] for row in rows[1:]] == [None, "crash", "timeout", "error: KeyError: x"]
-    assert rows[0]["failure"].startswith(failure) and "\n" not in rows[0]["failure"]
+    assert rows[0]["failure"].startswith(case["failure"]) and "\n" not in rows[0]["failure"]
     assert rows[0]["turns"] == 1
     assert rows[0]["response_ids"] == [*rows[0]["answer_ids"], tokenizer.eos_token_id]
     assert agent.turn_metrics([counted(row) for row in rows])["env/errors"] == 2

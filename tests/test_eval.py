@@ -192,33 +192,20 @@ def test_differences_are_paired(tmp_path, monkeypatch):
     assert all(len(line) <= 100 for line in done.stdout.splitlines()) and "…" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--k", 3], "--k 3"),
-        (["--response_key", "answers"], "answers"),
-        (["--reward_fn", "nowhere.py:f"], "nowhere.py"),
-        (["--data", "nowhere.parquet"], "nowhere.parquet"),
-        (["--data", __file__], "test_eval.py"),
-        (["--data", "scored.parquet"], "it has a column 'scores' already"),
-        (["--data", *["data.parquet"] * 27], "--data: 27 files, at most 26"),
-        (["--data", "uneven.parquet"], "uneven.parquet: row 1: 1 responses, row 0 2"),
-        (["--data", "empty.parquet"], "row 0: 'responses' is empty"),
-        (["--response_key", "extra_info.index"], "row 0: 'extra_info.index' must be a"),
-        ([], "nobody/knows"),
-    ],
-)
-def test_bad_input_gives_one_line(tmp_path, arguments, message):
+@pytest.mark.parametrize("case", golden("bad_evaluations"), ids=lambda case: case["message"])
+def test_bad_input_gives_one_line(tmp_path, case):
     data = write(tmp_path / "data.parquet", ("nobody/knows", "1", ["1", "2"]))
     scored = write(tmp_path / "scored.parquet", ("nobody/knows", "1", ["1", "2"]), scores=[[0, 1]])
     about = "nobody/knows", "1"
     uneven = write(tmp_path / "uneven.parquet", (*about, ["1", "2"]), (*about, ["1"]))
     empty = write(tmp_path / "empty.parquet", (*about, []))
-    files = {path.name: path for path in (data, scored, uneven, empty)}
-    arguments = [files.get(argument, argument) for argument in arguments]
-    (tmp_path / "reward.py").write_text(REWARD)
-    known = ["--reward_fn", f"{tmp_path}/reward.py:first_word"] if "--k" in arguments else []
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    files = {path.name: path for path in (data, scored, uneven, empty, reward)}
+    arguments = [files.get(argument, argument) for argument in case["arguments"]]
+    known = ["--reward_fn", f"{reward}:first_word"] if "--k" in arguments else []
     command = ["--data", data, "--output", tmp_path / "out", *known, *arguments]
     done = run(ROOT / "algos/eval.py", *command, check=False)
     assert done.returncode == 1 and not (tmp_path / "out/results.json").exists()
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert case["message"] in done.stderr

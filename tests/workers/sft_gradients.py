@@ -20,6 +20,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
 from system import sequence
 from system.batches import one_row
+from tests.conftest import golden
 
 # prompt and response tokens: very unequal; the two rows with prompts of 30 share theirs, as do those of 2
 LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7), (30, 2), (2, 6)]
@@ -71,13 +72,7 @@ def one_at_a_time():
 
 
 # prompt and response tokens of texts in a row; those of one number in the third place share a prompt
-TEXTS = [
-    [(7, 9, 0)],
-    [(3, 8, 0), (1, 4, 1), (2, 6, 2)],
-    [(8, 3, 0), (8, 5, 0), (8, 1, 0)],
-    [(20, 2, 0), (20, 2, 0), (4, 3, 1), (4, 9, 1), (1, 1, 2), (5, 12, 3)],
-    [(1, 1, 0)],
-]
+TEXTS = [case["texts"] for case in golden("rows_of_texts")]
 
 
 def make_layout(texts):
