@@ -199,6 +199,8 @@ def test_the_whole_loss_of_a_token(script, flags, more):
         assert not script.actor_loss(args, token_loss, logp_nt, entropy_nt, batch)[0].requires_grad
     expected = [-0.5 * 1.5, -1.4 * 1.5, 0.8 * 1.5]
     torch.testing.assert_close(reported[-1]["ppo_kl"], old_nt - logp_nt)
+    assert reported[-1]["pg_clipfrac"][0].tolist() == [False, True, True]
+    assert not reported[-1]["pg_clipfrac_lower"].any()
     assert reported[0]["pg_loss"][0].tolist() == pytest.approx(expected)
     assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
 
@@ -285,10 +287,11 @@ RATIOS, OF_RESPONSES = [[1, 3], [0.6, 0.8], [4, 9e9]], torch.tensor([[1, 1], [1,
 def test_rollout_weights(level, cap, rejection, high, low, expected):
     args = SimpleNamespace(rollout_is=level, rollout_is_threshold=cap, rollout_rs=rejection)
     args.rollout_rs_threshold = (high,) if low is None else (low, high)
-    old_nt = torch.tensor(RATIOS).log() - 3
+    old_nt = (torch.tensor(RATIOS).log() - 3).requires_grad_()
     batch = dict(mask_nt=OF_RESPONSES, rollout_logp_nt=torch.full((3, 2), -3.0), adv_nt=torch.zeros(3, 2))
     weight_nt = grpo.rollout_weights(args, old_nt, batch)
     assert weight_nt.expand(3, 2)[OF_RESPONSES].tolist() == pytest.approx(expected)
+    assert not weight_nt.requires_grad
     batch["old_logp_nt"] = old_nt  # not those of the policy
     assert torch.equal(grpo.rollout_weights(args, old_nt + 1, batch), weight_nt)
     for wrong in (-1e4, 1e4):  # of one token

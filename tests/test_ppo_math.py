@@ -95,11 +95,11 @@ def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeyp
 
 def test_nll_weights():
     """Three optimizer steps of three responses; without acc the score decides which are correct."""
-    lengths, scores = (1, 5, 2, 3, 1, 0, 4, 4, 4), (1, 0, 0.1, 3, -1, -1, -1, 0, 1)
+    lengths, scores = (1, 5, 2, 1, 3, 0, 4, 4, 4), (1, 0, 0.1, 3, -1, -1, -1, 0, 1)
     rows = [dict(length=n, reward=dict(score=score)) for n, score in zip(lengths, scores, strict=True)]
     rows[5]["reward"]["acc"], rows[8]["reward"]["acc"] = 1.0, 0.0
     flags = SimpleNamespace(ppo_mini_batch_size=1, group_size=3)
-    expected = [8 / 3, 0, 8 / 3, 4 / 3, 0, 4 / 3, 0, 0, 0]
+    expected = [8 / 3, 0, 8 / 3, 4, 0, 4, 0, 0, 0]
     assert ppo.nll_weights(rows, flags).tolist() == pytest.approx(expected)
 
 
@@ -110,6 +110,9 @@ def test_masked_whiten(monkeypatch):
     assert white_nt.flatten().tolist() == pytest.approx([-1, 0, 0, 1, 0, 0], abs=1e-7)
     alone_nt = ppo.masked_whiten(f64([4, 9]), torch.tensor([[True, False]]))
     assert alone_nt.tolist() == [[0, 0]]
+    # 1e-8 is added to the variance of 2e-8
+    near_nt = ppo.masked_whiten(f64([0, 2e-4]), torch.ones(1, 2))
+    assert near_nt[0].tolist() == pytest.approx([-(3**-0.5), 3**-0.5])
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,7 @@ def test_adaptive_kl():
     for kl, n, expected in ((2.2, 50, 0.105), (10, 50, 0.1155), (0, 100, 0.0924)):  # +10 %, at most +-20 %
         weight = ppo.adapted(weight, kl, 2.0, n, horizon=100)
         assert weight == pytest.approx(expected)
+    assert ppo.adapted(0.1, 10, 2.0, 10_000) == pytest.approx(0.12)
 
 
 def judged(monkeypatch, rows, results, **flags):
