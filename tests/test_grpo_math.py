@@ -50,7 +50,8 @@ def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
     assert script.advantages(args, 0 * score_n, group_n, length_n).tolist() == [0] * 6
     with pytest.raises(SystemExit, match="maxrl is for scores from 0 to 1, and one is -1"):
         script.advantages(args, torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 0, 0]), torch.ones(3))
-    assert script.advantages(args, f64(2, 0, 5), torch.tensor([0, 0, 1]), None).tolist() == [1, -1, 0]
+    few_n = torch.tensor([0, 0, 1, 2])  # a pair, and two alone
+    assert script.advantages(args, f64(2, 0, 5, 4), few_n, None).tolist() == [1, -1, 0, 0]
     pair = SimpleNamespace(adv_estimator="rloo", group_size=2)
     assert script.advantages(pair, f64(3, 1), torch.tensor([0, 0]), None).tolist() == [2, -2]
     args.adv_estimator = "reinforce_plus_plus_baseline"
@@ -61,8 +62,10 @@ def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
     expected = (expected - expected.mean()) / expected.std()
     assert tokens.tolist() == pytest.approx(expected.tolist())
     assert score_n.tolist() == [1, 0, 0, 1, 3, 0]  # no estimator writes to it
-    alone = script.advantages(args, f64(3, 1), torch.tensor([0, 1]), torch.ones(2))  # groups of one
-    assert alone.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    # the variance is 10/3, and the 1e-8 is 1
+    adv_n = script.advantages(args, 1e-4 * f64(3, 1, 2, -2), few_n, torch.ones(4))
+    assert (adv_n * (13 / 3) ** 0.5).tolist() == pytest.approx([1, -1, 2, -2])
+    assert script.advantages(args, f64(3), torch.tensor([0]), torch.ones(1)).tolist() == [0]
 
 
 @each(grpo, agent)
@@ -77,8 +80,13 @@ def test_gdpo(script):
     assert adv_n.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     same = script.advantages(args, None, group_n, None, [(weight, [0.1] * 6) for weight, _ in parts])
     assert same.tolist() == [0] * 6  # exactly: such rows are not trained
-    alone = script.advantages(args, None, torch.tensor([0, 1]), None, [(1.0, [3, -3])])
-    assert alone.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])  # as in `group_advantages`
+    # a pair that 1e-6 holds together, a pair, and two alone; 1e-8 is as much as the weight squared
+    near = 0.5 / (0.5**0.5 + 1)
+    sums = np.array([-near, near, 0.5**0.5, -(0.5**0.5), 3, -3])
+    parts = [(1e-4, [0, 1e-6, 5, 1, 3, -3])]
+    adv_n = script.advantages(args, None, torch.tensor([0, 0, 1, 1, 2, 3]), None, parts)
+    expected = sums / (sums.var(ddof=1) + 1) ** 0.5
+    assert adv_n.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def test_policy_loss():
@@ -97,18 +105,20 @@ def test_gspo_loss():
     """One ratio a response; each token has the gradient of its own; what is masked has no say."""
     mask_nt = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]).bool()
     d_nt = f64([0.1, 7, 0.3], [0.5, 0.3, 0], [-0.3, 0, 0]).requires_grad_()
-    old_nt, adv_nt = torch.full((3, 3), -2.0), f64([1], [2], [-1])
+    old_nt, adv_nt = torch.full((3, 3), -2.0), f64([0.5], [2], [-1])
     loss_nt, clipped_nt, lower_nt = gspo(d_nt - 2, old_nt, adv_nt, mask_nt, 0.2, 0.3)
     # ratios e^.2 = 1.22, e^.4 = 1.49 > 1.3, e^-.3 = .74 < .8
-    expected = [math.exp(0.2), math.exp(0.2), 2.6, 2.6, -0.8]
+    expected = [0.5 * math.exp(0.2)] * 2 + [2.6, 2.6, -0.8]
     assert loss_nt[mask_nt].tolist() == pytest.approx([-x for x in expected])
     assert clipped_nt[mask_nt].tolist() == [False, False, True, True, True] and not lower_nt.any()
     [grad_nt] = torch.autograd.grad(loss_nt[mask_nt].sum(), [d_nt])
-    assert grad_nt[mask_nt].tolist() == pytest.approx([-math.exp(0.2)] * 2 + [0] * 3)
+    assert grad_nt[mask_nt].tolist() == pytest.approx([-0.5 * math.exp(0.2)] * 2 + [0] * 3)
     loss_nt, _, lower_nt = gspo(f64([2, 20]), f64([0, 20]), f64([-1]), torch.ones(1, 2), 0.2, 0.3)
     assert loss_nt[0].tolist() == pytest.approx([math.e] * 2) and not lower_nt.any()
-    loss_nt, _, lower_nt = gspo(f64([4, 20]), f64([0, 20]), f64([-1]), torch.ones(1, 2), 0.2, 0.3)
-    assert loss_nt[0].tolist() == [3, 3] and lower_nt.all()  # the dual clip: e^2 > 3
+    loss_nt, _, lower_nt = gspo(f64([4, 20]), f64([0, 20]), f64([-2]), torch.ones(1, 2), 0.2, 0.3)
+    assert loss_nt[0].tolist() == [6, 6] and lower_nt.all()  # the dual clip: e^2 > 3
+    loss_nt, *_ = gspo(f64([4, 20]), f64([0, 20]), f64([1]), torch.zeros(1, 2))
+    assert loss_nt.isfinite().all()  # of a response without a trained token
 
 
 def test_every_variant_has_numbers_a_gradient_and_a_row():
@@ -150,8 +160,8 @@ def test_cispo_loss():
 
 def test_sapo_loss():
     ratio = f64([1, 3, 2])
-    logp_nt = ratio.log().requires_grad_()
-    loss_nt, clipped_nt, lower_nt = sapo(logp_nt, torch.zeros(1, 3), f64([1, 2, -1]), None)
+    logp_nt = (ratio.log() - 2).requires_grad_()
+    loss_nt, clipped_nt, lower_nt = sapo(logp_nt, torch.full((1, 3), -2.0), f64([1, 2, -1]), None)
     # sigma(0) = .5, sigma(2) = .8807971, sigma(1.05) = .7407749
     assert loss_nt[0].tolist() == pytest.approx([-2, -8 * 0.8807971, 4 / 1.05 * 0.7407749])
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
@@ -161,14 +171,15 @@ def test_sapo_loss():
 
 def test_dppo_loss():
     """Masked by how far a probability has moved the way its advantage pushes: not by the ratio."""
-    p, old = f64([0.63, 0.7, 0.3, 0.38, 0.02, 0.7]), f64([0.5, 0.5, 0.5, 0.5, 0.0005, 0.5])
-    logp_nt, adv_nt = p.log().requires_grad_(), f64([1, 1, 1, -1, 1, -1])
+    p, old = f64([0.63, 0.7, 0.3, 0.38, 0.02, 0.7, 0.55]), f64([0.5, 0.5, 0.5, 0.5, 0.0005, 0.5, 0.5])
+    logp_nt, adv_nt = p.log().requires_grad_(), f64([1, 1, 1, -1, 1, -1, -1])
     loss_nt, far_nt, lower_nt = dppo(logp_nt, old.log(), adv_nt, None, 0.1, 0.15)
-    assert far_nt[0].tolist() == [False, True, False, True, False, False] and not lower_nt.any()
+    assert far_nt[0].tolist() == [False, True, False, True, False, False, False] and not lower_nt.any()
     expected = [-1.26 * math.log(0.63), 0, -0.6 * math.log(0.3), 0, -20 * math.log(0.02), 1.4 * math.log(0.7)]
+    expected.append(1.1 * math.log(0.55))
     assert loss_nt[0].tolist() == pytest.approx(expected)  # the ratio of 40 counts as 20
     [grad_nt] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
-    assert grad_nt[0].tolist() == pytest.approx([-1.26, 0, -0.6, 0, -20, 1.4])
+    assert grad_nt[0].tolist() == pytest.approx([-1.26, 0, -0.6, 0, -20, 1.4, 1.1])
 
 
 @pytest.mark.parametrize(

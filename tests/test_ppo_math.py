@@ -138,18 +138,20 @@ def test_quantile_loss():
     value_ntq = torch.tensor([[[3.0, 0.5, 0.9]]], requires_grad=True)
     old_ntq = torch.tensor([[[3.0, 0.5, 0.2]]])
     # (1/6 - 1) (1 - 3) = 5/3; 1/2 * .5 = 1/4; 5/6 * .3 = 1/4
-    loss_nt, clipped_nt = ppo.value_loss(value_ntq, old_ntq, torch.ones(1, 1), 0.5)
+    batch = dict(value_nt=old_ntq, return_nt=torch.ones(1, 1))
+    loss_nt, means = ppo.critic_loss(SimpleNamespace(cliprange_value=0.5), value_ntq, batch)
     assert loss_nt.item() == pytest.approx((5 / 3 + 1 / 4 + 1 / 4) / 3)
-    assert clipped_nt.item() == pytest.approx(1 / 3)
+    assert means["vf_clipfrac"].item() == pytest.approx(1 / 3)
+    assert means["vpred_mean"].item() == pytest.approx(4.4 / 3)
     loss_nt.sum().backward()
     assert value_ntq.grad.flatten().tolist() == pytest.approx([5 / 18, -1 / 6, 0])
 
 
 def test_a_correct_value_does_not_move():
     """Quantiles at the return, as those of a new head where all scores are 0, spread around it."""
-    value_ntq = torch.zeros(1, 1, 4, requires_grad=True)
-    ppo.value_loss(value_ntq, torch.zeros(1, 1, 4), torch.zeros(1, 1), 0.5)[0].sum().backward()
-    assert (4 * value_ntq.grad).flatten().tolist() == [0.375, 0.125, -0.125, -0.375]
+    value_ntq = torch.zeros(1, 1, 2, requires_grad=True)
+    ppo.value_loss(value_ntq, torch.zeros(1, 1, 2), torch.zeros(1, 1), 0.5)[0].sum().backward()
+    assert (2 * value_ntq.grad).flatten().tolist() == [0.25, -0.25]
 
 
 def test_token_rewards():
