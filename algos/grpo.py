@@ -217,7 +217,6 @@ def loss_weights(mask_nt, mode, max_length=None, totals=None):
     totals: (tokens, responses) of the whole step, if mask_nt is one micro-batch of it. Empty responses
     do not count. Lengths 1 and 3, token-mean: weights 1/4; seq-mean-token-mean: 1/2 and 1/6.
     """
-    mask_nt = mask_nt.float()
     length_n1 = mask_nt.sum(-1, keepdim=True)
     tokens, responses = totals or (length_n1.sum(), (length_n1 > 0).sum())
     tokens = max(int(tokens), 1)

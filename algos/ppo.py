@@ -182,7 +182,7 @@ def token_rewards(score_n, kl_nt, mask_nt, kl_coef):
 
     Score 1, KL 0.1 0.2 0.3 of which the last is masked, coefficient 1 -> -0.1, 0.8, 0.
     """
-    last_n1 = mask_nt.long().cumsum(-1).argmax(-1, keepdim=True)
+    last_n1 = mask_nt.cumsum(-1).argmax(-1, keepdim=True)
     reward_nt = -kl_coef * kl_nt * mask_nt  # eq: ppo.kl_reward
     return reward_nt.scatter_add(-1, last_n1, score_n[:, None].to(reward_nt))
 
@@ -206,12 +206,11 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
 
 def adaptive_lam(mask_nt, alpha):
     """VAPO's lambda for l tokens, 1 - 1 / (alpha l), at least 0: alpha 0.05, l 40 -> 0.5."""
-    return (1 - 1 / (alpha * mask_nt.sum(-1).clamp(min=1))).clamp(min=0)  # eq: ppo.lam_alpha
+    return (1 - 1 / (alpha * mask_nt.sum(-1))).clamp(min=0)  # eq: ppo.lam_alpha
 
 
 def masked_whiten(x_nt, mask_nt):
     """Zero mean, unit variance (unbiased) over the mask, all ranks; 0 elsewhere: 1 3 -> -0.71 0.71."""
-    mask_nt = mask_nt.to(x_nt)
     total, tokens = all_reduce([(x_nt * mask_nt).sum().item(), mask_nt.sum().item()])
     centred_nt = (x_nt - total / tokens) * mask_nt
     [squares] = all_reduce([(centred_nt**2).sum().item()])

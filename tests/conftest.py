@@ -287,6 +287,8 @@ def load_policy(script, args, mesh):
     device = torch.device("cpu")
     if name == "rm":
         return script.load_model(args, mesh, device, 0)
+    if name == "grpo_nano":
+        return script.load_model(args, mesh, device)
     trained = script.adapters_of(args)
     if name == "grpo":
         return script.load_model(args, mesh, device, None, trained)

@@ -44,6 +44,32 @@ def test_draw_goes_through_the_data_epoch_by_epoch():
     assert dapo.draw(data, 2, 0, 15) != whole
 
 
+def test_a_group_is_as_old_as_its_oldest_token():
+    """Step 3 is over: tokens of steps 1 and 3 are three steps old in the next. A row may have none yet."""
+    rows = [dict(group=0, length=0, step_t=[]), dict(group=0, length=2, step_t=[1, 3])]
+    rows += [dict(group=1, length=1, step_t=[2]), dict(group=2, length=0, step_t=[])]
+    assert dapo.split_by_age(rows, 3, 3) == (rows, [])
+    assert dapo.split_by_age(rows, 3, 2) == (rows[2:], rows[:2])
+    assert dapo.split_by_age(rows, 3, 0) == (rows[3:], rows[:3])
+
+
+def test_what_is_too_long_is_punished_or_filtered():
+    """At most 10 tokens, a buffer of 2: scores 1 0 1 of 8, 9 and 10 tokens are rewards of 1 -1/2 0."""
+    lengths, ends = (8, 9, 10), ("stop", "stop", "length")
+    rows = [dict(group=0, length=n, finish_reason=end) for n, end in zip(lengths, ends)]
+    for row, score in zip(rows, (1.0, 0.0, 1.0)):
+        row |= dict(reward=dict(score=score), mask_t=np.ones(row["length"], bool))
+    for filtering in (False, True):
+        args = dapo.Args(model="", train_files=(), output_dir="", max_response_length=10)
+        args.overlong_filtering = filtering
+        found = dapo.assign_advantages(rows, args)
+        assert [row["mask_t"].all() for row in rows] == [True, True, not filtering]
+        assert found["dapo/overlong"] == 2 and found["critic/rewards/min"] == -0.5
+    adv_n = dapo.group_advantages(f64(1, -0.5, 0), torch.zeros(3))
+    for row, adv in zip(rows, adv_n.tolist()):
+        assert row["adv_t"].tolist() == pytest.approx([adv] * row["length"])
+
+
 def make_row(n, gap=0.0, older=False):
     """A row of n tokens, whose log-probs in the sampler are by `gap` below the trainer's."""
     row = dict(mask_t=np.ones(n, bool), older_t=np.full(n, older), old_logp_t=torch.full((n,), -1.0))

@@ -52,6 +52,7 @@ def test_sampled_by_hand():
     assert losses["pg_loss"] is loss_nt and means["teacher_kl"][0].tolist() == [-0.5, -0.5, 1.0, 1.0]
     assert means["pg_clipfrac"][0].tolist() == [False, True, False, False]
     assert means["pg_clipfrac_lower"][0].tolist() == [False, False, False, True]
+    assert means["ppo_kl"][0].tolist() == [0, -0.5, 0, -2] and not means["rollout_rs_masked"].any()
 
 
 @pytest.mark.parametrize("missing", (math.nan, math.inf, -math.inf))
@@ -73,11 +74,15 @@ def test_a_token_that_the_teacher_gave_no_number_is_not_trained(missing):
         theirs = teacher_hidden[rows], weight, (1.0, None)
         _, kl = divergence(ours, weight, theirs=theirs)
         loss_nt, _, means = distill.actor_loss(SimpleNamespace(kl="full"), None, kl[None], {})
-        assert means["teacher_missing"].sum() == len(ours) - 1 and loss_nt.isfinite().all()
+        assert means["teacher_missing"].sum() == len(ours) - 1
+        assert not loss_nt[means["teacher_missing"]].any() and loss_nt.isfinite().all()
         loss_nt.sum().backward()
         grads.append(ours.grad)
     assert not grads[0][0].any()
     torch.testing.assert_close(grads[0][1:], grads[1])
+    never = torch.ones(1, 1), torch.tensor([[0], [0], [-math.inf]]), (1.0, None)  # one word of three
+    _, kl = divergence(torch.zeros(1, 3), torch.eye(3), theirs=never)
+    assert kl.isnan().all()
 
 
 @pytest.mark.parametrize("softcap", (None, 0.5))
@@ -106,9 +111,13 @@ def test_sampled_is_full_in_expectation():
     torch.manual_seed(0)
     logits, teacher = torch.randn(1, 9, requires_grad=True), torch.randn(1, 9)
     p = logits.detach().softmax(-1)[0]
-    [full] = torch.autograd.grad(
-        divergence(logits, torch.eye(9), theirs=(teacher, torch.eye(9), (1.0, None)))[1].sum(), logits
+    full, of_equals = (
+        torch.autograd.grad(
+            divergence(logits, torch.eye(9), theirs=(other, torch.eye(9), (1.0, None)))[1].sum(), logits
+        )[0]
+        for other in (teacher, logits.detach())
     )
+    assert not of_equals.any()
     expected = torch.zeros_like(full)
     for v in range(9):
         logp_nt = logits.log_softmax(-1)[:, v, None]

@@ -95,11 +95,11 @@ def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeyp
 
 def test_nll_weights():
     """Three optimizer steps of three responses; without acc the score decides which are correct."""
-    lengths, scores = (1, 5, 2, 3, 1, 0, 4, 4, 4), (1, 0, 0.1, 3, -1, -1, -1, 0, 1)
+    lengths, scores = (1, 5, 2, 1, 3, 0, 4, 4, 4), (1, 0, 0.1, 3, -1, -1, -1, 0, 1)
     rows = [dict(length=n, reward=dict(score=score)) for n, score in zip(lengths, scores, strict=True)]
     rows[5]["reward"]["acc"], rows[8]["reward"]["acc"] = 1.0, 0.0
     flags = SimpleNamespace(ppo_mini_batch_size=1, group_size=3)
-    expected = [8 / 3, 0, 8 / 3, 4 / 3, 0, 4 / 3, 0, 0, 0]
+    expected = [8 / 3, 0, 8 / 3, 4, 0, 4, 0, 0, 0]
     assert ppo.nll_weights(rows, flags).tolist() == pytest.approx(expected)
 
 
@@ -110,6 +110,9 @@ def test_masked_whiten(monkeypatch):
     assert white_nt.flatten().tolist() == pytest.approx([-1, 0, 0, 1, 0, 0], abs=1e-7)
     alone_nt = ppo.masked_whiten(f64([4, 9]), torch.tensor([[True, False]]))
     assert alone_nt.tolist() == [[0, 0]]
+    # 1e-8 is added to the variance of 2e-8
+    near_nt = ppo.masked_whiten(f64([0, 2e-4]), torch.ones(1, 2))
+    assert near_nt[0].tolist() == pytest.approx([-(3**-0.5), 3**-0.5])
 
 
 @pytest.mark.parametrize(
@@ -135,18 +138,20 @@ def test_quantile_loss():
     value_ntq = torch.tensor([[[3.0, 0.5, 0.9]]], requires_grad=True)
     old_ntq = torch.tensor([[[3.0, 0.5, 0.2]]])
     # (1/6 - 1) (1 - 3) = 5/3; 1/2 * .5 = 1/4; 5/6 * .3 = 1/4
-    loss_nt, clipped_nt = ppo.value_loss(value_ntq, old_ntq, torch.ones(1, 1), 0.5)
+    batch = dict(value_nt=old_ntq, return_nt=torch.ones(1, 1))
+    loss_nt, means = ppo.critic_loss(SimpleNamespace(cliprange_value=0.5), value_ntq, batch)
     assert loss_nt.item() == pytest.approx((5 / 3 + 1 / 4 + 1 / 4) / 3)
-    assert clipped_nt.item() == pytest.approx(1 / 3)
+    assert means["vf_clipfrac"].item() == pytest.approx(1 / 3)
+    assert means["vpred_mean"].item() == pytest.approx(4.4 / 3)
     loss_nt.sum().backward()
     assert value_ntq.grad.flatten().tolist() == pytest.approx([5 / 18, -1 / 6, 0])
 
 
 def test_a_correct_value_does_not_move():
     """Quantiles at the return, as those of a new head where all scores are 0, spread around it."""
-    value_ntq = torch.zeros(1, 1, 4, requires_grad=True)
-    ppo.value_loss(value_ntq, torch.zeros(1, 1, 4), torch.zeros(1, 1), 0.5)[0].sum().backward()
-    assert (4 * value_ntq.grad).flatten().tolist() == [0.375, 0.125, -0.125, -0.375]
+    value_ntq = torch.zeros(1, 1, 2, requires_grad=True)
+    ppo.value_loss(value_ntq, torch.zeros(1, 1, 2), torch.zeros(1, 1), 0.5)[0].sum().backward()
+    assert (2 * value_ntq.grad).flatten().tolist() == [0.25, -0.25]
 
 
 def test_token_rewards():
@@ -160,6 +165,7 @@ def test_adaptive_kl():
     for kl, n, expected in ((2.2, 50, 0.105), (10, 50, 0.1155), (0, 100, 0.0924)):  # +10 %, at most +-20 %
         weight = ppo.adapted(weight, kl, 2.0, n, horizon=100)
         assert weight == pytest.approx(expected)
+    assert ppo.adapted(0.1, 10, 2.0, 10_000) == pytest.approx(0.12)
 
 
 def judged(monkeypatch, rows, results, **flags):

@@ -13,6 +13,7 @@ from algos import eval as evaluation
 from rewards.manager import RewardManager, check_failures, failures
 from rewards.manager.combined import load_rewards
 from rewards.manager.failures import OUTAGE, Failures
+from system import sampler
 
 # body of a reward: what its failure says
 BROKEN = {case["body"]: case["failure"] for case in golden("broken_rewards")}
@@ -193,7 +194,9 @@ def test_no_other_place_calls_a_reward():
     trainers = {*TRAINERS, "grpo_nano"}
     assert {name for name, text in scripts.items() if "load_rewards(" in text} == trainers | {"eval"}
     for name in trainers:
-        before, _, body = scripts[name].partition("def score_rows(rows, manager, tokenizer):")
-        assert "    check_failures(rows)\n    return demote_failures(rows)\n" in body
         assert "manager.score(" not in scripts[name]
-        assert before.count("score_rows(") == 2  # of validation and of training
+        main = scripts[name].partition("def main(args):")[2].partition("# ---- The system")[0]
+        assert main.count("score_rows(") == 2  # of validation and of training
+    for path in (Path(sampler.__file__), Path(evaluation.__file__).with_name("grpo_nano.py")):
+        body = path.read_text().partition("def score_rows(rows, manager, tokenizer):")[2]
+        assert "    check_failures(rows)\n    return demote_failures(rows)\n" in body

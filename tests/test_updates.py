@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from algos import agent, dapo, distill, dpo, grpo, grpo_nano, ppo, rm, sft
 from algos.variants import load_loss
 from tests import families
 from tests.conftest import load_policy
@@ -36,7 +36,8 @@ def sampled_rows():
 
 def case(script, model, mesh):
     """-> the model, its flags, and a function of (optimizer, flags) that takes one optimizer step."""
-    flags = dict(model=model, train_files=(), output_dir="", attn_implementation="sdpa")
+    flags = dict(model=model, train_files=(), output_dir="")
+    flags |= dict(attn_implementation="sdpa") if script is not grpo_nano else {}
     text = dict(prompt_ids=[7, 8], response_ids=[30, 40], trained=[True] * 2)
     if script is sft:
         args = sft.Args(**flags)
@@ -63,6 +64,8 @@ def case(script, model, mesh):
     args = script.Args(**flags)
     policy = load_policy(script, args, mesh)
     mini_batches, *_ = script.distribute(sampled_rows(), 1, 8192, policy.packed)
+    if script is grpo_nano:
+        return policy, args, partial(grpo_nano.update_actor, policy, mini_batches=mini_batches)
     if script is distill:
         return policy, args, partial(distill.update_actor, policy, None, mini_batches=mini_batches)
     args, token_loss = load_loss(args, clip=script.policy_loss)
@@ -82,7 +85,7 @@ def model(tmp_path_factory):
     return str(out)
 
 
-@pytest.mark.parametrize("script", (sft, rm, dpo, grpo, dapo, ppo, agent, distill))
+@pytest.mark.parametrize("script", (sft, rm, dpo, grpo_nano, grpo, dapo, ppo, agent, distill))
 def test_an_optimizer_step(script, model, mesh, monkeypatch):
     policy, args, update = case(script, model, mesh)
     optimizer = Capture(policy.parameters(), lr=1.0)

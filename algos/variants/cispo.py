@@ -8,6 +8,6 @@ def cispo(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=1.0, clip_high=4.0):
 
     A = 1, log p = -2, r = 6, high = 4 -> 10, clipped.
     """
-    ratio_nt = (logp_nt - old_logp_nt).detach().clamp(-20, 20).exp()
+    ratio_nt = (logp_nt - old_logp_nt).detach().exp()
     clip_nt = ratio_nt.clamp(1 - clip_low, 1 + clip_high)
     return -clip_nt * adv_nt * logp_nt, clip_nt != ratio_nt, torch.zeros_like(clip_nt)  # eq: grpo.cispo

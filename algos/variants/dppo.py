@@ -10,8 +10,8 @@ def dppo(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.15, clip_high=0.15):
 
     A = 1, p_old = 0.5, high = 0.15: p = 0.6 -> -1.2 log 0.6; p = 0.7 -> 0, clipped.
     """
-    ratio_nt = (logp_nt - old_logp_nt).detach().clamp(-20, 20).exp().clamp(max=MAX_RATIO)
-    moved_nt = logp_nt.detach().exp() - old_logp_nt.exp()
+    ratio_nt = (logp_nt - old_logp_nt).detach().exp().clamp(max=MAX_RATIO)
+    moved_nt = logp_nt.exp() - old_logp_nt.exp()
     far_nt = torch.where(adv_nt > 0, moved_nt > clip_high, moved_nt < -clip_low)
     loss_nt = -ratio_nt * adv_nt * logp_nt.where(~far_nt, 0.0)  # eq: grpo.dppo
     return loss_nt, far_nt, torch.zeros_like(loss_nt)
