@@ -208,7 +208,7 @@ def kl_estimate(logp_nt, ref_logp_nt, kind):
 def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: for algos/variants/.
+    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: what losses of responses need.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
@@ -376,7 +376,6 @@ def main(args):
     # ---- arguments and data: checked before anything slow
     args, token_loss = load_loss(args, clip=policy_loss)
     loss = partial(batch_loss, args, token_loss)
-    zero_without_advantage = is_zero_without_advantage(partial(loss, totals=(1, 1)))
     with Run(args) as run:
         with one_line_errors():
             pool = EnvPool(args.env, ENV_WORKERS, args.env_timeout_s, args.tool_parser)
@@ -441,9 +440,10 @@ def main(args):
                 tokens_n = torch.tensor([row["mask_t"].sum() for row in rows])
                 parts = score_parts(manager.compute_score, rows)  # for gdpo: scores of each --reward_fn
                 adv_n = advantages(args, score_n, group_n, tokens_n, parts)
+                skip = is_zero_without_advantage(partial(loss, totals=(1, 1)), args.max_response_length)
                 for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
                     row["adv_t"] = np.full(row["length"], adv, np.float32)
-                    row["no_grad"] = adv == 0 and zero_without_advantage
+                    row["no_grad"] = adv == 0 and skip
                 updates = args.train_batch_size // args.ppo_mini_batch_size
                 if args.echo_coef:
                     echo_weights(rows, updates)
@@ -521,7 +521,7 @@ def load_model(args, mesh, device, set_trained):
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device="cpu" if args.offload == "always" else device)
-    read_weights(lm, full, device)
+    read_weights(lm, full)
     return policy
 
 

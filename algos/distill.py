@@ -195,7 +195,7 @@ def log_distribution(hidden, weight, temperature, softcap):
 def policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt, clip_low=0.2, clip_high=0.2, c=DUAL_CLIP):
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (dual clip).
 
-    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: for algos/variants/.
+    Returns loss_nt, and where the clip and the dual clip decided. mask_nt: what losses of responses need.
     A = 1, r = 1.5, high = 0.2 -> -1.2, clipped; A = -1, r = 5, c = 3 -> 3, clipped below.
     """
     ratio_nt = (logp_nt - old_logp_nt).clamp(-20, 20).exp()
@@ -681,7 +681,7 @@ def load_model(args, path, mesh, device, set_trained, root):
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(model, **fsdp, reshard_after_forward=True)
     model.to_empty(device="cpu" if args.offload == "always" else device)
-    read_weights(lm, full, device)
+    read_weights(lm, full)
     return model
 
 

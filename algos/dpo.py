@@ -185,7 +185,7 @@ def micro_batches(policy, rows, args):
         yield [rows[own[i]] for i in batch]
 
 
-def pair_logps(policy, pairs, args):
+def pair_logps(policy, pairs):
     """Sums of the log-probs of trained tokens: logp_n2; of no pairs [0, 2], with a gradient of 0.
 
     0 for a response that a row lacks.
@@ -212,7 +212,7 @@ def reference_point(policy, steps, args):
         others = [row["other"] | dict(reference=row["other_reference"]) for row in rows]
         for batch in micro_batches(policy, others, args):
             reference_n2 = torch.tensor(np.array([row["reference"] for row in batch])).view(-1, 2)
-            total += (pair_logps(policy, batch, args).cpu() - reference_n2).sum().item()
+            total += (pair_logps(policy, batch).cpu() - reference_n2).sum().item()
     [total] = all_reduce([total])
     return max(0.0, total / size)  # eq: dpo.z
 
@@ -247,7 +247,7 @@ def update(policy, optimizer, rows, args):
     tokens_b2 = np.array([row["tokens"] for row in rows])
     z = reference_point(policy, [rows], args)
     for batch in micro_batches(policy, rows, args):
-        logp_n2 = pair_logps(policy, batch, args)
+        logp_n2 = pair_logps(policy, batch)
         terms = objective(args, batch, logp_n2, tokens_b2, z)
         # FSDP averages gradients over the ranks, but the denominators already count all ranks
         (terms["loss"] * dist.get_world_size()).backward()
@@ -276,7 +276,7 @@ def evaluate(policy, rows, reference, args):
     z = reference_point(policy, in_steps(rows, range(len(rows)), args, **reference), args)
     for step in in_steps(rows, range(len(rows)), args, **reference):
         for batch in micro_batches(policy, step, args):
-            logp_n2 = pair_logps(policy, batch, args)
+            logp_n2 = pair_logps(policy, batch)
             terms = objective(args, batch, logp_n2, tokens_b2, z)
             sums += torch.stack([*terms.values()])
     return {f"val/{name}": value for name, value in zip(terms, all_reduce(sums.tolist()))}
@@ -309,7 +309,7 @@ def reference_logps(policy, rows, order, args):
     with tqdm(total=len(rows), desc="reference", disable=rank > 0) as bar:
         for step in in_steps(rows, order, args):
             for batch in micro_batches(policy, step, args):
-                logp_n2[[row["number"] for row in batch]] = pair_logps(policy, batch, args).cpu()
+                logp_n2[[row["number"] for row in batch]] = pair_logps(policy, batch).cpu()
             bar.update(len(step))
     dist.all_reduce(logp_n2)  # each row is one rank's, and 0 on the others
     if rank == 0:
@@ -413,7 +413,7 @@ def load_model(args, mesh, device):
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
-    read_weights(lm, full, device)
+    read_weights(lm, full)
     return policy
 
 

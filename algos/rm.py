@@ -312,7 +312,7 @@ def load_model(args, mesh, device, pad_id):
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.to_empty(device=device)
-    read_weights(lm, full, device)
+    read_weights(lm, full)
     lm.config.get_text_config().pad_token_id = pad_id
     if not is_classifier(lm.config):
         nn.init.zeros_(lm.score.weight)

@@ -380,7 +380,7 @@ def load_model(args, mesh, device, processor):
     # the root too is resharded after a forward: without a backward nothing else would do it
     fully_shard(policy, **fsdp, reshard_after_forward=True)
     policy.to_empty(device=device)
-    read_weights(lm, full, device)
+    read_weights(lm, full)
     return policy
 
 

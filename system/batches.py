@@ -133,7 +133,8 @@ def distribute(rows, steps, budget, packed, sharing=1):
     """Deal the rows of each optimizer step to the ranks, balanced by tokens.
 
     rows: of all ranks, those to one prompt next to each other. steps: number of optimizer steps, over which
-    the rows are spread. budget: tokens of a micro-batch. sharing: ranks that share a row.
+    the groups are spread; there is a group for each. budget: tokens of a micro-batch. sharing: ranks that
+    share a row.
 
     A sequence is a row, or packed rows that share their prompt, up to a quarter of a micro-batch: longer
     ones would leave them half empty. Returns this rank's sequences for each optimizer step, with the
@@ -147,10 +148,13 @@ def distribute(rows, steps, budget, packed, sharing=1):
     mini_batches = []
     own_rows = []
     load = [0] * ranks
+    groups = [list(group) for _, group in groupby(rows, key=itemgetter("group"))]
+    steps = min(steps, len(groups))
     for step in range(steps):
-        step_rows = rows[len(rows) * step // steps : len(rows) * (step + 1) // steps]
+        step_groups = groups[len(groups) * step // steps : len(groups) * (step + 1) // steps]
+        step_rows = list(chain(*step_groups))
         sequences = []
-        for _, group in groupby(step_rows, key=itemgetter("group")):
+        for group in step_groups:
             sequence = []
             for row in group:
                 if sequence and token_count([*sequence, row]) > longest:

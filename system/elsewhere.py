@@ -30,7 +30,7 @@ TRL = {
     "epsilon": "--clip_ratio_low --clip_ratio_high",
     "epsilon_high": "--clip_ratio_high",
     "delta": "3, the constant DUAL_CLIP",
-    "beta": "--use_kl_loss --kl_loss_coef | --kl_coef",
+    "beta": "--use_kl_loss --kl_loss_coef | --kl_coef | --kl",
     "loss_type": "--loss | --loss_agg | --policy_loss",
     "importance_sampling_level": "--policy_loss gspo, for sequence",
     "scale_rewards": "--adv_estimator dr_grpo, for none",
@@ -63,6 +63,9 @@ TRL = {
 }
 VERL = {
     "actor_rollout_ref.model.path": "--model",
+    "critic.model.path": "--critic_model",
+    "critic.optim.lr": "--critic_lr",
+    "reward_model.model.path": "--reward_model",
     "actor_rollout_ref.model.target_modules": "always all linear layers",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "--gradient_checkpointing full",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "--max_tokens_per_microbatch",
@@ -91,6 +94,8 @@ VERL = {
     "algorithm.norm_adv_by_std_in_grpo": "--adv_estimator dr_grpo, for False",
     "distillation.teacher_models": "--teacher",
     "custom_reward_function.path": "--reward_fn FILE.py:NAME",
+    "custom_reward_function.name": "--reward_fn FILE.py:NAME",
+    "algorithm.filter_groups.enable": "what dapo.py does",
     "trainer.total_training_steps": "--total_steps",
     "trainer.default_local_dir": "--output_dir",
     "trainer.resume_mode": "--resume",
@@ -137,6 +142,14 @@ OTHERS = {  # LlamaFactory, OpenRLHF, ms-swift, axolotl, Hugging Face's Trainer
     "n_samples_per_prompt": "--group_size | --n_samples",
     "num_samples": "--n_samples | --group_size",
     "rollout_batch_size": "--train_batch_size",
+    "kl_coef": "--use_kl_loss --kl_loss_coef | --kl_coef",
+    "entropy_coef": "--entropy_coeff",
+    "use_lora": "--lora_rank",
+    "attn_impl": "--attn_implementation",
+    "dtype": "--compute_dtype",
+    "ring_attn_size": "--sp_size",
+    "clip_eps_high": "--clip_ratio_high",
+    "dynamic_filtering": "what dapo.py does",
     "init_kl_coef": "--kl_coef | --use_kl_loss --kl_loss_coef",
     "advantage_estimator": "--adv_estimator",
     "actor_learning_rate": "--lr",
@@ -159,11 +172,13 @@ OTHERS = {  # LlamaFactory, OpenRLHF, ms-swift, axolotl, Hugging Face's Trainer
     "gradient_checkpointing_kwargs": "--gradient_checkpointing",
     "resume": "--resume",
 }
-HERE = {}  # of names with their path, and without it
-for table in (TRL, VERL, OTHERS):
+HERE = {}
+for table in (VERL, TRL, OTHERS):
     for name, here in table.items():
         HERE[name] = here
-        HERE.setdefault(name.rpartition(".")[2], here)
+        last = name.rpartition(".")[2]
+        if len(last) > 4:  # n, name and path end many of verl's names
+            HERE[last] = here
 
 
 def hint(name, flags):
@@ -172,14 +187,14 @@ def hint(name, flags):
     A hint names only flags that the script has; otherwise the scripts that have them.
     """
     last = name.rpartition(".")[2]
+    if name not in HERE and last in flags:  # of verl, with its path
+        return f"--{last}"
     here = HERE.get(name) or HERE.get(last)
     ways = here.split(" | ") if here else []
     for way in ways:
         if set(flags_in(way)) <= set(flags):
             return way
-    if last in flags:  # of verl, with its path
-        return f"--{last}"
-    for way in (f"--{last}", *ways):
+    for way in (*ways, f"--{last}"):
         scripts = [path.name for path in sorted(ALGOS.glob("*.py")) if has(path, flags_in(way))]
         if scripts:
             return f"{way} of {', '.join(scripts)}"

@@ -181,7 +181,7 @@ def kept_on_host(lm):
     return dict(offload_policy=CPUOffloadPolicy())
 
 
-def read_weights(lm, full, device):
+def read_weights(lm, full):
     """Give each rank its shard of what rank 0 has read (full, elsewhere None)."""
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(lm, full.state_dict() if full else {}, options=options)

@@ -133,7 +133,7 @@ class Run:
     def updated(self, **state):
         """The weights are those of a whole step: from here on it is saved, whatever ends the run.
 
-        state: what `load` returns to a run that resumes here.
+        state: `self.state` of a run that resumes here.
         """
         self.unsaved = dict(state, step=self.step, content=self.digests)
 
@@ -188,6 +188,9 @@ class Run:
         skipped = [value for name, value in metrics.items() if name.endswith("skipped_updates")]
         if any(skipped):
             self.say(f"warning: step {self.step}: updates were skipped, their gradients are not finite")
+        missing = metrics.get("training/rollout_logp_missing")
+        if missing:
+            self.say(f"warning: step {self.step}: {missing:.0f} log-probs of the sampler are not finite")
         metrics["training/nonfinite"] = sum(not math.isfinite(value) for value in metrics.values())
         if not self.rank0:
             return

@@ -228,6 +228,10 @@ def test_rows_that_are_added_are_no_further_step(monkeypatch):
     [(mini_batches, own_rows, _)] = deal(monkeypatch, rows + old, ranks=1)
     assert len(mini_batches) == 2 and len(own_rows) == 18
     assert [sum(len(sequence) for sequence in own) for own, _ in mini_batches] == [9, 9]
+    [(mini_batches, _, _)] = deal(monkeypatch, rows, ranks=1, updates=3)  # whole groups
+    assert [sum(len(sequence) for sequence in own) for own, _ in mini_batches] == [3, 3, 6]
+    [(mini_batches, _, _)] = deal(monkeypatch, rows, ranks=1, updates=9)  # no step without a row
+    assert len(mini_batches) == 4
 
 
 def test_a_column_that_some_rows_lack_is_one_line(monkeypatch):

@@ -73,7 +73,7 @@ def test_kto_is_trls(flags, monkeypatch):
     place = lambda x, desirable: [x, 0.0] if desirable else [0.0, x]
     tensor = lambda rows, **how: torch.tensor([row["logp"] for row in rows], **how).view(-1, 2)
     monkeypatch.setattr(dpo, "micro_batches", lambda policy, rows, args: (rows[:2], rows[2:]))
-    monkeypatch.setattr(dpo, "pair_logps", lambda policy, rows, args: tensor(rows))
+    monkeypatch.setattr(dpo, "pair_logps", lambda policy, rows: tensor(rows))
     monkeypatch.setattr(dpo, "all_reduce", list)
     args, rows = make_args(loss="kto", beta=beta, desirable_weight=good, undesirable_weight=bad), []
     responses = (-10, -11, 2), (-12, -11, 0.5), (-4, -4, 0), (-3, -5.5, 2), (-7.5, -6, 1)
@@ -263,7 +263,7 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
         calls.append(len(step))
         yield step
 
-    def pair_logps(policy, pairs, args):
+    def pair_logps(policy, pairs):
         return torch.tensor([[row["number"], -1.0] for row in pairs])
 
     monkeypatch.setattr(dpo, "dist", one_rank)

@@ -14,7 +14,6 @@ def mine(score_n, group_n, length_n, parts):  # score, group number and trained 
 
 import ast
 import inspect
-from collections import defaultdict
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -107,26 +106,52 @@ def check_loss(loss, spec):
         raise ValueError(f"{what} must return three tensors [N, T], first a loss with a gradient")
 
 
-def is_zero_without_advantage(loss):
-    """Whether rows with advantage 0 have no gradient, and need not be run: the loss decides.
+class Columns(dict):
+    """A batch in which each column is there: one that is not known is drawn."""
 
-    loss: of log-probs, entropies and a batch -> loss of each token first. It is tried on four rows with
-    advantage 0, whose log-probs differ from the old ones by up to 6, in both directions; a column of the
-    batch that is not known here is random.
+    def __init__(self, draw, **known):
+        super().__init__(known)
+        self.draw = draw
+
+    def __missing__(self, name):
+        self[name] = self.draw()
+        return self[name]
+
+    def __contains__(self, name):
+        return True
+
+    def get(self, name, default=None):
+        return self[name]
+
+
+def is_zero_without_advantage(loss, length):
+    """Whether rows with advantage 0 have no gradient and need not be run: the loss decides.
+
+    loss: of log-probs, entropies and a batch -> loss of each token first. length: of the longest response.
+    It is tried on made-up rows. A loss that cannot be tried is taken to have a gradient.
     """
     import torch
 
     random = torch.Generator().manual_seed(1)
-    draw = lambda: torch.rand(4, 64, generator=random)
-    logp_nt = (-9 * draw()).requires_grad_()
-    entropy_nt = (3 * draw()).requires_grad_()
-    batch = defaultdict(draw)
-    batch["old_logp_nt"] = logp_nt.detach() + 12 * draw() - 6
-    batch["rollout_logp_nt"] = batch["old_logp_nt"]
-    batch["ref_logp_nt"] = -9 * draw()
-    batch["mask_nt"] = torch.ones(4, 64, dtype=torch.bool)
-    batch["adv_nt"] = torch.zeros(4, 64)
-    loss_nt = loss(logp_nt, entropy_nt, batch)[0]
-    inputs = logp_nt, entropy_nt
-    gradients = torch.autograd.grad(loss_nt.sum(), inputs, allow_unused=True, materialize_grads=True)
-    return not any(gradient.any() for gradient in gradients)
+    share = lambda: torch.rand(8, length, generator=random)
+    kinds = share, lambda: torch.ones(8, length), lambda: share() > 0.5  # of columns that are not known
+    for draw, sampler_differs in zip(kinds, (0.0, 0.5, 2.0)):
+        logp_nt = (-30 * share() ** 4).requires_grad_()
+        entropy_nt = (12 * share()).requires_grad_()
+        adv_nt = torch.tensor([0.0, 0, 0, 0, 1, -1, 0.5, -2])[:, None].expand(8, length)
+        lengths = [1, 2, length // 2, length] * 2
+        batch = Columns(draw)
+        batch["adv_nt"] = adv_nt
+        batch["mask_nt"] = torch.arange(length) < torch.tensor(lengths)[:, None].clamp(min=1)
+        batch["old_logp_nt"] = logp_nt.detach() + 160 * (share() - 0.5) ** 3
+        batch["ref_logp_nt"] = logp_nt.detach() + 160 * (share() - 0.5) ** 3
+        batch["rollout_logp_nt"] = batch["old_logp_nt"] + sampler_differs * (share() - 0.5)
+        try:
+            total = loss(logp_nt, entropy_nt, batch)[0].sum()
+            inputs = logp_nt, entropy_nt
+            grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+        except Exception:  # of a user's function
+            return False
+        if any(grad[:4].any() for grad in grads):
+            return False
+    return True
