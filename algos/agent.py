@@ -25,7 +25,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from system.arguments import fail, one_line_errors, parse
+    from system.arguments import one_line_errors, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 from algos.variants import is_zero_without_advantage, load_loss, load_variant, unknown
@@ -157,7 +157,8 @@ from system.model import (
     whole_weights,
     without_adapters,
 )
-from system.run import Run, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import check_sampler, engine_options, score_rows
 from system.turns import ENV_WORKERS, Limits, converse
 
@@ -489,8 +490,7 @@ def load_data(args, pool):
     """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
     with one_line_errors():
         check_model(args.model, args.attn_implementation, adapters_of(args))
-        if families.takes_images(args.model, (*args.train_files, *args.val_files)):
-            fail(f"{args.model} takes images, which only grpo.py and sft.py do")
+        families.refuse_images(args.model, (*args.train_files, *args.val_files))
         tokenizer = load_processor(args.model)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)

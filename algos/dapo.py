@@ -150,7 +150,8 @@ from system.model import (
     read_weights,
     whole_weights,
 )
-from system.run import Run, all_reduce, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import all_reduce, setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import answers, check_sampler, engine_options, of_all_ranks, params_of, score_rows
 from system.sequence import Slices, sequence_group, ulysses
 
@@ -540,8 +541,7 @@ def main(args):
 def load_data(args):
     """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
     with one_line_errors():
-        if families.takes_images(args.model, (*args.train_files, *args.val_files)):
-            fail(f"{args.model} takes images, which only grpo.py and sft.py do")
+        families.refuse_images(args.model, (*args.train_files, *args.val_files))
         check_model(args.model, args.attn_implementation, adapters_of(args))
         if args.sp_size > 1:
             check_slices(args)

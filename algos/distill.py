@@ -158,7 +158,8 @@ from system.model import (
     read_weights,
     whole_weights,
 )
-from system.run import Run, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import answers, check_sampler, engine_options, score_rows
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -649,8 +650,7 @@ def load_data(args):
     """-> tokenizer, reward manager, rows of training and of validation, a line about them."""
     with one_line_errors():
         check_model(args.model, args.attn_implementation, adapters_of(args))
-        if families.takes_images(args.model, (*args.train_files, *args.val_files)):
-            fail(f"{args.model} takes images, which only grpo.py and sft.py do")
+        families.refuse_images(args.model, (*args.train_files, *args.val_files))
         tokenizer = load_processor(args.model)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)
         reward_fn = load_rewards(args.reward_fn, args.reward_weights, args.group_size)

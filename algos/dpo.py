@@ -128,7 +128,8 @@ from system.model import (
     read_weights,
     whole_weights,
 )
-from system.run import Run, all_reduce, learning_rate, setup_distributed
+from system.ranks import all_reduce, setup_distributed
+from system.run import Run, learning_rate
 
 RESPONSES = "chosen", "rejected"  # of a pair
 
@@ -443,8 +444,7 @@ def load_data(args):
     with one_line_errors():
         config = AutoConfig.from_pretrained(args.model)
         name = f"{args.model} ({config.model_type})"
-        if families.takes_images(args.model, (*args.train_files, *args.val_files)):
-            fail(f"{name} takes images, which dpo.py does not")
+        families.refuse_images(args.model, (*args.train_files, *args.val_files))
         if args.qlora and families.dequantised(config):
             fail(f"--qlora rounds whole weights, and {name} has rounded ones")
         lm = check_model(args.model, args.attn_implementation, adapters_of(args))

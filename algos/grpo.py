@@ -149,7 +149,8 @@ from system.model import (
     whole_weights,
     without_adapters,
 )
-from system.run import Run, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import answers, check_sampler, engine_options, score_rows
 
 # ---- The mathematics -------------------------------------------------------------------

@@ -95,7 +95,8 @@ from system.batches import balance, join, one_row, pad, padded, split_micro_batc
 from system.gpu import compute_device, prepare_layers, send
 from system.log_probs import log_probs
 from system.metrics import stats, step_metrics, timed
-from system.run import Run, all_reduce, setup_distributed, sum_over_ranks
+from system.ranks import all_reduce, setup_distributed, sum_over_ranks
+from system.run import Run
 from system.sampler import CAUSES, engine_options
 
 # ---- The mathematics -------------------------------------------------------------------

@@ -169,7 +169,8 @@ from system.model import (
     whole_weights,
     without_adapters,
 )
-from system.run import Run, all_reduce, learning_rate, setup_distributed, sum_over_ranks
+from system.ranks import all_reduce, setup_distributed, sum_over_ranks
+from system.run import Run, learning_rate
 from system.sampler import answers, check_sampler, engine_options, score_rows
 
 # ---- The mathematics -------------------------------------------------------------------
@@ -554,8 +555,7 @@ def load_data(args):
         rules = rules or ("none",)
         weights = weights[: len(args.reward_fn)]
     with one_line_errors():
-        if families.takes_images(args.model, (*args.train_files, *args.val_files)):
-            fail(f"{args.model} takes images, which only grpo.py and sft.py do")
+        families.refuse_images(args.model, (*args.train_files, *args.val_files))
         check_model(args.model, args.attn_implementation, adapters_of(args))
         tokenizer = load_processor(args.model)
         use_template(tokenizer, args.chat_template, args.chat_template_kwargs)

@@ -106,7 +106,8 @@ from system.batches import balance, on_every_rank, one_row, padded, split_micro_
 from system.gpu import prepare_layers, send
 from system.metrics import speed_metrics, timed
 from system.model import add_adapters, parts_of, read_model, read_weights, whole_weights
-from system.run import Run, all_reduce, learning_rate, setup_distributed
+from system.ranks import all_reduce, setup_distributed
+from system.run import Run, learning_rate
 
 PAIR = "chosen_ids", "rejected_ids"  # the conversations of a row
 
@@ -357,10 +358,9 @@ def check_classifier(config, args):
         lm = auto.from_config(config, attn_implementation=args.attn_implementation)
         add_adapters(lm, args.lora_rank, args.lora_alpha, args.seed)
     headless = getattr(getattr(lm, "score", None), "bias", 0) is not None
-    sees_images = families.takes_images(args.model, (*args.train_files, *args.val_files))
+    families.refuse_images(args.model, (*args.train_files, *args.val_files))
     refuse(
         (labels != 1, f"{name} is a classifier with {labels} labels; a reward model has one score"),
-        (sees_images, f"{name} takes images, which rm.py does not"),
         (headless, f"{name} as a classifier has no head `score` without a bias"),
     )
     families.check_positions(lm, args.max_length)

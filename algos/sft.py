@@ -121,7 +121,8 @@ from system.model import (
     read_weights,
     whole_weights,
 )
-from system.run import Run, all_reduce, learning_rate, setup_distributed
+from system.ranks import all_reduce, setup_distributed
+from system.run import Run, learning_rate
 from system.sequence import Slices, ring, sequence_group, ulysses
 
 

@@ -1,14 +1,23 @@
-"""Write docs/reference/flags.md, a table of all flags, from the Args of the scripts; a test compares them.
+"""Write docs/reference/flags.md, a table of all flags, from the Args of the scripts, and the tables of
+options in the pages on verl and TRL, from system/elsewhere.py; a test compares them.
 
 python docs/flags.py
 """
 
 import ast
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from system import elsewhere
+
+OPTIONS = {  # pages with a table of options
+    ROOT / "docs/reference/from-trl.md": elsewhere.TRL,
+    ROOT / "docs/reference/from-verl.md": elsewhere.VERL,
+}
 PAGE = ROOT / "docs/reference/flags.md"
 HEAD = """# Flags
 
@@ -140,5 +149,17 @@ def page():
     return HEAD + "\n".join(names) + "\n\n## All flags\n\n" + table()
 
 
+def with_options(text, names):
+    """A page with its table of options."""
+    rows = ["<!-- made by docs/flags.py -->", "| there | here |", "|---|---|"]
+    for name, here in names.items():
+        here = re.sub(r"(--\w+)", r"`\1`", here.replace(" | ", ", or "))
+        rows.append(f"| `{name}` | {here} |")
+    rows.append("<!-- end -->")
+    return re.sub(r"<!-- made by .*?<!-- end -->", "\n".join(rows), text, flags=re.DOTALL)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    for path, names in OPTIONS.items():
+        path.write_text(with_options(path.read_text(), names))

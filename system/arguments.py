@@ -89,7 +89,6 @@ def parse(args_class, words=None, unknown=None):
 
     unknown: a function of {flag: value}, which says what a script does not know, or None.
     """
-    before_torch()
     problem = foreign(fields(args_class), sys.argv[1:] if words is None else words)
     if not problem:
         groups = command_line(in_groups(args_class), words)
@@ -132,6 +131,7 @@ def foreign(flags, words):
 
 def command_line(program, words=None):
     """A dataclass that is made from the command line, or a function that is called with it."""
+    before_torch()
     about = (sys.modules[program.__module__].__doc__ or "").partition("\n\n")[0]  # --help begins with it
     options = dict(description=about, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
     try:

@@ -17,7 +17,7 @@ from torch import nn
 from data_prep.lib.images import show_images
 from system.arguments import fail
 from system.gpu import send
-from system.run import all_reduce
+from system.ranks import all_reduce
 
 
 def balance(lengths, ranks):

@@ -69,6 +69,13 @@ def takes_images(model, files):
     return False
 
 
+def refuse_images(model, files):
+    """Stop a script that trains no images, where a model would be shown some."""
+    if takes_images(model, files):
+        kind = AutoConfig.from_pretrained(model).model_type
+        fail(f"{model} ({kind}) takes images, which only grpo.py and sft.py do")
+
+
 def check_positions(lm, max_length):
     """Stop if a row may have more tokens than a table of positions has rows."""
     config = lm.config.get_text_config()

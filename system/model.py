@@ -20,7 +20,7 @@ from system.arguments import fail
 from system.attention import packed_attention
 from system.gpu import compute_device, send
 from system.log_probs import log_probs
-from system.run import all_reduce
+from system.ranks import all_reduce
 
 
 class TokenLogps(nn.Module):

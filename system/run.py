@@ -1,6 +1,5 @@
-"""A run of a trainer: its opening, its steps, its end and its log."""
+"""A run of a trainer: its steps, its log, and its end, which saves what is whole."""
 
-import atexit
 import faulthandler
 import json
 import logging
@@ -10,179 +9,23 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
-from textwrap import indent
-from uuid import uuid4
 
-import psutil
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from system.arguments import KNOWN, MODELS, fail
+from system import ranks
+from system.arguments import fail
 from system.checkpoints import load_checkpoint, read_state, write_checkpoint
-from system.cpu import keep_freed_memory
-from system.files import digest_of_file, digests_of_model, hold, json_line, replacing
-from system.gpu import compute_device
+from system.files import json_line, replacing
+from system.ranks import all_reduce, leave, ranks_on
+from system.resume import digests, open_run
+from system.tracker import TEXTS, open_tracker
 
-MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
-DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  # and another run begins
-FILES = [flag for flag, known in KNOWN.items() if known.content == "file"]
 END = timedelta(minutes=1)  # that ranks wait for one another at the end of the process
 REPEAT_S = 10  # a signal within this time is the first one again: torchrun passes on what all ranks got
-TEXTS = ["prompt_str", "solution_str", "ground_truth", "score"]  # what a tracker has of a row
-TIMEOUT_S = 3600  # seconds that a rank waits for the others
-
-
-def open_run(args):
-    """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
-    flags = vars(args)
-    for flag in flags.keys() & MODELS:  # not by symbolic links, which may move, as `latest` of another run
-        if isinstance(flags[flag], str):
-            flags[flag] = without_links(flags[flag])
-        elif flags[flag]:
-            flags[flag] = tuple(without_links(name) for name in flags[flag])
-    if args.tracker != "none" and not find_spec(args.tracker):
-        fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
-    for flag, value in flags.items():  # parse() has not loaded torch
-        needs_gpu = flag in KNOWN and KNOWN[flag].gpu and value not in (False, "none")
-        if needs_gpu and not torch.cuda.is_available():
-            fail(f"--{flag} needs a GPU")
-
-    out = Path(args.output_dir)
-    hold(out, f"--output_dir {out}")
-    if args.resume == "never" and (out / "args.json").exists():
-        fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
-    latest = out / "checkpoints/latest"
-    if latest.exists():  # the same command resumes its own run
-        checkpoint = latest.resolve()
-        changes = differences(checkpoint, args, MAY_CHANGE)
-        if changes:
-            new = "choose another"
-            if not differences(checkpoint, args, MAY_CHANGE | DATA):
-                new = f"begin in another one by --resume {latest}"
-            fail(f"--output_dir {out} holds a run with other arguments ({changes}): put them back, or {new}")
-        return checkpoint
-
-    if args.resume in ("auto", "never"):
-        return None
-    checkpoint = Path(args.resume).resolve()
-    if not (checkpoint / "trainer_state.json").is_file():
-        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    changes = differences(checkpoint, args, MAY_CHANGE | DATA)
-    if changes:
-        fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
-    return checkpoint
-
-
-def without_links(name):
-    """The path of a directory; the name of a model on the hub as it is."""
-    if os.path.isdir(name):
-        return os.path.realpath(name)
-    return name
-
-
-def differences(checkpoint, args, may):
-    """What differs between the run of a checkpoint and this one, except flags that may."""
-    saved = {}
-    saved_digests = {}
-    with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
-        saved_digests = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
-        saved = json.loads((checkpoint.parents[1] / "args.json").read_text())
-    digests_now = digests(args)
-    found = []
-    for flag, value in json.loads(json.dumps(asdict(args))).items():
-        if flag in may:
-            continue
-        before = saved.get(flag, value)
-        change = f"{before} there, {value} now" if before != value else ""
-        if flag in MODELS or flag in FILES:
-            digest = digests_now.get(flag)
-            digest_before = saved_digests.get(flag, digest)
-            if digest is None or digest_before == digest:
-                continue
-            if flag in MODELS:
-                change = f"{value} has another {changed_files(digest_before, digest)}"
-            elif not change:
-                change = f"{value} has another content"
-        if change:
-            found.append(f"--{flag} {change}")
-    return "; ".join(found)
-
-
-def changed_files(before, now):
-    """Names of the files of models that differ."""
-    names = set()
-    for one, other in zip(before, now):
-        names |= {name for name, _ in one.items() ^ other.items()}
-    return ", ".join(sorted(names)) or "number of models"
-
-
-def digests(args):
-    """{flag: digests} of the models and files that decide what a run learns; a checkpoint keeps them."""
-    if int(os.environ.get("RANK", 0)):  # the first rank reads, and speaks
-        return {}
-    found = {}
-    for flag, value in vars(args).items():
-        if flag not in MODELS and flag not in FILES:
-            continue
-        names = value or ()
-        if isinstance(names, str):
-            names = [names]
-        digest = digests_of_model if flag in MODELS else digest_of_file
-        found[flag] = [digest(name) for name in names]
-    return found
-
-
-def open_tracker(args, step):
-    """-> a function of ({name: number or rows of TEXTS}, step). Those after `step` go: they come again."""
-    if args.tracker == "wandb":
-        return wandb_tracker(args)
-    if args.tracker == "tensorboard":
-        return tensorboard_tracker(args, step)
-    return lambda metrics, step: None
-
-
-def wandb_tracker(args):
-    """W&B reads WANDB_PROJECT, and WANDB_MODE=offline for no network."""
-    import wandb
-
-    out = Path(args.output_dir)
-    name = out / "wandb.id"  # a resumed run continues in the same one
-    if not (name.exists() and name.read_text()):  # empty: a kill, as it was written
-        name.write_text(uuid4().hex[:8])
-    run = wandb.init(dir=out, name=out.name, id=name.read_text(), resume="allow", config=asdict(args))
-
-    def track(metrics, step):
-        values = {}
-        for name, value in metrics.items():
-            if isinstance(value, list):
-                value = wandb.Table(columns=TEXTS, data=value)
-            values[name] = value
-        run.log(values, step)
-
-    return track
-
-
-def tensorboard_tracker(args, step):
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(Path(args.output_dir) / "tensorboard", purge_step=step + 1)
-
-    def track(metrics, step):
-        for name, value in metrics.items():
-            if isinstance(value, list):  # of texts: as Markdown has code
-                texts = "\n\n".join(cell for row in value for cell in row)
-                writer.add_text(name, indent(texts, "    "), step)
-            else:
-                writer.add_scalar(name, value, step)
-        writer.flush()  # it writes every two minutes, and not at exit
-
-    return track
 
 
 class Run:
@@ -266,7 +109,7 @@ class Run:
         while self.step < self.total:
             self.step += 1
             # stacks of all ranks, in turn, of a step that hangs
-            faulthandler.dump_traceback_later(0.9 * TIMEOUT_S + dist.get_node_local_rank() / 4)
+            faulthandler.dump_traceback_later(0.9 * ranks.TIMEOUT_S + dist.get_node_local_rank() / 4)
             self.begin = time.perf_counter()
             timing = self.seconds
             self.seconds = {}
@@ -369,10 +212,10 @@ class Run:
         if self.unsaved is None:
             return
         store = dist.distributed_c10d._get_default_store()
-        ranks = range(dist.get_world_size())
+        others = range(dist.get_world_size())
         try:
             store.set(f"end of rank {dist.get_rank()}", "")
-            store.wait([f"end of rank {rank}" for rank in ranks], END)
+            store.wait([f"end of rank {rank}" for rank in others], END)
             self.say(f"saved first: {self.save()}")
         except (Exception, SystemExit) as error:  # whatever it is, the run ends for another reason
             print(f"what was trained since the last checkpoint is lost: {error}", file=sys.stderr)
@@ -413,50 +256,6 @@ def clean(out, step, args):
         new.write_text(json.dumps(asdict(args), indent=2))
 
 
-def setup_distributed(hsdp_replicas=1):
-    """Join the processes of torchrun, or run alone -> the device of this rank and the FSDP mesh."""
-    if "RANK" not in os.environ:  # plain `python`: a world of one
-        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # CAREFUL: torchrun keeps its store over restarts, with addresses of dead ranks (pytorch 135712)
-    new_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(new_store):
-        fail(f"--max-restarts: set {new_store}=1 for torchrun on each node")
-    cuda = torch.cuda.is_available()
-    if cuda:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        gpus = torch.cuda.device_count()
-        if here > gpus:
-            fail(f"{here} ranks on a machine with {gpus} GPUs: --nproc_per_node {gpus}")
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        keep_freed_memory()
-    timeout = timedelta(seconds=TIMEOUT_S)
-    c10d = dist.distributed_c10d
-    c10d.default_pg_timeout = timeout  # for subgroups
-    c10d.default_pg_nccl_timeout = timeout
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    shape = (hsdp_replicas, dist.get_world_size() // hsdp_replicas)
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    if hsdp_replicas == 1:
-        mesh = mesh["shard"]
-    return device, mesh
-
-
-def sum_over_ranks(sums):
-    """{name: scalar tensor of this rank} -> {name: sum over all ranks}."""
-    totals = all_reduce(torch.stack(list(sums.values())).tolist())
-    return dict(zip(sums, totals))
-
-
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a list of numbers over all ranks."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, op)
-    return total.tolist()
-
-
 def learning_rate(peak, step, total_steps, warmup_steps, schedule, decay_steps=0):
     """The learning rate of `step` (from 1): a function of it alone, so resuming needs no state.
 
@@ -472,41 +271,3 @@ def learning_rate(peak, step, total_steps, warmup_steps, schedule, decay_steps=0
     done = max(step - 1 - total_steps + decaying, 0) / decaying
     decay = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
     return peak * decay[schedule]
-
-
-def leave(code=0):
-    """End the process together with the other ranks: the last call of a script."""
-    # Python's own end would abort if a thread of gloo still has a tensor (pytorch PR 179291)
-    dist.barrier()
-    atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def ranks_on(lm):
-    """A run's first lines: how many ranks on what, and what they train."""
-    ranks = dist.get_world_size()
-    device = compute_device().type
-    text = f"{ranks} rank{'s' * (ranks > 1)} on {device}"
-    here = ranks // int(os.environ.get("GROUP_WORLD_SIZE", 1))  # vLLM replaces LOCAL_WORLD_SIZE on a CPU
-    busy = here * torch.get_num_threads()
-    cores = psutil.cpu_count(logical=False) or busy  # unknown on some machines
-    idle = cores - busy
-    if device == "cpu" and idle > 0:
-        remedy = f"OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores}"
-        text += f", {idle} of {cores} cores idle: {remedy}"
-
-    weights = sum(p.numel() for p in lm.parameters())
-    trained = 0
-    layers = set()  # with LoRA
-    for name, p in lm.named_parameters():
-        if not p.requires_grad:
-            continue
-        trained += p.numel()
-        layer, lora, _ = name.partition(".lora_")
-        if lora:
-            layers.add(layer.rpartition(".")[2])
-    part = f"{trained / 1e6:.3g}M of {weights / 1e6:.4g}M"
-    if layers:
-        return f"{text}\nLoRA trains {part} weights: {' '.join(sorted(layers))}"
-    return f"{text}\ntrains {part} weights"

@@ -13,7 +13,7 @@ from rewards.manager import check_failures, demote_failures
 from system import families
 from system.arguments import fail
 from system.batches import collate
-from system.run import all_reduce
+from system.ranks import all_reduce
 
 
 def engine_options(path, cuda, sees_images=False):

@@ -11,6 +11,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from conftest import golden
+
 SPECIAL = re.compile(  # of the chat templates that are in use
     r"<\|?[\w/]+\|?>|<｜[^>]*｜>|<</?SYS>>|\[/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|gMASK|ARGS)\]"
 )
@@ -25,38 +27,12 @@ def sections(text):
 
 
 GRADED = dict(reason="", grades=[10])
-WRITES = {  # mode: what it writes for a response of one criterion
-    "text": "I would say 10 out of 10.",
-    "fenced": '```json\n{"reason": "", "grades": [10]}\n```',
-    "thought": '<think>{"grades": [1]}</think>It is {so}: {"grades": [7.0]} end',
-    "float": json.dumps(dict(reason="", grades=[9.5])),
-    "bare": json.dumps(dict(grades=[10])),
-    "extra": json.dumps(GRADED | dict(score=1)),
-    "more": json.dumps(dict(reason="", grades=[10, 10])),
-    "high": json.dumps(dict(reason="", grades=[11])),
-    "bool": json.dumps(dict(reason="", grades=[True])),
-    "digits": json.dumps(dict(reason="", grades=["7"])),
-    "nan": '{"reason": "", "grades": [NaN]}',
-    "empty": "",
-    "null": None,
-    "parts": [dict(type="text", text="10")],
-    "thinking": [
-        dict(type="thinking", thinking='{"grades": [1]}'),
-        dict(type="text", text='{"grades": [10]}'),
-    ],
-}
+# mode: what it writes for a response of one criterion
+WRITES = {case["mode"]: case["text"] for case in golden("judge_texts")}
 STATUS = dict(key=401, model=404, refused=422, busy=429, later=429, long=429, broken=500, down=503)
-BODIES = {  # mode: a body of status 200 that is no chat completion
-    "page": "<!doctype html>\n<title>Sign in</title>",
-    "nothing": "",
-    "half": '{"choices": [{"mess',
-    "number": "7",
-    "list": "[]",
-    "error": '{"error": "overloaded"}',
-    "choiceless": '{"choices": []}',
-    "messageless": '{"choices": [{"text": "10"}]}',
-    "deep": "[" * 100_000,
-}
+# mode: a body of status 200 that is no chat completion
+BODIES = {case["mode"]: case["body"] for case in golden("judge_bodies")}
+BODIES["deep"] = "[" * 100_000
 RETRY_AFTER = dict(later="1", long="60")  # seconds
 
 

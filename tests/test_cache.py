@@ -203,7 +203,7 @@ def test_what_the_key_depends_on(file, tmp_path, monkeypatch):
     assert (made(), made()) == (20, 0)
     write_parquet([make_row("train", i, 2, 3 + i) for i in range(20)], file)
     assert (made(), made()) == (20, 0)
-    monkeypatch.setattr(cache.messages, "__file__", __file__)  # another version of this program
+    monkeypatch.setattr(cache, "__file__", __file__)  # another version of this program
     assert (made(), made()) == (20, 0)
 
 

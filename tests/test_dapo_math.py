@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from conftest import golden
 
 from algos import dapo
 from system import sampler
@@ -16,40 +17,18 @@ def f64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("length", "max_length", "buffer", "expected"),
-    [
-        (0, 10, 4, 0.0),
-        (6, 10, 4, 0.0),  # the buffer begins after L - b
-        (7, 10, 4, -0.25),
-        (10, 10, 4, -1.0),
-        (11, 10, 4, -1.0),
-        (10, 10, 1, -1.0),
-        (10, 10, 0, 0.0),  # no buffer, no penalty
-        (5, 10, 10, -0.5),  # all of the response is buffer
-        (18432, 20480, 4096, -0.5),  # the paper's
-    ],
-)
-def test_overlong_penalty(length, max_length, buffer, expected):
-    assert dapo.overlong_penalty(torch.tensor([length]), max_length, buffer).tolist() == [expected]
+@pytest.mark.parametrize("case", golden("overlong_penalties"))
+def test_overlong_penalty(case):
+    length_n = torch.tensor([case["length"]])
+    found_n = dapo.overlong_penalty(length_n, case["max_length"], case["buffer"])
+    assert found_n.tolist() == [case["expected"]]
 
 
-@pytest.mark.parametrize(
-    ("acc", "group", "expected"),
-    [
-        ([1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]),  # all right
-        ([0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),  # all wrong
-        ([-1, -1, -1, 1], [0, 0, 0, 0], [1, 1, 1, 1]),
-        ([1, 0, 1, 1], [7, 7, 8, 8], [1, 1, 0, 0]),
-        ([1, 1, 0, 1], [7, 8, 7, 8], [1, 0, 1, 0]),  # interleaved
-        ([0.5, 0.5, 0.5, 0.25], [3, 3, 4, 4], [0, 0, 1, 1]),  # partial credit
-        ([1], [0], [0]),  # one response has no spread
-        ([], [], []),
-    ],
-)
-def test_keep_groups(acc, group, expected):
-    keep_n = dapo.keep_groups(f64(*acc), torch.tensor(group))
-    assert keep_n.dtype == torch.bool and keep_n.tolist() == list(map(bool, expected))
+@pytest.mark.parametrize("case", golden("keep_groups"))
+def test_keep_groups(case):
+    keep_n = dapo.keep_groups(f64(*case["acc"]), torch.tensor(case["group"]))
+    assert keep_n.dtype == torch.bool
+    assert keep_n.tolist() == case["expected"]
 
 
 def test_draw_goes_through_the_data_epoch_by_epoch():

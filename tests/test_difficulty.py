@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import golden
 
 from data_prep import difficulty
 from data_prep.arithmetic import make_row
@@ -43,17 +44,11 @@ def build(out, *files, **flags):
     return {row["prompt"][0]["content"]: row["extra_info"]["pass_rate"] for row in rows}
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "kept"),
-    [
-        (0.1, 0.9, {"1+2=": 0.75, "1+3=": 0.25, "1+6=": 0.5}),
-        (0.25, 0.5, {"1+3=": 0.25, "1+6=": 0.5}),  # the ends belong to it
-        (0.0, 0.1, {"1+4=": 0.0}),
-        (1.0, 1.0, {"1+1=": 1.0}),
-    ],
-)
-def test_what_is_kept(scored, tmp_path, low, high, kept):
-    assert build(tmp_path, scored, low=low, high=high) == kept
+@pytest.mark.parametrize("case", golden("pass_rates"))
+def test_what_is_kept(scored, tmp_path, case):
+    """Both ends belong to it."""
+    found = build(tmp_path, scored, low=case["low"], high=case["high"])
+    assert found == case["kept"]
 
 
 def test_counts_and_columns(scored, tmp_path, capsys):

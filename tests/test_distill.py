@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, changed, documented, healthy, load_weights, metrics, rollouts, run
+from conftest import ROOT, changed, documented, golden, healthy, load_weights, metrics, rollouts, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from algos import distill
@@ -187,17 +187,11 @@ def test_what_a_teacher_is_shown(monkeypatch):
     args = SimpleNamespace(teacher_prompt=("{solution}\\boxed{}{prompt}", "{feedback}+{prompt}"))
     args.max_tokens_per_microbatch, args.max_response_length = 30, 10  # 20 tokens are for the prompt
     rows = []
-    for group, text, reward in (
-        (0, "a", dict(score=1.0)),
-        (0, "b", dict(score=-1.0, feedback="no")),
-        (0, "c", dict(score=0.0, acc=1.0)),
-        (1, "{prompt}", dict(score=1.0, feedback="ok")),  # what is put in is not filled again
-        (1, "e", dict(score=0.5)),
-        (2, "f", dict(score=0.0, feedback="")),
-        (3, "g", dict(score=0.0, feedback="long " * 5)),
-    ):
+    for case in golden("teacher_prompts"):
+        group = case["group"]
         prompt = [dict(role="system", content="s"), dict(role="user", content=f"x{group}")]
-        row = dict(group=group, prompt=prompt, sampled=dict(solution_str=text), reward=reward, extra_info={})
+        row = dict(group=group, prompt=prompt, sampled=dict(solution_str=case["text"]), extra_info={})
+        row["reward"] = case["reward"]
         row["prompt_ids"] = [*f"[x{group}]"]
         rows.append(row | dict(mask_t=np.array([True, False])))
     assert distill.show_teacher(args, rows, Letters()) == 5 / 7

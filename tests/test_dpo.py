@@ -13,6 +13,7 @@ import torch
 from conftest import (
     ROOT,
     changed,
+    golden,
     healthy,
     hf,
     killed_at_a_checkpoint,
@@ -23,7 +24,7 @@ from conftest import (
     run,
     same,
 )
-from test_sft import MESSAGES, conversation_tokenizer
+from test_sft import conversation_tokenizer
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,30 +47,16 @@ def pair(question, chosen, rejected):
 
 
 # ---- the losses
-softplus = lambda x: math.log(1 + math.exp(x))  # -log sigma(-x)
-SIMPO = dict(loss="simpo", beta=2.0, simpo_gamma=1.5)
-SMOOTHED = 0.75 * softplus(-0.2) + 0.25 * softplus(0.2)
 
 
-@pytest.mark.parametrize(
-    ("changes", "losses", "rewards"),
-    [
-        # log-probs -10 -12, reference -11 -11, of 2 and 4 tokens: ratios 1 -1; a pair at the reference: 0 0
-        (dict(), [softplus(-0.2), softplus(0)], [[0.1, -0.1], [0, 0]]),
-        (dict(beta=0.5), [softplus(-1), softplus(0)], [[0.5, -0.5], [0, 0]]),
-        (dict(label_smoothing=0.25), [SMOOTHED, softplus(0)], [[0.1, -0.1], [0, 0]]),
-        (dict(loss="ipo"), [(1 / 2 + 1 / 4 - 5) ** 2, 25.0], [[0.1, -0.1], [0, 0]]),
-        (dict(loss="ipo", beta=0.5), [(1 / 2 + 1 / 4 - 1) ** 2, 1.0], [[0.5, -0.5], [0, 0]]),
-        # means -5 -3 and -4 -1 (of 1 and 3 tokens), margin 1.5
-        (SIMPO, [softplus(4 + 1.5), softplus(6 + 1.5)], [[-10, -6], [-8, -2]]),
-    ],
-)
-def test_losses_by_hand(changes, losses, rewards):
+@pytest.mark.parametrize("case", golden("preference_losses"), ids=lambda case: case["why"])
+def test_losses_by_hand(case):
+    """Of 2 and 4 tokens, and of 1 and 3."""
     logp_n2 = torch.tensor([[-10.0, -12.0], [-4.0, -3.0]])
     reference_n2, tokens_n2 = torch.tensor([[-11.0, -11.0], [-4.0, -3.0]]), torch.tensor([[2.0, 4], [1, 3]])
-    loss_n, reward_n2 = dpo.preference_loss(make_args(**changes), logp_n2, reference_n2, tokens_n2)
-    assert loss_n.tolist() == pytest.approx(losses, rel=1e-5)
-    assert reward_n2.tolist() == [pytest.approx(row, abs=1e-6) for row in rewards]
+    loss_n, reward_n2 = dpo.preference_loss(make_args(**case["flags"]), logp_n2, reference_n2, tokens_n2)
+    assert loss_n.tolist() == pytest.approx(case["losses"], rel=1e-5)
+    assert reward_n2.tolist() == [pytest.approx(row, abs=1e-6) for row in case["rewards"]]
 
 
 TRL = {  # beta, weights, sign of the log-ratios of z: loss, metrics, gradient
@@ -120,29 +107,11 @@ def test_a_pair():
     assert dpo.encode_pair("1+2=", "3", "12", tokenizer, 99) == found
 
 
-BAD = {
-    "equal": (pair("1+2=", "3", "3"), "'chosen' and 'rejected' are equal"),
-    "empty": (pair("1+2=", "3", " "), "'rejected' is empty, or has an empty turn"),
-    "long": (pair("1+2=", "3" * 40, "4"), "'chosen' has 47 tokens with its prompt, over --max_length 32"),
-    "user": (
-        pair("1+2=", "3", "4") | dict(rejected=pair("no", "", "")["prompt"]),
-        "'chosen' and 'rejected' are not two replies to one prompt: .*",
-    ),
-    "prompt": (
-        pair("1+2=", "3", "4") | dict(chosen=pair("no", "", "")["prompt"] + MESSAGES[2:3]),
-        "'chosen' and 'rejected' are not two replies to one prompt: .*",
-    ),
-    "template": (
-        pair("1+2=", "3", "4") | dict(rejected=MESSAGES[2:]),
-        "the chat template: unknown role tool",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_pairs(tmp_path, kind):
+@pytest.mark.parametrize("case", golden("bad_pairs"), ids=lambda case: case["kind"])
+def test_bad_pairs(tmp_path, case):
     """Named in a line, or dropped and counted; a file of nothing else is an error all the same."""
-    bad, line = BAD[kind]
+    bad = case["row"]
+    line = case["line"]
     good, path, args = pair("1+1=", "2", "3"), str(tmp_path / "rows.parquet"), make_args(max_length=32)
     write_parquet([good, bad, good], path)
     with pytest.raises(ValueError, match=rf"rows.parquet: row 1: {line}; .*--bad_pairs drop"):

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, golden, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,18 +28,12 @@ def test_pass_at_k_is_the_binomial_quotient(n, data):
     assert pass_at_k(10_000, 1, 5_000) == pytest.approx(1 / 2, abs=1e-12)  # C(10000, 5000) is no float
 
 
-@pytest.mark.parametrize(
-    ("answers", "right", "k", "expected"),
-    [
-        ("aab", "a", 2, 2 / 3),  # aa 1, ab 1/2, ab 1/2
-        ("a....", "a", 5, 1),  # . is no vote: four without an answer do not outvote the one
-        ("a" * 600 + "b" * 400, "a", 1000, 1),
-        ("a" * 500 + "b" * 500, "a", 500, 1 / 2),  # by symmetry; C(1000, 500) subsets
-    ],
-)
-def test_maj_at_k(answers, right, k, expected):
-    votes = [None if answer == "." else answer for answer in answers]
-    assert maj_at_k(votes, [a == right for a in answers], k) == pytest.approx(expected, abs=1e-12)
+@pytest.mark.parametrize("case", golden("maj_at_k"))
+def test_maj_at_k(case):
+    """Where an answer is ".", there is no vote."""
+    votes = [None if answer == "." else answer for answer in case["answers"]]
+    values = [answer == case["right"] for answer in case["answers"]]
+    assert maj_at_k(votes, values, case["k"]) == pytest.approx(case["expected"], abs=1e-12)
 
 
 ANSWERS = st.tuples(st.sampled_from("abcd"), st.floats(0, 1)) | st.just((None, 0.0))
@@ -69,26 +63,10 @@ def summary(values, n_samples=1, name="a"):
     return [*metrics.values()]
 
 
-@pytest.mark.parametrize(
-    ("values", "n_samples", "expected"),
-    [
-        # Wilson's: of 15, 0, 30 and 1 of 30
-        ([0, 1] * 15, 1, [0.5, 0.0913, 0.3315, 0.6685]),
-        ([0] * 30, 1, [0, 0, 0, 0.1135]),
-        ([1] * 30, 16, [1, 0, 0.8865, 1]),
-        ([1] + [0] * 29, 1, [1 / 30, 0.0328, 0.0059, 0.1667]),
-        # shares of 4 responses: with the same mean everywhere as sure as 4 * 30 answers, of one prompt as 4
-        ([0.5] * 30, 4, [0.5, 0, 0.4119, 0.5881]),
-        ([0.5], 4, [0.5, 0, 0.15, 0.85]),
-        # prompts that are all right or all wrong: 30 answers, however many samples
-        ([0, 1] * 15, 64, [0.5, 0.0913, 0.3315, 0.6685]),
-        # no shares: lengths, scores from -1 to 1
-        ([10, 20] * 50, 1, [15, 0.5, 15 - 0.98, 15 + 0.98]),
-        ([-1, 1] * 50, 1, [0, 0.1, -0.196, 0.196]),
-    ],
-)
-def test_standard_errors_and_intervals(values, n_samples, expected):
-    assert summary(values, n_samples) == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize("case", golden("intervals"), ids=lambda case: case["why"])
+def test_standard_errors_and_intervals(case):
+    found = summary(case["values"], case["n_samples"])
+    assert found == pytest.approx(case["expected"], abs=1e-4)
 
 
 @pytest.mark.parametrize(("n", "p"), [(30, 0.03), (30, 0.5), (30, 0.97), (512, 0.03), (10, 0.1)])
@@ -214,33 +192,20 @@ def test_differences_are_paired(tmp_path, monkeypatch):
     assert all(len(line) <= 100 for line in done.stdout.splitlines()) and "…" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--k", 3], "--k 3"),
-        (["--response_key", "answers"], "answers"),
-        (["--reward_fn", "nowhere.py:f"], "nowhere.py"),
-        (["--data", "nowhere.parquet"], "nowhere.parquet"),
-        (["--data", __file__], "test_eval.py"),
-        (["--data", "scored.parquet"], "it has a column 'scores' already"),
-        (["--data", *["data.parquet"] * 27], "--data: 27 files, at most 26"),
-        (["--data", "uneven.parquet"], "uneven.parquet: row 1: 1 responses, row 0 2"),
-        (["--data", "empty.parquet"], "row 0: 'responses' is empty"),
-        (["--response_key", "extra_info.index"], "row 0: 'extra_info.index' must be a"),
-        ([], "nobody/knows"),
-    ],
-)
-def test_bad_input_gives_one_line(tmp_path, arguments, message):
+@pytest.mark.parametrize("case", golden("bad_evaluations"), ids=lambda case: case["message"])
+def test_bad_input_gives_one_line(tmp_path, case):
     data = write(tmp_path / "data.parquet", ("nobody/knows", "1", ["1", "2"]))
     scored = write(tmp_path / "scored.parquet", ("nobody/knows", "1", ["1", "2"]), scores=[[0, 1]])
     about = "nobody/knows", "1"
     uneven = write(tmp_path / "uneven.parquet", (*about, ["1", "2"]), (*about, ["1"]))
     empty = write(tmp_path / "empty.parquet", (*about, []))
-    files = {path.name: path for path in (data, scored, uneven, empty)}
-    arguments = [files.get(argument, argument) for argument in arguments]
-    (tmp_path / "reward.py").write_text(REWARD)
-    known = ["--reward_fn", f"{tmp_path}/reward.py:first_word"] if "--k" in arguments else []
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    files = {path.name: path for path in (data, scored, uneven, empty, reward)}
+    arguments = [files.get(argument, argument) for argument in case["arguments"]]
+    known = ["--reward_fn", f"{reward}:first_word"] if "--k" in arguments else []
     command = ["--data", data, "--output", tmp_path / "out", *known, *arguments]
     done = run(ROOT / "algos/eval.py", *command, check=False)
     assert done.returncode == 1 and not (tmp_path / "out/results.json").exists()
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert case["message"] in done.stderr

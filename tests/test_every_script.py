@@ -28,7 +28,7 @@ def test_no_trainer_has_dropout(tmp_path):
         assert config.attention_dropout == config.resid_pdrop == 0
 
 
-@each(*SAMPLED, sft, dpo, generate, quantize)
+@each(grpo, generate, quantize)
 def test_a_reward_model_writes_no_text(script, tmp_path):
     """Its output layer would be random, or that of the embeddings."""
     LlamaConfig(architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path)
@@ -126,13 +126,12 @@ def test_what_vllm_refuses_is_one_line(script, tiny, monkeypatch):
     assert shown["quantization"] == "fp8" and shown["dtype"] == "float32"
 
 
-@each(*SAMPLED, sft, dpo, rm)
-def test_a_restart_needs_a_new_store(script, monkeypatch):
+def test_a_restart_needs_a_new_store(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     with pytest.raises(SystemExit, match="--max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for"):
-        script.setup_distributed(1)
+        grpo.setup_distributed(1)
 
 
 def test_more_ranks_than_gpus(monkeypatch):

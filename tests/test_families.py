@@ -37,5 +37,5 @@ def test_states_in_bfloat16(found, family):
 
 def test_a_model_that_the_sampler_computes_otherwise_is_refused(found):
     """vLLM's cohere2 sees one token more through its window."""
-    assert "weight sync failed at step 1: the sampler does not hold" in found["cohere2"]
+    assert "step 1: sampler and trainer differ, " in found["cohere2"]
     assert build("cohere2").config.sliding_window

@@ -13,3 +13,9 @@ def test_flags_have_a_help_and_the_page_is_fresh():
     lacking = [row[1] for path in (ROOT / "algos").glob("*.py") for row in flags.flags(path) if not row[3]]
     assert not lacking
     assert flags.PAGE.read_text() == flags.page(), "python docs/flags.py"
+
+
+def test_the_pages_on_other_libraries_have_the_table():
+    for path, names in flags.OPTIONS.items():
+        text = path.read_text()
+        assert text == flags.with_options(text, names), "python docs/flags.py"

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, golden, run
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_check
@@ -45,37 +45,16 @@ def test_what_is_left_out_says_why():
     assert found == {"a CPU": 4, "one GPU": 4, "TRL is not installed": 1}
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "line"),
-    [
-        (("here",), (1, "(torch 2.0)"), "versions"),
-        (("worker", "gaps", "one row : sampler"), 0.03, "log-probs, one row, against"),
-        (("worker", "gaps", "padded : sampler"), float("nan"), "log-probs, padded, against"),
-        (("worker", "gaps", "one row : padded"), 0.03, "log-probs, largest"),
-        (("worker", "borders"), 0.001, "control: texts"),
-        (("worker", "stale"), 0.001, "control: a sampler"),
-        (("worker", "norms", "one row"), 2.1, "gradient norm"),
-        (("worker", "asleep"), 30.0, "what the sleeping"),
-        (("worker", "freed"), 0.5, "--offload, share"),
-        (("worker", "offloaded"), [2.0, 2.2], "--offload, gradient"),
-        (("grpo", 3, "training/rollout_logp_diff_mean"), 0.03, "GRPO, log-probs"),
-        (("grpo", 2, "actor/skipped_updates"), 1.0, "GRPO, updates"),
-        (("grpo", 4, "perf/max_memory_allocated_gb"), 79.0, "GRPO, peak memory"),
-        (("resume", 4, "actor/grad_norm"), 1.1, "resumed"),
-        (("tp", 2, "training/rollout_logp_diff_mean"), 0.03, "2 ranks, --tp_size 2"),
-        (("ranks", "1"), 4.0, "2 ranks, gradient"),
-        (("ranks", "2"), 4.0, "2 ranks, --hsdp_replicas 2"),
-        (("sft", "after"), 4.0, "SFT"),
-        (("trl",), 200.0, "GRPO, speed"),
-    ],
-)
-def test_a_wrong_figure_fails_its_line_alone(path, value, line):
-    results = there = copy.deepcopy(GOOD)
-    for key in path[:-1]:
+@pytest.mark.parametrize("case", golden("wrong_figures"), ids=lambda case: case["line"])
+def test_a_wrong_figure_fails_its_line_alone(case):
+    results = copy.deepcopy(GOOD)
+    *path, last = case["path"]
+    there = results
+    for key in path:
         there = there[key]
-    there[path[-1]] = value
+    there[last] = case["value"]
     [name] = failing(results, cuda=True)
-    assert name.startswith(line)
+    assert name.startswith(case["line"])
 
 
 def test_the_worker_passes_on_a_cpu(tiny, tmp_path):

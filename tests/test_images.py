@@ -13,7 +13,7 @@ from conftest import ROOT, healthy, load_weights, run
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from algos import agent, dapo, distill, grpo, ppo, sft
+from algos import grpo, sft
 from data_prep.lib import images
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.schema import load_rows, write_parquet
@@ -138,17 +138,13 @@ def test_what_cannot_be_seen_is_one_line(vlm, tiny, shapes, tmp_path):
     "script, flags, problem",
     (
         (grpo, dict(lora_rank=4), "takes images, which are trained without --lora_rank"),
-        (dapo, {}, "takes images, which only grpo.py and sft.py do"),
-        (ppo, {}, "takes images, which only grpo.py and sft.py do"),
-        (agent, dict(env=""), "takes images, which only grpo.py and sft.py do"),
-        (distill, dict(teacher=("",), kl="sampled"), "takes images, which only grpo.py and sft.py do"),
         (sft, dict(lora_rank=4), "takes images, which --text_key, --messages_key, --lora_rank, --liger"),
     ),
 )
 def test_what_images_do_not_go_with(vlm, shapes, tmp_path, script, flags, problem):
     files = dict(model=vlm, train_files=(str(shapes / "train.parquet"),), output_dir=str(tmp_path))
     with pytest.raises(SystemExit, match=problem):
-        script.load_data(script.Args(**files, **flags), *([[]] if script is agent else []))
+        script.load_data(script.Args(**files, **flags))
 
 
 MODES = "1 L P RGB RGBA RGBX RGBa CMYK YCbCr LAB HSV I F LA La PA I;16 I;16L I;16B I;16N".split()

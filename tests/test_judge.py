@@ -7,7 +7,7 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, metrics, rollouts, run
+from conftest import ROOT, golden, metrics, rollouts, run
 from judge_server import BODIES, SPECIAL, WRITES, Judge, sections
 
 from algos import eval as evaluation
@@ -59,22 +59,10 @@ def test_a_response_is_graded(judge):
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("rubric", "expected"),
-    [
-        ([dict(criterion="a", weight=3), dict(criterion="b", weight=1)], 1.0),
-        ([dict(criterion="a", weight=3.0), dict(criterion="b", weight=-1.5)], 0.5),
-        ([dict(criterion="a"), dict(criterion="b", weight=1)], 1.0),
-        ([dict(criterion="a", points=5, tags=["x"]), dict(criterion="b", points=-9)], -0.8),  # HealthBench
-        (dict(criterion="a"), 1.0),
-        (json.dumps(dict(criterion="a")), 1.0),
-        ("[1] Is it so?", 1.0),
-        ([dict(title="x", description="a", weight=5), dict(description="b", weight=-1)], 0.8),  # RaR
-        (json.dumps([dict(criterion="a", weight=2)]), 1.0),
-    ],
-)
-def test_rubrics(judge, rubric, expected):
-    assert scores(judge, row("Lima", rubric))[0]["score"] == expected
+@pytest.mark.parametrize("case", golden("rubrics"), ids=lambda case: str(case["rubric"]))
+def test_rubrics(judge, case):
+    [result] = scores(judge, row("Lima", case["rubric"]))
+    assert result["score"] == case["score"]
 
 
 @pytest.mark.parametrize(

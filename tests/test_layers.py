@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import ATTENTION, DELTA, EXPERTS, FAMILIES, MIXED, build
+from families import FAMILIES, build, table
 from test_batches import Gpu, flash
 from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
@@ -91,10 +91,7 @@ def test_the_names_of_files_are_found_once(monkeypatch):
 
 
 WINDOWS = "qwen2_window mistral gemma3_text cohere2 olmo3 exaone4 phi3 starcoder2 smollm3".split()
-MORE = dict(olmo3="Olmo3", exaone4="Exaone4", phi3="Phi3", starcoder2="Starcoder2", smollm3="SmolLM3")
-MORE = {name: (kind, ATTENTION | MIXED | dict(use_sliding_window=True)) for name, kind in MORE.items()}
-MORE["lfm2_moe"] = "Lfm2Moe", FAMILIES["lfm2"][1] | EXPERTS | dict(num_experts=4, num_dense_layers=1)
-MORE["olmo_hybrid"] = "OlmoHybrid", ATTENTION | DELTA
+MORE = table("families_of_layers")
 STATES = families.STATES - {"qwen3_5_moe_text"} | {"qwen3_5", "qwen3_5_moe"}
 
 

@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+from conftest import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,25 +29,8 @@ WORDS += ["1 ", "a ", "a\n", " is a", "#### " + " " * 50]
 KNIGHTS = "(1) A is a knight\n(2) B is a knave"
 
 
-KWARGS = {  # of an instruction: those that most texts leave unanswered
-    "detectable_content:number_placeholders": dict(num_placeholders=10**9),
-    "detectable_content:postscript": dict(postscript_marker="P.P.S"),
-    "detectable_format:number_bullet_lists": dict(num_bullets=10**6),
-    "detectable_format:number_highlighted_sections": dict(num_highlights=10**9),
-    "keywords:existence": dict(keywords=["--", "a b c", "1-1-1"]),
-    "keywords:forbidden_words": dict(forbidden_words=["the", "a a", "1-1"]),
-    "keywords:frequency": dict(keyword="aa", frequency=10**9, relation="at least"),
-    "length_constraints:number_words": dict(num_words=10**9, relation="at least"),
-    "startend:end_checker": dict(end_phrase="Peace!"),
-    "length_constraints:number_paragraphs": dict(num_paragraphs=2),
-    "length_constraints:nth_paragraph_first_word": dict(num_paragraphs=2, nth_paragraph=1, first_word="a"),
-    "detectable_format:multiple_sections": dict(section_spliter="a", num_sections=2),
-    "combination:repeat_prompt": dict(prompt_to_repeat="a"),
-    "keywords:letter_frequency": dict(letter="a", let_frequency=2, let_relation="at least"),
-    "length_constraints:number_sentences": dict(num_sentences=2, relation="at least"),
-    "language:response_language": dict(language="en"),
-    "change_case:capital_word_frequency": dict(capital_frequency=2, capital_relation="at least"),
-}
+# arguments that most texts leave unanswered
+KWARGS = {case["instruction"]: case["kwargs"] for case in golden("long_instructions")}
 INSTRUCTIONS = dict(instruction_id_list=[*ifeval.CHECKS], kwargs=[KWARGS.get(x, {}) for x in ifeval.CHECKS])
 INSTRUCTIONS = json.dumps(INSTRUCTIONS)
 READERS = {

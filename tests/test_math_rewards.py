@@ -2,13 +2,13 @@ r"""Rewards of mathematics: the golden tables, equality of answers, finding the 
 
 import builtins
 import importlib
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import golden
 
 from rewards import compute_score
 from rewards.boxed import last_boxed
@@ -17,11 +17,7 @@ from rewards.mathematics.equivalence import equal
 from rewards.mathematics.latex import normalize
 
 FAMILIES = ("math", "math_verify", "math_dapo", "prime_math", "geo3k")
-GOLDEN = [
-    json.loads(line)
-    for family in FAMILIES
-    for line in (Path(__file__).parent / "golden" / f"{family}.jsonl").open()
-]
+GOLDEN = [case for family in FAMILIES for case in golden(family)]
 # v126, "I get $7$ in the end", is no answer by the rule of math_verify.py
 GOLDEN = [case for case in GOLDEN if not case["debatable"] and case["id"] != "math_verify-v126"]
 SOURCES = ("lighteval/MATH", "aime_2024", "numina_olympiads", "hiyouga/geometry3k")
@@ -37,6 +33,13 @@ def test_golden(case):
     assert got == pytest.approx(case["expected"], abs=1e-6), case["why"]
     if path := case["extra_info"].get("must_not_exist"):
         assert not Path(path).exists()
+
+
+def test_spellings_of_a_value():
+    """Spellings of random values get full marks, and no spelling of a wrong value near them does."""
+    for case in golden("math_values"):
+        found = score(case["data_source"], case["solution_str"], case["ground_truth"])
+        assert (found == 1) == case["right"], case
 
 
 EQUAL = r"""
@@ -157,19 +160,9 @@ def test_normalize():
     assert normalize(r"x^2 + 10^-3y_{12}") == ("x^{2}+10^{-3}y_{12}", "")
 
 
-BOXES = [
-    (r"\boxed{1} and \boxed{2}", "2"), (r"\boxed{1 \text{ or } \boxed{2}}", r"1 \text{ or } \boxed{2}"),
-    (r"\boxed{1 and \boxed{2}", "2"), (r"\boxed{2", None), (r"$\boxed 12$.", "12"),
-    (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"), (r"\boxed 1 but $\boxed{2}$", "2"),
-    (r"\boxed{1} but $\boxed 2$", "2"), (r"\fbox {\{1\}}", r"\{1\}"),
-    (r"\boxed{[1,\infty)\}}", r"[1,\infty)\}"), (r"} \boxed{{1}{2}} {", "{1}{2}"), (r"\\boxed{2}", "2"),
-    (r"\boxedtext{2}", None), (r"{boxed{2}}", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "box"), BOXES)
-def test_last_boxed(text, box):
-    assert last_boxed(text) == box
+@pytest.mark.parametrize("case", golden("boxes"))
+def test_last_boxed(case):
+    assert last_boxed(case["text"]) == case["box"]
 
 
 DENIALS = (
@@ -218,48 +211,10 @@ def test_an_answer_without_a_box_is_stated(table, expected):
     assert [text for text in texts if score("numina_olympiads", text, "5") != expected] == []
 
 
-ANSWERS = [  # source, before each text, truth, score, texts
-    ('numina_olympiads', '', '7', 0,
-     r"\boxed{7 7|<think>\boxed{7}</think> I am unable to answer."),
-    ('aime24', '', '57', 1,
-     'Answer:\n\n\\[\n\\boxed{57}\n\\]|### **Final Answer**: $\\boxed{057}$.|> Answer:\n> 57'),
-    ('aime24', 'Answer: ', '57', -1,
-     '57\n\nAnswer: unknown|57 or \\boxed{58}|59 ? = 57|56 or \\boxed{57}|\\boxed{56}, \\boxed{57}|'
-     r"not \boxed{57}|$-\boxed{57}$|> 57|56 (\boxed{57})|NOT \boxed{57}|about \boxed{57}|"
-     r"twice \boxed{57}|~\boxed{57}|\boxed{57}?|\boxed{57} is wrong|\boxed{57} thousand|"
-     r"\boxed{57}!|\sqrt{\boxed{57}}|\pi\boxed{57}|\boxed{57} squared|\boxed{57} for even n|"
-     r"\ne \boxed{57}"),
-    ('aime24', 'Answer: ', '57', 1,
-     r"$m+n = \boxed{57}$ apples.|57 (\boxed{57})|The final answer is $\boxed{57}$.|"
-     r"$57 = \boxed{57}$."),
-    ('openai/gsm8k', '#### ', '5', 0,
-     r"5–6|5~6|5;6|5 & 6|5 < 6|5 <= x|5 % 3|5 or more|5 less than 10|5 more than x|5 pi|5 out of 6|"
-     r"5 is wrong|5或6|5 or -6|5' 6|5ft 6in|5/x|5 - x|–5|5 (6)|5 (-6.5)"),
-    ('openai/gsm8k', '#### ', '5', 1,
-     r"5 (6-1)|5/hour|5 - a lot|5!|5 m"),
-    ('arithmetic', '', '5', 0,
-     r"x=–5|x>5|at most 5|≈ 5|~5|half of 5|twice 5|1 out of 5|4 or 5|4 times 5|4 x 5|4·5"),
-    ('arithmetic', '', '5', 1,
-     r"<b>5</b>|total – 5|=> 5|4 and a bit: 5|It is 5!"),
-    ('hiyouga/geometry3k', '', '62', 0.9,
-     r"\boxed{62} <think>a</think>|<think>\boxed{62}"),
-    ('numina_olympiads', '', '7', 0, "I see 7" + " nothing" * 200),
-    ('aime24', '', '57', 1, "Answer: 57\nThat took " + "very " * 100 + "long."),
-    ('numina_olympiads', '', '8', 0, 'It is 7 or 8.'),
-    ('numina_olympiads', '', '0.75', 1, 'The answer is 3/4.'),
-    ('numina_olympiads', '', '7', 1, r"**Answer:** \(7\)"),
-    ('numina_olympiads', '', '6,5', 1, 'The answer is $x=5$ or $x=6$.'),
-    ('numina_olympiads', '', '5000000', 1, 'The answer is $5$ million.'),
-    ('lighteval/MATH', '', '2', 0, r"<think>\boxed{2}</think> no box"),
-    ('lighteval/MATH', '', 2, 1, r"\boxed{2}"),
-    ('hiyouga/geometry3k', '', '62', 1, r"<think>a</think> \boxed{62^\circ}"),
-]  # fmt: skip
-
-
 def test_finds_the_answer():
-    for source, before, truth, expected, texts in ANSWERS:
-        for text in texts.split("|"):
-            assert score(source, before + text, truth) == expected, (source, text)
+    for case in golden("math_answers"):
+        text = case["before"] + case["text"]
+        assert score(case["data_source"], text, case["ground_truth"]) == case["score"], case
     for answer in ("$5$", "5", "**5**"):
         for denied in DENIALS:
             assert score("numina_olympiads", f"The answer is {answer}{denied}", "5") == 0, denied

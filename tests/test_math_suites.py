@@ -2,7 +2,7 @@
 
     python tests/test_math_suites.py
 
-asks math-verify again (golden/math_suites.jsonl) and writes the table of docs/results/math-rewards.md.
+asks math-verify again (golden/math_suites.jsonl) and writes the table of docs/results/rewards.md.
 """
 
 import json
@@ -19,7 +19,7 @@ from rewards.mathematics.equivalence import equal
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests/golden/math_suites.jsonl"
-PAGE = ROOT / "docs/results/math-rewards.md"
+PAGE = ROOT / "docs/results/rewards.md"
 # suite, case, gold, answer; same: what a person says; math_verify: what it says; missed: we do not see it
 CASES = [json.loads(line) for line in FILE.open()]
 HEAD = (

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import transformers
+from conftest import golden
 from families import ATTENTION, FAMILIES
 from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
@@ -12,32 +13,7 @@ from system.families import add_older_names, save_tokenizer
 
 THETA = dict(rope_theta=30000.0)
 LINEAR = dict(rope_type="linear", factor=8.0)
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)
-SECTIONS = dict(rope_type="default", mrope_section=[8, 4, 4])
-LONG = dict(short_factor=[1.0] * 16, long_factor=[2.0] * 16)
 BY_KIND = dict(sliding_attention=dict(rope_type="default", rope_theta=5000.0), full_attention=LINEAR | THETA)
-TABLE = [  # family, its rope_parameters, and what older readers find
-    ("Llama", dict(rope_type="default"), dict(rope_scaling=None)),
-    ("Llama", LINEAR, dict(rope_scaling=LINEAR)),
-    ("Qwen3", YARN, dict(rope_scaling=YARN)),
-    ("GptOss", dict(rope_type="default"), dict(rope_scaling=None)),  # without it, YaRN
-    (
-        "GPTNeoX",
-        dict(rope_type="default", partial_rotary_factor=0.5),
-        dict(rotary_pct=0.5, rotary_emb_base=30000.0),
-    ),
-    ("Phi", dict(rope_type="default", partial_rotary_factor=0.25), dict(partial_rotary_factor=0.25)),
-    (
-        "Phi3",  # exactly three
-        dict(rope_type="longrope", original_max_position_embeddings=4096) | LONG,
-        dict(rope_scaling=dict(type="longrope") | LONG, original_max_position_embeddings=4096),
-    ),
-    ("Gemma3Text", BY_KIND, dict(rope_scaling=LINEAR, rope_local_base_freq=5000.0)),
-    ("Gemma3nText", BY_KIND, dict(rope_scaling=LINEAR, rope_local_base_freq=5000.0)),
-    ("Olmo3", BY_KIND, dict(rope_scaling=LINEAR)),
-    ("Qwen2VLText", SECTIONS, dict(rope_scaling=SECTIONS)),
-    ("Qwen3Moe", dict(rope_type="default"), dict(num_experts=4)),
-]
 
 
 def written(config, directory):
@@ -61,14 +37,17 @@ def positions(config):
     return found
 
 
-@pytest.mark.parametrize("family, rope, older", TABLE, ids=[row[0] + str(i) for i, row in enumerate(TABLE)])
-def test_older_names_of_positions_and_experts(family, rope, older, tmp_path):
+@pytest.mark.parametrize("case", golden("older_positions"), ids=lambda case: case["family"])
+def test_older_names_of_positions_and_experts(case, tmp_path):
     """They are beside the newer names, and the newer transformers still reads the same."""
-    rope = rope if rope is BY_KIND else rope | THETA
+    family = case["family"]
     fields = dict(Gemma3nText=dict(num_hidden_layers=4), Qwen3Moe=dict(num_experts=4)).get(family, {})
-    config = getattr(transformers, f"{family}Config")(**ATTENTION | fields | dict(rope_parameters=rope))
+    config = getattr(transformers, f"{family}Config")(
+        **ATTENTION | fields | dict(rope_parameters=case["rope"])
+    )
     found, again = written(config, tmp_path)
-    assert {name: found.get(name, "none") for name in THETA | older} == THETA | older
+    expected = THETA | case["older"]
+    assert {name: found.get(name, "none") for name in expected} == expected
     assert positions(again.to_dict()) == positions(config.to_dict())
 
 

@@ -7,10 +7,10 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
+from conftest import golden
 
 from rewards import load_reward_fn, prime_code, sandbox
 from rewards.manager import RewardManager
@@ -20,7 +20,7 @@ from rewards.programs.outputs import same_json, same_text
 from rewards.sandbox.calls import decode, encode
 from system.metrics import failure_metrics
 
-GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "prime_code.jsonl").open()]
+GOLDEN = golden("prime_code")
 FENCE = "```"
 
 
@@ -44,45 +44,18 @@ def test_golden(case):
     assert got["acc"] == (case["expected"] == 1)
 
 
-PROGRAMS = [
-    ("print(1)", "print(1)"), ("<think>\n```python\na\n```</think>b", "b"),
-    ("```python\na\n```\n```PY\nb\n```\n```\nc\n```", "b"), ("```\na\n```\ntext\n```\nb\n```", "b"),
-    ("```cpp\na\n```", "a"), ("1. so\n   ```python\n   if a:\n       b\n   ```\n2.", "if a:\n    b"),
-    ("```python\na\nb```\ntext", "a\nb"), ("```python\na\n```python\nb", "b"),
-    ("```python\na\n\n\n```", "a"), ("text\r\n```python\r\na\r\n```\r\n", "a"),
-    ("````python\na\n````\ntext", "a"), ("```python\n```", ""), ("", ""),
-]  # fmt: skip
+@pytest.mark.parametrize("case", golden("programs_in_answers"))
+def test_find_program(case):
+    assert find_program(case["response"]).strip() == case["program"]
 
 
-@pytest.mark.parametrize(("response", "program"), PROGRAMS)
-def test_find_program(response, program):
-    assert find_program(response).strip() == program
+@pytest.mark.parametrize("case", golden("outputs_of_programs"))
+def test_same_text(case):
+    assert same_text(case["text"], case["expected"]) is case["same"]
 
 
-TEXTS = [
-    ("1 2\n3", "1  2 \n\n3\n", True), ("1\r\n2", "1\n2", True), ("1\n2", "1 2", False), ("", "\n", True),
-    ("1", "", False), ("0.3333333", "0.333333333", True), ("0.334", "0.333333333", False),
-    ("2", "2.0", True),
-    *((word, "3", True) for word in ("3.0", "3.", "+3", "3e0", "30e-1", "3.0E+0", "2.9999999999")),
-    *((word, "3", False) for word in ("3.1", "2.99999999", "03", "3.0.0", "3,0", "three", "3.0x", "0x3")),
-    *((word, "-3", same) for word, same in [("-3.0", True), ("3.0", False), ("−3", False)]),
-    *((word, "0", same) for word, same in [("-0", True), ("-0.0", True), ("0.0", True), ("1e-9", False)]),
-    *((word, "10", False) for word in ("010", "0010", "1 0", "10.0000001", "1e999999999", "1e9999999999") ),
-    ("10", "010", False), ("1 2.0 3\n4.0", "1 2 3\n4", True), ("1.0\n2.0", "1 2", False),
-    ("1e+16", "1" + "0" * 16, True), ("10000000000000001.0", "1" + "0" * 16, False),
-    ("123456789012345678901234567890.0", "123456789012345678901234567891", False),
-    ("[1.0, 2]", "[1, 2]", False), ("True", "1", False), ("3", "3.0", True), ("1e-9", "0.0", True),
-    ("100000001", "100000000", False), ("12345678901.5", "12345678901", False),
-    ("-100000001", "-100000000", False), ("1e8", "100000000", True), ("1e8", "1.0e8", True),
-    ("nan", "1.5", False), ("inf", "1e999", False), ("٣.٥", "3.5", False), ("yes", "YES", False),
-    ("007", "7", False), ("1_0.0", "10.0", False), ("1.2.3", "1.2.4", False),
-    ("9" * 100_000 + "x", "1.5", False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "expected", "same"), TEXTS)
-def test_same_text(text, expected, same):
-    assert same_text(text, expected) is same
+def test_a_long_text_is_no_number():
+    assert not same_text("9" * 100_000 + "x", "1.5")
 
 
 VALUES = [
@@ -110,20 +83,9 @@ def test_values_travel():
     assert decode(encode(object())) != decode(encode(object()))
 
 
-CALLS = [  # program, (arguments, expected) of each test, score
-    ("def f(v: List[int]) -> Optional[int]: return v[0]", [("[5]", "5"), ("[6]\n", "7")], 0.5),
-    ("class Solution:\n def f(self, a, b): return {a: b}", [('"x"\n{"y": [1]}', '{"x": {"y": [1]}}')], 1),
-    ("class Solution: pass\ndef f(): yield 1", [("", "[1]")], 1),
-    ("print('hello')\ndef f(x):\n print('[\"value\", 3]')\n return x", [("2", "2")], 1),
-    ("from dataclasses import *\n@dataclass\nclass A:\n x: 'int'\ndef f(x): return A(x).x", [("2", "2")], 1),
-    ("def f(x): return x[1]", [([{"1": 5}], [5])], 1),
-    ("import sys\ndef f(x): return x\nsys.exit(1)", [("2", "2")], 1),
-]
-
-
-@pytest.mark.parametrize(("program", "tests", "expected"), CALLS)
-def test_calls(program, tests, expected):
-    assert score_calls(program, tests) == expected
+@pytest.mark.parametrize("case", golden("calls_of_programs"))
+def test_calls(case):
+    assert score_calls(case["program"], case["tests"]) == case["score"]
 
 
 def test_asserts():
@@ -138,22 +100,11 @@ class Box:
     def __init__(self, x): self.x = x
     def get(self, factor=1): return self.x * factor
 """
-    right = [
-        "assert f(2) == 6", "assert f(2) == 6, 'message'", "assert f(x=(1,)) == (1, 1, 1)",
-        "assert sum(5, 3) == 2", "assert Box(2).get(factor=3) == 6", "assert f(Box(f(2)).get()) == 18",
-        "assert g(1) == [1, (1, 1)]", "assert f(2) != 7 and not f(0)", "assert f(2) is not None",
-        "assert set(g(1)[:1]) == {1}", "assert set([f(2)]) == set([6])", "assert abs(half(1) - 0.5) < 1e-6",
-        "assert math.isclose(half(1), 0.5, rel_tol=0.001)", "import math\nassert math.isclose(half(1), 0.5)",
-        "assert list(up(3)) == [0, 1, 2]", "x = f(1)\nassert f(x) == 9", "print('x')\nassert f(2) == 6",
-        "DATA = {}\ndef check(g):\n    for i in range(50):\n        assert g(i) == 3 * i\ncheck(f)",
-    ]  # fmt: skip
-    assert [case for case in right if score_asserts(program, case) != 1] == []
-    wrong = [
-        "assert f(2) == 7", "assert f(2) == '6'", "assert g(1) == [1, [1, 1]]", "assert not f(2)",
-        "assert half(1) == 1 or f(0)", "assert absent(1) == 1", "assert absent(1) != 1", "assert f(2)[0]",
-        "assert f(Box) != 1", "assert True", "def check(candidate):\n    assert candidate(1) == 3",
-    ]  # fmt: skip
-    assert [case for case in wrong if score_asserts(program, case) != 0] == []
+    cases = golden("asserts")
+    for case in cases:
+        assert score_asserts(program, case["case"]) == case["right"], case
+    right = [case["case"] for case in cases if case["right"]]
+    wrong = [case["case"] for case in cases if not case["right"]]
     assert score_asserts(program, *right[:3], *right[-3:], *wrong[:2]) == 6 / 8
 
 
@@ -227,19 +178,11 @@ def test_cheats_win_nothing(program):
     assert score(program, {"inputs": ["2"], "outputs": ["424242424242"]}) == 0
 
 
-SHAPES = [  # as LiveCodeBench, DeepCoder, Codeforces, TACO, APPS and PRIME publish them
-    ([dict(input="3\n", output="6\n", testtype="stdin")], "print(int(input()) * 2)"),
-    ([dict(input="3\n", output="6\n")], "print(int(input()) * 2)"),
-    ([dict(input="[1, 2]\n1", output="[1]", metadata=dict(func_name="f"))], "def f(a, k): return a[:k]"),
-    (dict(fn_name="f", inputs=[["ab", "ba"]], outputs=[[True]]), "def f(a, b): return a == b[::-1]"),
-    (dict(fn_name="f", inputs=["[1, 2]"], outputs=["3"]), "def f(a): return sum(a)"),
-    (dict(inputs=[["3"]], outputs=[["6"]]), "print(int(input()) * 2)"),
-]
-
-
-@pytest.mark.parametrize(("truth", "program"), SHAPES)
-def test_published_shapes_of_tests(truth, program):
-    for given in (truth, json.dumps(truth)):
+@pytest.mark.parametrize("case", golden("shapes_of_tests"))
+def test_published_shapes_of_tests(case):
+    """As LiveCodeBench, DeepCoder, Codeforces, TACO, APPS and PRIME publish them."""
+    program = case["program"]
+    for given in (case["truth"], json.dumps(case["truth"])):
         for info in ("python", 'python title="a.py"', "python {.line-numbers}"):
             assert compute_score("taco", f"So:\n{FENCE}{info}\n{program}\n{FENCE}\nDone.", given)["acc"] == 1
 
@@ -331,19 +274,10 @@ def test_large_output():
     assert score_calls("def f():\n x = []\n for _ in range(900): x = [x]\n return x", [("", "[1]")]) == 0
 
 
-BROKEN = [
-    "", "[1]", None, 5, "{}", {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []},
-    {"inputs": "12", "outputs": "12"}, {"inputs": [1], "outputs": ["1"]},
-    {"inputs": ["1"], "outputs": [None]}, {"fn_name": "f", "inputs": ["x"], "outputs": ["1"]},
-    {"fn_name": "f(", "inputs": ["1"], "outputs": ["1"]}, {"assert_case": ["assert f( == 1"]},
-    {"assert_case": "assert f() == 1"}, {"assert_case": [1]},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("truth", BROKEN)
-def test_broken_truth(truth):
+@pytest.mark.parametrize("case", golden("broken_tests"), ids=lambda case: str(case["truth"]))
+def test_broken_truth(case):
     with pytest.raises(ValueError, match="broken tests of a program") as error:
-        compute_score("apps", "print(1)", truth)
+        compute_score("apps", "print(1)", case["truth"])
     assert "\n" not in str(error.value)
 
 
@@ -383,23 +317,9 @@ def test_a_longer_integer_costs_little():
 
 
 # ---- what solutions of APPS and TACO use without an import
-@pytest.mark.parametrize(
-    "program",
-    [
-        "print(len(sys.stdin.readline().strip()) + 4)",
-        "n = int(input())\nprint(math.ceil(sqrt(n)) + gcd(4, 6) + 2)",
-        "d = collections.defaultdict(int)\nd[0] += 5\nprint(d[0])",
-        "print(sum(Counter(input()).values()) + 4)",
-        "h = [7, 5]\nheapify(h)\nprint(heappop(h) if heapq else 0)",
-        "print(len(list(itertools.permutations(range(2)))) + len(list(combinations(range(3), 1))))",
-        "@lru_cache(None)\ndef f(n: int) -> Optional[int]: return n\nprint(f(5))",
-        "random.seed(1)\nt = time.time()\nprint(fractions.Fraction(10, 2))",
-        "def f(v: List[int]) -> Tuple[int, int]: return deque(v)[0], 0\nprint(f([5])[0])",
-        "from __future__ import annotations\ndef f(x: Nothing): return x\nprint(f(5))",
-        "def gcd(a, b): return 5\nprint(gcd(1, 1))",
-    ],
-)
-def test_names_that_need_no_import(program):
+@pytest.mark.parametrize("case", golden("programs_without_imports"), ids=lambda case: case["program"])
+def test_names_that_need_no_import(case):
+    program = case["program"]
     assert score(program, {"inputs": ["1"], "outputs": ["5"]}) == 1
     if "input" not in program and "stdin" not in program:
         assert (

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib import import_module
 from itertools import product
 from types import SimpleNamespace
 
@@ -11,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from conftest import ROOT, each
+from conftest import ROOT, each, golden
 from workers.ppo_reward_model import write_reward_model
 
-from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
+from algos import agent, dapo, grpo
 from algos.variants import OF_SCRIPTS, known
 from data_prep.lib.schema import write_parquet
 from system.arguments import impossible
@@ -102,95 +103,18 @@ class Files(dict):
         (path / "tokenizer.json").write_text(text)
 
 
-NEEDS = {agent: "--env {talk}:Talk", distill: "--teacher {tiny}"}
-NEEDS |= dict.fromkeys((dpo, rm), "--train_files {pairs_parquet}")
-LOSS, ESTIMATOR = "--policy_loss {variants_py}:", "--adv_estimator {variants_py}:"
-OF_LOSS = "{variants_py}:%s must be a function of logp_nt, old_logp_nt, adv_nt, mask_nt; more"
-OF_ESTIMATOR = "must be a function of score_n, group_n, length_n, parts; more needs a default"
-JUDGED = "--reward_model {judge} --reward_fn --train_batch_size 65 --ppo_mini_batch_size 65"
-CASES = [
-    (grpo, "--model {wrapped} --train_files {pictures}", "Can't load image processor for"),
-    (grpo, "--model {wrapped_with_states} --train_files {pictures}", "Can't load image processor for"),
-    (ppo, "--model {wrapped} --train_files {pictures}", "(gemma3) takes images, which only grpo.py"),
-    (dpo, "--model {wrapped} --train_files {pictures}", "takes images, which dpo.py does not"),
-    (sft, "--model {wrapped} --train_files {pictures} --truncation left", "takes images, which --text_key"),
-    (grpo, "--model {phi}", "its output layer has a bias"),
-    (grpo, "--model {gemma2}", "(gemma2) caps attention, sdpa cannot: --attn_implementation eager"),
-    (grpo, "--model {gpt_oss}", "does not support an attention implementation through torch.nn.functional"),
-    (sft, "--lora_rank 4 --lora_kind adalora --total_steps 9", "9 steps are too few to choose ranks in"),
-    (grpo, "--train_files {short_parquet}", "data_source"),
-    (grpo, "--max_prompt_length 5", "no prompt"),
-    (grpo, "--reward_fn nowhere.py:f", "nowhere.py"),
-    (grpo, "--reward_weights 1 2", "2 --reward_weights for 1"),
-    (grpo, "--resume {empty}", "not a checkpoint"),
-    (
-        grpo,
-        "--policy_loss sapo --clip_ratio_low 0.1",
-        "--clip_ratio_low 0.1 has no effect with",
-    ),
-    (grpo, "--policy_loss sapo --clip_ratio_high 0.1", "--clip_ratio_high 0.1 has no effect with"),
-    (grpo, "--adv_estimator gspo", "is none of grpo, dr_grpo, rloo, "),
-    (grpo, "--policy_loss {here}/other.py:f", "no such file"),
-    (grpo, LOSS + "f", "defines no 'f'"),
-    (grpo, LOSS + "swapped", OF_LOSS % "swapped"),  # a user's, which takes something else
-    (grpo, LOSS + "number", OF_LOSS % "number"),
-    (grpo, LOSS + "one", "must return three tensors [N, T]"),
-    (dapo, LOSS + "raises", ":raises raises RuntimeError: mat1 and mat2 shapes"),
-    (grpo, ESTIMATOR + "short", OF_ESTIMATOR),
-    (grpo, ESTIMATOR + "open", OF_ESTIMATOR),
-    (ppo, "--critic_model {unread}", "{unread}"),
-    (ppo, "--critic_model {judge}", "knows 100 tokens"),
-    (ppo, "--critic_model {critic_of_two}", "{critic_of_two} gives 2 values, --value_quantiles is 1"),
-    (ppo, "--critic_model {critic_of_two} --value_quantiles 8", "gives 2 values, --value_quantiles is 8"),
-    (ppo, "--critic_model {critic_with_other_tokens}", "another vocabulary: 2 tokens have other numbers"),
-    (
-        ppo,
-        "--reward_model {unread}",
-        "error: {unread}: its tokenizer cannot be read: copy tokenizer.json and",
-    ),
-    (ppo, "--reward_model {judge_of_two}", "gives 2 numbers"),
-    (ppo, "--reward_model {judge_without_template}", "no chat template"),
-    (
-        ppo,
-        "--reward_model {judge} --reward_weights 1",
-        "1 --reward_weights for 1 --reward_fn and 1",
-    ),
-    (ppo, "--reward_fn", "--reward_fn"),
-    (ppo, "--reward_fn --val_files {val}", "--val_files without --reward_fn"),
-    (ppo, JUDGED, "--train_batch_size 65 is more than the 64 prompts"),  # the only reward is no fault
-    (ppo, JUDGED + " --reward_weights 2", "--train_batch_size 65 is more than the 64 prompts"),
-    (ppo, "--lam_alpha 0.05 --max_response_length 20", "--lam_alpha 0.05: lambda is 0 up to 20 tokens"),
-    (ppo, "--critic_lam 1.5", "--critic_lam 1.5 must be at least 0 and at most 1"),
-    (ppo, "--lam_alpha 0", "--lam_alpha 0.0 must be above 0"),
-    (ppo, "--kl_target 0", "--kl_target 0.0 must be above 0"),
-    (ppo, "--critic_warmup 3 --total_steps 3", "--critic_warmup 3: the actor rests in all 3 steps"),
-    (agent, "--env nowhere.py:Env", "nowhere.py"),
-    (agent, "--env {talk}:Nobody", "Nobody"),
-    (agent, "--env {envs}/calculator.py:TOOLS", "--env has tools, and the chat template shows none"),
-    (agent, "--max_turns 0", "--max_turns"),
-    (agent, "--max_observation_length 0", "--max_observation_length"),
-    (agent, "--env_timeout_s 0", "--env_timeout_s 0.0 must be above 0"),
-    (distill, "--teacher {unread}", "{unread}"),
-    (distill, "--lam 1.5", "--lam 1.5"),
-    (distill, "--lam 0.5 --kl sampled", "--kl full --group_size 1"),
-    (distill, "--lam 0.5 --group_size 2", "--kl full --group_size 1"),
-    (distill, "--group_size 1 --teacher_prompt {{solution}}", "{{solution}} needs --group_size above 1"),
-    (distill, "--teacher_update_rate 0.5 --teacher {twin}", "--teacher_update_rate needs the --model"),
-    (distill, "--teacher_update_rate 1 --lora_rank 4", "--teacher_update_rate needs the --model"),
-    (sft, "--train_batch_size 65 --max_length 32", "--train_batch_size 65 is more than the 64 training rows"),
-    (dpo, "--train_batch_size 5", "--train_batch_size 5 is more than the 4 training pairs"),
-    (rm, "--train_batch_size 5", "--train_batch_size 5 is more than the 4 training pairs"),
-    (dpo, "--train_batch_size 4 --val_files {equal_parquet}", "row 1: 'chosen' and 'rejected' are equal"),
-    (rm, "--train_batch_size 4 --val_files {equal_parquet}", "{equal_parquet}: row 1: the chosen and"),
-    (rm, "--model {policy_without_template}", "the tokenizer has no chat template"),
-]
+# without which a script stops before what a case is about
+NEEDS = dict(agent="--env {talk}:Talk", distill="--teacher {tiny}")
+NEEDS |= dict.fromkeys(("dpo", "rm"), "--train_files {pairs_parquet}")
 
 
-@pytest.mark.parametrize(("script", "words", "line"), CASES)
-def test_a_line_before_a_model_is_loaded(script, words, line, refused, tiny, arithmetic, pictures, tmp_path):
+@pytest.mark.parametrize("case", golden("refusals"), ids=lambda case: f"{case['script']} {case['flags']}")
+def test_a_line_before_a_model_is_loaded(case, refused, tiny, arithmetic, pictures, tmp_path):
     files = Files(tmp_path, tiny=tiny, pictures=pictures, val=arithmetic / "val.parquet")
-    words = f"{NEEDS.get(script, '')} {words}".format_map(files).split()
-    assert line.format_map(files) in refused(script, *words)
+    name = case["script"]
+    script = import_module(f"algos.{name}")
+    words = f"{NEEDS.get(name, '')} {case['flags']}".format_map(files).split()
+    assert case["line"].format_map(files) in refused(script, *words)
 
 
 @each(grpo, agent)

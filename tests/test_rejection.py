@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,17 +66,10 @@ def test_rows_and_pairs(scored, tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "kept"),
-    [
-        (dict(keep="first"), ["3", "4", "8"]),
-        (dict(keep="shortest"), ["3", "4", "8"]),
-        (dict(max_per_prompt=1), ["3", "4", "8"]),
-        (dict(max_per_prompt=2), ["3", "The sum is 3", "4", "it is 4", "8"]),
-    ],
-)
-def test_what_is_kept(scored, tmp_path, flags, kept):
-    assert [text for _, text in build(tmp_path, scored, **flags)[0]] == kept
+@pytest.mark.parametrize("case", golden("kept_responses"), ids=lambda case: str(case["flags"]))
+def test_what_is_kept(scored, tmp_path, case):
+    rows, _ = build(tmp_path, scored, **case["flags"])
+    assert [text for _, text in rows] == case["kept"]
 
 
 def write(rows, path):

@@ -19,7 +19,7 @@ from conftest import run as launch
 from algos import grpo
 from data_prep.lib.schema import write_parquet
 from docs.flags import flags
-from system import checkpoints, files, run
+from system import checkpoints, files, resume
 
 # flags of grpo.py that may change: rate and schedule, steps, frequencies, validation, tracker, memory, ranks
 MAY = set(
@@ -48,7 +48,7 @@ def table():
     """Rows of the page: flags of grpo.py that may change when it resumes, by their section."""
     sections = {}
     for section, name, *_ in flags(ROOT / "algos/grpo.py"):
-        if name in run.MAY_CHANGE:
+        if name in resume.MAY_CHANGE:
             sections.setdefault(section, []).append(f"`--{name}`")
     return "".join(f"| {section} | {', '.join(names)} |\n" for section, names in sections.items())
 
@@ -80,9 +80,9 @@ def begun(tmp_path, monkeypatch):
     args = grpo.Args(model=str(model), **files)
     step.mkdir(parents=True)
     forget()
-    assert run.open_run(args) is None
+    assert resume.open_run(args) is None
     (tmp_path / "run/args.json").write_text(json.dumps(vars(args)))
-    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, content=run.digests(args))))
+    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, content=resume.digests(args))))
     (step.parent / "latest").symlink_to(step.name)
     return args
 
@@ -100,14 +100,14 @@ def forget():
 @pytest.mark.parametrize("name", [field.name for field in fields(grpo.Args)])
 def test_what_changes_and_what_a_resume_says(begun, name, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # which --offload and --compile need
-    assert run.open_run(begun).name == "step_000001"
+    assert resume.open_run(begun).name == "step_000001"
     args = changed(begun, name)
     if name in MAY - {"output_dir", "resume", "tracker"}:
-        assert run.open_run(args).name == "step_000001"
+        assert resume.open_run(args).name == "step_000001"
     elif name not in MAY | {"model"}:
         line = rf"holds a run with other arguments .*--{name} .* there, .* now"
         with pytest.raises(SystemExit, match=line):
-            run.open_run(args)
+            resume.open_run(args)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_the_content_of_files_counts(begun, tmp_path, file, says, monkeypatch):
     remedy = "begin in another one by --resume" if may else "choose another$"
     line = rf"^error: .* holds a run with other arguments \({says}\): put them back, or {remedy}"
     with pytest.raises(SystemExit, match=line):
-        run.open_run(begun)
+        resume.open_run(begun)
     latest = f"{begun.output_dir}/checkpoints/latest"
     other = replace(begun, output_dir=str(tmp_path / "other"), resume=latest)
     if says.startswith(("--train_files", "--reward_fn")):
-        assert run.open_run(other).name == "step_000001"
+        assert resume.open_run(other).name == "step_000001"
     else:
         with pytest.raises(SystemExit, match=says):
-            run.open_run(other)
+            resume.open_run(other)
 
 
 def test_names_and_spelling_do_not_count(begun, tmp_path, monkeypatch):
@@ -162,17 +162,17 @@ def test_names_and_spelling_do_not_count(begun, tmp_path, monkeypatch):
     forget()
     own = dict(train_files=("moved/rows.parquet",), chat_template="moved/template.jinja")
     args = replace(begun, model="own/name", reward_fn=(f"{moved}/reward.py:score",), **own)
-    assert run.open_run(args).name == "step_000001"
+    assert resume.open_run(args).name == "step_000001"
     with pytest.raises(SystemExit, match="--reward_fn"):
-        run.open_run(replace(args, reward_fn=(f"{moved}/reward.py:other",)))
+        resume.open_run(replace(args, reward_fn=(f"{moved}/reward.py:other",)))
 
 
 def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
     latest = f"{begun.output_dir}/checkpoints/latest"
     other = replace(begun, output_dir=str(tmp_path / "other"), resume=latest)
-    assert run.open_run(replace(other, total_steps=9, train_files=("x",), seed=7)).name == "step_000001"
+    assert resume.open_run(replace(other, total_steps=9, train_files=("x",), seed=7)).name == "step_000001"
     with pytest.raises(SystemExit, match=r"is of a run with other arguments .*--lora_alpha .* there, 33 now"):
-        run.open_run(replace(other, lora_alpha=33))
+        resume.open_run(replace(other, lora_alpha=33))
 
 
 def test_two_runs_in_one_directory(begun):
@@ -186,15 +186,15 @@ def test_two_runs_in_one_directory(begun):
     with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
         with pytest.raises(SystemExit, match=f"is in use by process {process.pid} of .*: wait for it"):
-            run.open_run(begun)
+            resume.open_run(begun)
         process.kill()
     files.HELD.clear()
-    assert run.open_run(begun).name == "step_000001"
+    assert resume.open_run(begun).name == "step_000001"
 
 
 def test_a_directory_that_cannot_be_made(begun, tmp_path):
     with pytest.raises(SystemExit, match=r"^error: --output_dir .*/reward.py/run cannot be made: "):
-        run.open_run(replace(begun, output_dir=f"{tmp_path}/reward.py/run"))
+        resume.open_run(replace(begun, output_dir=f"{tmp_path}/reward.py/run"))
 
 
 def test_a_run_that_was_copied_with_its_links_followed(begun, tmp_path, capsys):
@@ -202,7 +202,7 @@ def test_a_run_that_was_copied_with_its_links_followed(begun, tmp_path, capsys):
     (root / "latest").unlink()
     (root / "latest").mkdir()
     (root / "latest/trainer_state.json").write_text((root / "step_000001/trainer_state.json").read_text())
-    assert run.open_run(begun) == root / "latest"
+    assert resume.open_run(begun) == root / "latest"
     step.mkdir()
     checkpoints.point_latest_at(step, 0)
     assert (root / "latest").readlink().name == "step_000002" and (root / "step_000001").is_dir()
@@ -266,9 +266,9 @@ def test_one_rank_that_ends_alone_does_not_wait_for_ever(tiny, arithmetic, tmp_p
 def test_a_run_without_a_checkpoint_may_have_other_flags(begun, tmp_path):
     """Its error may ask for another flag; with a checkpoint the flag would have to agree."""
     (tmp_path / "run/checkpoints/latest").unlink()
-    assert run.open_run(replace(begun, temperature=0.5)) is None
+    assert resume.open_run(replace(begun, temperature=0.5)) is None
     with pytest.raises(SystemExit, match="already holds a run"):
-        run.open_run(replace(begun, resume="never"))
+        resume.open_run(replace(begun, resume="never"))
 
 
 if __name__ == "__main__":

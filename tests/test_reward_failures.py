@@ -7,35 +7,16 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import golden
 
 from algos import eval as evaluation
 from rewards.manager import RewardManager, check_failures, failures
 from rewards.manager.combined import load_rewards
 from rewards.manager.failures import OUTAGE, Failures
+from system import sampler
 
-BROKEN = {  # body of a reward: what its failure says
-    "return '1.0'": "TypeError: the reward returned '1.0' (str) as score, which is no number (mine.py:score)",
-    "return": "TypeError: the reward returned None (NoneType) as score",
-    "return [1.0]": "TypeError: the reward returned [1.0] (list) as score",
-    "return {'acc': 1.0}": "ValueError: the reward returned a dict without 'score': {'acc': 1.0}",
-    "return {'score': 1.0, 'acc': 'yes'}": "TypeError: the reward returned 'yes' (str) as acc",
-    "return float('nan')": "ValueError: the reward returned nan as score",
-    "return 1e999": "ValueError: the reward returned inf as score",
-    "return 1j": "TypeError: ",
-    "return {'score': object()}": "TypeError: ",
-    "raise ValueError('two\\nlines')": "ValueError: two lines (mine.py, line 3)",
-    "return extra_info['level']": "KeyError: 'level' (mine.py, line 3)",
-    "return solution_str.score": "AttributeError: 'str' object has no attribute 'score' (mine.py, line 3)",
-    "import nowhere": "ModuleNotFoundError: No module named 'nowhere' (mine.py, line 3)",
-    "import json; return json.loads('{')": "JSONDecodeError: Expecting property name",
-    "raise SystemExit": "SystemExit: (mine.py, line 3)",
-    "import argparse; argparse.ArgumentParser().parse_args(['x'])": "SystemExit: 2 (mine.py, line 3)",
-    "exec('import sys; sys.exit(0)')": "SystemExit: 0 (mine.py, line 3)",
-    "raise type('Stop', (BaseException,), {})('x')": "Stop: x (mine.py, line 3)",
-    "raise GeneratorExit": "GeneratorExit: (mine.py, line 3)",
-    "import asyncio; raise asyncio.CancelledError": "CancelledError: (mine.py, line 3)",
-    "return score(data_source, solution_str, ground_truth)": "RecursionError: maximum recursion depth",
-}
+# body of a reward: what its failure says
+BROKEN = {case["body"]: case["failure"] for case in golden("broken_rewards")}
 IN_A_PROCESS = {  # in the trainer's own process they would end or stop it
     "import os; os._exit(0)": "WorkerError: the worker process ended with code 0 (mine.py:score)",
     "import os; os.abort()": "WorkerError: the worker process ended with code -6 (mine.py:score)",
@@ -213,7 +194,9 @@ def test_no_other_place_calls_a_reward():
     trainers = {*TRAINERS, "grpo_nano"}
     assert {name for name, text in scripts.items() if "load_rewards(" in text} == trainers | {"eval"}
     for name in trainers:
-        before, _, body = scripts[name].partition("def score_rows(rows, manager, tokenizer):")
-        assert "    check_failures(rows)\n    return demote_failures(rows)\n" in body
         assert "manager.score(" not in scripts[name]
-        assert before.count("score_rows(") == 2  # of validation and of training
+        main = scripts[name].partition("def main(args):")[2].partition("# ---- The system")[0]
+        assert main.count("score_rows(") == 2  # of validation and of training
+    for path in (Path(sampler.__file__), Path(evaluation.__file__).with_name("grpo_nano.py")):
+        body = path.read_text().partition("def score_rows(rows, manager, tokenizer):")[2]
+        assert "    check_failures(rows)\n    return demote_failures(rows)\n" in body

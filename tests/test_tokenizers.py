@@ -4,6 +4,7 @@ import json
 from itertools import groupby, product
 
 import pytest
+from conftest import golden
 from tokenizers import (
     AddedToken,
     Regex,
@@ -25,25 +26,8 @@ from data_prep.lib.turns import answer_ids, encode_messages, ids_after
 from system.families import save_tokenizer
 
 TEXT = "Pay 12,345.67 for hello world (x+1) 1234... HELLO\n\n  two  don't <|end|>\nÜber é"
-NAMED = [  # model type, and the class that its tokenizer_config.json names, as published models have them
-    ("llama", "LlamaTokenizerFast"),  # deepseek-math-7b, DeepSeek-R1-Distill-Llama
-    ("llama", "LlamaTokenizer"),
-    ("llama", "PreTrainedTokenizerFast"),  # Llama 3
-    ("llama", "GPT2Tokenizer"),  # SmolLM2
-    ("starcoder2", "GPT2Tokenizer"),
-    ("gpt2", "GPT2Tokenizer"),
-    ("granite", "GPT2Tokenizer"),
-    ("olmo2", "GPT2Tokenizer"),
-    ("phi", "CodeGenTokenizer"),
-    ("gpt_neox", "GPTNeoXTokenizer"),
-    ("qwen2", "LlamaTokenizerFast"),  # DeepSeek-R1-Distill-Qwen
-    ("qwen2", "Qwen2Tokenizer"),
-    ("qwen3", "Qwen2TokenizerFast"),
-    ("mistral", "LlamaTokenizer"),
-    ("cohere", "CohereTokenizerFast"),
-    ("deepseek_v3", "LlamaTokenizerFast"),
-    ("bloom", "BloomTokenizerFast"),
-]
+# model type, and the class that its tokenizer_config.json names, as published models have them
+NAMED = [(case["model_type"], case["tokenizer_class"]) for case in golden("named_tokenizers")]
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES])
 THREES = [pre_tokenizers.Split(Regex(r"\d{1,3}(?=(\d{3})*\b)"), "isolated"), BYTES]

@@ -52,16 +52,7 @@ def tool(*contents):
     return [dict(role="tool", content=content) for content in contents]
 
 
-TURNS = {
-    "one call": [("<<37*85>>", tool("3145")), ("3145", [])],
-    "calls": [
-        ("I call <<37*80>> <<37*5>>", tool("2960", "185")),
-        ("<<2960+185>>", tool("3145")),
-        ("3145", []),
-    ],
-    "a user answers": [("3144", [dict(role="user", content="Wrong.")]), ("3145", [])],
-    "no call": [("3145", [])],
-}
+TURNS = {case["said"]: case["turns"] for case in golden("tool_turns")}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, golden
 from test_envs import hermes
 
 from envs.calls import learn_calls, reader
@@ -27,18 +27,7 @@ TOOLS = FUNCTION.format(
 TOOLS += FUNCTION.format("add(a: float, b: float)", "a: a\n        b: b") + "TOOLS = [get_weather, add]"
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
 # template: what ends its turns besides EOS, and how a call begins
-FAMILIES = {
-    "deepseek_r1_distill": ("<｜tool▁call▁end｜>", DEEPSEEK),
-    "deepseekv3": ("", DEEPSEEK),
-    "gemma4_v2": ("<turn|>", "<|tool_call>call:"),
-    "gemma4_v4": ("<|tool_response>", "<|tool_call>call:"),
-    "glm4moe": ("", "<tool_call>"),
-    "gptoss": ("<|call|>", " to=functions.add<|message|>{"),
-    "qwen2_5": ("", "<tool_call>"),
-    "qwen3": ("", "<tool_call>"),
-    "qwen3_5_think": ("", "<tool_call>"),
-    "qwen3_vl": ("", "<tool_call>"),
-}
+FAMILIES = {case["template"]: (case["end"], case["begin"]) for case in golden("calls_of_templates")}
 NAMED = dict(diffusion_gemma="gemma4", lfm2_2_5="lfm2", lfm2_2_5_vl="lfm2", llama3_1="llama3_json")
 NAMED |= dict(muse_glimmer="muse_glimmer", qwen3_8="qwen3_coder")  # whose templates are not here
 NAMED |= dict(nemotron_3_nano="qwen3_coder", nemotron_3_ultra="qwen3_coder")

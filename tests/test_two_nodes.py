@@ -46,7 +46,7 @@ LEAVES = """
 import atexit, sys
 sys.path.insert(0, sys.argv[1])
 from algos import sft
-from system import run
+from system import ranks
 class AtTheEndOfPython:
     def __del__(self):
         print("Python ends")
@@ -54,7 +54,7 @@ kept = AtTheEndOfPython()
 atexit.register(print, "libraries end")
 sft.setup_distributed(1)
 print("trained")
-run.leave()
+ranks.leave()
 """
 
 

@@ -24,7 +24,7 @@ from benchmarks.gpu_check import write_random
 from system.batches import distribute, join, micro_batches, padded
 from system.log_probs import CHUNK, log_probs
 from system.metrics import matmul_speed, speed_metrics
-from system.run import leave, setup_distributed
+from system.ranks import leave, setup_distributed
 
 # FLOP/s of products in bfloat16 by the data sheet, without sparsity
 DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}

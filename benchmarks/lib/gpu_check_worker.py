@@ -24,7 +24,7 @@ from data_prep.lib.cache import load_prompts
 from data_prep.lib.images import load_processor
 from system import batches, families
 from system.batches import distribute, pad, token_logps
-from system.run import leave, setup_distributed
+from system.ranks import leave, setup_distributed
 
 PROMPTS, GROUP = 4, 4
 

@@ -23,7 +23,7 @@ from system.arguments import command_line
 from system.attention import packed_attention
 from system.batches import one_row, padded, split_micro_batches
 from system.metrics import matmul_speed
-from system.run import all_reduce, leave, setup_distributed
+from system.ranks import all_reduce, leave, setup_distributed
 
 
 @dataclass

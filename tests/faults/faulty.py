@@ -24,7 +24,7 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 name, faults, notes = sys.argv[1:4]
 del sys.argv[1:4]
 algo = importlib.import_module(f"algos.{name}")
-checkpoints, run = (importlib.import_module(f"system.{x}") for x in ("checkpoints", "run"))
+checkpoints, ranks, run = (importlib.import_module(f"system.{x}") for x in ("checkpoints", "ranks", "run"))
 timed, log, write, lasted = algo.timed, run.Run.log, run.write_checkpoint, {}
 
 
@@ -75,5 +75,5 @@ def faulty_write(*args):
 
 run.write_checkpoint = faulty_write
 algo.timed, run.Run.log, algo.step = faulty_timed, counting_log, 0
-algo.TIMEOUT_S = run.TIMEOUT_S = float(os.environ.get("FAULTY_TIMEOUT_S", run.TIMEOUT_S))
+ranks.TIMEOUT_S = float(os.environ.get("FAULTY_TIMEOUT_S", ranks.TIMEOUT_S))
 algo.main(algo.Args(**algo.parse(algo.Args)))

@@ -5,12 +5,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from shared import Capture, fill_adapters, make_rows, trained
+from shared import Capture, clipped_loss, fill_adapters, make_rows, plain_logps, save, trained
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import distill
-from system.run import leave
 
 distill.KL_CHUNK = 16  # fewer than the positions of most micro-batches
 LAYOUTS = dict(padded="eager", one_row="sdpa")
@@ -35,19 +34,16 @@ def naive(student, teachers, args):
     tokens, loss = sum(row["length"] for row in rows), 0.0
     for row in rows:
         teacher = teachers[args.teacher_sources.index(row["data_source"]) if len(teachers) > 1 else 0]
-        logits = []
-        for model, prompt in ((student, row), (teacher, row | row.get("teacher", {}))):
-            ids = torch.tensor([prompt["prompt_ids"] + row["response_ids"]])
-            logits.append(model(input_ids=ids).logits[0, prompt["prompt_length"] - 1 : -1])
-        logp, logq = ((x / args.temperature).log_softmax(-1) for x in logits)
+        shown = row.get("teacher", row)
+        logp = plain_logps(student, row["prompt_ids"], row["response_ids"], args.temperature)
+        logq = plain_logps(teacher, shown["prompt_ids"], row["response_ids"], args.temperature)
         if args.kl == "full":
             loss = loss + (logp.exp() * (logp - logq)).sum()
             continue
         logp, logq = (x[range(row["length"]), row["response_ids"]] for x in (logp, logq))
         adv = (logq - logp).detach()
         ratio = (logp - row["rollout_logp_t"] - 0.05).exp()
-        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.3) * adv)
-        pg = torch.where(adv < 0, torch.minimum(pg, -3.0 * adv), pg)
+        pg = clipped_loss(ratio, adv, 0.8, 1.3)
         loss = loss + pg.sum() * torch.tensor(0.05).exp()
     (loss / tokens).backward()
     return [p.grad.clone() for p in trained(student)]
@@ -131,9 +127,7 @@ def main(model, out, hsdp_replicas):
     distill.follow(teacher, policy, args.teacher_update_rate)
     for q, old in zip(teacher.parameters(), before, strict=True):
         torch.testing.assert_close((q.full_tensor() - old).mean(), torch.tensor(1e-5), rtol=0.05, atol=0)
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    leave()
+    save(results, out)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from shared import Capture, fill_adapters, trained
+from shared import Capture, fill_adapters, plain_logps, save, trained
 
 from algos import dpo
-from system.run import leave
 
 # tokens of prompt, chosen and rejected response: very unequal, and two neighbours with one prompt
 LENGTHS = [(5, 40, 10), (30, 1, 20), (3, 2, 2), (60, 3, 8), (8, 25, 30), (8, 7, 25)]
@@ -51,10 +50,10 @@ def kto_rows():
 
 def log_prob(lm, row, name):
     """One response alone, with plain logits."""
-    ids, response = row["prompt_ids"] + row[f"{name}_ids"], row[f"{name}_ids"]
-    logits = lm(input_ids=torch.tensor([ids])).logits[0, len(row["prompt_ids"]) - 1 : -1]
+    response = row[f"{name}_ids"]
+    logp = plain_logps(lm, row["prompt_ids"], response)
     kept = [t for t, on in enumerate(row[f"{name}_trained"]) if on]
-    return sum(logits.log_softmax(-1)[t, response[t]] for t in kept)
+    return sum(logp[t, response[t]] for t in kept)
 
 
 def naive(lm, loss, beta=0.1, label_smoothing=0.0, nll_coef=0.0, **weights):
@@ -114,9 +113,7 @@ def main(model, out, replicas):
                 results[lora_rank, name, layout, budget] = found, val, optimizer.grads
             if dist.get_world_size() == 1:
                 results[lora_rank, name, "naive"] = naive(plain, **LOSSES[name])
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    leave()
+    save(results, out)
 
 
 if __name__ == "__main__":

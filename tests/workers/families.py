@@ -18,7 +18,7 @@ sys.path.insert(0, __file__.rsplit("/workers/", 1)[0])
 from families import write
 
 from algos import grpo
-from system.run import leave
+from system.ranks import leave
 
 
 def sleep(model):

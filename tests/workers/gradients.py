@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from shared import Capture, fill_adapters, trained
+from shared import Capture, clipped_loss, fill_adapters, plain_logps, save, trained
 from shared import make_rows as sampled_rows
 from transformers import AutoModelForCausalLM
 
 from algos.variants import load_loss
 from system import model as model_module
-from system.run import all_reduce, leave
+from system.ranks import all_reduce
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 
@@ -120,9 +120,7 @@ def naive(policy, args):
     adv_n, lengths = [row["adv_t"][0] for row in rows], [int(row["mask_t"].sum()) for row in rows]
     loss = 0.0
     for row, adv, length in zip(rows, adv_n, lengths, strict=True):
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-        logits = policy.lm(input_ids=ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / args.temperature
-        logp = logits.log_softmax(-1)
+        logp = plain_logps(policy.lm, row["prompt_ids"], row["response_ids"], args.temperature)
         entropy = -(logp.exp() * logp).sum(-1)
         logp = logp[range(len(logp)), row["response_ids"]]
         own = torch.as_tensor(row["mask_t"])
@@ -134,9 +132,7 @@ def naive(policy, args):
         ratio = (logp - old).exp()
         kl = (ref - logp).exp() - (ref - logp) - 1
         if kind == "clip":
-            pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.3) * adv)
-            if adv < 0:
-                pg = pg.clamp(max=-3.0 * adv)
+            pg = clipped_loss(ratio, adv, 0.8, 1.3)
         elif kind == "gspo":  # as the paper writes it, a loss of the response
             s = (logp - old).mean().exp()
             pg = torch.maximum(-s * adv, -s.clamp(0.95, 1.05) * adv).expand(length)
@@ -302,9 +298,7 @@ def main(model, out, hsdp_replicas):
         grpo.adapters_of(lora)(plain.lm)
         fill_adapters(plain.lm)
         results["lora", "naive"] = naive(plain, lora)
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    leave()
+    save(results, out)
 
 
 if __name__ == "__main__":

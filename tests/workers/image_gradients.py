@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo, sft
 from data_prep.lib.images import encode_prompt
-from system.run import leave
+from system.ranks import leave
 
 # (images, characters of the prompt, tokens of the response) of each row
 STEPS = [[(1, 90, 4), (0, 60, 9), (0, 50, 2)], [(0, 30, 2)] * 3, [(0, 9, 3), (2, 5, 7), (1, 20, 1)]]

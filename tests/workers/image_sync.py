@@ -14,7 +14,7 @@ from shared import gap
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor
-from system.run import leave
+from system.ranks import leave
 
 
 def make_prompts(model, counts):

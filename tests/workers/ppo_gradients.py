@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from shared import Capture, fill_adapters, full, trained
+from shared import Capture, clipped_loss, fill_adapters, full, plain_logps, save, trained
 from shared import make_rows as sampled_rows
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,7 @@ from data_prep.lib.images import load_tokenizer
 from system.batches import distribute, store_logps
 from system.checkpoints import load_checkpoint, read_state, write_checkpoint
 from system.model import whole_weights
-from system.run import leave, setup_distributed
+from system.ranks import setup_distributed
 
 MOVED = 0.3  # change of the values since the step began: more than --cliprange_value
 CORRECT = 1  # a response with a negative score
@@ -89,13 +89,12 @@ def naive(lm, critic, args):
     columns = rows, correct, values, old_values, advs, returns
     for row, good, value, old_value, adv, return_ in zip(*columns, strict=True):
         adv = (adv - every.mean()) / every.std()
-        ids, n = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["response_ids"])
-        logp = (lm(input_ids=ids).logits[0, -n - 1 : -1] / args.temperature).log_softmax(-1)
+        n = row["length"]
+        logp = plain_logps(lm, row["prompt_ids"], row["response_ids"], args.temperature)
         entropy = -(logp.exp() * logp).sum(-1)
         logp, rollout = logp[range(n), row["response_ids"]], row["rollout_logp_t"]
         ratio = (logp - rollout - 0.05).exp()
-        pg = torch.maximum(-ratio * adv, -ratio.clamp(0.9, 1.3) * adv)
-        pg = torch.where(adv < 0, torch.minimum(pg, -3.0 * adv), pg) * 2.718281828**0.05
+        pg = clipped_loss(ratio, adv, 0.9, 1.3) * 2.718281828**0.05
         loss = loss + (pg - 0.01 * entropy).sum() / len(every)
         loss = loss - 0.5 * good * logp.sum() / correct_tokens
         for i, (v, old) in enumerate(zip(value.unbind(1), old_value.unbind(1), strict=True)):
@@ -271,9 +270,7 @@ def main(model, critic_model, quantile_critic, reward_model, out):
             of = way.critic_model
             head = AutoModelForSequenceClassification.from_pretrained(of, dtype=torch.float32)
             results[name] = naive(lm, head, way)
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    leave()
+    save(results, out)
 
 
 if __name__ == "__main__":

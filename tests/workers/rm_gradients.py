@@ -8,10 +8,9 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from shared import Capture, fill_adapters, trained
+from shared import Capture, fill_adapters, save, trained
 
 from algos import rm
-from system.run import leave
 
 LENGTHS = [(5, 40), (30, 31), (3, 2), (60, 3), (8, 25), (2, 1), (12, 12)]  # of both conversations
 CENTER = 0.05
@@ -65,9 +64,7 @@ def main(model, out, replicas):
             lm.score.requires_grad_(True)
             fill_adapters(lm)
             results[lora_rank, "naive"] = naive(lm)
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    leave()
+    save(results, out)
 
 
 if __name__ == "__main__":

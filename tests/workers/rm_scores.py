@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import ppo
 from data_prep.lib.schema import load_rows
-from system.run import leave
+from system.ranks import leave
 
 
 def main(model, pairs, out):

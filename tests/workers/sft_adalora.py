@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
-from system.run import leave
+from system.ranks import leave
 
 STEPS = 20
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
-from system.run import leave
+from system.ranks import leave
 from tests import families
 
 LAYOUTS = {"sdpa padded": ("sdpa", False), "sdpa packed": ("sdpa", True), "eager packed": ("eager", True)}

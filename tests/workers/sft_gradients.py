@@ -13,14 +13,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from shared import Capture, fill_adapters, trained
+from shared import Capture, fill_adapters, plain_logps, save, trained
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import sft
 from system import sequence
 from system.batches import one_row
-from system.run import leave
+from tests.conftest import golden
 
 # prompt and response tokens: very unequal; the two rows with prompts of 30 share theirs, as do those of 2
 LENGTHS = [(5, 40), (30, 1), (3, 2), (60, 3), (8, 25), (2, 7), (30, 2), (2, 6)]
@@ -43,8 +43,7 @@ def naive(lm):
     """Each row alone, with plain logits; AdaLoRA's penalty written out."""
     loss, tokens = 0.0, sum(sum(row["trained"]) for row in make_rows())
     for row in make_rows():
-        logits = lm(input_ids=torch.tensor([row["prompt_ids"] + row["response_ids"]])).logits[0]
-        logp = logits[len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
+        logp = plain_logps(lm, row["prompt_ids"], row["response_ids"])
         for t, (token, counts) in enumerate(zip(row["response_ids"], row["trained"], strict=True)):
             loss = loss - counts * logp[t, token] / tokens
     gaps = []
@@ -73,13 +72,7 @@ def one_at_a_time():
 
 
 # prompt and response tokens of texts in a row; those of one number in the third place share a prompt
-TEXTS = [
-    [(7, 9, 0)],
-    [(3, 8, 0), (1, 4, 1), (2, 6, 2)],
-    [(8, 3, 0), (8, 5, 0), (8, 1, 0)],
-    [(20, 2, 0), (20, 2, 0), (4, 3, 1), (4, 9, 1), (1, 1, 2), (5, 12, 3)],
-    [(1, 1, 0)],
-]
+TEXTS = [case["texts"] for case in golden("rows_of_texts")]
 
 
 def make_layout(texts):
@@ -188,9 +181,7 @@ def main(model, out, sp_size, *kinds):
             sft.adapters_of(args)(lm)
             fill_adapters(lm)
             results[name, "naive"] = naive(lm)
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    leave()
+    save(results, out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from system.batches import token_logps
+from system.ranks import leave
 
 # tokens of the prompts and of three responses to each: very unequal
 LENGTHS = {5: (40, 1, 2), 60: (3, 25, 7)}
@@ -62,6 +63,26 @@ def gap(policy, rows, temperature):
         logp_nt, _ = token_logps(policy, rows, temperature)
     ours = torch.cat([logp_t[: row["length"]] for row, logp_t in zip(rows, logp_nt)])
     return (ours - torch.cat([torch.from_numpy(row["rollout_logp_t"]) for row in rows])).abs().max().item()
+
+
+def plain_logps(lm, prompt_ids, response_ids, temperature=1.0):
+    """Log-probs of all tokens at the places of a response, [T, V], by the logits of its text alone."""
+    ids = torch.tensor([prompt_ids + response_ids])
+    logits = lm(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def clipped_loss(ratio_t, adv_t, low, high):
+    """The clipped loss of each token, with the dual clip at 3."""
+    loss_t = torch.maximum(-ratio_t * adv_t, -ratio_t.clamp(low, high) * adv_t)
+    return torch.where(adv_t < 0, torch.minimum(loss_t, -3.0 * adv_t), loss_t)
+
+
+def save(results, out):
+    """Write the results of the first rank, and end."""
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    leave()
 
 
 def norm(grads):

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-from system import metrics, run
+from system import metrics, ranks, run
 from tests.workers import dapo_loop
 
 SFT = "--max_length 32 --warmup_steps 0 --lr 1e-2"
@@ -56,7 +56,7 @@ def runs(name, model, data, out):
     """Runs of a trainer -> how often the second one was ended."""
     global at
     script = import_module(f"algos.{name}")
-    script.setup_distributed = run.setup_distributed
+    script.setup_distributed = ranks.setup_distributed
     if FLAGS[name].startswith(RL):
         script.build_engine, script.check_sampler = lambda *_: None, lambda *_: {}
         script.awake, script.rollout, script.trajectories = dapo_loop.awake, dapo_loop.rollout, trajectories
@@ -81,8 +81,8 @@ def runs(name, model, data, out):
 def main(model, data, pairs, out, *names):
     run.Run.updated, run.Run.save = updated, save
     run.leave = lambda _: None  # one process for all runs
-    ranks = run.setup_distributed()
-    run.setup_distributed = lambda *_: ranks
+    mesh = ranks.setup_distributed()
+    ranks.setup_distributed = lambda *_: mesh
     metrics.matmul_speed = lambda dtype: 1e12
     dapo_loop.tokenizer = import_module("algos.grpo").load_processor(model)
     # in dapo.py some are left over for the next step

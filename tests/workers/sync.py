@@ -11,7 +11,7 @@ from shared import gap
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from algos import grpo
-from system.run import leave
+from system.ranks import leave
 
 EOS = [1, *range(20, 50)]  # of the model's generation config
 

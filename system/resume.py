@@ -1,0 +1,117 @@
+"""Which checkpoint a run resumes from, and whether it may: its flags, and the content of its files."""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from system.arguments import KNOWN, MODELS, fail
+from system.files import digest_of_file, digests_of_model, hold
+
+MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
+DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  # and another run begins
+FILES = [flag for flag, known in KNOWN.items() if known.content == "file"]
+
+
+def open_run(args):
+    """Check output_dir against the arguments -> the checkpoint to resume from, or None."""
+    flags = vars(args)
+    for flag in flags.keys() & MODELS:  # not by symbolic links, which may move, as `latest` of another run
+        if isinstance(flags[flag], str):
+            flags[flag] = without_links(flags[flag])
+        elif flags[flag]:
+            flags[flag] = tuple(without_links(name) for name in flags[flag])
+    if args.tracker != "none" and not find_spec(args.tracker):
+        fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
+    for flag, value in flags.items():  # parse() has not loaded torch
+        needs_gpu = flag in KNOWN and KNOWN[flag].gpu and value not in (False, "none")
+        if needs_gpu and not torch.cuda.is_available():
+            fail(f"--{flag} needs a GPU")
+
+    out = Path(args.output_dir)
+    hold(out, f"--output_dir {out}")
+    if args.resume == "never" and (out / "args.json").exists():
+        fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
+    latest = out / "checkpoints/latest"
+    if latest.exists():  # the same command resumes its own run
+        checkpoint = latest.resolve()
+        changes = differences(checkpoint, args, MAY_CHANGE)
+        if changes:
+            new = "choose another"
+            if not differences(checkpoint, args, MAY_CHANGE | DATA):
+                new = f"begin in another one by --resume {latest}"
+            fail(f"--output_dir {out} holds a run with other arguments ({changes}): put them back, or {new}")
+        return checkpoint
+
+    if args.resume in ("auto", "never"):
+        return None
+    checkpoint = Path(args.resume).resolve()
+    if not (checkpoint / "trainer_state.json").is_file():
+        fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+    changes = differences(checkpoint, args, MAY_CHANGE | DATA)
+    if changes:
+        fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
+    return checkpoint
+
+
+def without_links(name):
+    """The path of a directory; the name of a model on the hub as it is."""
+    if os.path.isdir(name):
+        return os.path.realpath(name)
+    return name
+
+
+def differences(checkpoint, args, may):
+    """What differs between the run of a checkpoint and this one, except flags that may."""
+    saved = {}
+    saved_digests = {}
+    with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
+        saved_digests = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
+        saved = json.loads((checkpoint.parents[1] / "args.json").read_text())
+    digests_now = digests(args)
+    found = []
+    for flag, value in json.loads(json.dumps(asdict(args))).items():
+        if flag in may:
+            continue
+        before = saved.get(flag, value)
+        change = f"{before} there, {value} now" if before != value else ""
+        if flag in MODELS or flag in FILES:
+            digest = digests_now.get(flag)
+            digest_before = saved_digests.get(flag, digest)
+            if digest is None or digest_before == digest:
+                continue
+            if flag in MODELS:
+                change = f"{value} has another {changed_files(digest_before, digest)}"
+            elif not change:
+                change = f"{value} has another content"
+        if change:
+            found.append(f"--{flag} {change}")
+    return "; ".join(found)
+
+
+def changed_files(before, now):
+    """Names of the files of models that differ."""
+    names = set()
+    for one, other in zip(before, now):
+        names |= {name for name, _ in one.items() ^ other.items()}
+    return ", ".join(sorted(names)) or "number of models"
+
+
+def digests(args):
+    """{flag: digests} of the models and files that decide what a run learns; a checkpoint keeps them."""
+    if int(os.environ.get("RANK", 0)):  # the first rank reads, and speaks
+        return {}
+    found = {}
+    for flag, value in vars(args).items():
+        if flag not in MODELS and flag not in FILES:
+            continue
+        names = value or ()
+        if isinstance(names, str):
+            names = [names]
+        digest = digests_of_model if flag in MODELS else digest_of_file
+        found[flag] = [digest(name) for name in names]
+    return found
