@@ -24,7 +24,7 @@ from huggingface_hub.utils._http import default_client_factory
 
 from algos import grpo
 from algos.variants import known
-from system import elsewhere
+from system import elsewhere, metrics
 from system.arguments import FLAGS, KNOWN, MODELS, foreign, impossible, no_model, parse, unusable
 from system.metrics import data_sheet_speed
 from system.ranks import ranks_on
@@ -477,3 +477,33 @@ def test_the_data_sheet(gpu, dtype, teraflops, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu)
     assert data_sheet_speed(dtype) == (teraflops and teraflops * 1e12)
+
+
+def test_the_numbers_of_a_step(monkeypatch):
+    """Texts of 2 + 3 and 5 + 1 tokens by two ranks that train on 6 and 3; 6 weights, 2 layers of width 5."""
+    assert metrics.matmul_speed("float32") > 0
+    monkeypatch.setattr(metrics.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(metrics, "matmul_speed", lambda dtype: 1000.0)
+    monkeypatch.setattr(metrics, "unused_weights", lambda lm, sees_images: {})
+    lm = metrics.torch.nn.Linear(3, 2, bias=False)
+    lm.config = SimpleNamespace(num_hidden_layers=2, hidden_size=5)
+    lm.config.get_text_config = lambda: lm.config
+    row = dict(reward=dict(score=1.0), finish_reason="stop")
+    rows = [row | dict(prompt_length=2, length=3, rank=0), row | dict(prompt_length=5, length=1, rank=1)]
+    rows[1]["finish_reason"] = "length"
+    timing = dict(step=4.0, gen=2.0, update_actor=0.5)
+    found = metrics.step_metrics(rows, [6, 3], SimpleNamespace(lm=lm), timing, "float32")
+    expected = {
+        "response_length/mean": 2,
+        "prompt_length/mean": 3.5,
+        "response_length/clip_ratio": 0.5,
+        "global_seqlen/mean": 5.5,
+        "global_seqlen/minmax_diff": 1,
+        "global_seqlen/max": 6,
+        "global_seqlen/balanced_min": 3,
+        "timing_per_token_ms/gen": 500,
+        "timing_per_token_ms/update_actor": 500 / 11,
+        "perf/throughput": 11 / 4 / 2,
+        "perf/mfu/actor": 6 * (6 * 9 + 2 * 5 * (5**2 + 6**2)) / 0.5 / (2 * 1000),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)

@@ -140,6 +140,7 @@ def test_the_newest_checkpoints_are_kept(run):
     assert steps() == ["step_000002", "step_000003"]
     shutil.copytree(root / "step_000003", root / "step_000008")
     shutil.copytree(root / "step_000003", root / "step_000009")
+    (root / ".latest").symlink_to("step_000003")  # of a kill
     save(4)
     assert steps() == ["step_000003", "step_000004", "step_000008", "step_000009"]
     assert os.readlink(root / "latest") == "step_000004"

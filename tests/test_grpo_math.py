@@ -65,6 +65,8 @@ def test_rloo_dr_grpo_reinforce_plus_plus_baseline_and_maxrl(script):
     # the variance is 10/3, and the 1e-8 is 1
     adv_n = script.advantages(args, 1e-4 * f64(3, 1, 2, -2), few_n, torch.ones(4))
     assert (adv_n * (13 / 3) ** 0.5).tolist() == pytest.approx([1, -1, 2, -2])
+    alone = script.advantages(args, f64(3, 1), torch.tensor([0, 1]), torch.ones(2))
+    assert alone.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
     assert script.advantages(args, f64(3), torch.tensor([0]), torch.ones(1)).tolist() == [0]
 
 
@@ -80,6 +82,8 @@ def test_gdpo(script):
     assert adv_n.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     same = script.advantages(args, None, group_n, None, [(weight, [0.1] * 6) for weight, _ in parts])
     assert same.tolist() == [0] * 6  # exactly: such rows are not trained
+    alone = script.advantages(args, None, torch.tensor([0, 1]), None, [(1.0, [3, -3])])
+    assert alone.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])  # as in `group_advantages`
     # a pair that 1e-6 holds together, a pair, and two alone; 1e-8 is as much as the weight squared
     near = 0.5 / (0.5**0.5 + 1)
     sums = np.array([-near, near, 0.5**0.5, -(0.5**0.5), 3, -3])
@@ -273,7 +277,8 @@ def test_loss_weights(script, mode, alone, of_step):
     for limits, (one, three) in (((), alone), ((7, (10, 5)), of_step)):
         weight_nt = script.loss_weights(mask_nt, mode, *limits)
         torch.testing.assert_close(weight_nt, torch.tensor([[0, one, 0], [three] * 3, [0.0] * 3]))
-    assert script.loss_weights(mask_nt[2:], mode, 7, (0, 0)).tolist() == [[0.0] * 3]
+    assert script.loss_weights(mask_nt[:1], mode, 1, (1, 1)).tolist() == [[0, 1, 0]]
+    assert script.loss_weights(mask_nt[2:], mode, 7, (0, 0)).tolist() == [[0, 0, 0]]
 
 
 INF = math.inf
