@@ -31,6 +31,8 @@ def sampled_rows():
         row |= dict(length=n, mask_t=np.ones(n, bool), adv_t=torch.full((n,), adv))
         row |= dict(rollout_logp_t=torch.full((n,), -4.0), teacher_logp_t=torch.full((n,), -1.0))
         row |= dict(nll_weight_t=torch.ones(n))
+    rows[0]["rollout_logp_t"][0] = math.nan  # missing
+    rows[1]["rollout_logp_t"] -= 5  # a weight over the bound
     return rows
 
 
@@ -99,3 +101,13 @@ def test_an_optimizer_step(script, model, mesh, monkeypatch):
     metrics = {name.rpartition("/")[2]: x for name, x in update(optimizer=optimizer, args=args).items()}
     assert optimizer.steps == 1 and metrics["skipped_updates"] == 1
     assert all(p.grad is None for p in policy.parameters())
+
+
+def test_nano_is_grpo(model, mesh):
+    """With the same weights of tokens whose log-prob in the sampler is another, or missing."""
+    found = []
+    for script in (grpo, grpo_nano):
+        policy, args, update = case(script, model, mesh)
+        found.append(update(optimizer=Capture(policy.parameters(), lr=1.0), args=args))
+    for name in ("actor/pg_loss", "actor/grad_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5)
