@@ -213,8 +213,16 @@ def check_slices(base, mesh, device, results):
             results[name, budget, "sliced"], results["metrics", name, budget, "sliced"] = found
 
 
+def check_ranks():
+    """The largest over the ranks is not their sum."""
+    ranks = dist.get_world_size()
+    assert all_reduce([dist.get_rank() + 1.0], dist.ReduceOp.MAX) == [ranks]
+    assert all_reduce([1.0, 2.0]) == [ranks, 2 * ranks]
+
+
 def main(model, out, hsdp_replicas):
     device, mesh = grpo.setup_distributed(int(hsdp_replicas))
+    check_ranks()
     once = hsdp_replicas == "1"  # replicas change what is summed over the ranks, not what is summed
     kinds = KINDS if once else {name: KINDS[name] for name in REPLICATED}
     kl = dict(use_kl_loss=True, kl_loss_coef=0.1) if hasattr(grpo.Args, "use_kl_loss") else {}
