@@ -385,6 +385,7 @@ def main(args):
                 tokens_n = torch.tensor([row["mask_t"].sum() for row in rows])
                 parts = score_parts(manager.compute_score, rows)  # for gdpo: scores of each --reward_fn
                 adv_n = advantages(args, score_n, group_n, tokens_n, parts)
+                # where the loss has no gradient without an advantage, such rows need not run
                 skip = is_zero_without_advantage(loss, args.max_response_length)
                 for row, adv in zip(rows, adv_n.tolist()):  # all tokens of a response have its advantage
                     row["adv_t"] = np.full(row["length"], adv, np.float32)

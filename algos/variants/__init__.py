@@ -150,7 +150,7 @@ def is_zero_without_advantage(loss, length):
             total = loss(logp_nt, entropy_nt, batch)[0].sum()
             inputs = logp_nt, entropy_nt
             grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
-        except Exception:  # of a user's function
+        except Exception:  # of a user's loss: its rows run, and what is wrong with it is raised there
             return False
         if any(grad[:4].any() for grad in grads):
             return False
