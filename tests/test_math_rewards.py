@@ -14,7 +14,7 @@ from rewards import compute_score
 from rewards.boxed import last_boxed
 from rewards.mathematics import symbolic
 from rewards.mathematics.equivalence import equal
-from rewards.mathematics.latex import normalize
+from rewards.mathematics.latex import NUMBER_RULES, RULES, WORD_RULES, normalize
 
 FAMILIES = ("math", "math_verify", "math_dapo", "prime_math", "geo3k")
 GOLDEN = [case for family in FAMILIES for case in golden(family)]
@@ -40,6 +40,12 @@ def test_spellings_of_a_value():
     for case in golden("math_values"):
         found = score(case["data_source"], case["solution_str"], case["ground_truth"])
         assert (found == 1) == case["right"], case
+
+
+def test_each_rule_of_spelling_does_what_its_example_says():
+    for pattern, replacement, example in [*RULES, *WORD_RULES, *NUMBER_RULES]:
+        before, after = example.split(" -> ")
+        assert re.sub(pattern, replacement, before) == after, pattern
 
 
 EQUAL = r"""

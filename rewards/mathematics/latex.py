@@ -25,7 +25,9 @@ CURRENCIES = {r"\$": "dollar", "€": "euro", "£": "lb", "¥": "yuan", "￥": "
 UNICODE = {char: f"{latex} " for char, latex in (pair.split("=") for pair in UNICODE.split())}
 UNICODE |= {chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)}  # full width
 UNICODE = str.maketrans(UNICODE | dict(zip("−–—﹣‑。【】", "-----.[]")))
-RAISED, LOWERED = ("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n"), ("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
+LOWERED = "₀₁₂₃₄₅₆₇₈₉"
+ON_THE_LINE = str.maketrans(RAISED + LOWERED, "0123456789+-n" + "0123456789")
 THIN = re.compile("(?<=\\d)[\u2009\u202f\u00a0’](?=\\d{3}(?!\\d))")  # thousands
 
 COMMANDS = (  # one spelling of several, those of Europe too
@@ -36,75 +38,98 @@ COMMANDS = (  # one spelling of several, those of Europe too
 )
 COMMANDS = dict(pair.split("=") for pair in COMMANDS.split())
 NAMES = "(?:arc?)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|pi|log|ln|exp|gcd|lcm|min|max|infty"
-RULES = [  # (pattern, replacement), in this order
-    (r"^\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}$", r"\1"),
-    (rf"^(?i:{LABEL})\s*(?:[:是为]\s*)+|^故?选\s*(?=[A-H]\b)", ""),
-    (r"(?<![\dA-Za-z)}\]])\{?\}?\^\{?(\d)\}?\s*\\sqrt(?![A-Za-z[])", r"\\sqrt[\1]"),
+# Rules: (pattern, replacement, what it does to an example), in this order
+RULES = [
+    (r"^\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}$", r"\1", r"\text{B} -> B"),
+    (rf"^(?i:{LABEL})\s*(?:[:是为]\s*)+|^故?选\s*(?=[A-H]\b)", "", "故选 C -> C"),
     (
-        r"\\(?:left|right)\s*\.|\\(?:boxed|fbox|left|right|[bB]igg?[lr]?|(?:display|text)style|[hv]line|rm)(?![A-Za-z])",
-        "",
+        r"(?<![\dA-Za-z)}\]])\{?\}?\^\{?(\d)\}?\s*\\sqrt(?![A-Za-z[])",
+        r"\\sqrt[\1]",
+        r"^3\sqrt{x} -> \sqrt[3]{x}",
     ),
-    (r"(\\\\)\s*\[[-\d.]+\s*[a-z]{2}\]", r"\1"),  # space between the rows of a matrix
-    (r"(?<!\\)\\[()\[\]]", ""),
+    (r"\\(?:left|right)\s*\.", "", r"x\right. -> x"),
+    (
+        r"\\(?:boxed|fbox|left|right|[bB]igg?[lr]?|(?:display|text)style|[hv]line|rm)(?![A-Za-z])",
+        "",
+        r"\left(1,2\right) -> (1,2)",
+    ),
+    (r"(\\\\)\s*\[[-\d.]+\s*[a-z]{2}\]", r"\1", r"1\\[2pt]2 -> 1\\2"),  # rows of a matrix
+    (r"(?<!\\)\\[()\[\]]", "", r"\(x\) -> x"),
     (
         rf"\\(?:(?:operatorname|mathrm|text)\s*\{{\s*)?({'|'.join(COMMANDS)})(?![A-Za-z])(?:\s*\}})?",
         lambda match: COMMANDS[match[1]] + " ",
+        r"\operatorname{tg}x -> \tan x",
     ),
-    (r"\\not *=", r"\\ne "),
-    (r"\.{3,}", r"\\ldots "),
-    (r"(?<![\\A-Za-z])log_?(\d+)(?=\()", r"\\log_{\1}"),
-    (r"\\\{\s*\\\}", r"\\emptyset "),
-    (r"\\mathbb\s*\{?R\}?", r"(-\\infty,\\infty)"),
-    (r"\\math(?:rm|bf|it)\s+([A-Za-z])(?![A-Za-z])", r"\1"),
-    (r"(?<=[\d.,])\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\\overline{\1\2\3}"),  # repeating
+    (r"\\not *=", r"\\ne ", r"x\not=1 -> x\ne 1"),
+    (r"\.{3,}", r"\\ldots ", r"1,2,...,9 -> 1,2,\ldots ,9"),
+    (r"(?<![\\A-Za-z])log_?(\d+)(?=\()", r"\\log_{\1}", r"log2(x) -> \log_{2}(x)"),
+    (r"\\\{\s*\\\}", r"\\emptyset ", r"\{\} -> \emptyset "),
+    (r"\\mathbb\s*\{?R\}?", r"(-\\infty,\\infty)", r"\mathbb{R} -> (-\infty,\infty)"),
+    (r"\\math(?:rm|bf|it)\s+([A-Za-z])(?![A-Za-z])", r"\1", r"\mathrm A -> A"),
+    (
+        r"(?<=[\d.,])\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?",
+        r"\\overline{\1\2\3}",
+        r"0.\dot{1}2\dot{3} -> 0.\overline{123}",
+    ),
     (
         r"(?:\\\{\s*\\begin\{array\}\s*\{l\}|(?:\\\{\s*)?\\begin\{cases\})([^&]*?)\\end\{(?:array|cases)\}",
-        lambda match: match[1].replace("\\\\", ", "),  # a system
+        lambda match: match[1].replace("\\\\", ", "),
+        r"\begin{cases}x=1\\y=2\end{cases} -> x=1, y=2",
     ),
-    (r"\\(begin|end)\s*\{(?:[pb]|small)?(?:matrix|array)\}(?:\s*\{[lcr|\s]*\})?", r"\\\1{pmatrix}"),
+    (
+        r"\\(begin|end)\s*\{(?:[pb]|small)?(?:matrix|array)\}(?:\s*\{[lcr|\s]*\})?",
+        r"\\\1{pmatrix}",
+        r"\begin{array}{cc} -> \begin{pmatrix}",
+    ),
     (
         r"((?:sin|cos|tan|cot|sec|csc)\s{0,9}\(?)(\d{1,9}(?:\.\d{1,9})?)\s{0,9}\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?",
         r"\1\\frac{\2\\pi}{180}",
+        r"\sin 30^\circ -> \sin \frac{30\pi}{180}",
     ),
-    (r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", " "),
-    (r"(?<!\d)0\{,\}(?=\d)", "0."),  # a decimal comma
-    (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=\d),(?=\\overline)", "."),
-    (r"(?<=\d)(?: ?\{, ?\}|,\s*\\!|\\[,;: ]|[~'])\s*(?=\d{3}(?!\d))", ""),  # thousands, as LaTeX writes them
-    (r"(?<!\\)\\[,;:>! ]|(?<!\A)~|\\q?quad(?![A-Za-z])", " "),
-    (r" +", " "),
+    (r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", " ", r"90^{\circ} -> 90 "),
+    (r"(?<!\d)0\{,\}(?=\d)", "0.", "0{,}5 -> 0.5"),
+    (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=\d),(?=\\overline)", ".", "3{,}14 -> 3.14"),
+    (r"(?<=\d)(?: ?\{, ?\}|,\s*\\!|\\[,;: ]|[~'])\s*(?=\d{3}(?!\d))", "", r"10\,000 -> 10000"),
+    (r"(?<!\\)\\[,;:>! ]|(?<!\A)~|\\q?quad(?![A-Za-z])", " ", r"a\quad b\;c -> a  b c"),
+    (r" +", " ", "a  b -> a b"),
 ]
 WORD_RULES = [  # when the units and the \text commands are gone
-    (r" +", " "),  # CAREFUL: first, as the time of a rule below grows with the cube of the blanks in a row
-    (rf"(?<![\\A-Za-z])({NAMES})(?![A-Za-z])", r"\\\1 "),
-    (r"\*\*", "^"),
-    (r"<=", r"\\le "),
-    (r">=", r"\\ge "),
-    (r"!=", r"\\ne "),
-    (r"(?<=[①-⑳]),? ?(?=[①-⑳])", ""),
-    (r"^(-?\d{1,3}) (\d{3}(?: \d{3})*)(?![ \d])", lambda match: match[0].replace(" ", "")),
-    (r"^-?\d{1,3}(?:\.\d{3}){2,}$", lambda match: match[0].replace(".", "")),
-    (r"^(-?\d+)[.,](\d*)\((\d+)\)$", r"\1.\2\\overline{\3}"),
-    (r"(?<![\d.])(?=\.\d)", "0"),
+    (
+        r" +",
+        " ",
+        "a  b -> a b",
+    ),  # CAREFUL: first, as the time of a rule below grows with the cube of the blanks
+    (rf"(?<![\\A-Za-z])({NAMES})(?![A-Za-z])", r"\\\1 ", r"sqrt(2) -> \sqrt (2)"),
+    (r"\*\*", "^", "x**2 -> x^2"),
+    (r"<=", r"\\le ", r"x<=1 -> x\le 1"),
+    (r">=", r"\\ge ", r"x>=1 -> x\ge 1"),
+    (r"!=", r"\\ne ", r"x!=1 -> x\ne 1"),
+    (r"(?<=[①-⑳]),? ?(?=[①-⑳])", "", "①, ② -> ①②"),
+    (
+        r"^(-?\d{1,3}) (\d{3}(?: \d{3})*)(?![ \d])",
+        lambda match: match[0].replace(" ", ""),
+        "1 000 000 -> 1000000",
+    ),
+    (r"^-?\d{1,3}(?:\.\d{3}){2,}$", lambda match: match[0].replace(".", ""), "1.000.000 -> 1000000"),
+    (r"^(-?\d+)[.,](\d*)\((\d+)\)$", r"\1.\2\\overline{\3}", r"0,1(6) -> 0.1\overline{6}"),
+    (r"(?<![\d.])(?=\.\d)", "0", ".5 -> 0.5"),
 ]
 NUMBER_RULES = [  # when all arguments have braces
-    (r"(?<![A-Za-z\\}]) ?C ?_\{(\d+)\}\^\{(\d+)\}", r"\\binom{\1}{\2}"),
-    (r"(?<![\d.^_/}])(\d+) */ *(\d+)(?![\d.^_!/])", r"\\frac{\1}{\2}"),
-    (r"(\.\d*?)0+(?!\d|\\overline)", r"\1"),
-    (r"(?<=\d)\.(?![\d.]|\\overline)", ""),
-    (r"(?<![\d.])(?<!\\overline\{)0+(?=\d)", ""),
-    (r"^\+", ""),
-    (r" +", " "),
-    (r"^[({](\d+)[)}](?=_\{\d+\}$)", r"\1"),
-    (r"^[a-z] ?\\in ?(?=\\\{)", ""),
+    (r"(?<![A-Za-z\\}]) ?C ?_\{(\d+)\}\^\{(\d+)\}", r"\\binom{\1}{\2}", r"C_{5}^{2} -> \binom{5}{2}"),
+    (r"(?<![\d.^_/}])(\d+) */ *(\d+)(?![\d.^_!/])", r"\\frac{\1}{\2}", r"1/2 -> \frac{1}{2}"),
+    (r"(\.\d*?)0+(?!\d|\\overline)", r"\1", "1.50 -> 1.5"),
+    (r"(?<=\d)\.(?![\d.]|\\overline)", "", "1. -> 1"),
+    (r"(?<![\d.])(?<!\\overline\{)0+(?=\d)", "", "007 -> 7"),
+    (r"^\+", "", "+1 -> 1"),
+    (r" +", " ", "a  b -> a b"),
+    (r"^[({](\d+)[)}](?=_\{\d+\}$)", r"\1", "(101)_{2} -> 101_{2}"),
+    (r"^[a-z] ?\\in ?(?=\\\{)", "", r"x\in \{1,2\} -> \{1,2\}"),
 ]
-RULES, WORD_RULES, NUMBER_RULES = (
-    [(re.compile(pattern), new) for pattern, new in rules] for rules in (RULES, WORD_RULES, NUMBER_RULES)
-)
-RAISED_TEXT, LOWERED_TEXT = (re.compile(f"[{chars}]+") for chars, _ in (RAISED, LOWERED))
-OR, AND = (
-    re.compile(rf"\s*,?\s*(?:(?<![\\A-Za-z]){english}(?![A-Za-z])|\b(?:{others})\b|[{chinese}])\s*")
-    for english, others, chinese in (("or", "oder|ou|или", "或"), ("and", "und|et|и", "和与且"))
-)
+RAISED_TEXT = re.compile(f"[{RAISED}]+")
+LOWERED_TEXT = re.compile(f"[{LOWERED}]+")
+JOINED = r"\s*,?\s*(?:(?<![\\A-Za-z])%s(?![A-Za-z])|\b(?:%s)\b|[%s])\s*"
+OR = re.compile(JOINED % ("or", "oder|ou|или", "或"))
+AND = re.compile(JOINED % ("and", "und|et|и", "和与且"))
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 SEMICOLONS = re.compile(r"[(\[\]][^()\[\]]*;[^()\[\]]*[)\]\[]|^[^()\[\]]*;[^()\[\]]*$")
 INSIDE = r"(?:[^()\[\]]|\([^()]*\)|\\sqrt\[[^\]]*\])*"
@@ -150,8 +175,8 @@ def _normalize(answer):
 
 def _ascii(text):
     """Text with LaTeX for characters that have it."""
-    text = RAISED_TEXT.sub(lambda match: f"^{{{match[0].translate(str.maketrans(*RAISED))}}}", text)
-    text = LOWERED_TEXT.sub(lambda match: f"_{{{match[0].translate(str.maketrans(*LOWERED))}}}", text)
+    text = RAISED_TEXT.sub(lambda match: f"^{{{match[0].translate(ON_THE_LINE)}}}", text)
+    text = LOWERED_TEXT.sub(lambda match: f"_{{{match[0].translate(ON_THE_LINE)}}}", text)
     return THIN.sub("", text).translate(UNICODE)
 
 
@@ -182,6 +207,6 @@ def _unwrap(text, opener, closer):
 
 
 def _replace(text, rules):
-    for pattern, replacement in rules:
-        text = pattern.sub(replacement, text)
+    for pattern, replacement, _ in rules:
+        text = re.sub(pattern, replacement, text)
     return text
