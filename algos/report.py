@@ -31,6 +31,8 @@ except ModuleNotFoundError as error:
 import jinja2
 import numpy as np
 import tyro
+from scipy.optimize import least_squares
+from scipy.special import expit
 
 from system.files import replacing
 
@@ -93,28 +95,25 @@ def share(bad, n, warning, wrong, text):
 
 
 def fit_sigmoid(x, y, level=None):
-    """The best r, a, log middle, log slope of y = r + (a - r) / (1 + (middle / x)^slope); its squared error.
+    """The best y = start + (level - start) / (1 + (middle / x)^slope) -> its level, its squared error.
 
-    level: a, where it is given. By Levenberg and Marquardt's method, from the best of a grid.
+    level: where it is given. The fit begins at the best point of a grid of middles and slopes.
     """
-    power = lambda p: np.exp(np.clip(p[3], -5, 5)) * (p[2] - np.log(x))
-    sigmoid = lambda p: p[0] + (p[1] - p[0]) / (1 + np.exp(np.clip(power(p), -50, 50)))
-    error = lambda p: ((y - sigmoid(p)) ** 2).sum()
-    middles, slopes = np.log(np.geomspace(x[0], 10 * x[-1], 30)), np.log(np.geomspace(0.5, 8, 8))
-    a = y[-len(y) // 10 :].mean() if level is None else level
-    best = min((np.array([y[0], a, m, s]) for m in middles for s in slopes), key=error)
-    moves = 1e-5 * np.eye(4)[[0, 1, 2, 3] if level is None else [0, 2, 3]]
-    damping = 1.0
-    for _ in range(200):
-        jacobian = np.stack([sigmoid(best + e) - sigmoid(best - e) for e in moves], 1) / 2e-5
-        square = jacobian.T @ jacobian + 1e-12 * np.eye(len(moves))
-        step = np.linalg.solve(
-            square + damping * np.diag(square.diagonal()), jacobian.T @ (y - sigmoid(best))
-        )
-        new = best + 1e5 * step @ moves
-        better = error(new) < error(best)
-        best, damping = (new, damping / 3) if better else (best, min(damping * 2, 1e9))
-    return best, error(best)
+
+    def errors(point):
+        start, log_middle, slope, *free = point
+        end = free[0] if free else level
+        return start + (end - start) * expit(slope * (np.log(x) - log_middle)) - y
+
+    def squared_error(point):
+        return (errors(point) ** 2).sum()
+
+    free = [y[-len(y) // 10 :].mean()] if level is None else []
+    log_middles = np.log(np.geomspace(x[0], 10 * x[-1], 30))
+    slopes = np.geomspace(0.5, 8, 8)
+    grid = [[y[0], log_middle, slope, *free] for log_middle in log_middles for slope in slopes]
+    fit = least_squares(errors, min(grid, key=squared_error), method="lm")
+    return fit.x[-1], squared_error(fit.x)
 
 
 def level(steps, values, within):
@@ -124,15 +123,18 @@ def level(steps, values, within):
     fit is worse than noise explains, at 95 %; open: none is within.
     """
     parts = np.array_split(np.arange(len(steps)), min(len(steps), 100))
-    x, y = (np.array([curve[part].mean() for part in parts]) for curve in (steps, values))
-    (_, a, *_), least = fit_sigmoid(x, y)
+    x = np.array([steps[part].mean() for part in parts])
+    y = np.array([values[part].mean() for part in parts])
+    found, least = fit_sigmoid(x, y)
+    explained = least * (1 + 3.84 / (len(x) - 4))
     limits = []
     for sign in (-1, 1):
         for far in within * np.linspace(0.1, 1, 10):
-            if fit_sigmoid(x, y, a + sign * far)[1] > least * (1 + 3.84 / (len(x) - 4)):
-                limits.append(a + sign * far)
+            limit = found + sign * far
+            if fit_sigmoid(x, y, limit)[1] > explained:
+                limits.append(limit)
                 break
-    return (a, *limits) if len(limits) == 2 else None
+    return (found, *limits) if len(limits) == 2 else None
 
 
 # ---- A run and its checks ------------------------------------------------------------------------------
