@@ -15,7 +15,7 @@ from itertools import count
 import aiohttp
 
 from envs.tools import ToolEnv
-from rewards.manager.awaiting import awaited
+from rewards.manager.calls import awaited
 
 READS = ("OPENENV_URL",)
 URL = os.environ.get("OPENENV_URL", "").rstrip("/")

@@ -15,7 +15,7 @@ import cloudpickle
 
 from envs import load_env
 from envs.tools import ToolEnv, Turn
-from rewards.manager.awaiting import awaited
+from rewards.manager.calls import awaited
 from rewards.manager.worker import Worker, WorkerError
 from system.text import one_line
 

@@ -12,7 +12,7 @@ import types
 import typing
 from contextlib import suppress
 
-from rewards.manager.awaiting import awaited
+from rewards.manager.calls import awaited
 from rewards.sandbox import SandboxError
 from system.text import one_line
 

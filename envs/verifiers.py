@@ -16,7 +16,7 @@ from verifiers.v1.utils.decorators import discover_decorated
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from envs.tools import ToolEnv
-from rewards.manager.awaiting import awaited
+from rewards.manager.calls import awaited
 from system.text import one_line
 
 READS = ("VERIFIERS_CONFIG",)

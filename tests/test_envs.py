@@ -592,7 +592,7 @@ def test_a_killed_owner_leaves_no_process(file):
     assert out.returncode == -signal.SIGKILL, out.stderr
     files = [Path(f"/proc/{pid}/cmdline") for pid in out.stdout.decode().split()]
     assert len(files) == 3
-    wait_for(lambda: not any(f.exists() and b"rewards.manager.serve" in f.read_bytes() for f in files))
+    wait_for(lambda: not any(f.exists() and b"rewards.manager.worker" in f.read_bytes() for f in files))
 
 
 def test_calculator():

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from rewards import load_reward_fn
-from rewards.manager.wire import is_readable
-from rewards.manager.worker import ERRORS, Worker, WorkerError, call_in_worker
+from rewards.manager.worker import ERRORS, Worker, WorkerError, call_in_worker, is_readable
 
 
 def add(a, b):
@@ -115,7 +114,7 @@ def test_crash_memory_exception():
 
 HIJACK = """
 import json, sys, threading, time
-from rewards.manager import wire
+from rewards.manager import worker as wire
 
 def say(sock, reply):
     wire.send(sock, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
@@ -236,6 +235,6 @@ def test_a_worker_does_not_outlive_its_thread_or_its_caller():
 def _alive(p):
     """Whether p is still a worker's number: what has ended has no command line, others have another."""
     try:
-        return b"rewards.manager.serve" in Path(f"/proc/{p}/cmdline").read_bytes()
+        return b"rewards.manager.worker" in Path(f"/proc/{p}/cmdline").read_bytes()
     except OSError:
         return False

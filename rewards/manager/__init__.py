@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from functools import partial
 
 from rewards import check_sources, compute_score, row_check
-from rewards.manager.calls import call_here, call_once, keys, sees_group
+from rewards.manager.calls import call_here, call_once, failed, keys, received, sees_group
 from rewards.manager.combined import parts_of
 from rewards.manager.failures import check_environments, check_failures, check_results, demote_failures
-from rewards.manager.results import failed, received
 from rewards.manager.samples import print_samples, validation_metrics, validation_summary
 from rewards.manager.worker import Worker
 

@@ -4,9 +4,15 @@ The process is started by exec, not by fork (the caller may hold a GPU, sockets 
 call after the other.  The scorers that do mathematics and the prime reward manager use it.
 """
 
+import contextlib
+import functools
 import json
 import os
+import pickle
+import pkgutil
+import resource
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -14,15 +20,25 @@ import sys
 import threading
 import time
 
-from rewards.manager.serve import ERRORS
-from rewards.manager.wire import is_readable, pickled, read, send
+import cloudpickle
+
+from system.plugins import load_file
 
 START_S = 120  # limit for starting Python and importing the function; the time of a call begins after that
 MEMORY_MB = 4096  # address space of the process of `call_in_worker`
 BUSY = 30  # its calls may take this much longer by the clock than on a processor
+ORPHAN_S = 5  # a process whose caller is gone ends by itself this long after the time-out of its call
+# What a call may raise in the caller. CAREFUL: the process only names it, and never chooses another class.
+ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError),
+    *(LookupError, ModuleNotFoundError, NotImplementedError, OSError, OverflowError, RecursionError),
+    *(FileNotFoundError, RuntimeError, TypeError, ValueError, ZeroDivisionError),
+)
+ERRORS = {error.__name__: error for error in ERRORS}
+MAX_BYTES = 256 << 20  # of a reply
 STARTER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    " from rewards.manager.serve import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
+    " from rewards.manager.worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -130,3 +146,102 @@ def call_in_worker(function, *args, timeout_s):
     if not hasattr(_local, "worker"):
         _local.worker = Worker(MEMORY_MB)
     return _local.worker.call(function, *args, timeout_s=BUSY * timeout_s, cpu_s=timeout_s)
+
+
+_say = []  # what informs the caller of this process, where it is a helper
+
+
+def still_at_work():
+    """The time of a call starts again: for what has limits of its own, and may wait for a processor."""
+    for say in _say:
+        say()
+
+
+def serve(fd, memory_mb):
+    if memory_mb:
+        with contextlib.suppress(ValueError):  # macOS refuses any such limit
+            resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    sock = socket.socket(fileno=fd)
+
+    def reply(kind, value):
+        send(sock, json.dumps([number, kind, value], default=lambda x: x.item()).encode())
+
+    def begin():
+        reply("at work", "")
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_S)
+
+    _say.append(begin)
+    while True:
+        try:
+            message = read(sock)
+        except (EOFError, OSError):
+            return
+        number = message[:16].decode()
+        try:
+            function, args, timeout_s, cpu_s = unpickled(message[16:])
+            if isinstance(function, str):
+                function = pkgutil.resolve_name(function)
+            # The default action of these signals ends the process even in the middle of C code.
+            begin()
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            reply("result", function(*args))
+        except MemoryError:
+            sys.exit(1)  # a fresh process is safer than one that had no memory left
+        except BaseException as error:  # whatever it is, SystemExit too: it belongs to the caller
+            name = type(error).__name__
+            is_known = ERRORS.get(name) is type(error)
+            reply(name if is_known else "WorkerError", str(error) if is_known else repr(error))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+# A message is its length in 8 bytes, then its text. All of it must arrive in time: half of one may be sent.
+def send(sock, message, deadline=None):
+    sock.settimeout(deadline and max(deadline - time.monotonic(), 0.001))
+    sock.sendall(len(message).to_bytes(8, "big"))
+    sock.sendall(message)
+
+
+def read(sock, deadline=None):
+    size = int.from_bytes(read_bytes(sock, 8, deadline), "big")
+    if deadline and size > MAX_BYTES:
+        raise ValueError(f"{size} bytes, at most {MAX_BYTES}")
+    return read_bytes(sock, size, deadline)
+
+
+def read_bytes(file, size, deadline):
+    """So many bytes of a socket or a pipe. Raises EOFError, and TimeoutError at the deadline."""
+    data = bytearray()
+    while len(data) < size:
+        if deadline and not is_readable(file, max(deadline - time.monotonic(), 0)):
+            raise TimeoutError
+        chunk = os.read(file.fileno(), min(size - len(data), 1 << 20))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return bytes(data)
+
+
+def is_readable(file, timeout_s):
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def pickled(message):
+    """A pickle, and the files of --reward_fn that it needs, which no import finds."""
+    data = cloudpickle.dumps(message)
+    loaded = ((name, module) for name, module in [*sys.modules.items()] if name.startswith("reward_fn_"))
+    files = {name: module.__file__ for name, module in loaded if name.encode() in data}
+    return pickle.dumps((files, data))
+
+
+def unpickled(data):
+    files, data = pickle.loads(data)
+    for name, file in files.items():
+        _loaded(file, name)
+    return pickle.loads(data)
+
+
+_loaded = functools.cache(load_file)

@@ -25,9 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from rewards.manager.serve import still_at_work
-from rewards.manager.wire import read_bytes
-from rewards.manager.worker import BUSY
+from rewards.manager.worker import BUSY, read_bytes, still_at_work
 
 CHILD = Path(__file__).with_name("child.py")
 TIERS = ("namespaces", "landlock", "rlimits")
