@@ -102,7 +102,10 @@ def main(args):
     for name in ("max_per_prompt", "max_pairs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
-    characters = lambda reply: sum(len(message["content"]) for message in reply)
+
+    def characters(reply):
+        return sum(len(message["content"]) for message in reply)
+
     prompts, left_out, shares, rows = {}, Counter(), Counter(), {"sft": [], "pairs": []}
     for path in args.files:
         for row, key, found in judged(path, args.right, left_out):

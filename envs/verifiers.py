@@ -34,7 +34,10 @@ def __getattr__(taskset):
     task, taskset_class = type(env.taskset).task_type(), type(env.taskset)
     if (task.setup, task.finalize, type(env)) != (vf.Task.setup, vf.Task.finalize, vf.SingleAgentEnv):
         raise ValueError(f"{taskset}: setup, finalize and an Env of its own, as of a user, are not supported")
-    servers = lambda: task.toolsets(env.config.taskset.task) + taskset_class.toolsets(env.config.taskset)
+
+    def servers():
+        return task.toolsets(env.config.taskset.task) + taskset_class.toolsets(env.config.taskset)
+
     mcp, tools = MCPServer(taskset), []
     for name, function in functions_of(servers()).items():
         mcp.add_tool(function, name, description=function.__doc__)

@@ -253,8 +253,11 @@ def vllm_names(weights, config, vllm_config):
 
 def score_text(lm, *inputs, **options):
     """The forward of a classifier, by its decoder alone: the model around Llama 4's gives logits."""
+
     # Mamba's output has no key `past_key_values`
-    body = lambda *inputs, **options: BaseModelOutputWithPast(decoder(lm)(*inputs, **options)[0])
+    def body(*inputs, **options):
+        return BaseModelOutputWithPast(decoder(lm)(*inputs, **options)[0])
+
     text = SimpleNamespace(model=body, base_model_prefix="model", score=lm.score, config=lm.config)
     return GenericForSequenceClassification.forward(text, *inputs, **options)
 

@@ -227,7 +227,10 @@ def test_a_text_is_all_that_was_written_but_its_end(case, script, monkeypatch):
     ids = tokenizer.encode(text + end, add_special_tokens=False)
     said, limit = ids if end else [*ids, 9], len(ids)
     about = dict(extra_info={}, prompt=PROMPT, data_source="", reward_model=dict(style="model"), group=0)
-    scored = lambda data_source, solution_str, *_, **__: dict(score=0, text=solution_str)
+
+    def scored(data_source, solution_str, *_, **__):
+        return dict(score=0, text=solution_str)
+
     score = RewardManager(compute_score=scored)
     if script == "generate":
         args = generate.Args(model="", data="", output="", max_response_length=limit)

@@ -73,7 +73,10 @@ def test_half_precision_is_trained_in_float32_and_saved_as_it_came(mesh, model, 
 def run(mesh, model, tmp_path):
     """A function that saves a checkpoint, another that reads it, and their directory."""
     args, policy = load(mesh, model("llama"), lora_rank=4)
-    trained = lambda policy: [p for p in policy.parameters() if p.requires_grad]
+
+    def trained(policy):
+        return [p for p in policy.parameters() if p.requires_grad]
+
     optimizer = torch.optim.AdamW(trained(policy), lr=1e-2)
     for _ in range(2):
         logp_nt, _ = token_logps(policy, [dict(prompt_ids=[7], response_ids=[30, 40])])
@@ -136,7 +139,10 @@ def test_the_newest_checkpoints_are_kept(run):
     save, _, root = run
     for step in (1, 2, 3):
         save(step)
-    steps = lambda: sorted(path.name for path in root.glob("step_*"))
+
+    def steps():
+        return sorted(path.name for path in root.glob("step_*"))
+
     assert steps() == ["step_000002", "step_000003"]
     shutil.copytree(root / "step_000003", root / "step_000008")
     shutil.copytree(root / "step_000003", root / "step_000009")

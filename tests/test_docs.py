@@ -157,7 +157,10 @@ def test_flags(page):
     scripts = [f"{d}/{p.name}" for d in folders for p in (ROOT / d).glob("*.py")]
     known = set().union(*(flags_of(s) for s in scripts if "class Args" in (ROOT / s).read_text()))
     said = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
-    plain = lambda names: {name.replace("-", "_") for name in names}  # tyro takes both
+
+    def plain(names):
+        return {name.replace("-", "_") for name in names}  # tyro takes both
+
     assert not plain(said) - plain(known | FOREIGN)
 
 

@@ -42,7 +42,9 @@ flags = partial(offline_flags, train_batch_size=9)
 
 
 def pair(question, chosen, rejected):
-    talk = lambda role, text: [dict(role=role, content=text)]
+    def talk(role, text):
+        return [dict(role=role, content=text)]
+
     return dict(zip(NAMES, (talk("user", question), talk("assistant", chosen), talk("assistant", rejected))))
 
 
@@ -70,8 +72,13 @@ TRL = {  # beta, weights, sign of the log-ratios of z: loss, metrics, gradient
 def test_kto_is_trls(flags, monkeypatch):
     """Numbers of KTOTrainer._compute_loss of trl 1.16, with a model that returns these log-probs."""
     beta, good, bad, sign = flags
-    place = lambda x, desirable: [x, 0.0] if desirable else [0.0, x]
-    tensor = lambda rows, **how: torch.tensor([row["logp"] for row in rows], **how).view(-1, 2)
+
+    def place(x, desirable):
+        return [x, 0.0] if desirable else [0.0, x]
+
+    def tensor(rows, **how):
+        return torch.tensor([row["logp"] for row in rows], **how).view(-1, 2)
+
     monkeypatch.setattr(dpo, "micro_batches", lambda policy, rows, args: (rows[:2], rows[2:]))
     monkeypatch.setattr(dpo, "pair_logps", lambda policy, rows: tensor(rows))
     monkeypatch.setattr(dpo, "all_reduce", list)
@@ -256,7 +263,10 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
     ids = pa.array([[7, 8]] * 200)
     rows, calls = type("Rows", (list,), dict(column=lambda self, name: ids))([{}] * 200), []
     args = make_args(output_dir=str(tmp_path), train_batch_size=100)
-    nothing = lambda x: None
+
+    def nothing(x):
+        return None
+
     one_rank = SimpleNamespace(get_rank=lambda: 0, broadcast_object_list=nothing, all_reduce=nothing)
 
     def micro_batches(policy, step, args):
@@ -269,7 +279,10 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
     monkeypatch.setattr(dpo, "dist", one_rank)
     monkeypatch.setattr(dpo, "micro_batches", micro_batches)
     monkeypatch.setattr(dpo, "pair_logps", pair_logps)
-    reference = lambda: dpo.reference_logps(None, rows, range(199, -1, -1), args)
+
+    def reference():
+        return dpo.reference_logps(None, rows, range(199, -1, -1), args)
+
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
@@ -288,7 +301,10 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
 
 def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():
     tokenizer = conversation_tokenizer()
-    said = lambda *texts: [dict(role=x, content=y) for x, y in zip(("user", "assistant") * 3, texts)]
+
+    def said(*texts):
+        return [dict(role=x, content=y) for x, y in zip(("user", "assistant") * 3, texts)]
+
     prompt, reply = said("1+1=", "2", "1+2="), dict(role="assistant", content="3")
     row = dpo.encode_pair(prompt, [reply], "4", tokenizer, 99)
     assert tokenizer.decode(row["chosen_ids"]) == "3<|eos|>" and row["tokens"] == [2, 2]

@@ -64,7 +64,10 @@ def test_sampler_and_trainer_agree_every_step(straight):
 
 def test_advantages_are_those_of_the_groups(straight):
     """Recomputed from the dumped scores by prompt; the responses to a prompt are not one and the same."""
-    advantages = lambda rows: group_advantages(column(rows, "score"), column(rows, "index"))
+
+    def advantages(rows):
+        return group_advantages(column(rows, "score"), column(rows, "index"))
+
     check_advantages(straight, range(1, 7), advantages)
     for step in range(1, 7):
         texts = {}
@@ -121,7 +124,9 @@ def test_several_rewards_own_variants_and_the_off_policy_mask(tiny, arithmetic, 
     _, first, second = metrics(tmp_path).values()
 
     def advantages(rows):
-        of = lambda name: group_advantages(column(rows, f"score/digit_reward.{name}"), column(rows, "index"))
+        def of(name):
+            return group_advantages(column(rows, f"score/digit_reward.{name}"), column(rows, "index"))
+
         sum_n = 0.5 * of("digits") + 2 * of("shortness")
         return 2 * sum_n / sum_n.std()
 

@@ -79,7 +79,10 @@ def test_layers_with_a_state_are_not_compiled(compiler):
 
 def test_the_names_of_files_are_found_once(monkeypatch):
     calls, found = [], families.get_model_conversion_mapping
-    counted = lambda lm, **options: calls.append(lm) or found(lm, **options)
+
+    def counted(lm, **options):
+        return calls.append(lm) or found(lm, **options)
+
     monkeypatch.setattr(families, "get_model_conversion_mapping", counted)
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1, num_experts=4, moe_intermediate_size=8)
     with torch.device("meta"):
@@ -154,7 +157,10 @@ def test_a_shared_prompt_costs_a_state_no_memory(family, recompute, monkeypatch)
         lm.zero_grad()
         calls.clear()
         policy, held = TokenLogps(lm, packed=attention == "packed"), []
-        keep = lambda x, held=held: held.append(x.nbytes) or x
+
+        def keep(x, held=held):
+            return held.append(x.nbytes) or x
+
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             logp_nt, _ = token_logps(policy, rows)
         logp_nt.sum().backward()

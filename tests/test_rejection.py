@@ -154,8 +154,13 @@ def test_conversations_with_an_environment(tmp_path):
 
 def test_thoughts_of_conversations(tmp_path):
     """Each turn has the mark that its prompt opened; one that leaves its thought open spoils the row."""
-    turns = lambda *texts: [dict(role=x, content=y) for x, y in zip(("assistant", "tool") * 2, texts)]
-    say = lambda *texts: dict(messages=turns(*texts))
+
+    def turns(*texts):
+        return [dict(role=x, content=y) for x, y in zip(("assistant", "tool") * 2, texts)]
+
+    def say(*texts):
+        return dict(messages=turns(*texts))
+
     talks = say("a</think><<1+2>>", "3", "b</think>3"), say("<think>a<<1+2>>", "3", "b</think>3")
     row = row_of(["3", "3"], [dict(score=1.0)] * 2, episodes=[*map(json.dumps, talks)])
     rows, _ = build(tmp_path, write([row], tmp_path / "agent.parquet"))

@@ -361,10 +361,16 @@ def test_follow_sees_new_steps_and_stops_reloading(tmp_path):
     path = make_run(tmp_path / "run", rows({"train/loss": [3, 2]}))
     out = tmp_path / "report.html"
     command = [sys.executable, ROOT / "algos/report.py", path, "--output", out, "--follow", "0.2"]
-    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
+
+    def heed():
+        return signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
+
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
-        written = lambda: any(str(out) in line for line in iter(process.stdout.readline, ""))
+
+        def written():
+            return any(str(out) in line for line in iter(process.stdout.readline, ""))
+
         assert written()
         assert parse(out).data["reload_s"] == 0.2
         with (path / "metrics.jsonl").open("a") as file:

@@ -490,5 +490,8 @@ SOLUTIONS = {
 @pytest.mark.parametrize("solution", SOLUTIONS)
 def test_a_ground_truth_may_be_a_whole_solution(source, solution):
     """As GSM8K and MATH publish their columns; without its answer each response would score 0."""
-    score = lambda answer: compute_score(source, SAYS[source].format(answer), solution)["acc"]
+
+    def score(answer):
+        return compute_score(source, SAYS[source].format(answer), solution)["acc"]
+
     assert score(SOLUTIONS[solution]) and not score("6")

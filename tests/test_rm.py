@@ -164,7 +164,9 @@ def test_columns(tmp_path):
 
 
 def test_models_that_cannot_work(tiny):
-    check = lambda config, **changes: rm.check_classifier(config, make_args(model="m", **changes))
+    def check(config, **changes):
+        return rm.check_classifier(config, make_args(model="m", **changes))
+
     two = AutoConfig.from_pretrained(tiny, num_labels=2, architectures=["LlamaForSequenceClassification"])
     with pytest.raises(SystemExit, match=r"m \(llama\) is a classifier with 2 labels"):
         check(two)

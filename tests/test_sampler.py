@@ -65,7 +65,10 @@ def test_a_number_that_the_sampler_does_not_have_ends_no_run(alone, missing):
 def test_a_rank_sees_the_rows_of_the_others(monkeypatch):
     """Its own two tokens agree; one of another rank has a log-prob that differs by 0.3."""
     others = {7: [1, 0.3, 0.1, 0, 1, 1, 1], 1: [0.1]}  # by the number of sums
-    add = lambda values, op=None: [float(a) + b for a, b in zip(values, others[len(values)], strict=True)]
+
+    def add(values, op=None):
+        return [float(a) + b for a, b in zip(values, others[len(values)], strict=True)]
+
     monkeypatch.setattr(sampler, "all_reduce", add)
     found = sampler.check_sampler(rows_with(0.0), weigh, math.inf, 1)
     assert found["training/rollout_logp_diff_mean"] == pytest.approx(0.1)

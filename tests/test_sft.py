@@ -159,7 +159,9 @@ def test_split_after_truncation(keep, kept):
 
 
 def test_rows_over_the_limit(rows_file):
-    load = lambda **changes: sft.load_examples([rows_file], make_args(**changes), make_tokenizer())
+    def load(**changes):
+        return sft.load_examples([rows_file], make_args(**changes), make_tokenizer())
+
     with pytest.raises(ValueError, match=r"rows.parquet: row 1: 11 tokens, over --max_length 10"):
         load(max_length=10)
     rows, _, truncated, dropped = load(max_length=10, truncation="right")
@@ -256,7 +258,10 @@ def test_four_rows_are_learned_by_heart(tiny, tmp_path, key):
     questions = [(12, 34), (56, 78), (9, 1), (50, 60)]
     rows, model = [make_row("train", i, *q) for i, q in enumerate(questions)], tiny
     sizes = dict(train_batch_size=4, total_steps=80, lr=1e-2, lr_schedule="constant", save_freq=0)
-    encode = lambda row, tokenizer: sft.encode(row["prompt"], row["extra_info"]["answer"], tokenizer)
+
+    def encode(row, tokenizer):
+        return sft.encode(row["prompt"], row["extra_info"]["answer"], tokenizer)
+
     if key == "messages":
         answers = [dict(role="assistant", content=row["extra_info"]["answer"]) for row in rows]
         rows = [dict(messages=[*row["prompt"], answer]) for row, answer in zip(rows, answers)]
@@ -265,7 +270,10 @@ def test_four_rows_are_learned_by_heart(tiny, tmp_path, key):
         model = shutil.copytree(tiny, tmp_path / "model")
         tokenizer.save_pretrained(model)
         sizes |= dict(messages_key="messages")
-        encode = lambda row, tokenizer: sft.encode_messages(row["messages"], tokenizer)[0]
+
+        def encode(row, tokenizer):
+            return sft.encode_messages(row["messages"], tokenizer)[0]
+
     write_parquet(rows, tmp_path / "train.parquet")
     out = tmp_path / "run"
     run(SCRIPT, *flags(model, tmp_path, out, **sizes, test_freq=0, val_files=tmp_path / "train.parquet"))

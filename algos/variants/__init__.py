@@ -133,7 +133,10 @@ def is_zero_without_advantage(loss, length):
     import torch
 
     random = torch.Generator().manual_seed(1)
-    share = lambda: torch.rand(8, length, generator=random)
+
+    def share():
+        return torch.rand(8, length, generator=random)
+
     kinds = share, lambda: torch.ones(8, length), lambda: share() > 0.5  # of columns that are not known
     for draw, sampler_differs in zip(kinds, (0.0, 0.5, 2.0)):
         logp_nt = (-30 * share() ** 4).requires_grad_()

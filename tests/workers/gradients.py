@@ -176,7 +176,10 @@ def check_constant(base, policies):
     """Rows without an advantage are left out: the gradient stays, and means are those of the other rows."""
     means = "entropy", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "rollout_rs_masked"
     tokens = []
-    count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel())
+
+    def count(_, positional, inputs):
+        return tokens.append(inputs["input_ids"].numel())
+
     for (policy, budget), groups in itertools.product(zip(policies.values(), (70, 100_000)), ([0], [0, 1])):
         args, found, run = dataclasses.replace(base, max_tokens_per_microbatch=budget), [], []
         for constant, kept in ((False, True), (True, True), (False, False)):
@@ -237,7 +240,10 @@ def main(model, out, hsdp_replicas):
     results["time-outs"] = [backend.options._timeout.total_seconds() for backend in backends]
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda x, *rest, **kw: (reduced.append(x.numel() > 1000), all_reduce(x, *rest, **kw))[1]
-    count = lambda _, positional, inputs: tokens.append(inputs["input_ids"].numel())
+
+    def count(_, positional, inputs):
+        return tokens.append(inputs["input_ids"].numel())
+
     policies = {layout: load(base, mesh, device, layout) for layout in LAYOUTS}
     for layout, policy in policies.items():
         policy.register_forward_pre_hook(count, with_kwargs=True)

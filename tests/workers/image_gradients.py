@@ -53,7 +53,9 @@ class Capture(torch.optim.SGD):
     """Keeps the gradients of all steps, and takes none."""
 
     def step(self):
-        whole = lambda x: x.full_tensor() if isinstance(x, DTensor) else x.clone()
+        def whole(x):
+            return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+
         grads = {name: whole(p.grad) for name, p in self.names.items()}
         self.grads = [*getattr(self, "grads", []), grads]
 
