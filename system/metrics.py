@@ -58,33 +58,46 @@ def step_metrics(rows, load, policy, timing, dtype, sampled=None):
     load: number of tokens that each rank, or group of ranks with --sp_size, has trained on.
     sampled: the rows that were sampled, where they are not those that were trained on.
     """
-    responses, prompts = [row["length"] for row in rows], [row["prompt_length"] for row in rows]
-    ranks, results = dist.get_world_size(), [row["reward"] for row in rows]
-    rank_tokens, balanced = [0] * ranks, [tokens * len(load) / ranks for tokens in load]
-    for row in rows if sampled is None else sampled:
-        rank_tokens[row["rank"]] += row["prompt_length"] + row["length"]
+    ranks = dist.get_world_size()
+    prompts = [row["prompt_length"] for row in rows]
+    responses = [row["length"] for row in rows]
     lengths = [a + b for a, b in zip(prompts, responses)]
-    metrics = stats("critic/score", [result["score"] for result in results]) | failure_metrics(results)
-    metrics |= stats("response_length", responses) | stats("prompt_length", prompts)
+    results = [row["reward"] for row in rows]
+    if sampled is None:
+        sampled = rows
+    rank_tokens = [0] * ranks
+    for row in sampled:
+        rank_tokens[row["rank"]] += row["prompt_length"] + row["length"]
+    balanced = [tokens * len(load) / ranks for tokens in load]
+    metrics = stats("critic/score", [result["score"] for result in results])
+    metrics |= failure_metrics(results)
+    metrics |= stats("response_length", responses)
+    metrics |= stats("prompt_length", prompts)
     metrics |= speed_metrics(lengths, policy, timing, dtype, sum(load))
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
         "global_seqlen/mean": sum(lengths) / ranks,
         "global_seqlen/minmax_diff": max(rank_tokens) - min(rank_tokens),
+        "global_seqlen/min": min(rank_tokens),
+        "global_seqlen/max": max(rank_tokens),
+        "global_seqlen/balanced_min": min(balanced),
+        "global_seqlen/balanced_max": max(balanced),
     }
-    for kind, tokens in (("", rank_tokens), ("balanced_", balanced)):
-        metrics |= {f"global_seqlen/{kind}min": min(tokens), f"global_seqlen/{kind}max": max(tokens)}
-    for name in {*timing} & {*"gen old_log_prob ref values adv update_critic update_actor".split()}:
-        tokens = responses if name == "gen" else lengths
-        metrics[f"timing_per_token_ms/{name}"] = 1000 * timing[name] / sum(tokens)
+    if "gen" in timing:
+        metrics["timing_per_token_ms/gen"] = 1000 * timing["gen"] / sum(responses)
+    for name in ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
+        if name in timing:
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * timing[name] / sum(lengths)
     return metrics
 
 
 def failure_metrics(results):
     """Failed rewards: reward/timeouts, reward/crashes (a process died) and reward/errors (all others)."""
     kinds = [result["failure"].partition(":")[0] for result in results if "failure" in result]
-    counts = {"reward/timeouts": kinds.count("TimeoutError"), "reward/crashes": kinds.count("WorkerError")}
-    return counts | {"reward/errors": len(kinds) - sum(counts.values())}
+    timeouts = kinds.count("TimeoutError")
+    crashes = kinds.count("WorkerError")
+    errors = len(kinds) - timeouts - crashes
+    return {"reward/timeouts": timeouts, "reward/crashes": crashes, "reward/errors": errors}
 
 
 def speed_metrics(lengths, policy, timing, dtype, trained=None):
@@ -92,24 +105,39 @@ def speed_metrics(lengths, policy, timing, dtype, trained=None):
 
     dtype: that of products, for MFU, which counts the weights of the language model.
     """
-    tokens, ranks, config = sum(lengths), dist.get_world_size(), policy.lm.config.get_text_config()
-    sampler = torch.cuda.is_available() and sys.modules.get("vllm.device_allocator.cumem")  # torch counts it
-    pool = sampler.CuMemAllocator.get_instance().get_current_usage() if sampler else 0
-    metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()} | {
+    tokens = sum(lengths)
+    ranks = dist.get_world_size()
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+    metrics |= {
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": timing["step"],
         "perf/throughput": tokens / timing["step"] / ranks,
-        "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() - pool) / 2**30,
+        "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() - sampler_memory()) / 2**30,
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
-    if "update_actor" in timing:  # FLOPs: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2
-        unused = unused_weights(policy.lm, sees_images=False)
-        parameters = [p for name, p in policy.lm.named_parameters() if name not in unused]
-        weights, all_trained = sum(p.numel() for p in parameters), all(p.requires_grad for p in parameters)
-        attention = config.num_hidden_layers * config.hidden_size * sum(n * n for n in lengths)
-        flops = (6 if all_trained else 4) * (weights * (trained or tokens) + attention)
-        peak = matmul_speed(dtype) * ranks
-        metrics["perf/mfu/actor"] = flops / timing["update_actor"] / peak
+    if "update_actor" in timing:
+        flops = training_flops(policy.lm, trained or tokens, lengths)
+        speed = flops / timing["update_actor"] / ranks
+        metrics["perf/mfu/actor"] = speed / matmul_speed(dtype)
         if sheet := data_sheet_speed(dtype):
-            metrics["perf/mfu_data_sheet/actor"] = flops / timing["update_actor"] / (sheet * ranks)
+            metrics["perf/mfu_data_sheet/actor"] = speed / sheet
     return metrics
+
+
+def sampler_memory():
+    """Bytes that the sampler holds on this GPU, which torch counts as its own."""
+    allocator = sys.modules.get("vllm.device_allocator.cumem")
+    if not torch.cuda.is_available() or not allocator:
+        return 0
+    return allocator.CuMemAllocator.get_instance().get_current_usage()
+
+
+def training_flops(lm, tokens, lengths):
+    """FLOPs of an update: 6 a weight and token, 4 if frozen, and causal attention's 6 L H T^2."""
+    config = lm.config.get_text_config()
+    unused = unused_weights(lm, sees_images=False)
+    parameters = [p for name, p in lm.named_parameters() if name not in unused]
+    weights = sum(p.numel() for p in parameters)
+    attention = config.num_hidden_layers * config.hidden_size * sum(n * n for n in lengths)
+    each = 6 if all(p.requires_grad for p in parameters) else 4
+    return each * (weights * tokens + attention)
