@@ -19,9 +19,15 @@ import tyro
 from system.elsewhere import hint
 
 INF = math.inf
-COUNT, NOT_NEGATIVE, POSITIVE = (1, INF, "at least 1"), (0, INF, "at least 0"), (1e-9, INF, "above 0")
-SIGMOID, IPO, SIMPO, KTO = (("loss", name) for name in ("sigmoid", "ipo", "simpo", "kto"))
-SHARE, PART = (0, 1, "at least 0 and at most 1"), (1e-9, 1, "above 0 and at most 1")
+COUNT = (1, INF, "at least 1")
+NOT_NEGATIVE = (0, INF, "at least 0")
+POSITIVE = (1e-9, INF, "above 0")
+SHARE = (0, 1, "at least 0 and at most 1")
+PART = (1e-9, 1, "above 0 and at most 1")
+SIGMOID = ("loss", "sigmoid")
+IPO = ("loss", "ipo")
+SIMPO = ("loss", "simpo")
+KTO = ("loss", "kto")
 
 
 class Known(NamedTuple):
@@ -91,8 +97,9 @@ def parse(args_class, words=None, unknown=None):
     """
     problem = foreign(fields(args_class), sys.argv[1:] if words is None else words)
     if not problem:
-        groups = command_line(in_groups(args_class), words)
-        flags = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+        flags = {}
+        for group in vars(command_line(in_groups(args_class), words)).values():
+            flags |= vars(group)
         defaults = {field.name: field.default for field in fields(args_class)}
         problem = unusable(flags, defaults) or impossible(flags)
         problem = problem or (unknown and unknown(flags)) or no_model(flags)
@@ -145,12 +152,15 @@ def in_groups(args_class):
 
     They only hold values: defaults that depend on the machine need torch, which is not loaded yet.
     """
-    section, sections = Path(inspect.getfile(args_class)).stem, {}
+    section = Path(inspect.getfile(args_class)).stem
+    sections = {}
     for line in inspect.getsource(args_class).splitlines():
-        if found := re.match(r"    (?:# ---- (.+)|(\w+):)", line):
-            section = found[1] or section
-            if found[2]:
-                sections.setdefault(section, []).append(found[2])
+        heading = re.match(r"    # ---- (.+)", line)
+        flag = re.match(r"    (\w+):", line)
+        if heading:
+            section = heading[1]
+        if flag:
+            sections.setdefault(section, []).append(flag[1])
     groups = []
     for section, names in sections.items():
         body = dict(__module__=args_class.__module__, __qualname__=args_class.__qualname__)  # for comments
@@ -213,17 +223,21 @@ def impossible(flags):
 
 
 def wrong_sizes(flags):
-    get, world = flags.get, int(os.environ.get("WORLD_SIZE", 1))
+    get = flags.get
+    world = int(os.environ.get("WORLD_SIZE", 1))
     if "n_samples" in flags and world % get("tp_size", 1):
         return f"{world} ranks: use a multiple of --tp_size {get('tp_size')}"
     for name in ("tp_size", "hsdp_replicas", "sp_size"):
         if world % get(name, 1):
             return f"{world} ranks are not a multiple of --{name} {get(name)}"
-    prompts, size = get("train_batch_size", 0), get("ppo_mini_batch_size") or 1
+    prompts = get("train_batch_size", 0)
+    size = get("ppo_mini_batch_size") or 1
     if prompts % size:
         fits = max(n for n in range(1, size + 1) if prompts % n == 0)
         return f"--train_batch_size {prompts} is not a multiple of --ppo_mini_batch_size {size}: pass {fits}"
-    budget, length, ranks = get("max_tokens_per_microbatch", INF), get("max_length", 2), get("sp_size", 1)
+    budget = get("max_tokens_per_microbatch", INF)
+    length = get("max_length", 2)
+    ranks = get("sp_size", 1)
     row = math.ceil((get("max_prompt_length", 0) + get("max_response_length", 0)) / ranks)  # of it on a rank
     short = f"--max_tokens_per_microbatch {budget}"
     if budget < row:
@@ -237,15 +251,20 @@ def wrong_sizes(flags):
 
 
 def wrong_sampling(flags):
-    get, schedule, drops_groups = flags.get, flags.get("lr_schedule", "constant"), "max_gen_batches" in flags
-    group_size, estimator, top_p = get("group_size", 2), get("adv_estimator"), get("top_p", 1)
+    get = flags.get
+    schedule = get("lr_schedule", "constant")
+    drops_groups = "max_gen_batches" in flags
+    group_size = get("group_size", 2)
+    estimator = get("adv_estimator")
+    top_p = get("top_p", 1)
     if "train_batch_size" in flags and get("temperature", 1) < 0.01:
         return f"--temperature {get('temperature')}: vLLM samples at 0.01 or above"
     if top_p < 1 and (get("rollout_is") or get("rollout_rs")):
         return f"--top_p {top_p}: pass --rollout_is None and no --rollout_rs"
     if get("top_k", -1) < -1:
         return f"--top_k {get('top_k')}: use -1 (off) or a number of tokens"
-    level, bounds = get("rollout_rs"), get("rollout_rs_threshold", (1,))
+    level = get("rollout_rs")
+    bounds = get("rollout_rs_threshold", (1,))
     one = len(bounds) == 1 and bounds[0] >= (0 if level == "off_policy" else 1)
     two = len(bounds) == 2 and level != "off_policy" and 0 <= bounds[0] <= bounds[1]
     if level and not (one or two):
@@ -266,7 +285,9 @@ def wrong_sampling(flags):
 
 
 def wrong_training(flags):
-    get, kernel, sp_size = flags.get, flags.get("attn_implementation", "sdpa"), flags.get("sp_size", 1)
+    get = flags.get
+    kernel = get("attn_implementation", "sdpa")
+    sp_size = get("sp_size", 1)
     if sp_size > 1 and "packing" in flags and not (get("packing") and kernel == "sdpa"):
         return f"--sp_size {sp_size} needs --packing, and --attn_implementation sdpa"
     if kernel == "flash_attention_2" and get("compute_dtype") == "float32":
