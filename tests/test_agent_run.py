@@ -10,6 +10,8 @@ import pytest
 from conftest import (
     ROOT,
     changed,
+    check_advantages,
+    column,
     healthy,
     holder,
     kill,
@@ -21,6 +23,8 @@ from conftest import (
     start,
 )
 from transformers import GenerationConfig
+
+from algos.agent import group_advantages
 
 AGENT, TALK = ROOT / "algos/agent.py", ROOT / "tests/talk_env.py"
 
@@ -70,6 +74,11 @@ def test_it_runs_and_reports(straight, model):
     assert max(m.get("training/rollout_logp_diff_mean", 0) for m in steps.values()) < 1e-5
     said = [row["extra_info"]["messages"] for row in rollouts(straight, 1)]
     assert [m["role"] for m in max(said, key=len)] == ["assistant", "user"] * 4 + ["assistant"]
+
+
+def test_advantages_are_those_of_the_groups(straight):
+    advantages = lambda rows: group_advantages(column(rows, "score"), column(rows, "index"))
+    check_advantages(straight, range(1, 5), advantages)
 
 
 def test_the_reference_stays_where_training_began(straight):
