@@ -158,8 +158,11 @@ def changed(before, after):
 
 
 def healthy(out):
-    """{step: metrics} of a run: they are finite and documented, and sampler and trainer have agreed."""
-    steps = metrics(out)
+    """{step: metrics} of a run: finite, documented, with validations as asked; sampler and trainer agree."""
+    steps, args = metrics(out), json.loads((Path(out) / "args.json").read_text())
+    for step, m in steps.items() if args["val_files"] else ():
+        due = step == max(steps) or step % (args["test_freq"] or max(steps)) == 0
+        assert any(name.startswith("val") for name in m) == due, step
     for name, value in [item for m in steps.values() for item in m.items()]:
         assert math.isfinite(value) and documented(name), name
     assert all(m.get("training/rollout_probs_diff_max", 0) < 1e-4 for m in steps.values())
