@@ -45,7 +45,7 @@ def flags(model, arithmetic):
         sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --total_steps 4 --save_freq 2"
         sizes += " --max_prompt_length 16 --max_response_length 96 --max_tokens_per_microbatch 500"
         rest = "--lr 3e-3 --test_freq 2 --rollout_dump --keep_checkpoints 0 --env_timeout_s 20"
-        rest += " --echo_coef 0.05 --warmup_steps 2 --use_kl_loss --kl_loss_coef 0.01"
+        rest += " --echo_coef 0.05 --warmup_steps 2 --use_kl_loss --kl_loss_coef 0.01 --temperature 0.9"
         return ["--model", model, "--output_dir", out, *files, *talk, *sizes.split(), *rest.split(), *more]
 
     return flags
@@ -114,13 +114,14 @@ def test_killed_while_environments_work_and_resumed(straight, flags, tmp_path, m
 def test_trouble_ends_single_trajectories(flags, model, tmp_path):
     """Of seven turns one hangs, one raises, one kills its process and one answers with a megabyte.
 
-    Adapters are trained, and saved in the weights of their layers.
+    Adapters are trained, and saved in the weights of their layers. Without them the model is the reference.
     """
-    more = "--total_steps", 2, "--env_timeout_s", 2, "--lora_rank", 4
+    more = "--total_steps", 2, "--env_timeout_s", 2, "--lora_rank", 4, "--ppo_mini_batch_size", 8
     run(AGENT, *flags(tmp_path, *more, env="Trouble"), ranks=2)
     linear = {name for name in load_weights(model) if name.endswith("_proj.weight")}
     assert changed(model, hf(tmp_path)) == linear
     steps = metrics(tmp_path)
+    assert steps[1]["actor/kl_loss"] == 0 and steps[2]["actor/kl_loss"] > 1e-6
     for name in ("timeouts", "crashes", "errors"):
         assert steps[1][f"env/{name}"] + steps[2][f"env/{name}"] > 0
     assert steps[1]["env/cut_observations"] > 0 and steps[1]["num_turns/max"] > 2

@@ -282,7 +282,7 @@ def test_resumed_equals_straight(tiny, arithmetic, tmp_path, itself):
 
     Or the student itself, which reads the answer and follows: a checkpoint holds its average.
     """
-    teacher, more = tiny, ("--lam", 0.5)
+    teacher, more = tiny, ("--lam", 0.5, "--temperature", 0.8)
     if itself:
         more += "--teacher_prompt", "{answer} {prompt}", "--teacher_update_rate", 0.3
     else:
