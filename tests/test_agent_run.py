@@ -69,6 +69,8 @@ def test_it_runs_and_reports(straight, model):
     assert [steps[step]["actor/lr"] for step in range(1, 5)] == [1.5e-3, 3e-3, 3e-3, 3e-3]  # of the optimizer
     assert steps[1]["num_turns/max"] == 5 and steps[1]["num_turns/mean"] > 4
     assert steps[0]["val/num_turns"] >= 1
+    ends = [row["finish_reason"] for row in rollouts(straight, 1)]
+    assert steps[1]["env/turn_limit_ratio"] == ends.count("turns") / len(ends)
     assert 0.3 < steps[1]["env/token_ratio"] < 0.8 and steps[1]["env/used_ratio"] > 0.9
     assert changed(model, hf(straight)) == load_weights(model).keys()
     assert max(m.get("training/rollout_logp_diff_mean", 0) for m in steps.values()) < 1e-5
