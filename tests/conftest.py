@@ -158,8 +158,14 @@ def changed(before, after):
 
 
 def healthy(out):
-    """{step: metrics} of a run: they are finite and documented, and sampler and trainer have agreed."""
-    steps = metrics(out)
+    """{step: metrics} of a run, finite and documented; sampler and trainer agree; it saves when it should."""
+    steps, args = metrics(out), json.loads((Path(out) / "args.json").read_text())
+    last = max(steps)
+    due = lambda freq: {step for step in steps if step == last or step % (freq or last) == 0}
+    validated = {step for step, m in steps.items() if any(name.startswith("val") for name in m)}
+    assert validated == (due(args["test_freq"]) if args["val_files"] else set())
+    saved = {int(path.name[5:]) for path in Path(out).glob("checkpoints/step_*")}
+    assert args["keep_checkpoints"] or saved == due(args["save_freq"]) - {0}
     for name, value in [item for m in steps.values() for item in m.items()]:
         assert math.isfinite(value) and documented(name), name
     assert all(m.get("training/rollout_probs_diff_max", 0) < 1e-4 for m in steps.values())

@@ -10,6 +10,8 @@ import pytest
 from conftest import (
     ROOT,
     changed,
+    check_advantages,
+    column,
     healthy,
     holder,
     kill,
@@ -21,6 +23,8 @@ from conftest import (
     start,
 )
 from transformers import GenerationConfig
+
+from algos.agent import group_advantages
 
 AGENT, TALK = ROOT / "algos/agent.py", ROOT / "tests/talk_env.py"
 
@@ -41,7 +45,7 @@ def flags(model, arithmetic):
         sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --total_steps 4 --save_freq 2"
         sizes += " --max_prompt_length 16 --max_response_length 96 --max_tokens_per_microbatch 500"
         rest = "--lr 3e-3 --test_freq 2 --rollout_dump --keep_checkpoints 0 --env_timeout_s 20"
-        rest += " --echo_coef 0.05 --warmup_steps 2 --use_kl_loss --kl_loss_coef 0.01"
+        rest += " --echo_coef 0.05 --warmup_steps 2 --use_kl_loss --kl_loss_coef 0.01 --temperature 0.9"
         return ["--model", model, "--output_dir", out, *files, *talk, *sizes.split(), *rest.split(), *more]
 
     return flags
@@ -65,11 +69,18 @@ def test_it_runs_and_reports(straight, model):
     assert [steps[step]["actor/lr"] for step in range(1, 5)] == [1.5e-3, 3e-3, 3e-3, 3e-3]  # of the optimizer
     assert steps[1]["num_turns/max"] == 5 and steps[1]["num_turns/mean"] > 4
     assert steps[0]["val/num_turns"] >= 1
+    ends = [row["finish_reason"] for row in rollouts(straight, 1)]
+    assert steps[1]["env/turn_limit_ratio"] == ends.count("turns") / len(ends)
     assert 0.3 < steps[1]["env/token_ratio"] < 0.8 and steps[1]["env/used_ratio"] > 0.9
     assert changed(model, hf(straight)) == load_weights(model).keys()
     assert max(m.get("training/rollout_logp_diff_mean", 0) for m in steps.values()) < 1e-5
     said = [row["extra_info"]["messages"] for row in rollouts(straight, 1)]
     assert [m["role"] for m in max(said, key=len)] == ["assistant", "user"] * 4 + ["assistant"]
+
+
+def test_advantages_are_those_of_the_groups(straight):
+    advantages = lambda rows: group_advantages(column(rows, "score"), column(rows, "index"))
+    check_advantages(straight, range(1, 5), advantages)
 
 
 def test_the_reference_stays_where_training_began(straight):
@@ -105,13 +116,14 @@ def test_killed_while_environments_work_and_resumed(straight, flags, tmp_path, m
 def test_trouble_ends_single_trajectories(flags, model, tmp_path):
     """Of seven turns one hangs, one raises, one kills its process and one answers with a megabyte.
 
-    Adapters are trained, and saved in the weights of their layers.
+    Adapters are trained, and saved in the weights of their layers. Without them the model is the reference.
     """
-    more = "--total_steps", 2, "--env_timeout_s", 2, "--lora_rank", 4
+    more = "--total_steps", 2, "--env_timeout_s", 2, "--lora_rank", 4, "--ppo_mini_batch_size", 8
     run(AGENT, *flags(tmp_path, *more, env="Trouble"), ranks=2)
     linear = {name for name in load_weights(model) if name.endswith("_proj.weight")}
     assert changed(model, hf(tmp_path)) == linear
     steps = metrics(tmp_path)
+    assert steps[1]["actor/kl_loss"] == 0 and steps[2]["actor/kl_loss"] > 1e-6
     for name in ("timeouts", "crashes", "errors"):
         assert steps[1][f"env/{name}"] + steps[2][f"env/{name}"] > 0
     assert steps[1]["env/cut_observations"] > 0 and steps[1]["num_turns/max"] > 2

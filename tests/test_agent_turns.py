@@ -307,7 +307,8 @@ def test_a_nan_of_the_sampler_is_no_observation(monkeypatch, logp):
 
 def test_weights_of_observations():
     """Each optimizer step has its own mean; a step in which no environment spoke has none."""
-    masks = ([True, False, False], [False, True], [True, True], [True])
+    masks = ([True, False, False], [False, True], [True, True], [True], [True, False], [True])
     rows = [dict(mask_t=np.array(mask)) for mask in masks]
-    agent.echo_weights(rows, 2)
-    assert [row["echo_t"].tolist() for row in rows] == [[0, 1 / 3, 1 / 3], [1 / 3, 0], [0, 0], [0]]
+    agent.echo_weights(rows, 3)
+    expected = [[0, 1 / 3, 1 / 3], [1 / 3, 0], [0, 0], [0], [0, 1], [0]]
+    assert [row["echo_t"].tolist() for row in rows] == expected

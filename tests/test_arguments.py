@@ -371,11 +371,13 @@ def test_a_resumed_run_continues_in_wandb(tmp_path, monkeypatch):
 
     seen = []
     monkeypatch.setattr(wandb, "init", lambda **flags: seen.append(flags) or SimpleNamespace(log=None))
-    for name in ("run", "run", "other"):
+    for name in ("run", "run", "other", "killed"):
         (tmp_path / name).mkdir(exist_ok=True)
+        if name == "killed":
+            (tmp_path / "killed/wandb.id").touch()
         open_tracker(Tracked(str(tmp_path / name), "wandb"), 0)
-    first, again, other = (flags["id"] for flags in seen)
-    assert first == again != other and {flags["resume"] for flags in seen} == {"allow"}
+    first, again, other, killed = (flags["id"] for flags in seen)
+    assert first == again != other and killed and {flags["resume"] for flags in seen} == {"allow"}
 
 
 @pytest.mark.parametrize(("steps", "said"), [(6, "done"), (2, "stopped; the same command resumes it")])
@@ -419,7 +421,7 @@ def test_a_signal_long_after_the_first_ends_the_run(tmp_path, monkeypatch):
     run = Run(Tracked(str(tmp_path / "run")))
     now = [5.0]
     monkeypatch.setattr("system.run.time.monotonic", lambda: now[0])
-    for now[0] in (5.0, 14.9):
+    for now[0] in (5.0, 15.0):
         run.on_signal(15, None)
     assert run.signal == 15
     now[0] = 15.1

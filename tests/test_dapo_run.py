@@ -32,6 +32,7 @@ def flags(tiny, arithmetic, out, *more):
     sizes = f"--train_batch_size {PROMPTS} --ppo_mini_batch_size 4 --group_size {SAMPLES}".split()
     sizes += "--max_prompt_length 16 --max_response_length 12 --max_tokens_per_microbatch 300".split()
     rest = "--lr 3e-3 --warmup_steps 2 --total_steps 6 --save_freq 3 --test_freq 3 --rollout_dump".split()
+    rest += "--temperature", 0.9
     reward = "--keep_checkpoints", 0, "--reward_fn", f"{ROOT}/tests/dapo_reward.py:mixed"
     return ["--model", tiny, "--output_dir", out, *files, *sizes, *rest, *reward, *more]
 

@@ -109,7 +109,7 @@ def test_many_rows_are_written_in_groups(tmp_path):
 
 
 def test_replacing_is_all_or_nothing(tmp_path):
-    path = tmp_path / "model"
+    path = tmp_path / "runs/one/model"
     for content in ("old", "new"):
         with replacing(path) as new:
             new.mkdir()
@@ -117,7 +117,7 @@ def test_replacing_is_all_or_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt), replacing(path) as new:
         new.mkdir()
         raise KeyboardInterrupt
-    assert (path / "config.json").read_text() == "new" and list(tmp_path.iterdir()) == [path]
+    assert (path / "config.json").read_text() == "new" and list(path.parent.iterdir()) == [path]
     (path / "config.json").rename(path / "thesis.txt")
     with pytest.raises(ValueError, match=r"choose another"), replacing(path) as new:
         new.mkdir()

@@ -282,9 +282,9 @@ def test_resumed_equals_straight(tiny, arithmetic, tmp_path, itself):
 
     Or the student itself, which reads the answer and follows: a checkpoint holds its average.
     """
-    teacher, more = tiny, ("--lam", 0.5)
+    teacher, more = tiny, ("--lam", 0.5, "--temperature", 0.8)
     if itself:
-        more += "--teacher_prompt", "{answer} {prompt}", "--teacher_update_rate", 0.3
+        more += "--teacher_prompt", "{answer} {prompt}", "--teacher_update_rate", 0.3, "--save_freq", 1
     else:
         sizes = dict(hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
         teacher = write_model(tiny, tmp_path / "teacher", **sizes)
@@ -300,6 +300,11 @@ def test_resumed_equals_straight(tiny, arithmetic, tmp_path, itself):
     answers = [row["ground_truth"] == tokenizer.decode(row["response_ids"][:-1]) for row in rollouts(out, 1)]
     assert 0 < sum(answers) < 16  # a random student gives no right one
     assert changed(tiny, out / "checkpoints/step_000004/hf") == load_weights(tiny).keys()
+    if itself:
+        parts = "step_000003/teacher", "step_000004/hf", "step_000004/teacher"
+        before, student, after = (load_weights(out / "checkpoints" / part) for part in parts)
+        for name, x in after.items():
+            torch.testing.assert_close(x, 0.7 * before[name] + 0.3 * student[name])
 
 
 def test_sampled_from_end_to_end(tiny, arithmetic, tmp_path):

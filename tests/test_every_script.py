@@ -13,6 +13,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from algos import agent, dapo, distill, dpo, generate, grpo, grpo_nano, ppo, quantize, rm, sft
 from system import attention
+from system.batches import layout_gap, token_logps
 from system.families import hf_overrides
 from system.model import freeze, read_config, whole_weights
 from tests import families
@@ -164,3 +165,15 @@ def test_a_model_that_a_layout_changes_is_not_trained(script, kernel, cause, mes
     policy.scale = 3
     with pytest.raises(SystemExit, match=f"off by .*likely {cause}"):
         check(policy, [pair], args)
+
+
+def test_the_gap_of_a_layout_is_a_mean_over_tokens(mesh, tmp_path):
+    """Of a row of three and a row of one, in a layout that has three times the logits."""
+    families.write("llama", tmp_path)
+    policy = load_policy(dpo, make_args(dpo, model=str(tmp_path), attn_implementation="sdpa"), mesh)
+    rows = [dict(prompt_ids=[9, 30], response_ids=ids) for ids in ([31, 32, 33], [40])]
+    own_nt = token_logps(policy, rows)[0]
+    policy.scale = 3
+    off_nt = token_logps(policy, rows)[0] - own_nt
+    assert layout_gap(policy, rows) == pytest.approx(off_nt.abs().sum().item() / 4, rel=1e-3)
+    assert torch.equal(token_logps(policy, rows)[0] - own_nt, off_nt)  # in the layout that trains again

@@ -78,9 +78,10 @@ def test_the_sampler_must_hold_the_trainers_weights(gap, stops, monkeypatch):
     monkeypatch.setattr(grpo_nano, "all_reduce", lambda values: values)
     args = SimpleNamespace(compute_dtype="float32")
     row = dict(old_logp_t=torch.full((3,), -1.0 - gap), rollout_logp_t=np.full(3, -1.0, np.float32))
-    check = partial(grpo_nano.check_sampler, SimpleNamespace(lm=torch.nn.Linear(1, 1)), [row], args, 1)
+    rows = [row, row | dict(old_logp_t=torch.full((3,), -1.0))]
+    check = partial(grpo_nano.check_sampler, SimpleNamespace(lm=torch.nn.Linear(1, 1)), rows, args, 1)
     if stops:
         with pytest.raises(SystemExit, match="step 1: sampler and trainer differ"):
             check()
     else:
-        assert check()["training/rollout_logp_diff_mean"] == pytest.approx(gap, rel=0.1)
+        assert check()["training/rollout_logp_diff_mean"] == pytest.approx(gap / 2, rel=0.1)

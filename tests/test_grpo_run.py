@@ -86,7 +86,7 @@ def test_texts_of_validations_are_kept(straight):
 
 @pytest.mark.parametrize("lora_rank", (0, 4))
 def test_first_mini_batch_is_on_policy(tiny, arithmetic, tmp_path, lora_rank):
-    one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--warmup_steps", 0
+    one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--warmup_steps", 0, "--temperature", 0.7
     run(GRPO, *flags(tiny, arithmetic, tmp_path, *one, "--lora_rank", lora_rank))
     [_, first, second] = metrics(tmp_path).values()
     for step in (first, second):

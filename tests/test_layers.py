@@ -177,7 +177,7 @@ def test_a_text_part_without_an_entry():
     class Text(Qwen2Config):
         model_type = "unlisted"
 
-    assert families.passes_windows(Text(), Qwen2ForCausalLM)
+    assert families.passes_windows(Text(), Qwen2ForCausalLM) and families.passes_windows(Qwen2Config(), None)
     assert not families.passes_windows(Text(), None)
 
 

@@ -110,6 +110,7 @@ def test_two_ranks_equal_one(straight, flags, tmp_path):
 def test_adapters_of_the_actor(flags, tiny, tmp_path):
     """The actor without its adapters is the reference; hf/ has them in its weights; the critic is whole."""
     one = "--total_steps", 2, "--ppo_mini_batch_size", 8, "--critic_warmup", 0, "--warmup_steps", 0
+    one = *one, "--temperature", 0.7
     run(PPO, *flags(tmp_path, *one, "--lora_rank", 4))
     first, second = (healthy(tmp_path)[step]["actor/reward_kl_penalty"] for step in (1, 2))
     assert first == 0 and second > 1e-6

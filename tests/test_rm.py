@@ -3,6 +3,7 @@
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import conftest
 import pytest
@@ -176,6 +177,19 @@ def test_models_that_cannot_work(tiny):
 
 
 # ---- whole runs
+
+
+@pytest.mark.parametrize(("packed", "expected"), ((True, [[3], [0, 1], [2]]), (False, [[3], [0], [1], [2]])))
+def test_micro_batches_are_within_the_budget(packed, expected, monkeypatch):
+    """20 tokens: of both conversations, or of twice the longer one where they are padded."""
+    monkeypatch.setattr(rm.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(rm.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(rm, "on_every_rank", lambda policy, batches: batches)
+    sizes = (9, 1), (2, 8), (5, 5), (10, 10)
+    rows = [dict(chosen_ids=[7] * a, rejected_ids=[7] * b) for a, b in sizes]
+    args, policy = SimpleNamespace(max_tokens_per_microbatch=20), SimpleNamespace(packed=packed)
+    found = rm.micro_batches(policy, rows, args)
+    assert [[rows.index(row) for row in batch] for batch in found] == expected
 
 
 @pytest.fixture(scope="module")

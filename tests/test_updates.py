@@ -10,6 +10,7 @@ import torch
 
 from algos import agent, dapo, distill, dpo, grpo, grpo_nano, ppo, rm, sft
 from algos.variants import load_loss
+from system.run import learning_rate
 from tests import families
 from tests.conftest import load_policy
 
@@ -89,18 +90,28 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("script", (sft, rm, dpo, grpo_nano, grpo, dapo, ppo, agent, distill))
 def test_an_optimizer_step(script, model, mesh, monkeypatch):
+    """And two of the same rows, by --ppo_epochs where there is one, whose metrics are those of one."""
     policy, args, update = case(script, model, mesh)
     optimizer = Capture(policy.parameters(), lr=1.0)
     args.grad_clip = 1e-3
-    metrics = {name.rpartition("/")[2]: x for name, x in update(optimizer=optimizer, args=args).items()}
+    two = dict(mini_batches=2 * update.keywords["mini_batches"]) if script in (grpo_nano, distill) else {}
+
+    def updated(**more):
+        found = update(optimizer=optimizer, args=args, **more)
+        assert all(p.grad is None for p in policy.parameters())
+        return {name.rpartition("/")[2]: float(x) for name, x in found.items()}
+
+    metrics = updated()
     assert optimizer.steps == 1 and optimizer.norm == pytest.approx(1e-3, rel=1e-3)
     assert metrics["grad_norm"] > 1e-2 and metrics["skipped_updates"] == 0
-    assert all(p.grad is None for p in policy.parameters())
+    args.ppo_epochs = 2
+    assert updated(**two) == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    steps = optimizer.steps
+    assert steps == (2 if script in (sft, rm, dpo) else 3)
     no_number = SimpleNamespace(full_tensor=lambda: torch.tensor(math.nan))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: no_number)
-    metrics = {name.rpartition("/")[2]: x for name, x in update(optimizer=optimizer, args=args).items()}
-    assert optimizer.steps == 1 and metrics["skipped_updates"] == 1
-    assert all(p.grad is None for p in policy.parameters())
+    skipped = updated(**two)["skipped_updates"]
+    assert skipped == steps - 1 and optimizer.steps == steps
 
 
 def test_nano_is_grpo(model, mesh):
@@ -111,3 +122,18 @@ def test_nano_is_grpo(model, mesh):
         found.append(update(optimizer=Capture(policy.parameters(), lr=1.0), args=args))
     for name in ("actor/pg_loss", "actor/grad_norm"):
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-5)
+
+
+def test_learning_rates_by_hand():
+    """Two steps of warm-up, then four that decay, or the last two of them; or five, and one that does not."""
+    wave = 4.5**0.5
+    rates = {
+        (2, "constant"): [3, 6, 6, 6, 6, 6],
+        (2, "linear"): [3, 6, 6, 4.5, 3, 1.5],
+        (2, "cosine"): [3, 6, 6, 3 + wave, 3, 3 - wave],
+        (2, "linear", 2): [3, 6, 6, 6, 6, 3],
+        (5, "linear"): [1.2, 2.4, 3.6, 4.8, 6, 6],
+    }
+    for schedule, expected in rates.items():
+        found = [learning_rate(6.0, step, 6, *schedule) for step in range(1, 7)]
+        assert found == pytest.approx(expected), schedule

@@ -2,7 +2,7 @@
 
 One run of a trainer ends at the first such statement of its first step, resumes and ends at the second one
 of its second step, and so on; another one is undisturbed. Samplers and environments are made up, as in
-dapo_loop.py. Prints how often each run was ended.
+dapo_loop.py. Prints how often each run was ended. An epoch has each row, in an order of its own.
 """
 
 import os
@@ -15,13 +15,15 @@ sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
 from system import metrics, ranks, run
 from tests.workers import dapo_loop
 
-SFT = "--max_length 32 --warmup_steps 0 --lr 1e-2"
-RL = "--ppo_mini_batch_size 2 --group_size 4 --max_prompt_length 16 --max_response_length 4 --lr 1e-2"
-FLAGS = dict(sft=SFT, rm=SFT, grpo=RL, grpo_nano=RL, dapo=RL, agent=f"{RL} --env none")
+SFT = "--max_length 32 --warmup_steps 0 --lr 1e-2 --weight_decay 0.1"
+NANO = "--ppo_mini_batch_size 2 --group_size 4 --max_prompt_length 16 --max_response_length 4 --lr 1e-2"
+RL = f"{NANO} --warmup_steps 9 --weight_decay 0.1"
+FLAGS = dict(sft=SFT, rm=SFT, grpo=RL, grpo_nano=NANO, dapo=RL, agent=f"{RL} --env none")
 FLAGS["dpo"] = f"{SFT} --loss kto"
 FLAGS["ppo"] = f"{RL} --critic_warmup 2 --kl_coef 0.1 --kl_target 0.01"
 FLAGS["distill"] = f"{RL} --teacher MODEL --kl full --teacher_update_rate 0.1"
 STEPS, at = 20, None  # steps: more than there are such statements; at: the one to end at
+orders = {}  # {epoch: the numbers of its rows} of the undisturbed run; dapo.py draws its rows
 
 
 def statement(frame, event, _):
@@ -37,6 +39,13 @@ def statement(frame, event, _):
 
 def updated(self, update=run.Run.updated, **state):
     update(self, **state)
+    step = sys._getframe(1).f_locals
+    if at is None and "epoch" in step:
+        orders.setdefault(step["epoch"], []).extend(step.get("chosen", step.get("numbers")))
+    for name, rate in dict(optimizer="lr", critic_optimizer="critic_lr").items():
+        if rate in step:
+            [group] = step[name].param_groups
+            assert (group["lr"], group["weight_decay"]) == (step[rate], 0.1), name
     if at is not None:
         sys._getframe(1).f_trace = statement
         sys.settrace(lambda *_: None)
@@ -57,7 +66,7 @@ def runs(name, model, data, out):
     global at
     script = import_module(f"algos.{name}")
     script.setup_distributed = ranks.setup_distributed
-    if FLAGS[name].startswith(RL):
+    if FLAGS[name].startswith(NANO):
         script.build_engine, script.check_sampler = lambda *_: None, lambda *_: {}
         script.awake, script.rollout, script.trajectories = dapo_loop.awake, dapo_loop.rollout, trajectories
         script.EnvPool = lambda *_: SimpleNamespace(tools=[], parser=None, calls_tools=False)
@@ -88,7 +97,10 @@ def main(model, data, pairs, out, *names):
     # in dapo.py some are left over for the next step
     dapo_loop.groups = [dapo_loop.MIXED] * 3 + [dapo_loop.ALL_WRONG] * 2 + [dapo_loop.MIXED] * 9
     for name in names:
+        orders.clear()
         times = runs(name, model, pairs if name in ("rm", "dpo") else data, f"{out}/{name}")
+        assert name == "dapo" or orders[0] != orders[1], name
+        assert all(sorted(order) == [*range(len(order))] for order in orders.values()), name
         print("ENDED", name, times, sep="|", flush=True)
     os._exit(0)
 
