@@ -67,6 +67,8 @@ for file in requirements-cpu.txt "$@"; do
             >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"
     fi
     echo "installing $file"
-    pip install --no-deps -r "$list" || pip_failed "$file"
+    place=
+    [ "$file" = requirements-quantize.txt ] && rm -rf .venv/quantize && place="--target .venv/quantize"
+    pip install --no-deps $place -r "$list" || pip_failed "$file"
     touch "$mark"
 done

@@ -57,6 +57,15 @@ def environment():
     return inherited | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 
+def quantize(*runs):
+    """What quantize.py said of each dict of flags; its libraries are not those of this process."""
+    command = [sys.executable, ROOT / "tests/workers/quantize.py", json.dumps(runs, default=str)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    return [json.loads(line.removeprefix("said ")) for line in lines if line.startswith("said ")]
+
+
 def start(*command, ranks=0, restarts=0, **options):
     """Start a script of the repository under python, or under torchrun with `ranks` -> the process."""
     env = environment() | dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")

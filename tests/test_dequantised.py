@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, each, load_policy, load_weights, make_args, metrics, run
+from conftest import ROOT, each, load_policy, load_weights, make_args, metrics, quantize, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from algos import agent, dapo, distill, dpo, grpo, ppo, quantize, rm, sft
+from algos import agent, dapo, distill, dpo, grpo, ppo, rm, sft
 from system.families import auto_class, dequantised
 from system.model import read_config
 from tests import families
@@ -48,17 +48,20 @@ def test_they_are_trained_as_whole_weights(name, models, arithmetic, tmp_path):
     assert not any(found.values())
 
 
-@pytest.mark.parametrize(("scheme", "error"), (("w8a8", 0.01), ("w4a16", 0.15), ("fp8", 0.04)))
-def test_what_quantize_py_writes_is_trained_again(scheme, error, mesh, tmp_path):
-    families.write("qwen3", tmp_path / "whole")
-    quantize.main(quantize.Args(str(tmp_path / "whole"), str(tmp_path / scheme), scheme=scheme))
-    args = grpo.Args(model=str(tmp_path / scheme), train_files=(), output_dir="", attn_implementation="sdpa")
-    policy = load_policy(grpo, args, mesh)
-    weights = dict(grpo.whole_weights(policy.lm, torch.float32))
-    for name, x in load_weights(tmp_path / "whole").items():
-        assert (weights[name] - x).norm() < error * x.norm(), name
-    with pytest.raises(SystemExit, match="to which no head for scores is added"):  # a critic
-        auto_class(AutoConfig.from_pretrained(tmp_path / scheme), scores=True)
+def test_what_quantize_py_writes_is_trained_again(mesh, tmp_path):
+    whole = tmp_path / "whole"
+    families.write("qwen3", whole)
+    limits = dict(w8a8=0.01, w4a16=0.15, fp8=0.04)
+    quantize(*[dict(model=whole, output=tmp_path / scheme, scheme=scheme) for scheme in limits])
+    for scheme, error in limits.items():
+        path = str(tmp_path / scheme)
+        args = grpo.Args(model=path, train_files=(), output_dir="", attn_implementation="sdpa")
+        policy = load_policy(grpo, args, mesh)
+        weights = dict(grpo.whole_weights(policy.lm, torch.float32))
+        for name, x in load_weights(whole).items():
+            assert (weights[name] - x).norm() < error * x.norm(), name
+        with pytest.raises(SystemExit, match="to which no head for scores is added"):  # a critic
+            auto_class(AutoConfig.from_pretrained(path), scores=True)
 
 
 @pytest.mark.parametrize("rank", (0, 1))
