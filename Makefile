@@ -48,7 +48,7 @@ demo-images: .venv/installed
 gpu-check: .venv/installed
 	$(BIN)/python benchmarks/gpu_check.py
 
-# how fast each part is on one GPU, in ten and a half minutes; on a CPU in one, with a tiny model
+# how fast each part is on one GPU, in ten minutes; on a CPU in one, with a tiny model
 gpu-bench: .venv/installed
 	$(BIN)/python benchmarks/gpu_bench.py
 

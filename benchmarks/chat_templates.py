@@ -21,13 +21,13 @@ sys.path.insert(0, str(ROOT))
 from system.arguments import parse
 
 MARK = "<!-- python benchmarks/chat_templates.py --page -->"
-PAGE, RESULTS = ROOT / "docs/reference/chat-templates.md", ROOT / "benchmarks/results/chat_templates.json"
+PAGE = ROOT / "docs/reference/chat-templates.md"
+RESULTS = ROOT / "benchmarks/results/chat_templates.json"
 
 
 @dataclass(kw_only=True)
 class Args:
     names: tuple[str, ...] = ()  # names of templates; none: all
-    templates: Path | None = None  # directory of NAME.jinja; None: those of the installed TRL
     page: bool = False  # write the page and benchmarks/results/chat_templates.json
 
 
@@ -36,6 +36,7 @@ if __name__ == "__main__":
 
 import jinja2
 
+from benchmarks.lib.workload import markdown
 from data_prep.lib.special import RENDER_ERRORS
 from data_prep.lib.templates import plain, render, shows_tools
 from data_prep.lib.turns import encode_messages, trained_turns
@@ -46,37 +47,44 @@ READ = "its calls are read"
 
 
 # ---- one template --------------------------------------------------------------------------------
-def encode(messages, tools, tokenizer):
-    """-> rows of (context, trained), both texts, one for each turn; ValueError or TemplateError: refused."""
-    rows = []
-    for ids, trained in encode_messages(messages, tokenizer, tools):
-        runs = [[*run] for on, run in groupby(range(len(ids)), key=trained.__getitem__) if on]
-        text = lambda begin, end, ids=ids: tokenizer.decode(ids[begin:end])
-        rows.append([(text(0, run[0]), text(run[0], run[-1] + 1)) for run in runs])
-    return rows
+def spans(mask):
+    """(begin, end) of each run of true values."""
+    found = []
+    for on, run in groupby(range(len(mask)), key=mask.__getitem__):
+        places = list(run)
+        if on:
+            found.append((places[0], places[-1] + 1))
+    return found
 
 
 def by_marks(messages, tools, tokenizer):
     """What a template marks in the last turn, without what the generation prompt gives; None: refused."""
-    how = dict(tools=tools, return_dict=True)
     silent = [message | dict(reasoning_content="") for message in messages]
     for form in forms(messages):
         try:
-            given = tokenizer.apply_chat_template(form[:-1], add_generation_prompt=True, **how)["input_ids"]
-            whole = tokenizer.apply_chat_template(form, return_assistant_tokens_mask=True, **how)
+            given, _ = apply(form[:-1], tools, tokenizer, add_generation_prompt=True)
+            ids, mask = apply(form, tools, tokenizer, return_assistant_tokens_mask=True)
         except RENDER_ERRORS:
             continue
-        ids, mask = whole["input_ids"], whole["assistant_masks"]
-        if not any(mask) or any(lost(message, tokenizer.decode(ids)) for message in silent):
+        text = tokenizer.decode(ids)
+        if not any(mask) or any(lost(message, text) for message in silent):
             continue
-        begin = next((i for i, (x, y) in enumerate(zip(given, ids)) if x != y), len(given))
-        last = [[*run] for on, run in groupby(range(len(ids)), key=mask.__getitem__) if on][-1]
-        marked = ids[max(begin, last[0]) : last[-1] + 1]
-        if begin < last[0]:  # the history is another one than that of the prompt
-            sizes = [n for n in range(len(marked)) if n and given[-n:] == marked[:n]]
+        begin = 0
+        while begin < min(len(given), len(ids)) and given[begin] == ids[begin]:
+            begin += 1
+        first, end = spans(mask)[-1]
+        marked = ids[max(begin, first) : end]
+        if begin < first:  # the history is another one than that of the prompt
+            sizes = [n for n in range(1, len(marked)) if given[-n:] == marked[:n]]
             marked = marked[max(sizes, default=0) :]
         return tokenizer.decode(marked).rstrip()
     return None
+
+
+def apply(messages, tools, tokenizer, **how):
+    """-> ids, and which of them the template marks."""
+    found = tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, **how)
+    return found["input_ids"], found.get("assistant_masks")
 
 
 def reason(context, trained, marked, tokenizer):
@@ -102,8 +110,9 @@ def lost(message, text):
     words = [message["content"]]
     if message["role"] == "assistant":
         words.append(message.get("reasoning_content", ""))
-    for function in (x["function"] for x in message.get("tool_calls", ())):
-        words += [function["name"], *map(str, function["arguments"].values())]
+    for call in message.get("tool_calls", ()):
+        words.append(call["function"]["name"])
+        words += map(str, call["function"]["arguments"].values())
     words = re.findall(r"\w+", " ".join(words).replace("think>", ""))
     there = re.findall(r"\w+", text)
     return [word for word in words if there.count(word) < words.count(word)]
@@ -112,7 +121,7 @@ def lost(message, text):
 def defects(messages, turn, context, trained, tools, tokenizer):
     """What is wrong with a turn, whatever the template."""
     heard = [x for x in plain(messages[:turn], tokenizer) if x["role"] != "assistant"]
-    ends = "|".join(map(re.escape, ends_of(tokenizer.name_or_path)[1:]))
+    ends = "|".join(re.escape(end) for end in ends_of(tokenizer.name_or_path)[1:])
     wrong = {
         "its prompt is not what a sampler is given": context != render(messages[:turn], tokenizer, tools),
         "its prompt leaves out what was said": any(lost(x, context) for x in heard),
@@ -124,48 +133,66 @@ def defects(messages, turn, context, trained, tools, tokenizer):
     return [what for what, is_so in wrong.items() if is_so]
 
 
+def thought_apart(message):
+    """A message whose thought is not in its content, or None."""
+    thought = re.fullmatch(r"<think>\n(.*)\n</think>\n\n(.*)", message["content"], re.DOTALL)
+    if not thought:
+        return None
+    return message | dict(reasoning_content=thought[1], content=thought[2])
+
+
 def try_shape(shape, tokenizer, twin):
     """-> dict(rows, differs, wrong, compared) of a shape, or dict(refused)."""
     messages, tools = messages_of(shape, tokenizer)
     try:
-        rows = encode(messages, tools, tokenizer)
+        rows = list(encode_messages(messages, tokenizer, tools))
     except (ValueError, jinja2.TemplateError) as error:
         return dict(refused=str(error))
     found = dict(rows=len(rows), compared=0, differs=[], wrong=[])
-    turns = [pair for row in rows for pair in row]
-    if len(turns) != len(trained_turns(messages)):
+    texts = []  # before each turn that is trained, and of it
+    for ids, trained in rows:
+        for begin, end in spans(trained):
+            texts.append((tokenizer.decode(ids[:begin]), tokenizer.decode(ids[begin:end])))
+    turns = trained_turns(messages)
+    if len(texts) != len(turns):
         found["wrong"].append("turns are missing")
-    for i, (context, trained) in zip(trained_turns(messages), turns):
-        found["wrong"] += defects(messages, i, context, trained, tools, tokenizer)
-        marked = twin and by_marks(plain(messages[: i + 1], tokenizer), tools, twin)
-        found["compared"] += marked is not None
-        if marked not in (None, trained):
-            why = reason(context, trained, marked, tokenizer)
-            thought = re.fullmatch(r"<think>\n(.*)\n</think>\n\n(.*)", messages[i]["content"], re.DOTALL)
-            if thought:
-                apart = messages[i] | dict(reasoning_content=thought[1], content=thought[2])
-                if trained == by_marks(plain([*messages[:i], apart], tokenizer), tools, twin):
-                    why = "A thought in the content is shown as the template shows reasoning."
-            found["differs"].append(dict(reason=why) | ({} if why else dict(trained=trained, marked=marked)))
+    for turn, (context, trained) in zip(turns, texts):
+        found["wrong"] += defects(messages, turn, context, trained, tools, tokenizer)
+        if not twin:
+            continue
+        marked = by_marks(plain(messages[: turn + 1], tokenizer), tools, twin)
+        if marked is None:
+            continue
+        found["compared"] += 1
+        if marked == trained:
+            continue
+        why = reason(context, trained, marked, tokenizer)
+        apart = thought_apart(messages[turn])
+        if apart and trained == by_marks(plain(messages[:turn] + [apart], tokenizer), tools, twin):
+            why = "A thought in the content is shown as the template shows reasoning."
+        if why:
+            found["differs"].append(dict(reason=why))
+        else:
+            found["wrong"].append(f"it differs from its marks: {trained!r}, {marked!r}")
     return found
 
 
 def try_template(name, directory):
     """-> what `try_shape` finds, by shape."""
-    template, twin = ((directory / f"{name}{end}.jinja") for end in ("", "_training"))
-    template = template.read_text()
-    twin = twin.read_text() if twin.exists() else template if "endgeneration" in template else None
-    tokenizer = make_tokenizer(name, template, twin or "")
-    marker = twin and make_tokenizer(name, twin, template)
-    return {shape: try_shape(shape, tokenizer, marker) for shape in SHAPES}
+    template = (directory / f"{name}.jinja").read_text()
+    marking = ""
+    if (directory / f"{name}_training.jinja").exists():
+        marking = (directory / f"{name}_training.jinja").read_text()
+    elif "endgeneration" in template:
+        marking = template
+    tokenizer = make_tokenizer(name, template, marking)
+    twin = None
+    if marking:
+        twin = make_tokenizer(name, marking, template)
+    return {shape: try_shape(shape, tokenizer, twin) for shape in SHAPES}
 
 
 # ---- the page ------------------------------------------------------------------------------------
-def table(head, lines):
-    """Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
-
-
 def read_by(name, directory):
     """The parser that reads what a template calls, or why --env is refused."""
     tokenizer = make_tokenizer(name, (directory / f"{name}.jinja").read_text())
@@ -177,51 +204,64 @@ def read_by(name, directory):
         return dict(refused=str(error))
 
 
+def alike(items):
+    """(name, texts) -> {texts: names}: equal ones are one."""
+    found = {}
+    for name, texts in items:
+        found.setdefault(tuple(texts), []).append(name)
+    return found
+
+
 def tables(found):
     """Markdown: templates by shapes, the lines that refuse, and why turns differ from their marks."""
-    cells, notes, reasons = {}, {}, {}
+    cells = {}
+    notes = {}
+    reasons = {}
     for name, shapes in found.items():
         for column, shape in shapes.items():
-            text = "wrong" if shape.get("wrong") else f"{shape.get('rows')}"
             if "refused" in shape:
                 text = f"no ({notes.setdefault(shape['refused'], len(notes) + 1)})"
+            elif shape["wrong"]:
+                text = "wrong"
+            else:
+                text = str(shape["rows"])
             cells.setdefault(column, []).append(text)
             for turn in shape.get("differs", ()):
-                reasons.setdefault(turn["reason"] or "Unknown.", {})[name] = None
-    columns, rows = {}, {}  # equal columns are one, and so are equal rows
-    for column, texts in cells.items():
-        columns.setdefault(tuple(texts), []).append(column)
-    for name, texts in zip(found, zip(*columns)):
-        rows.setdefault(texts, []).append(name)
-    head = ["Template", *("; ".join(titles) for titles in columns.values())]
-    lines = [[", ".join(names), *texts] for texts, names in rows.items()]
+                reasons.setdefault(turn["reason"], {})[name] = None
+    columns = alike(cells.items())
+    rows = alike(zip(found, zip(*columns)))
+    head = ["Template"] + ["; ".join(titles) for titles in columns.values()]
+    lines = [[", ".join(names)] + list(texts) for texts, names in rows.items()]
     why = [[str(number), f"`` {note[:200]} ``"] for note, number in notes.items()]
     differs = [[why, ", ".join(names)] for why, names in reasons.items()]
-    parts = (head, lines), (["Note", "Line"], why), (["Difference", "Templates"], differs)
-    return "\n\n".join(table(head, lines) for head, lines in parts)
+    tables = markdown(head, lines), markdown(["Note", "Line"], why)
+    return "\n\n".join([*tables, markdown(["Difference", "Templates"], differs)])
 
 
 def main(args):
     trl = find_spec("trl")
-    if not (args.templates or trl):
-        raise SystemExit("error: no templates: pass --templates, or install requirements-bench.txt")
-    directory = args.templates or Path(trl.submodule_search_locations[0]) / "chat_templates"
+    if not trl:
+        raise SystemExit("error: no templates: install requirements-bench.txt")
+    directory = Path(trl.submodule_search_locations[0]) / "chat_templates"
     names = sorted(path.stem for path in directory.glob("*.jinja") if not path.stem.endswith("_training"))
-    found = {
-        name: try_template(name, directory) | {READ: read_by(name, directory)} for name in args.names or names
-    }
-    rows = [(f"{name}, {shape}", row) for name, shapes in found.items() for shape, row in shapes.items()]
-    unknown = [f"{where}: {what}" for where, row in rows for what in row.get("wrong", ())]
-    unknown += [f"{where}: {x}" for where, row in rows for x in row.get("differs", ()) if not x["reason"]]
+    found = {}
+    compared = 0
+    wrong = []
+    for name in args.names or names:
+        found[name] = try_template(name, directory)
+        for shape, row in found[name].items():
+            compared += row.get("compared", 0)
+            wrong += [f"{name}, {shape}: {what}" for what in row.get("wrong", ())]
+        found[name][READ] = read_by(name, directory)
     if args.page:
         RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         before, _, _ = PAGE.read_text().partition(f"{MARK}\n")
         PAGE.write_text(f"{before}{MARK}\n{tables(found)}\n")
     else:
         print(tables(found))
-    print(sum(row.get("compared", 0) for _, row in rows), "turns compared with marks")
-    if unknown:
-        raise SystemExit("\n".join(unknown))
+    print(compared, "turns compared with marks")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

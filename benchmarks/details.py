@@ -2,40 +2,38 @@
 
     python benchmarks/details.py   # an hour for each seed on one quiet core
 
-SmolLM2, with what makes the greatest difference at equal cost; an hour for each seed on two quiet cores:
-
-    make demo-smollm2                          # data and model
-    python benchmarks/details.py --size smollm2 --seeds 1 --output_dir runs/details-smollm2
-
 A detail's effect is the difference of the accuracy on held-out questions, mean over the validations of a run,
 from that of the defaults with the same seed. Writes runs/sums with data and model, and runs/details:
 results.json, and a run directory each; what is there already is not run again.
 """
 
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.demo import FLAGS
-from benchmarks.lib.stages import ONE_THREAD, ROOT, Stages, run
-from benchmarks.lib.workload import curve, save
+from benchmarks.lib.stages import Stages, curve
+from benchmarks.lib.workload import ROOT, markdown, save
 from system.arguments import command_line
 
+SUMS = ROOT / "runs/sums"  # data and model
 # four optimizer steps in a step: with one, clips and old policies do nothing
-DEFAULTS = "--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 8"
-DEFAULTS += " --group_size 8 --lr 1e-4 --weight_decay 0 --total_epochs 9 --total_steps 60 --test_freq 5"
-DEFAULTS += " --save_freq 0 --gradient_checkpointing none"
+DEFAULTS = (
+    "--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 8"
+    " --group_size 8 --lr 1e-4 --weight_decay 0 --total_epochs 9 --test_freq 5 --save_freq 0"
+    " --gradient_checkpointing none"
+)
 # of the tiny model's SFT, on 600 of the 6,000 answers
-SFT = "--max_length 32 --train_batch_size 64 --total_epochs 50 --total_steps 400 --lr 1e-3"
-SFT += " --lr_schedule constant --warmup_steps 20 --test_freq 50 --gradient_checkpointing none --save_freq 0"
+SFT = (
+    "--max_length 32 --train_batch_size 64 --total_epochs 50 --lr 1e-3 --lr_schedule constant"
+    " --warmup_steps 20 --test_freq 50 --gradient_checkpointing none --save_freq 0"
+)
 DETAILS = {  # what is changed: flags
+    "defaults": "",
     "advantage by batch (REINFORCE++)": "--adv_estimator reinforce_plus_plus_baseline",
     "advantage without the std (Dr. GRPO)": "--adv_estimator dr_grpo",
     "leave-one-out baseline (RLOO)": "--adv_estimator rloo",
@@ -60,77 +58,36 @@ DETAILS = {  # what is changed: flags
 }
 
 
-class Size(NamedTuple):
-    """A model with its data, and what is tried on it."""
-
-    data: Path  # directory that `write_sums` or the demo writes
-    model: str  # in it
-    data_source: str
-    flags: str  # of all runs
-    details: dict
-    threads: dict  # variables of the environment
-
-
-SIZES = {
-    "sums": Size(
-        data=ROOT / "runs/sums",
-        model="sft/checkpoints/latest/hf",
-        data_source="arithmetic",
-        flags=DEFAULTS,
-        details=DETAILS,
-        threads=ONE_THREAD,
-    ),
-    "smollm2": Size(
-        data=ROOT / "runs/demo-smollm2",
-        model="model",
-        data_source="ifeval",
-        flags=FLAGS["smollm2"]["grpo"] + " --total_steps 16 --test_freq 4 --save_freq 0",
-        details={
-            "32 prompts x 4": "--train_batch_size 32 --group_size 4",
-            "8 prompts x 16": "--train_batch_size 8 --group_size 16",
-        },
-        threads={},
-    ),
-}
-
-
 @dataclass
 class Args:
-    size: Literal["sums", "smollm2"] = "sums"
-    """sums: a tiny model, every detail; smollm2: SmolLM2-135M-Instruct, the number of prompts."""
-    data: Path | None = None
-    """Directory of data and model; None: runs/sums, which is made, or that of the demo."""
     output_dir: Path = ROOT / "runs/details"
     """Directory of the runs."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Seeds of a run's data order and sampling."""
 
 
-def write_sums(out):
+def write_sums():
     """Two-digit sums and a tiny model that has seen some of them."""
-    stages = Stages(out, 3)
-    train, val, sft = (out / f"data/{split}.parquet" for split in ("train", "val", "sft"))
-    data = "--test_size", 512, "--local_save_dir", out / "data"
-    stages.run("data", "data", "data_prep/arithmetic.py", *data)
-    pq.write_table(pq.read_table(train).slice(0, 600), sft)
-    stages.run("model", "model", "data_prep/tiny_model.py", "--local_save_dir", out / "model")
-    files = "--train_files", sft, "--val_files", val, "--output_dir", out / "sft"
-    stages.run("sft", "SFT", "algos/sft.py", "--model", out / "model", *files, *SFT.split(), ranks=2)
+    stages = Stages(SUMS, 3)
+    words = ["data_prep/arithmetic.py", "--test_size", 512, "--local_save_dir", SUMS / "data"]
+    stages.run("data", "data", words)
+    seen = SUMS / "data/sft.parquet"
+    pq.write_table(pq.read_table(SUMS / "data/train.parquet").slice(0, 600), seen)
+    stages.run("model", "model", ["data_prep/tiny_model.py", "--local_save_dir", SUMS / "model"])
+    words = ["algos/sft.py", "--model", SUMS / "model", "--train_files", seen]
+    words += ["--val_files", SUMS / "data/val.parquet"]
+    stages.train("sft", "SFT", words + SFT.split(), 400, ranks=2)
 
 
-def train(args, name, flags, seed):
-    """Accuracy on held-out questions of one run, mean over its validations after the first."""
-    out = args.output_dir / f"{name.replace(' ', '_')}_{seed}"
-    script = "algos/dapo.py" if "DAPO" in name else "algos/grpo.py"
-    size = SIZES[args.size]
-    data = args.data or size.data
-    if not (out / "done").exists():
-        files = ["--model", data / size.model, "--output_dir", out, "--seed", seed]
-        for split in ("train", "val"):
-            files += [f"--{split}_files", data / f"data/{split}.parquet"]
-        run(name, {}, script, *files, *size.flags.split(), *flags.split(), ranks=1, threads=size.threads)
-        (out / "done").touch()
-    return float(np.mean(curve(out, f"val-core/{size.data_source}/acc/mean@1")[1][1:]))
+def accuracy(stages, detail, seed):
+    """On held-out questions, mean over the validations of a run after the first."""
+    script = "algos/dapo.py" if "DAPO" in detail else "algos/grpo.py"
+    words = [script, "--model", SUMS / "sft/checkpoints/latest/hf", "--seed", seed]
+    words += ["--train_files", SUMS / "data/train.parquet", "--val_files", SUMS / "data/val.parquet"]
+    name = f"{detail.replace(' ', '_')}_{seed}"
+    stages.train(name, detail[:20], words + DEFAULTS.split() + DETAILS[detail].split(), 60)
+    _, values = curve(stages.out / name, "val-core/arithmetic/acc/mean@1")
+    return statistics.mean(values[1:])
 
 
 def interval(differences):
@@ -141,18 +98,21 @@ def interval(differences):
 
 
 def main():
-    args, found = command_line(Args), {}
-    if args.size == "sums" and not args.data:
-        write_sums(SIZES["sums"].data)
+    args = command_line(Args)
+    write_sums()
+    stages = Stages(args.output_dir, len(DETAILS) * len(args.seeds))
+    found = {detail: [] for detail in DETAILS}
     for seed in args.seeds:  # seed by seed: a run that is stopped has whole ones
-        for name, flags in {"defaults": "", **SIZES[args.size].details}.items():
-            found.setdefault(name, []).append(train(args, name, flags, seed))
-    base, table = np.array(found["defaults"]), Table("", "accuracy", "effect", "95 %")
-    for name, values in found.items():
-        effect = np.array(values) - base
-        half = f"± {100 * interval(effect):.1f}" if len(base) > 1 and effect.any() else ""
-        table.add_row(name, f"{np.mean(values):.1%}", f"{100 * effect.mean():+.1f}", half)
-    Console().print(table)
+        for detail in DETAILS:
+            found[detail].append(accuracy(stages, detail, seed))
+    rows = []
+    for detail, values in found.items():
+        effect = np.array(values) - found["defaults"]
+        half = ""
+        if len(args.seeds) > 1 and effect.any():
+            half = f"± {100 * interval(effect):.1f}"
+        rows.append([detail, f"{np.mean(values):.1%}", f"{100 * effect.mean():+.1f}", half])
+    print(markdown(["", "accuracy", "effect", "95 %"], rows))
     save(args.output_dir / "results.json", args, dict(accuracy=found))
 
 

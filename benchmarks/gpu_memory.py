@@ -22,6 +22,12 @@ SIZES = {
 }
 TIED = ("0.5B", "1.5B", "3B")  # their output layer is the embedding
 GIB = 2**30
+RANK = 16  # of LoRA
+CHUNK = 1024  # tokens of system/log_probs.py
+USABLE = 0.95  # of a GPU
+SHARE = 0.5  # --gpu_memory_utilization
+ASLEEP = 3.0  # GiB that a sleeping vLLM keeps
+CACHE = 4.0  # GiB of KV cache, at least
 
 
 @dataclass
@@ -36,8 +42,6 @@ class Args:
     """As in grpo.py."""
     max_response_length: int = 1024
     """As in grpo.py."""
-    lora_rank: int = 16
-    """As in grpo.py, for the last column."""
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Model:
     block: int  # parameters of the largest block
     root: int  # of the output layer, which is gathered apart from an embedding of its own
     total: int  # of the language model
-    adapters: int  # of LoRA, of rank 16 if nothing else is said
+    adapters: int  # of LoRA of rank 16
     tower: int = 0  # of a vision tower, which text leaves frozen and out of the sampler
     eager_heads: int = 0  # heads of eager attention, whose scores exist
 
@@ -62,11 +66,14 @@ def qwen2(size):
     kv = h // heads * kv_heads
     block = 2 * h * h + 2 * h * kv + h + 2 * kv + 3 * h * mlp + 2 * h
     root = vocabulary * h + h
-    total = layers * block + root + (size not in TIED) * vocabulary * h
-    adapters = 16 * layers * (2 * (h + h) + 2 * (h + kv) + 3 * (h + mlp))
+    total = layers * block + root
+    if size not in TIED:
+        total += vocabulary * h
+    adapters = RANK * layers * (2 * (h + h) + 2 * (h + kv) + 3 * (h + mlp))
     return Model(h, mlp, layers, vocabulary, block, root, total, adapters)
 
 
+QWEN = {size: qwen2(size) for size in SIZES}
 # counted by `published`
 RECIPES = {
     "Qwen3.5-0.8B": Model(1024, 3584, 24, 248320, 21555360, 254280704, 752393024, 10822656, tower=100592896),
@@ -78,7 +85,7 @@ RECIPES = {
 }
 
 
-def published(name, lora_rank=16):
+def published(name):
     """A published model, its parameters counted by transformers without memory for them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -88,84 +95,113 @@ def published(name, lora_rank=16):
 
     config = AutoConfig.from_pretrained(name)
     text = config.get_text_config()
-    whole = None
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(text)
-        if text is not config:
-            whole = AutoModelForImageTextToText.from_config(config)
+    total = count(lm)
     blocks = [layer for layer in lm.modules() if type(layer).__name__ in lm._no_split_modules]
-    total, inside = count(lm), sum(map(count, blocks))
-    linear = [layer for block in blocks for layer in block.modules() if type(layer) is torch.nn.Linear]
-    return Model(
+    root = total - sum(count(block) for block in blocks)
+    if not text.tie_word_embeddings:
+        root -= count(lm.get_input_embeddings())
+    adapters = 0
+    for block in blocks:
+        for layer in block.modules():
+            if type(layer) is torch.nn.Linear:
+                adapters += RANK * (layer.in_features + layer.out_features)
+    model = Model(
         width=text.hidden_size,
         mlp=text.intermediate_size * (getattr(text, "num_experts_per_tok", None) or 1),
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
-        block=max(map(count, blocks)),
-        root=total - inside - (not text.tie_word_embeddings) * count(lm.get_input_embeddings()),
+        block=max(count(block) for block in blocks),
+        root=root,
         total=total,
-        adapters=lora_rank * sum(layer.in_features + layer.out_features for layer in linear),
-        tower=count(whole) - total if whole else 0,
-        eager_heads=text.num_attention_heads if text.model_type == "gpt_oss" else 0,
+        adapters=adapters,
     )
+    if text is not config:
+        with torch.device("meta"):
+            model.tower = count(AutoModelForImageTextToText.from_config(config)) - total
+    if text.model_type == "gpt_oss":
+        model.eager_heads = text.num_attention_heads
+    return model
 
 
-def memory(m, gpus, lora=False, tokens=8192, row=1536, chunk=1024, hosted=False):
-    """GiB at rest, at the peak of an update with `tokens` a micro-batch, and of the sampler's weights.
+def at_rest(m, gpus, lora=False):
+    """Bytes of shards."""
+    if lora:  # frozen weights have neither gradients nor moments, and the dtype of their files: bf16
+        return (2 * m.total + 12 * m.adapters + 2 * m.tower) / gpus
+    return (12 * m.total + 2 * m.tower) / gpus  # float32 weights 4, Adam's moments 8
+
+
+def in_update(m, gpus, lora=False, tokens=8192, row=1536, hosted=False):
+    """Bytes at the peak of an update with `tokens` a micro-batch.
 
     hosted: with --offload always, shards are in host memory.
     """
-    rest = 12 * m.total / gpus  # float32 weights 4, Adam's moments 8
-    gradients = 4 * m.total / gpus
-    # the largest unit whole: its bf16 copy 2, its gradient 2, the same in float32 to be reduced 4
-    update = 8 * max(m.root, m.block)
-    if lora:  # frozen weights have neither gradients nor moments, and the dtype of their files: bf16
-        rest, gradients = (2 * m.total + 12 * m.adapters) / gpus, 4 * m.adapters / gpus
-        update = 2 * max(m.root, m.block)
-    rest += 2 * m.tower / gpus
-    if hosted:
-        rest = gradients = 0
-    update += rest + gradients
-    update += 2 * 2 * m.block  # copies of two blocks, one gathered ahead
+    largest = max(m.root, m.block)
+    if lora:
+        gradients = 4 * m.adapters / gpus
+        peak = 2 * largest
+    else:
+        gradients = 4 * m.total / gpus
+        # the largest unit whole: its bf16 copy 2, its gradient 2, the same in float32 to be reduced 4
+        peak = 8 * largest
+    if not hosted:
+        peak += at_rest(m, gpus, lora) + gradients
+    peak += 2 * 2 * m.block  # copies of two blocks, one gathered ahead
     # bf16 inputs of all layers, the inside of one (an estimate), its gradients
-    update += 2 * tokens * (m.layers * m.width + 12 * m.width + 6 * m.mlp)
-    update += 10 * m.eager_heads * tokens * row  # scores of a layer: bf16, and in float32 for the softmax
-    update += 2 * 4 * chunk * m.vocabulary  # two buffers of logits
-    return rest / GIB, update / GIB, 2 * m.total / GIB
+    peak += 2 * tokens * (m.layers * m.width + 12 * m.width + 6 * m.mlp)
+    peak += 10 * m.eager_heads * tokens * row  # scores of a layer: bf16, and in float32 for the softmax
+    peak += 2 * 4 * CHUNK * m.vocabulary  # two buffers of logits
+    return peak
 
 
-def verdict(m, gpus, lora=False, gpu=79.6, row=1536, share=0.5, asleep=3.0, cache=4.0):
-    """Flags with which GRPO fits GPUs of `gpu` GiB, 5 % of it spare, if a sleeping vLLM keeps `asleep`.
+def verdict(m, gpus, lora=False, gpu=79.6, row=1536):
+    """Flags with which GRPO fits GPUs of `gpu` GiB.
 
     row: tokens of the longest row, which a micro-batch must hold.
     """
-    rest, _, sampler = memory(m, gpus, lora)
-    hosted = memory(m, gpus, lora, max(2048, row), row)[1] + asleep > 0.95 * gpu
-    # a rank's part of the sampler's weights must fit its share with `cache`, and the GPU at the sync
-    room = min(share * gpu - cache, 0.95 * gpu - asleep - (not hosted) * rest)
-    fitting = [tp for tp in (1, 2, 4, 8) if tp <= gpus and sampler / tp <= room]
+    rest = at_rest(m, gpus, lora) / GIB
+    usable = USABLE * gpu
+
+    def fits(tokens, hosted):
+        return in_update(m, gpus, lora, tokens, row, hosted) / GIB + ASLEEP <= usable
+
+    hosted = not fits(max(2048, row), hosted=False)
+    # a rank's part of the sampler's weights must fit its share with the cache, and the GPU at the sync
+    room = usable - ASLEEP
+    if not hosted:
+        room -= rest
+    room = min(room, SHARE * gpu - CACHE)
+    ranks = [tp for tp in (1, 2, 4, 8) if tp <= gpus and 2 * m.total / GIB / tp <= room]
     budgets = [n for n in (8192, 4096, 2048) if n >= row] or [row]
-    budgets = [n for n in budgets if memory(m, gpus, lora, n, row, hosted=hosted)[1] + asleep <= 0.95 * gpu]
-    flags = [f"`--tp_size {tp}`" for tp in fitting[:1] if tp > 1]
-    if rest + share * gpu + asleep > 0.95 * gpu:
-        flags += [f"`--offload {'always' if hosted else 'sampling'}`"]
-    flags += [f"`--max_tokens_per_microbatch {n}`" for n in budgets[:1] if n != 8192]
-    return (" ".join(flags) or "yes") if fitting and budgets else "no"
+    budgets = [n for n in budgets if fits(n, hosted)]
+    if not ranks or not budgets:
+        return "no"
+    flags = []
+    if ranks[0] > 1:
+        flags.append(f"`--tp_size {ranks[0]}`")
+    if rest + SHARE * gpu + ASLEEP > usable:
+        flags.append("`--offload always`" if hosted else "`--offload sampling`")
+    if budgets[0] != 8192:
+        flags.append(f"`--max_tokens_per_microbatch {budgets[0]}`")
+    return " ".join(flags) or "yes"
 
 
-def table(models=None, gpus=(1, 2, 4, 8, 16)):
-    """Markdown: what fits GPUs of 80 GB, for models by name; None: the sizes of Qwen2.5.
+def table(models, gpus):
+    """Markdown: what fits GPUs of 80 GB, for models by name.
 
     Numbers of GPUs above the first on which everything fits are left out, except 8.
     """
     lines = ["| Model | GPUs | At rest | In an update | On 80 GB | With LoRA |", "|---|---|---|---|---|---|"]
-    for name, m in (models or {size: qwen2(size) for size in SIZES}).items():
+    for name, m in models.items():
         all_fit = False
         for n in gpus:
             if all_fit and n != 8:
                 continue
-            rest, update, _ = memory(m, n)
-            whole, lora = verdict(m, n), verdict(m, n, True)
+            whole = verdict(m, n)
+            lora = verdict(m, n, lora=True)
+            rest = at_rest(m, n) / GIB
+            update = in_update(m, n) / GIB
             lines.append(f"| {name} | {n} | {rest:.1f} | {update:.1f} | {whole} | {lora} |")
             all_fit = whole == lora == "yes"
     return "\n".join(lines)
@@ -173,12 +209,14 @@ def table(models=None, gpus=(1, 2, 4, 8, 16)):
 
 def fits(args):
     """Markdown: the flags with which one model fits, for all weights and with LoRA."""
-    m, row = published(args.model, args.lora_rank), args.max_prompt_length + args.max_response_length
-    lines = [f"| GPUs | GiB each | All weights | `--lora_rank {args.lora_rank}` |", "|---|---|---|---|"]
+    m = published(args.model)
+    row = args.max_prompt_length + args.max_response_length
+    lines = [f"| GPUs | GiB each | All weights | `--lora_rank {RANK}` |", "|---|---|---|---|"]
     for n in args.gpus:
         for gib in args.gpu_gib:
-            both = (verdict(m, n, lora, 0.995 * gib, row) for lora in (False, True))
-            lines.append(f"| {n} | {gib} | {' | '.join(both)} |")
+            whole = verdict(m, n, False, 0.995 * gib, row)
+            lora = verdict(m, n, True, 0.995 * gib, row)
+            lines.append(f"| {n} | {gib} | {whole} | {lora} |")
     return "\n".join(lines)
 
 
@@ -187,7 +225,7 @@ def main(args):
     if args.model:
         print(fits(args))
     else:
-        print(table(), "\n")
+        print(table(QWEN, gpus=(1, 2, 4, 8, 16)), "\n")
         print(table(RECIPES, gpus=(1, 2, 4, 8)))
 
 

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import sys
-import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 from system.arguments import parse
 
 MARK = "<!-- python benchmarks/models.py --page -->"
-PAGE, RESULTS = ROOT / "docs/reference/models.md", ROOT / "benchmarks/results/models.json"
+PAGE = ROOT / "docs/reference/models.md"
+RESULTS = ROOT / "benchmarks/results/models.json"
 
 
 @dataclass(kw_only=True)
@@ -36,25 +36,37 @@ class Args:
 if __name__ == "__main__":
     flags = parse(Args)
 
-os.environ |= dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TQDM_DISABLE="1")
-os.environ |= dict(VLLM_LOGGING_LEVEL="ERROR", TORCHDYNAMO_DISABLE="1")  # as build_engine has them
+os.environ |= dict(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    TQDM_DISABLE="1",
+    VLLM_LOGGING_LEVEL="ERROR",  # as build_engine has them
+    TORCHDYNAMO_DISABLE="1",
+)
 from safetensors import safe_open
 from transformers import AutoConfig
 
 from algos import grpo, sft
+from benchmarks.lib.workload import read_metrics
 from data_prep import arithmetic
 from system import families as system_families
 from tests import families
 
-SAMPLE = dict(train_batch_size=4, ppo_mini_batch_size=4, group_size=4, max_prompt_length=32)
-SAMPLE |= dict(
-    max_response_length=16, reward_fn=(f"{ROOT}/benchmarks/lib/alternating.py:score",), total_steps=2
+SUPERVISED = dict(train_batch_size=16, max_length=64, warmup_steps=0, total_steps=8, lr=3e-3)
+SAMPLED = dict(
+    train_batch_size=4,
+    group_size=4,
+    max_prompt_length=32,
+    max_response_length=16,
+    reward_fn=(f"{ROOT}/benchmarks/lib/alternating.py:score",),
+    total_steps=2,
+    lr=0.02,
 )
 RUNS = {  # trainer, and its flags
-    "SFT": (sft, dict(train_batch_size=16, max_length=64, warmup_steps=0, total_steps=8, lr=3e-3)),
-    "GRPO": (grpo, SAMPLE | dict(lr=0.02)),
-    "bfloat16": (grpo, SAMPLE | dict(lr=0.02, compute_dtype="bfloat16")),
-    "LoRA": (grpo, SAMPLE | dict(lr=0.02, lora_rank=4)),
+    "SFT": (sft, SUPERVISED),
+    "GRPO": (grpo, SAMPLED),
+    "bfloat16": (grpo, SAMPLED | dict(compute_dtype="bfloat16")),
+    "LoRA": (grpo, SAMPLED | dict(lora_rank=4)),
 }
 PACKED = re.compile(r"_(scale_inv|packed|scale|shape|blocks|scales)$")
 
@@ -79,8 +91,10 @@ def fork(log, function, *args):
         print(f"\nstopped: {' '.join(stopped.split())}", flush=True)
         os._exit(1 if stopped else 0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    said = re.findall(r"^stopped: (.+)", log.read_text(), re.MULTILINE)
-    return "" if not code else said[-1] if said else f"exit code {code}"
+    if not code:
+        return ""
+    lines = re.findall(r"^stopped: (.+)", log.read_text(), re.MULTILINE)
+    return lines[-1] if lines else f"exit code {code}"
 
 
 def names(directory):
@@ -88,8 +102,8 @@ def names(directory):
     found = set()
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {*file.keys()}
-    return {PACKED.sub("", name) for name in found}
+            found.update(PACKED.sub("", name) for name in file.keys())  # noqa: SIM118
+    return found
 
 
 def reload(model, hf):
@@ -101,50 +115,62 @@ def reload(model, hf):
         raise ValueError(f"hf/ lacks or adds weights: {sorted(names(model) ^ names(hf))[:3]}, {info}")
 
 
+def figures(run, metric):
+    """The values of a metric in the steps of a run, which may have none."""
+    if not (run / "metrics.jsonl").exists():
+        return []
+    return [step[metric] for step in read_metrics(run) if metric in step]
+
+
 def attempt(name, directory, data, **changes):
-    """One run of a family -> dict(stopped, gap, loss, seconds): why it stopped, or "", and figures."""
+    """One run of a family -> dict(stopped, gap, loss): why it stopped, or "", and figures."""
     trainer, flags = RUNS[name]
-    out, begin = directory / name, time.perf_counter()
+    out = directory / name
+    model = directory / "model"
     shutil.rmtree(out, ignore_errors=True)
-    files = {"train_files": (str(data / "train.parquet"),)}
+    files = dict(train_files=(str(data / "train.parquet"),))
     if trainer is sft:
         files["val_files"] = (str(data / "val.parquet"),)
-    args = trainer.Args(model=str(directory / "model"), output_dir=str(out), **files, **flags | changes)
-    found = dict(stopped=fork(directory / f"{name}.txt", trainer.main, args))
-    path = out / "metrics.jsonl"
-    steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for figure, metric in (("gap", "training/rollout_logp_diff_mean"), ("loss", "val/loss")):
-        found[figure] = [step[metric] for step in steps if metric in step]
-    if not found["stopped"]:
-        hf = out / "checkpoints/latest/hf"
-        found["stopped"] = fork(directory / f"{name}_hf.txt", reload, directory / "model", hf)
-    if not found["stopped"] and found["loss"] and not found["loss"][-1] < found["loss"][0]:
-        found["stopped"] = "the validation loss does not fall"
-    found["stopped"] = found["stopped"].replace(str(directory / "model"), "MODEL").removeprefix("error: ")
-    return found | dict(seconds=round(time.perf_counter() - begin, 1))
+    args = trainer.Args(model=str(model), output_dir=str(out), **files | flags | changes)
+    stopped = fork(directory / f"{name}.txt", trainer.main, args)
+    loss = figures(out, "val/loss")
+    if not stopped:
+        stopped = fork(directory / f"{name}_hf.txt", reload, model, out / "checkpoints/latest/hf")
+    if not stopped and loss and not loss[-1] < loss[0]:
+        stopped = "the validation loss does not fall"
+    return dict(
+        stopped=stopped.replace(str(model), "MODEL").removeprefix("error: "),
+        gap=figures(out, "training/rollout_logp_diff_mean"),
+        loss=loss,
+    )
 
 
 def try_family(family, directory, data, runs):
     """The runs of a family -> its row. Attention is eager where SFT passes with it, and not with sdpa."""
     directory.mkdir()
-    if stopped := fork(directory / "write.txt", families.write, family, directory / "model"):
+    stopped = fork(directory / "write.txt", families.write, family, directory / "model")
+    if stopped:
         raise SystemExit(f"error: {family} cannot be written: {stopped}")
     config = AutoConfig.from_pretrained(directory / "model")
     config.__dict__.pop("quantization_config", None)  # some are refused by all that reads it
-    special = system_families.special_layers(config, one_row=True)
-    row, options = dict(special=special, attention="sdpa"), dict(attn_implementation="sdpa")
-    sdpa = attempt("SFT", directory, data, **options)
-    if sdpa["stopped"]:
+    row = dict(special=system_families.special_layers(config, one_row=True), attention="sdpa")
+    row["SFT"] = attempt("SFT", directory, data, attn_implementation="sdpa")
+    if row["SFT"]["stopped"]:
         eager = attempt("SFT", directory, data, attn_implementation="eager")
         if not eager["stopped"]:
-            row, options = row | dict(attention="eager"), dict(attn_implementation="eager")
-    row["SFT"] = sdpa if row["attention"] == "sdpa" else eager
-    for name in [name for name in runs if name != "SFT"]:
-        only = {name for name in ("GRPO", "bfloat16") if name in row and not row[name]["stopped"]}
-        if name == "LoRA" and only == {"bfloat16"}:
+            row |= dict(attention="eager", SFT=eager)
+    options = dict(attn_implementation=row["attention"])
+    for name in runs:
+        if name == "SFT":
+            continue
+        if name == "LoRA" and passed(row, "bfloat16") and not passed(row, "GRPO"):
             options["compute_dtype"] = "bfloat16"
         row[name] = attempt(name, directory, data, **options)
     return row
+
+
+def passed(row, name):
+    return name in row and not row[name]["stopped"]
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -154,37 +180,58 @@ def short(line):
     return re.sub(r"^1 validation error for ModelConfig Value error, | Please check the logs.*", "", line)
 
 
+def layout_of(row):
+    if row["special"]:
+        return "padded: " + ", ".join(kind.replace("_", " ") for kind in row["special"])
+    if row["attention"] == "eager":
+        return "padded: eager attention"
+    return "one row"
+
+
+def cell(stopped, notes):
+    """notes: numbers of the lines that stopped runs."""
+    if not stopped:
+        return "yes"
+    return f"no ({notes.setdefault(short(stopped), len(notes) + 1)})"
+
+
+def grpo_cell(row, notes):
+    in_float32 = row["GRPO"]["stopped"]
+    in_bfloat16 = row["bfloat16"]["stopped"]
+    if in_float32 and not in_bfloat16:
+        return "in bfloat16"
+    if in_bfloat16 and not in_float32:
+        return "in float32"
+    return cell(in_bfloat16, notes)
+
+
+def largest_gap(rows, name):
+    gaps = [max(row[name]["gap"]) for row in rows if row[name]["gap"] and not row[name]["stopped"]]
+    return f"{max(gaps):.1g}" if gaps else ""
+
+
 def tables(rows):
     """Markdown: a row for families with the same outcome, and the lines that stopped runs, by number."""
-    notes, alike = {}, {}
+    notes = {}
+    alike = {}
     for family, row in rows.items():
-        cells = []
-        for name in ("SFT", "GRPO", "LoRA"):
-            stopped = row[name]["stopped"]
-            if name == "GRPO" and bool(stopped) != bool(row["bfloat16"]["stopped"]):
-                cells.append("in bfloat16" if stopped else "in float32")
-                continue
-            stopped = short(row["bfloat16"]["stopped"] if name == "GRPO" else stopped)
-            cells.append(f"no ({notes.setdefault(stopped, len(notes) + 1)})" if stopped else "yes")
-        layout = "one row"
-        if row["special"]:
-            layout = "padded: " + ", ".join(x.replace("_", " ") for x in row["special"])
-        elif row["attention"] == "eager":
-            layout = "padded: eager attention"
-        alike.setdefault((*cells, row["attention"], layout), []).append(family)
-    lines = [
-        "| Families | SFT | GRPO | LoRA | Attention | Layout | Gap, float32 | Gap, bfloat16 |",
-        "|---" * 8 + "|",
-    ]
-    for outcome, families_ in alike.items():
-        cells = [", ".join(families_), *outcome]
-        for name in ("GRPO", "bfloat16"):
-            runs = [rows[family][name] for family in families_]
-            gaps = [max(run["gap"]) for run in runs if run["gap"] and not run["stopped"]]
-            cells.append(f"{max(gaps):.1g}" if gaps else "")
+        outcome = (
+            cell(row["SFT"]["stopped"], notes),
+            grpo_cell(row, notes),
+            cell(row["LoRA"]["stopped"], notes),
+            row["attention"],
+            layout_of(row),
+        )
+        alike.setdefault(outcome, []).append(family)
+    lines = ["| Families | SFT | GRPO | LoRA | Attention | Layout | Gap, float32 | Gap, bfloat16 |"]
+    lines.append("|---" * 8 + "|")
+    for outcome, names in alike.items():
+        same = [rows[family] for family in names]
+        cells = [", ".join(names), *outcome, largest_gap(same, "GRPO"), largest_gap(same, "bfloat16")]
         lines.append(f"| {' | '.join(cells)} |")
-    why = [f"| {number} | `` {note[:200]} `` |" for note, number in notes.items()]
-    return "\n".join([*lines, "", "| Note | Line |", "|---|---|", *why])
+    lines += ["", "| Note | Line |", "|---|---|"]
+    lines += [f"| {number} | `` {note[:200]} `` |" for note, number in notes.items()]
+    return "\n".join(lines)
 
 
 def main(args):
@@ -193,17 +240,20 @@ def main(args):
 
     every = families.FAMILIES | families.MORE | families.QUANTISED
     families.FAMILIES |= families.MORE
-    out, rows = args.output_dir.resolve(), {}
+    names = args.families or [name for name in every if name != "qwen2_window"]
+    out = args.output_dir.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     sums = arithmetic.Args(local_save_dir=str(out / "data"), train_size=128, val_size=16, test_size=1)
     fork(out / "data.txt", arithmetic.main, sums)
-    for family in args.families or [name for name in every if name != "qwen2_window"]:
-        rows[family] = row = try_family(family, out / family, out / "data", args.runs or RUNS)
+    rows = {}
+    for family in names:
+        row = try_family(family, out / family, out / "data", args.runs or RUNS)
         print(family, {name: row[name]["stopped"] or "yes" for name in RUNS if name in row}, flush=True)
-        (out / "models.json").write_text(json.dumps(rows, indent=1))
+        rows[family] = row
+        (out / "models.json").write_text(json.dumps(rows, indent=1) + "\n")
     if args.page:
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        shutil.copy(out / "models.json", RESULTS)
         before, _, rest = PAGE.read_text().partition(f"{MARK}\n")
         after = re.search(r"\n\n[^|].*", rest, re.DOTALL)[0]  # what follows the tables
         PAGE.write_text(f"{before}{MARK}\n{tables(rows)}{after}")

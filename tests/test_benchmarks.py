@@ -8,6 +8,7 @@ from conftest import ROOT, run
 
 from benchmarks import peer
 from benchmarks.lib.stages import Stages
+from system.plugins import load_from
 
 
 def test_throughput(tiny, tmp_path):
@@ -22,19 +23,19 @@ def test_throughput(tiny, tmp_path):
 
 def test_stages(tmp_path, capfd):
     """A stage is a line, what it prints is in a file, and a stage that is done is not run again."""
-    data = "data_prep/arithmetic.py", "--local_save_dir", tmp_path / "data", "--train_size", 20
-    Stages(tmp_path, 1).run("data", "the data", *data)
+    data = ["data_prep/arithmetic.py", "--local_save_dir", tmp_path / "data", "--train_size", 20]
+    Stages(tmp_path, 1).run("data", "the data", data)
     out, err = capfd.readouterr()
     assert out == "" and "[1/1] the data" in err and "1/1" in err
     assert "train.parquet: 20 rows" in (tmp_path / "logs/data.log").read_text()
     assert list(json.loads((tmp_path / "stages.json").read_text())) == ["data"]
     written = (tmp_path / "data/train.parquet").stat().st_mtime_ns
     again = Stages(tmp_path, 2)
-    again.run("data", "the data", *data)
+    again.run("data", "the data", data)
     assert capfd.readouterr().out.split() == ["[1/2]", "the", "data", "done", "before"]
     assert (tmp_path / "data/train.parquet").stat().st_mtime_ns == written
     with pytest.raises(SystemExit, match=r"error: more failed; all that it printed is in .*more\.log"):
-        again.run("more", "more", *data, "--digits", 99)
+        again.run("more", "more", data + ["--digits", 99])
     assert "--digits is 99" in capfd.readouterr().out
 
 
@@ -43,6 +44,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from benchmarks.lib.stages import Stages
+from system.plugins import load_from
 out, script = Path(sys.argv[1]), sys.argv[2]
 def stop():
     while not (out / "run/metrics.jsonl").exists():
@@ -50,7 +52,7 @@ def stop():
     os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 threading.Thread(target=stop, daemon=True).start()
-Stages(out, 1).run("train", "train", script, "--output_dir", out / "run", "--total_steps", 3)
+Stages(out, 1).train("run", "train", [script], 3)
 """
 TRAINER = """
 import signal, sys, time
@@ -73,20 +75,38 @@ def test_a_stage_saves_at_control_c(tmp_path):
 
 
 def test_table_of_peers(tmp_path, monkeypatch, capsys):
-    """Ratios are of one round each; a trainer that logs no loss has none in the table."""
+    """Ratios are of one round each."""
     seconds = iter((1.0, 2.0, 3.0, 2.0, 3.0, 5.0))
-    names = "step_s", "step_cpu_s", "ms_per_token", "cpu_ms_per_token", "peak_memory_gb"
-    measure = lambda *_: dict.fromkeys(names, next(seconds)) | dict(first_loss=None)
-    for name in ("make_model", "make_rows", "trl"):
-        monkeypatch.setattr(peer, name, lambda *_: None)
-    monkeypatch.setattr(peer, "ours", lambda *_: (None, []))
-    monkeypatch.setattr(peer, "measure", measure)
+    names = "step_s", "ms_per_token", "peak_memory_gb"
+    monkeypatch.setattr(peer, "measure", lambda *_: dict.fromkeys(names, next(seconds)))
+    monkeypatch.setattr(peer.workload, "write_work", lambda *_: None)
     words = "peer.py --model tiny --rounds 2 --output"
     monkeypatch.setattr(sys, "argv", [*words.split(), str(out := tmp_path / "x.json")])
     peer.main()
     ratios = json.loads(out.read_text())["ratios"]
-    assert ratios["TRL, 1 rank"] == [[2.0, 1.5]] * 2 and ratios["TRL, vLLM, 1 rank"] == [[3.0, 2.5]] * 2
-    assert "1.75" in capsys.readouterr().out
+    assert ratios["TRL"] == [2.0, 1.5] and ratios["TRL, vLLM"] == [3.0, 2.5]
+    assert "1.75 (1.5 to 2)" in capsys.readouterr().out
+
+
+def test_a_step_of_peers_trains(tmp_path):
+    """The rewards of our side are not constant: such groups would be left out of the update."""
+    args = peer.Args(model="tiny")
+    _, flags = peer.contestants(args, tmp_path)["ours"]
+    score = load_from(flags["reward_fn"], "reward_fn")
+    assert [score("", "", "") for _ in range(4)] == [0, 1, 0, 1]
+
+
+def test_tokens_of_both_sides(tmp_path, monkeypatch):
+    """TRL counts tokens and seconds from its start, and its first step warms up."""
+    ours = [
+        {"timing_s/step": 9.0, "perf/total_num_tokens": 10},
+        {"timing_s/step": 2.0, "perf/total_num_tokens": 20},
+    ]
+    theirs = [dict(num_tokens=100, seconds=10), dict(num_tokens=300, seconds=14)]
+    monkeypatch.setattr(peer.workload, "launch", lambda *_: 1.0)
+    for steps, expected in ((ours, 100), (theirs, 20)):
+        monkeypatch.setattr(peer.workload, "read_metrics", lambda _, steps=steps: steps)
+        assert peer.measure("", {}, tmp_path, 1)["ms_per_token"] == expected
 
 
 def test_exact_compares_each_part(tiny):

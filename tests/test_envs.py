@@ -473,7 +473,7 @@ def test_load_env(file, async_file, tmp_path):
 
 def test_no_torch_in_a_worker(file):
     """Schemas are made with transformers, in the process that shows them to the model and in no other."""
-    specs = f"{file}:Env", f"{file}:TOOLS", f"{file}:Counter", "benchmarks/lib/talk_env.py:Calls"
+    specs = f"{file}:Env", f"{file}:TOOLS", f"{file}:Counter"
     specs += "envs/calculator.py:Calculator", "envs/calculator.py:TOOLS", "envs/guess.py:Guess"
     code = f"import sys, envs; from envs.pool import *; from envs.tools import *; [*map(load_env, {specs})]"
     code += "; print([m for m in ('torch', 'transformers', 'vllm', 'numpy') if m in sys.modules])"

@@ -1,29 +1,30 @@
-"""The raw limits of a step, without a trainer: a bare LLM.generate, forward and backward, a large matmul.
+"""The raw limits of a step, without a trainer: a bare LLM.generate, forward and backward of transformers.
 
-throughput.py starts it with the ranks, threads, rows and token budget of the trainer. Every rank does its
-share of the rows; a part takes as long as its slowest rank. Medians over --repeats, the parts taking turns.
+throughput.py starts it with the threads, rows and token budget of the trainer. Medians of three, the parts
+taking turns.
 """
 
 import json
-import os
 import statistics
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.lib.workload import BUDGET, row_of
 from data_prep.lib.cache import load_prompts
+from system import cpu
 from system.arguments import command_line
-from system.attention import packed_attention
-from system.batches import one_row, padded, split_micro_batches
-from system.metrics import matmul_speed
-from system.ranks import all_reduce, leave, setup_distributed
+from system.batches import distribute, join, one_row, padded, split_micro_batches, token_count
+from system.gpu import send
+from system.model import packed_if_possible, read_config
+from system.ranks import leave, setup_distributed
 
 
 @dataclass
@@ -40,137 +41,106 @@ class Args:
     """Tokens of each response."""
     temperature: float
     """Sampling temperature."""
-    attn_implementation: str
-    """Attention kernel of transformers; sdpa runs texts in one row."""
-    compute_dtype: str
-    """Precision."""
-    max_tokens_per_microbatch: int
-    """Tokens of a forward pass, padding included."""
-    repeats: int = 3
-    """Measurements of each part."""
 
 
-def build_engine(args, prompts):
+def read_rows(args):
+    """The rows of a step; responses that are sampled are random tokens here."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts, _ = load_prompts([args.train_files], tokenizer, 10**9)
+    rng = np.random.default_rng(0)
+    rows = []
+    for group, prompt in enumerate(prompts):
+        if args.group_size:
+            shape = args.group_size, args.response_length
+            responses = rng.integers(len(tokenizer), size=shape).tolist()
+        else:
+            answer = tokenizer.encode(prompt["extra_info"]["answer"], add_special_tokens=False)
+            responses = [answer + [tokenizer.eos_token_id]]
+        rows += [row_of(group, prompt["prompt_ids"], response) for response in responses]
+    return rows
+
+
+def build_engine(args, rows, dtype, cuda):
     """vLLM with its own defaults, but compiled no more than the trainers' (on a CPU not at all)."""
-    os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
-    import vllm
+    with cpu.own_vllm():
+        import vllm
 
-    cuda, set_num_threads = torch.cuda.is_available(), torch.set_num_threads
-    engine = vllm.LLM(
-        model=args.model,
-        dtype=args.compute_dtype,
-        distributed_executor_backend="external_launcher",
-        max_model_len=max(map(len, prompts)) + args.response_length,
-        kv_cache_memory_bytes=None if cuda else 1 << 30,
-        gpu_memory_utilization=0.5,
-        enforce_eager=not cuda,
-    )
-    torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it
-    return engine
+        return vllm.LLM(
+            model=args.model,
+            dtype=dtype,
+            distributed_executor_backend="external_launcher",
+            max_model_len=max(row["prompt_length"] for row in rows) + args.response_length,
+            kv_cache_memory_bytes=None if cuda else 1 << 30,
+            gpu_memory_utilization=0.5,
+            enforce_eager=not cuda,
+        )
 
 
-def generate(engine, prompts, args):
-    """Sample group_size responses to each prompt with their log-probs -> rows of (prompt, response)."""
+def generate(engine, rows, args):
+    """Sample a response to the prompt of each row, with log-probs."""
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
-    sampling = dict(
-        temperature=args.temperature, max_tokens=args.response_length, logprobs=0, detokenize=False
-    )
-    prompts = [p for p in prompts for _ in range(args.group_size)]
-    params = [SamplingParams(seed=i, **sampling) for i in range(len(prompts))]
-    outputs = engine.generate([dict(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
-    return [(p, list(o.outputs[0].token_ids)) for p, o in zip(prompts, outputs, strict=True)]
+    params = []
+    for seed in range(len(rows)):
+        options = dict(seed=seed, temperature=args.temperature, max_tokens=args.response_length)
+        params.append(SamplingParams(**options, logprobs=0, detokenize=False))
+    engine.generate([dict(prompt_token_ids=row["prompt_ids"]) for row in rows], params, use_tqdm=False)
 
 
-def sequences(rows, args):
-    """Numbers of the rows that a trainer computes as one, and the tokens of each: see `distribute`."""
-    prompts, responses = zip(*rows, strict=True)
-    fit = (args.max_tokens_per_microbatch - max(map(len, prompts))) // max(map(len, responses))
-    fit, size = max(1, fit) if args.attn_implementation != "eager" else 1, args.group_size or 1
-    parts = [
-        list(range(i, min(i + fit, g + size)))
-        for g in range(0, len(rows), size)
-        for i in range(g, g + size, fit)
-    ]
-    return parts, [len(prompts[part[0]]) + sum(len(responses[i]) for i in part) for part in parts]
-
-
-def losses(model, rows, args, device):
-    """Cross-entropy of the responses, a micro-batch at a time, in the trainers' layout."""
-    layout = padded if args.attn_implementation == "eager" else one_row
-    prompts, responses = zip(*rows, strict=True)
-    parts, tokens = sequences(rows, args)
-    for part in split_micro_batches(tokens, args.max_tokens_per_microbatch, layout is not padded):
-        part = [i for s in part for i in parts[s]]
-        target = torch.tensor([token for i in part for token in responses[i]])
-        inputs, where = layout([prompts[i] for i in part], [responses[i] for i in part])
-        inputs = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-        output = model.base_model(**inputs, use_cache=False)
-        hidden = output.last_hidden_state.flatten(0, 1)[where.to(device)]
-        yield nn.functional.cross_entropy(model.get_output_embeddings()(hidden).float(), target.to(device))
+def cross_entropy(lm, rows, layout):
+    """Of the responses of rows, by transformers' model alone; layout: `padded` or `one_row`."""
+    responses = [row["response_ids"] for row in rows]
+    inputs, where = layout([row["prompt_ids"] for row in rows], responses)
+    inputs = {name: send(x) for name, x in inputs.items()}
+    hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[send(where)]
+    logits = lm.get_output_embeddings()(hidden)
+    return nn.functional.cross_entropy(logits.float(), send(join(responses)))
 
 
 def main():
     args = command_line(Args)
     device, _ = setup_distributed()
-    rank, world, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, args.compute_dtype)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    examples = load_prompts([args.train_files], tokenizer, 10**9)[0][rank::world]
-    prompts, eos = [x["prompt_ids"] for x in examples], tokenizer.eos_token_id
-    engine = build_engine(args, prompts) if args.group_size else None
-    if engine:
-        generate(engine, prompts, args)  # warm-up
-    AttentionInterface.register("packed", packed_attention)
-    attention = "eager" if args.attn_implementation == "eager" else "packed"
-    options = dict(dtype=dtype, attn_implementation=attention)
-    model = AutoModelForCausalLM.from_pretrained(args.model, **options).to(device)
-    seconds, cpu = ({name: [] for name in ("generate", "forward", "train")} for _ in range(2))
+    cuda = device.type == "cuda"
+    dtype = "bfloat16" if cuda else "float32"
+    rows = read_rows(args)
+    attention = packed_if_possible("sdpa", read_config(args.model))
+    packed = attention == "packed"
+    layout = one_row if packed else padded
+    # in micro-batches as the trainers'
+    [(sequences, _)], _, _ = distribute(rows, 1, BUDGET, packed)
+    batches = []
+    for numbers in split_micro_batches([token_count(x) for x in sequences], BUDGET, packed):
+        batches.append([row for i in numbers for row in sequences[i]])
 
-    def timed(name, function):
-        dist.barrier()
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        result = function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds[name] += all_reduce([time.perf_counter() - begin], dist.ReduceOp.MAX)
-        cpu[name] += all_reduce([time.process_time() - cpu_begin])
-        return result
+    parts = {}
+    if args.group_size:
+        engine = build_engine(args, rows, dtype, cuda)
+        parts["generate"] = lambda: generate(engine, rows, args)
+    lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=attention)
+    lm.to(device)
 
+    @torch.no_grad()
     def forward():
-        with torch.no_grad():
-            for loss in losses(model, rows, args, device):
-                loss.item()
+        for batch in batches:
+            cross_entropy(lm, batch, layout).item()
 
     def train():
-        for loss in losses(model, rows, args, device):
-            loss.backward()
-        model.zero_grad()
+        for batch in batches:
+            cross_entropy(lm, batch, layout).backward()
+        lm.zero_grad()
 
-    if args.group_size:
-        answer = torch.randint(model.config.vocab_size, (args.response_length,)).tolist()
-        rows = [(p, answer) for p in prompts for _ in range(args.group_size)]
-    else:
-        rows = [
-            (x["prompt_ids"], tokenizer.encode(x["extra_info"]["answer"], add_special_tokens=False) + [eos])
-            for x in examples
-        ]
-    list(map(torch.Tensor.backward, losses(model, rows[: args.group_size or 2], args, device)))  # warm-up
-    for _ in range(args.repeats):
-        if engine:
-            rows = timed("generate", lambda: generate(engine, prompts, args))
-        timed("forward", forward)
-        timed("train", train)
-    result = {f"{name}_s": statistics.median(values) for name, values in seconds.items() if values}
-    result |= {f"{name}_cpu_s": statistics.median(values) for name, values in cpu.items() if values}
-    # as perf/mfu/actor: 6 a weight and token, and causal attention's 6 L H T^2 a row
-    weights, config = sum(p.numel() for p in model.parameters()), model.config
-    lengths = sequences(rows, args)[1]
-    flops = sum(6 * n * (weights + config.num_hidden_layers * config.hidden_size * n) for n in lengths)
-    result["train_flops"] = all_reduce([flops])[0]
-    result["matmul_flops_per_s"] = all_reduce([matmul_speed(args.compute_dtype)])[0]
-    if rank == 0:
-        args.output.write_text(json.dumps(result))
+    parts |= dict(forward=forward, train=train)
+    seconds = {name: [] for name in parts}
+    for _ in range(4):
+        for name, part in parts.items():
+            begin = time.perf_counter()
+            part()
+            if cuda:
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - begin)
+    # the first is a warm-up
+    args.output.write_text(json.dumps({name: statistics.median(x[1:]) for name, x in seconds.items()}))
     leave()
 
 

@@ -14,52 +14,44 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[2]
-ONE_THREAD = dict(OMP_NUM_THREADS="1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.lib.workload import command, markdown, read_metrics
+
 RANKS = torch.cuda.device_count() or min(2, os.cpu_count())  # one on each GPU
 DEVICE = "GPUs" if torch.cuda.is_available() else "a CPU"
 SHOWN = {"train/loss": "loss", "critic/score/mean": "score", "response_length/mean": "tokens"}
 BAR = "{desc:<29}{bar:8}{n_fmt:>4}/{total_fmt} {elapsed}<{remaining}{postfix}"  # 80 columns
 
 
-def command(script, *flags, ranks=0):
-    """The words of a command line; one rank needs no torchrun, which would kill it 30 s after Ctrl-C."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / script), *map(str, flags)]
-
-
-def run(name, seconds, script, *flags, ranks=0, threads=ONE_THREAD, **options):
-    """Run a script with its output in the terminal, and add to seconds[name] how long it took."""
-    print("$", "torchrun" if ranks > 1 else "python", script, *flags, flush=True)
-    begin, words = time.perf_counter(), command(script, *flags, ranks=ranks)
-    if subprocess.run(words, env=os.environ | threads, **options).returncode:
-        raise SystemExit(f"error: the stage {name} failed")
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
-
-
 class Stages:
     """The `total` stages of a demo in OUT; stages.json names those that are done, with their seconds."""
 
     def __init__(self, out, total):
-        self.out, self.total, self.number, self.file = out, total, 0, out / "stages.json"
+        self.out = out
+        self.total = total
+        self.number = 0
+        self.file = out / "stages.json"
         (out / "logs").mkdir(parents=True, exist_ok=True)
-        self.seconds = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.seconds = {}
+        if self.file.exists():
+            self.seconds = json.loads(self.file.read_text())
 
-    def run(self, name, what, script, *flags, ranks=0, threads=ONE_THREAD):
-        """Run a script unless its stage is done. A trainer's bar counts the steps in its metrics.jsonl."""
+    def run(self, name, title, words, ranks=1, threads=1, steps=1):
+        """Run a script, the first of the words, unless its stage is done; threads=0: torch's own number."""
         self.number += 1
-        title = f"[{self.number}/{self.total}] {what}"
+        title = f"[{self.number}/{self.total}] {title}"
         if name in self.seconds:
             print(f"{title:<29}done before")
             return
-        flags = list(map(str, flags))
-        value = lambda flag: flags[flags.index(flag) + 1] if flag in flags else None
-        steps, metrics = int(value("--total_steps") or 1), Path(value("--output_dir") or "", "metrics.jsonl")
-        log, begin = self.out / f"logs/{name}.log", time.perf_counter()
+        env = dict(os.environ)
+        if threads:
+            env["OMP_NUM_THREADS"] = str(threads)
+        log = self.out / f"logs/{name}.log"
+        begin = time.perf_counter()
         with log.open("w") as output, tqdm(total=steps, desc=title, bar_format=BAR, ncols=80) as bar:
             process = subprocess.Popen(
-                command(script, *flags, ranks=ranks),
-                env=os.environ | threads,
+                command(words[0], words[1:], ranks),
+                env=env,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for this process, which asks the script to save
@@ -67,7 +59,7 @@ class Stages:
             try:
                 while process.poll() is None:
                     time.sleep(0.5)
-                    show(bar, metrics)
+                    self.show(bar, name)
             except KeyboardInterrupt:
                 process.send_signal(signal.SIGTERM)
                 process.wait()
@@ -75,18 +67,59 @@ class Stages:
                 raise SystemExit("\nstopped; the same command resumes the demo here") from None
             if process.returncode:
                 bar.close()
-                print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-20:]))
-                raise SystemExit(f"error: {what} failed; all that it printed is in {log}")
-            show(bar, metrics)
+                print("\n".join(log.read_text(errors="replace").splitlines()[-20:]))
+                raise SystemExit(f"error: {name} failed; all that it printed is in {log}")
+            self.show(bar, name)
             bar.update(steps - bar.n)
         self.seconds[name] = time.perf_counter() - begin
         self.file.write_text(json.dumps(self.seconds, indent=2))
 
+    def train(self, name, title, words, steps, **how):
+        """Run a trainer in OUT/NAME."""
+        words = words + ["--output_dir", self.out / name, "--total_steps", steps]
+        self.run(name, title, words, steps=steps, **how)
 
-def show(bar, metrics):
-    """Move a bar to the last step in metrics.jsonl."""
-    lines = metrics.read_text().splitlines() if metrics.is_file() else []
-    if lines and lines[-1].endswith("}"):
-        line = json.loads(lines[-1])
-        bar.set_postfix({SHOWN[key]: f"{line[key]:.2g}" for key in SHOWN if key in line}, refresh=False)
-        bar.update(int(line["training/global_step"]) - bar.n)
+    def show(self, bar, name):
+        """Move a bar to the last step of a run."""
+        metrics = self.out / name / "metrics.jsonl"
+        if not metrics.is_file():
+            return
+        for line in read_metrics(metrics.parent)[-1:]:
+            shown = {short: f"{line[key]:.2g}" for key, short in SHOWN.items() if key in line}
+            bar.set_postfix(shown, refresh=False)
+            bar.update(int(line["training/global_step"]) - bar.n)
+
+    def answer(self, name, run, words):
+        """Let the model of a run answer the held-out questions."""
+        files = ["--model", self.out / run, "--data", self.out / "data/test.parquet"]
+        files += ["--output", self.out / run / "test.parquet"]
+        self.run(f"answers_{run}", f"answers {name}", ["algos/generate.py"] + files + words)
+
+    def scores(self, runs):
+        """The accuracy of the answers of each run."""
+        files = [self.out / run / "test.parquet" for run in runs]
+        self.run("eval", "score", ["algos/eval.py", "--output", self.out / "eval", "--data"] + files)
+        results = json.loads((self.out / "eval/results.json").read_text())
+        return [file["all"]["mean@1"] for file in results.values()]
+
+    def finish(self, title, results):
+        """Show and save {name: {column: share}}."""
+        (self.out / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
+        rows = []
+        for name, shares in results.items():
+            rows.append([name] + [f"{share:.1%}" for share in shares.values()])
+        print(f"\n{markdown([title] + list(shares), rows)}\n")
+        print(f"all in {self.out}: summary.json, a picture, logs")
+
+
+def curve(out, key):
+    """(steps, values) of the lines of a run that have a metric."""
+    lines = [line for line in read_metrics(out) if key in line]
+    return [line["training/global_step"] for line in lines], [line[key] for line in lines]
+
+
+def draw(axes, out, key, label, style):
+    """A metric over the steps of a run."""
+    axes.plot(*curve(out, key), style, label=label, markersize=4)
+    axes.grid(alpha=0.3)
+    axes.legend()
