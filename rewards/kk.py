@@ -13,7 +13,8 @@
 import re
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-USER, ASSISTANT = re.compile(r"^User:", re.MULTILINE), re.compile(r"^Assistant:", re.MULTILINE)
+USER = re.compile(r"^User:", re.MULTILINE)
+ASSISTANT = re.compile(r"^Assistant:", re.MULTILINE)
 ROLE = re.compile(r"\b(?:knight|knave)\b", re.IGNORECASE)
 # What may stand before a statement: remarks that end with a colon or a line, `and`, punctuation, a number.
 LEAD = re.compile(r"(?:[^:\n]*[:\n])*(?:and\b|[\s,.;!&*-])*(?:\(\d+\)|\d+[.)])?\s*", re.IGNORECASE)
@@ -49,9 +50,13 @@ def _response(text):
     head = text.lstrip()
     if head.startswith("<|im_start|>"):
         return text.partition("<|im_start|>assistant")[2]
-    user = None if head.startswith("<think>") else USER.search(head)
-    assistant = ASSISTANT.search(head, user.end()) if user else None
-    return head[assistant.end() :] if assistant else text
+    if head.startswith("<think>"):
+        return text
+    user = USER.search(head)
+    assistant = user and ASSISTANT.search(head, user.end())
+    if not assistant:
+        return text
+    return head[assistant.end() :]
 
 
 def _answer(response):
@@ -70,10 +75,16 @@ def _roles(text, n=None):
     if n is not None and len(ends) != n:
         return None
     roles = {}
-    for begin, end in zip([0, *ends], ends, strict=False):
+    begin = 0
+    for end in ends:
         tail = TAIL.search(text, begin, end)
-        name = tail and text[LEAD.match(text, begin, tail.start()).end() : tail.start()]
+        if not tail:
+            return None
+        name = text[LEAD.match(text, begin, tail.start()).end() : tail.start()]
         if not name:
             return None
         roles[" ".join(name.lower().split())] = tail[1].lower()
-    return roles if len(roles) == len(ends) else None
+        begin = end
+    if len(roles) < len(ends):  # two roles of one person
+        return None
+    return roles

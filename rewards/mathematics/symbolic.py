@@ -65,51 +65,77 @@ def equal(answer, truth):
         return True
     if "\\not" in TOKEN.findall(answer + truth) or (LETTERS.fullmatch(answer) and LETTERS.fullmatch(truth)):
         return False
-    x, y = number(answer), number(truth)
+    x = number(answer)
+    y = number(truth)
     if x is not None and y is not None:
         return x == y
-    entries, others = _entries(answer), _entries(truth)
+
+    entries = _entries(answer)
+    others = _entries(truth)
     if len(entries) > 1 or len(others) > 1:
-        if _are_named(entries) == _are_named(others):
-            return _match(entries, others)
-        is_free = len(entries) > 1 and not _are_named(entries)  # a list in the order of the truth's names
-        entries, others = (
-            _coordinates(x[0]) if len(x) == 1 and x[0][0] == "(" else x for x in (entries, others)
-        )
-        names = [entry.partition("=")[0] for entry in (*entries, *others) if "=" in entry]
-        in_order = is_free or names == sorted(names)  # y=1,x=2 is not (1,2)
-        return in_order and len(entries) == len(others) and all(map(equal, entries, others))
-    if (entries, others) != ([answer], [truth]):
-        return not any(map(NO_ELEMENT.fullmatch, (answer, truth))) and equal(entries[0], others[0])
+        return _same_list(entries, others)
+    if entries != [answer] or others != [truth]:  # a set of one
+        has_no_element = NO_ELEMENT.fullmatch(answer) or NO_ELEMENT.fullmatch(truth)
+        return not has_no_element and equal(entries[0], others[0])
     if LABEL.match(answer) or LABEL.match(truth):
-        (_, *parts), (_, *others) = LABEL.split(answer), LABEL.split(truth)
-        return len(parts) == len(others) and all(map(equal, parts, others))
-    entries, others = _split(answer, "\\cup"), _split(truth, "\\cup")
+        return _all_equal(LABEL.split(answer)[1:], LABEL.split(truth)[1:])
+    entries = _split(answer, "\\cup")
+    others = _split(truth, "\\cup")
     if len(entries) > 1 and len(others) > 1:
         return _match(entries, others)
-    sides, others = (_split(text, "=", "\\in") for text in (answer, truth))
+
+    sides = _split(answer, "=", "\\in")
+    others = _split(truth, "=", "\\in")
     if len(sides) > 1 and len(others) == 1 and "\\cup" not in sides[0]:
-        values = [side for side in sides if side and not _is_symbolic(side)] or sides[-1:]
-        return all(equal(value, truth) for value in values)
+        values = [side for side in sides if side and not _is_symbolic(side)]
+        return all(equal(value, truth) for value in values or sides[-1:])
     if len(sides) == 1 and len(others) > 1:
         return bool(NAME.fullmatch(others[0])) and equal(answer, others[-1])
     if not RELATION.search(answer + truth):
-        entries, others = _coordinates(answer), _coordinates(truth)
+        entries = _coordinates(answer)
+        others = _coordinates(truth)
         if len(entries) > 1 and len(others) > 1:
-            brackets = answer[0] + answer[-1] == truth[0] + truth[-1]
-            return brackets and len(entries) == len(others) and all(map(equal, entries, others))
-    entries, others = _split(answer, ":"), _split(truth, ":")
-    if len(entries) > 2 or len(others) > 2:  # 1:2:3
-        return len(entries) == len(others) and all(
-            equal(f"({entries[i]})({others[j]})", f"({entries[j]})({others[i]})")
-            for i, j in combinations(range(len(entries)), 2)
-        )
+            same_brackets = answer[0] == truth[0] and answer[-1] == truth[-1]
+            return same_brackets and _all_equal(entries, others)
+    entries = _split(answer, ":")
+    others = _split(truth, ":")
+    if len(entries) > 2 or len(others) > 2:
+        return _same_ratios(entries, others)
     return _same_meaning(answer, truth)
+
+
+def _all_equal(entries, others):
+    return len(entries) == len(others) and all(map(equal, entries, others))
+
+
+def _same_list(entries, others):
+    """Whether two lists are equal: in any order, but where one of them names its entries in order."""
+    if _are_named(entries) == _are_named(others):
+        return _match(entries, others)
+    is_free = len(entries) > 1 and not _are_named(entries)  # a list in the order of the truth's names
+    if len(entries) == 1 and entries[0][0] == "(":
+        entries = _coordinates(entries[0])
+    if len(others) == 1 and others[0][0] == "(":
+        others = _coordinates(others[0])
+    names = [entry.partition("=")[0] for entry in entries + others if "=" in entry]
+    in_order = is_free or names == sorted(names)  # y=1,x=2 is not (1,2)
+    return in_order and _all_equal(entries, others)
+
+
+def _same_ratios(entries, others):
+    """Whether 1:2:3 and 2:4:6 are the same: each pair by its cross products."""
+    if len(entries) != len(others):
+        return False
+    for i, j in combinations(range(len(entries)), 2):
+        if not equal(f"({entries[i]})({others[j]})", f"({entries[j]})({others[i]})"):
+            return False
+    return True
 
 
 def _split(text, *separators):
     """Parts of the text between the separators that are outside brackets."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for token in TOKEN.findall(text):
         depth += (token in OPENERS) - (token in CLOSERS)
         if depth == 0 and token in separators:
@@ -125,26 +151,32 @@ def _entries(text):
         text = text[2:-2]
     entries = []
     for entry in _split(text, ","):
-        both = [PLUS_MINUS.sub(sign, entry).lstrip("+") for sign in "+-"]
-        entries += both if PLUS_MINUS.search(entry) else [entry]
+        if PLUS_MINUS.search(entry):
+            entries += [PLUS_MINUS.sub(sign, entry).lstrip("+") for sign in "+-"]
+        else:
+            entries.append(entry)
     return _solutions(entries)
 
 
 def _solutions(entries):
     """x=1,y=2,x=3,y=4 as two entries, x=1,y=2 and x=3,y=4; any others as they are."""
     names = [_name(entry) for entry in entries if "=" in entry]
-    size = len({*names})
+    size = len(set(names))
     if len(names) < len(entries) or not 1 < size < len(entries):
         return entries
-    starts = range(0, len(entries), size)
-    are_whole = all(len({*names[i : i + size]}) == size for i in starts)
-    return [",".join(entries[i : i + size]) for i in starts] if are_whole else entries
+    solutions = []
+    for i in range(0, len(entries), size):
+        if len(set(names[i : i + size])) < size:
+            return entries
+        solutions.append(",".join(entries[i : i + size]))
+    return solutions
 
 
 def _coordinates(text):
     """Entries of a pair, a longer tuple or an interval; one entry if the text is none."""
-    is_tuple = text[:1] in ("(", "[") and text[-1:] in (")", "]")
-    return _split(text[1:-1], ",") if is_tuple else [text]
+    if text[:1] in ("(", "[") and text[-1:] in (")", "]"):
+        return _split(text[1:-1], ",")
+    return [text]
 
 
 def _name(equation):
@@ -155,17 +187,19 @@ def _name(equation):
 def _are_named(entries):
     """Whether each entry gives another quantity its value: x=1,y=2, but not x_1=1,x_2=2."""
     names = [_name(entry) for entry in entries if "=" in entry and len(_split(entry, ",")) == 1]
-    return len({*names}) == len(names) == len(entries)
+    return len(set(names)) == len(names) == len(entries)
 
 
 def _match(entries, others, same=equal):
     """Whether the entries are the same in some order."""
     others = list(others)
     for entry in entries:
-        found = next((other for other in others if same(entry, other)), None)
-        if found is None:
+        for i, other in enumerate(others):
+            if same(entry, other):
+                del others[i]
+                break
+        else:
             return False
-        others.remove(found)
     return not others
 
 
@@ -178,7 +212,8 @@ class _Parser(_Latex2Sympy):
     r"""CAREFUL: the library reads any integers side by side, 2(3) or \frac42\frac12, as a mixed number."""
 
     def convert_postfix_list(self, arr, i=0):
-        texts, factors = [item.getText() for item in arr], [self.convert_postfix(item) for item in arr]
+        texts = [item.getText() for item in arr]
+        factors = [self.convert_postfix(item) for item in arr]
         for k in reversed(range(1, len(arr))):
             if texts[k - 1].isdecimal() and PURE_FRACTION.fullmatch(texts[k]):
                 factors[k - 1] += factors.pop(k)
@@ -210,38 +245,55 @@ def _parse(text):
 
 def _same_meaning(answer, truth):
     try:
-        x, y = _parse(answer), _parse(truth)
+        x = _parse(answer)
+        y = _parse(truth)
         if isinstance(x, VALUES) and isinstance(y, VALUES):
             return _same_value(x, y)
         if isinstance(x, RELATIONS) and isinstance(y, RELATIONS):
-            parts, others = (z.args if isinstance(z, sympy.And) else [z] for z in (x, y))  # of 1 < x < 2
-            return _match(parts, others, _same_relation)
+            return _match(_relations(x), _relations(y), _same_relation)
         return verify(y, x, allow_set_relation_comp=True, timeout_seconds=None)
     except Exception:  # what the grammar raises, and sympy almost anything, for what makes no sense
         return False
 
 
+def _relations(x):
+    """The two relations of 1 < x < 2."""
+    return x.args if isinstance(x, sympy.And) else [x]
+
+
 def _same_relation(x, y):
     """Whether the differences of the two sides are proportional, for inequalities with a positive factor."""
-    same_kind = x.rel_op.replace(">", "<") == y.rel_op.replace(">", "<")
-    if not (same_kind and x.free_symbols == y.free_symbols and x.free_symbols):  # f(1)=2 has none
+    if x.rel_op.replace(">", "<") != y.rel_op.replace(">", "<"):
         return False
-    x_gap, y_gap = (z.gts - z.lts if hasattr(z, "gts") else z.lhs - z.rhs for z in (x, y))
+    if x.free_symbols != y.free_symbols or not x.free_symbols:  # f(1)=2 has none
+        return False
+    x_gap = _gap(x)
+    y_gap = _gap(y)
     point = next(_points(x.free_symbols))
-    x_there, y_there = x_gap.xreplace(point), y_gap.xreplace(point)
+    x_there = x_gap.xreplace(point)
+    y_there = y_gap.xreplace(point)
     if hasattr(x, "gts") and not sympy.N(x_there * y_there).is_positive:
         return False
     return y_there != 0 and _same_value(x_gap * y_there, y_gap * x_there)
 
 
+def _gap(relation):
+    """The greater side of a relation minus the less, or the left minus the right."""
+    if hasattr(relation, "gts"):
+        return relation.gts - relation.lts
+    return relation.lhs - relation.rhs
+
+
 def _same_value(x, y):
-    x, y = x.doit(), y.doit()
+    x = x.doit()
+    y = y.doit()
     if isinstance(x, MATRICES) or isinstance(y, MATRICES):
         same_shape = getattr(x, "shape", None) == getattr(y, "shape", None)
         return same_shape and all(map(_same_value, sympy.Matrix(x), sympy.Matrix(y)))
     symbols = (x.free_symbols | y.free_symbols) - {IMAGINARY}
     if not symbols:
-        return _same_number(*(z.xreplace({IMAGINARY: sympy.I}) for z in (x, y))) is True
+        unit = {IMAGINARY: sympy.I}
+        return _same_number(x.xreplace(unit), y.xreplace(unit)) is True
     is_complex = x.has(IMAGINARY, sympy.I) or y.has(IMAGINARY, sympy.I)
     is_absolute = x.has(sympy.Abs) != y.has(sympy.Abs)  # sqrt(|x|) is more than sqrt(x)
     agreed = 0
@@ -249,31 +301,43 @@ def _same_value(x, y):
         if i >= POINTS and agreed >= POINTS_NEEDED:
             break
         verdict = _same_number(x.xreplace(point), y.xreplace(point))
-        if not verdict and not is_complex:
-            defined = _is_real(x, point), _is_real(y, point)
-            if verdict is False and all(defined) or is_absolute and any(defined):
+        if verdict:
+            agreed += 1
+        elif is_complex:
+            if verdict is False:
                 return False
-        elif verdict is False:
-            return False
-        agreed += verdict is True
+        else:
+            defined = [_is_real(x, point), _is_real(y, point)]
+            if (verdict is False and all(defined)) or (is_absolute and any(defined)):
+                return False
     return agreed >= POINTS_NEEDED
 
 
 def _points(symbols):
     """Values for the variables: POINTS of all signs and sizes, more for small domains and integers."""
-    rng, symbols = random.Random(0), sorted(symbols, key=str)
+    rng = random.Random(0)
+    symbols = sorted(symbols, key=str)
 
     def point(scale, signs=(1,)):
         # CAREFUL: odd over even, as (-1)^x is real for odd over odd
-        values = [rng.choice(signs) * (2 * rng.randint(1, 99) + 1) * scale / 2 for _ in symbols]
-        return dict(zip(symbols, values)) | {IMAGINARY: sympy.I}
+        values = {symbol: rng.choice(signs) * (2 * rng.randint(1, 99) + 1) * scale / 2 for symbol in symbols}
+        return values | {IMAGINARY: sympy.I}
 
-    small, unit, middle = (sympy.Rational(*scale) for scale in ((1, 37), (1, 101), (101, 103)))
-    yield from (point(small) for _ in range(4))
-    yield from (point(small, [-1]), point(small, [1, -1]), point(small * 1001), point(small * 1001, [-1]))
-    yield from (point(scale) for scale in [unit, middle] * 3)
+    small = sympy.Rational(1, 37)
+    unit = sympy.Rational(1, 101)
+    middle = sympy.Rational(101, 103)
+    for _ in range(4):
+        yield point(small)
+    yield point(small, [-1])
+    yield point(small, [1, -1])
+    yield point(small * 1001)
+    yield point(small * 1001, [-1])
+    for _ in range(3):
+        yield point(unit)
+        yield point(middle)
     if {str(symbol) for symbol in symbols} <= INTEGERS:
-        yield from ({symbol: sympy.Integer(rng.randint(1, 12)) for symbol in symbols} for _ in range(9))
+        for _ in range(9):
+            yield {symbol: sympy.Integer(rng.randint(1, 12)) for symbol in symbols}
 
 
 def _is_real(x, point):
@@ -284,14 +348,17 @@ def _is_real(x, point):
 
 def _same_number(x, y):
     """True or False, or None where a value is undefined only one is real."""
-    x, y = sympy.real_root(x.doit()), sympy.real_root(y.doit())  # the cube root of -8 is -2
+    x = sympy.real_root(x.doit())  # the cube root of -8 is -2
+    y = sympy.real_root(y.doit())
     if x.has(sympy.nan, sympy.zoo) or y.has(sympy.nan, sympy.zoo):
         return None
     if x == y:
         return True
     if (x - y).is_Rational:
         return False
-    gap, size_x, size_y = (sympy.N(value, 20, maxn=3 * DIGITS) for value in (x - y, x, y))
+    gap = sympy.N(x - y, 20, maxn=3 * DIGITS)
+    size_x = sympy.N(x, 20, maxn=3 * DIGITS)
+    size_y = sympy.N(y, 20, maxn=3 * DIGITS)
     if not gap.is_number:
         return None
     if gap.is_finite and abs(gap) <= sympy.Float(10) ** -DIGITS * (abs(size_y) or 1):

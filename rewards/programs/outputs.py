@@ -17,19 +17,27 @@ INTEGER = re.compile(r"[+-]?[0-9]+")
 
 def same_text(text, expected):
     """Whether two outputs are the same by the rules above."""
-    mine, theirs = ([line.split() for line in x.split("\n") if line.strip()] for x in (text, expected))
-    same_shape = [len(words) for words in mine] == [len(words) for words in theirs]
-    return same_shape and all(map(same_word, chain(*mine), chain(*theirs)))
+    lines = words_of_lines(text)
+    expected_lines = words_of_lines(expected)
+    same_shape = list(map(len, lines)) == list(map(len, expected_lines))
+    return same_shape and all(map(same_word, chain(*lines), chain(*expected_lines)))
+
+
+def words_of_lines(text):
+    return [line.split() for line in text.split("\n") if line.strip()]
 
 
 def same_word(word, expected):
-    if word == expected or not (NUMBER.fullmatch(expected) and NUMBER.fullmatch(word)):
-        return word == expected
+    if word == expected:
+        return True
+    if not NUMBER.fullmatch(expected) or not NUMBER.fullmatch(word):
+        return False
     if not INTEGER.fullmatch(expected):
         return math.isclose(float(word), float(expected), **TOLERANCE)
     # CAREFUL: 010 and 10 may be binary
-    has_zeros = any(LEADING_ZERO.match(x) for x in (word, expected))
-    return not has_zeros and EXACT.subtract(Decimal(word), Decimal(expected)).copy_abs() < ROUNDING
+    if LEADING_ZERO.match(word) or LEADING_ZERO.match(expected):
+        return False
+    return EXACT.subtract(Decimal(word), Decimal(expected)).copy_abs() < ROUNDING
 
 
 def same_json(value, expected):
@@ -38,7 +46,9 @@ def same_json(value, expected):
         items = list(value)
         return len(items) == len(expected) and all(map(same_json, items, expected))
     if isinstance(expected, dict) and isinstance(value, dict):
-        items = {key if isinstance(key, str) else json.dumps(key, default=str): value[key] for key in value}
+        items = {}
+        for key, item in value.items():
+            items[key if isinstance(key, str) else json.dumps(key, default=str)] = item
         return items.keys() == expected.keys() and all(same_json(items[key], expected[key]) for key in items)
     if isinstance(expected, float) and isinstance(value, float):
         return math.isclose(value, expected, **TOLERANCE)
