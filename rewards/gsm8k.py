@@ -46,11 +46,14 @@ BEGAN = (
     r"(?i:(?<![A-Za-z])(?:at (?:least|most)|(?:more|less|fewer|greater) than|about|approximately|roughly"
     r"|nearly|almost|half of|twice|cannot be)|n't(?: be)?)[ \t$]{1,3}",
 )
-GOES_ON, BEGAN = regex.compile("|".join(GOES_ON)), re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
+GOES_ON = regex.compile("|".join(GOES_ON))
+BEGAN = re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
 NUMBER = regex.compile(r"([ \t\\+\p{Sc}-]*+)([0-9.,]*+)")  # Sc: currency signs
-CURRENCY, RAISED = regex.compile(r"[\\\p{Sc}]+\Z"), regex.compile(r"[ \t]?\p{No}")  # No: ² or ½
+CURRENCY = regex.compile(r"[\\\p{Sc}]+\Z")
+RAISED = regex.compile(r"[ \t]?\p{No}")  # No: ² or ½
 # From the end. CAREFUL: the format is '#### 7', not '####7'
-MARKS, LAST = regex.compile(r"(?r)####(?=[ \t])"), regex.compile(r"(?r)[0-9,.]*+[0-9]")
+MARKS = regex.compile(r"(?r)####(?=[ \t])")
+LAST = regex.compile(r"(?r)[0-9,.]*+[0-9]")
 TAG = re.compile(r"(?:.*<[|｜][^<>]*[|｜]>[ \t]*|<[^<>]*>)$", re.DOTALL)  # final<|message|> 5; <answer>5
 
 
@@ -69,7 +72,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def check_row(data_source, ground_truth, extra_info):
     """The method, and the value of the ground truth.  Raises ValueError."""
-    method = (extra_info or {}).get("method") or ("flexible" if data_source == "arithmetic" else "strict")
+    method = (extra_info or {}).get("method")
+    if not method:
+        method = "flexible" if data_source == "arithmetic" else "strict"
     if method not in ("strict", "flexible"):
         raise ValueError(f"extra_info['method'] is {method!r}; it must be 'strict' or 'flexible'")
     truth, _ = _number_at(str(ground_truth).translate(TO_ASCII), 0)
@@ -82,8 +87,10 @@ def _after_last_marker(text):
     """Value of the last `#### number`, or None."""
     for mark in MARKS.finditer(text):
         value, end = _number_at(text, mark.end())
+        if end and len(text) - end <= WINDOW:
+            return value
         if end:
-            return value if len(text) - end <= WINDOW else None
+            return None
     return None
 
 
@@ -93,9 +100,10 @@ def _number_at(text, i):
     lead, token = found.groups()
     if DIGITS.isdisjoint(token):
         return None, 0
-    no_number = lead.count("-") + lead.count("+") > 1
-    no_number = no_number or GOES_ON.match(text, found.end()) or RAISED.match(text, found.end())
-    return None if no_number else _value(token, "-" in lead), found.end()
+    end = found.end()
+    if lead.count("-") + lead.count("+") > 1 or GOES_ON.match(text, end) or RAISED.match(text, end):
+        return None, end
+    return _value(token, "-" in lead), end
 
 
 def _last_number(text):
@@ -103,29 +111,41 @@ def _last_number(text):
     found = LAST.search(text)
     if not found or len(text) - found.end() > WINDOW:
         return None
-    token, end = found[0], found.end()
+    token = found[0]
+    end = found.end()
     if token.startswith((",", "..")):  # punctuation of the sentence
         token = token.lstrip(",.")
     if _value(token, False) is None:  # 'the sides are 3,4,5': a list, whose last entry counts
         token = token.rpartition(",")[2]
-    left = TAG.sub("", text[max(end - len(token) - 30, 0) : end - len(token)])
+    start = end - len(token)
+    left = TAG.sub("", text[max(start - 30, 0) : start])
     if BEGAN.search(left) or GOES_ON.match(text, end) or RAISED.match(text, end):
         return None
     left = CURRENCY.sub("", left)
-    before = left[-2:-1]  # 'pages 3-31' has a dash, '= -31' a minus
-    is_minus = left.endswith("-") and not (before in (")", "]") or (before.isascii() and before.isalnum()))
-    return _value(token, is_minus)
+    before = left[-2:-1]
+    is_dash = before in (")", "]") or (before.isascii() and before.isalnum())  # of 'pages 3-31'
+    return _value(token, left.endswith("-") and not is_dash)
 
 
 def _value(token, is_minus):
     """One text for a value: 1234.5 for '1,234.50'; None if the token is no such number."""
     head, dot, decimals = token.rstrip(".,").partition(".")
     first, *groups = head.split(",")
-    if groups and not (0 < len(first) < 4 and first[0] != "0" and all(len(g) == 3 for g in groups)):
-        return None
+    if groups:
+        if not 0 < len(first) < 4 or first[0] == "0":
+            return None
+        if any(len(group) != 3 for group in groups):
+            return None
     whole = first + "".join(groups)
-    if not (whole or decimals) or not DIGITS.issuperset(whole + decimals) or (dot and not decimals):
+    if not whole + decimals or not DIGITS.issuperset(whole + decimals):
         return None
-    whole, decimals = whole.lstrip("0"), decimals.rstrip("0")
-    sign = "-" if is_minus and (whole or decimals) else ""
-    return f"{sign}{whole or 0}{'.' if decimals else ''}{decimals}"
+    if dot and not decimals:
+        return None
+    whole = whole.lstrip("0")
+    decimals = decimals.rstrip("0")
+    value = whole or "0"
+    if decimals:
+        value += "." + decimals
+    if is_minus and value != "0":
+        value = "-" + value
+    return value

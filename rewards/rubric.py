@@ -4,7 +4,8 @@ import json
 import math
 import os
 
-TEXTS, WEIGHTS = ("criterion", "description"), ("weight", "points")  # one of each in an item of a rubric
+TEXTS = "criterion", "description"  # one of these is in an item of a rubric,
+WEIGHTS = "weight", "points"  # and at most one of these
 ASIDE = {"title": str, "tags": list}  # what HealthBench and RaR write besides
 
 
@@ -19,8 +20,11 @@ def rubric_of(extra_info):
             items = json.loads(rubric)
         except ValueError:  # a question
             items = [{"criterion": rubric}]
-    items = [items] if isinstance(items, dict) else items
-    found = [*map(item_of, items)] if isinstance(items, list | tuple) else []
+    if isinstance(items, dict):
+        items = [items]
+    found = []
+    if isinstance(items, list | tuple):
+        found = [item_of(item) for item in items]
     if not found or None in found or not any(weight > 0 for _, weight in found):
         raise ValueError(
             "a rubric is a question, or a list of {criterion, weight}, {criterion, points, tags} or"
@@ -36,9 +40,15 @@ def item_of(item):
         return None
     texts = [item[key] for key in TEXTS if key in item]
     weights = [item[key] for key in WEIGHTS if key in item] or [1]
-    rest = {key: value for key, value in item.items() if key not in (*TEXTS, *WEIGHTS)}
-    is_number = type(weights[0]) in (int, float) and math.isfinite(weights[0])
-    is_text = bool(texts) and isinstance(texts[0], str) and bool(texts[0].strip())
-    known = all(isinstance(value, ASIDE.get(key, ())) for key, value in rest.items())
-    good = is_number and is_text and known and len(texts) == len(weights) == 1
-    return (texts[0], float(weights[0])) if good else None
+    if len(texts) != 1 or len(weights) != 1:
+        return None
+    text = texts[0]
+    weight = weights[0]
+    if not isinstance(text, str) or not text.strip():
+        return None
+    if type(weight) not in (int, float) or not math.isfinite(weight):
+        return None
+    for key, value in item.items():
+        if key not in TEXTS + WEIGHTS and not isinstance(value, ASIDE.get(key, ())):
+            return None
+    return text, float(weight)

@@ -14,12 +14,16 @@ class Failures:
     """Looks at the rewards of each step, or at the environments."""
 
     def __init__(self, what):
-        self.what, self.said, self.has_worked, self.lost = what, set(), False, 0
+        self.what = what
+        self.said = set()  # kinds of failures
+        self.has_worked = False
+        self.lost = 0  # steps in a row without a single score
 
     def check(self, failures, total):
         """Say the first failure of each kind; stop if nothing else came. All ranks call this alike."""
         if len(failures) < total:
-            self.lost, self.has_worked = 0, True
+            self.lost = 0
+            self.has_worked = True
         elif failures:
             self.lost += 1
             passing = self.has_worked and self.lost < OUTAGE and all(map(PASSING.match, failures))
@@ -33,7 +37,8 @@ class Failures:
                 LOG.warning(f"warning: {text}; more such failures are only counted")
 
 
-REWARDS, ENVIRONMENTS = Failures("reward"), Failures("environment")  # of this process
+REWARDS = Failures("reward")  # of this process
+ENVIRONMENTS = Failures("environment")
 
 
 def stop(message):
@@ -78,14 +83,16 @@ def demote_failures(rows):
             known = lowest.setdefault(row["group"], row["reward"])
             lowest[row["group"]] = min(known, row["reward"], key=lambda result: result["score"])
 
-    def demoted(result, floor):
-        names = [k for k in floor if k in ("score", "acc") or k.startswith("score/")]
-        low = {k: floor[k] if k.startswith("score/") else min(result.get(k, 0.0), floor[k]) for k in names}
-        return result | low  # parts: those of the lowest response, because weights may be negative
-
-    return [
-        row | dict(reward=demoted(row["reward"], lowest.get(row["group"], {})))
-        if "failure" in row["reward"]
-        else row
-        for row in rows
-    ]
+    demoted = []
+    for row in rows:
+        floor = lowest.get(row["group"])
+        if "failure" in row["reward"] and floor:
+            low = {}
+            for name in floor:
+                if name in ("score", "acc"):
+                    low[name] = min(row["reward"].get(name, 0.0), floor[name])
+                elif name.startswith("score/"):  # of the lowest response, because weights may be negative
+                    low[name] = floor[name]
+            row = row | dict(reward=row["reward"] | low)
+        demoted.append(row)
+    return demoted

@@ -9,8 +9,10 @@ SHOWN_CHARS = 240  # of a text
 
 def print_samples(rows, results, num_examine):
     """Print the first rows of each data source."""
+    if not num_examine:
+        return
     seen = Counter()
-    for row, result in zip(rows, results, strict=True) if num_examine else ():
+    for row, result in zip(rows, results, strict=True):
         source = str(row.get("data_source"))
         seen[source] += 1
         if seen[source] <= num_examine:
@@ -29,7 +31,8 @@ def validation_summary(rows, number):
 
     rows: those of the manager's `score_responses`, of all ranks.
     """
-    metrics, texts = validation_metrics(rows), []
+    metrics = validation_metrics(rows)
+    texts = []
     for source in sorted({row["data_source"] for row in rows}):
         some = [row for row in rows if row["data_source"] == source]
         row = random.Random(number).choice(some)
@@ -61,17 +64,31 @@ def validation_metrics(rows):
         for row in rows:
             if row["data_source"] == source:
                 groups.setdefault(row["index"], []).append(row["reward"])
-        results = [result for group in groups.values() for result in group]
-        kind, key = ("acc", "acc") if any("acc" in result for result in results) else ("reward", "score")
-        values = [[float(result.get(key, 0)) for result in group] for group in groups.values()]
-        prefix, n = f"val-core/{source}/{kind}", len(values[0])
-        metrics[f"{prefix}/mean@{n}"] = sum(sum(v) / len(v) for v in values) / len(values)
-        metrics[f"{prefix}/best@{n}"] = sum(max(v) for v in values) / len(values)
-        if any("pred" in result for result in results):
-            votes = [[result.get("pred") for result in group] for group in groups.values()]
-            winners = []
-            for value, vote in zip(values, votes, strict=True):
-                cast = [answer for answer in vote if answer is not None]
-                winners.append(value[vote.index(max(cast, key=cast.count))] if cast else 0.0)
-            metrics[f"{prefix}/maj@{n}"] = sum(winners) / len(values)
+        groups = list(groups.values())
+        returned = {key for group in groups for result in group for key in result}
+        kind, key = "reward", "score"
+        if "acc" in returned:
+            kind, key = "acc", "acc"
+        values = [[float(result.get(key, 0)) for result in group] for group in groups]
+        n = len(values[0])
+        prefix = f"val-core/{source}/{kind}"
+        metrics[f"{prefix}/mean@{n}"] = mean([mean(value) for value in values])
+        metrics[f"{prefix}/best@{n}"] = mean([max(value) for value in values])
+        if "pred" in returned:
+            majorities = [value_of_majority(group, value) for group, value in zip(groups, values)]
+            metrics[f"{prefix}/maj@{n}"] = mean(majorities)
     return metrics
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def value_of_majority(results, values):
+    """The value of the first result with the most frequent `pred`; 0 where none has any."""
+    votes = [result.get("pred") for result in results]
+    cast = [answer for answer in votes if answer is not None]
+    if not cast:
+        return 0.0
+    winner = max(cast, key=cast.count)
+    return values[votes.index(winner)]

@@ -39,23 +39,31 @@ def spelling(answer):
     r"""One text for answers that are cheaply seen to be equal, as 1/2 for 0.5 and \frac12: one vote."""
     text, _ = normalize(answer)
     value = number(text)
-    text = text.lower() if WORDS.fullmatch(text) else text
-    return (text if value is None else str(value))[:MAX_CHARS]
+    if value is not None:
+        text = str(value)
+    elif WORDS.fullmatch(text):
+        text = text.lower()
+    return text[:MAX_CHARS]
 
 
 def equal(answer, truth):
     """Whether the answer equals the ground truth.  Never raises; what cannot be decided is not equal."""
-    (a, a_unit), (b, b_unit) = normalize(answer), normalize(truth)
+    a, a_unit = normalize(answer)
+    b, b_unit = normalize(truth)
     if "," in a and "," not in b:
         a, a_unit = normalize(with_point(answer))
     elif "," in b and "," not in a:
         b, b_unit = normalize(with_point(truth))
     if not a or b.lower() in NO_TRUTH or (a_unit and b_unit and a_unit != b_unit):
         return False
-    x, y = number(a), number(b)
+    x = number(a)
+    y = number(b)
     if x is not None and y is not None:
-        percent = Fraction({("%", ""): "100", ("", "%"): "1/100"}.get((a_unit, b_unit), 1))
-        return x in (y, y * percent)
+        if (a_unit, b_unit) == ("%", ""):
+            return x in (y, y * 100)
+        if (a_unit, b_unit) == ("", "%"):
+            return x in (y, y / 100)
+        return x == y
     if a == b or (WORDS.fullmatch(a) and a.lower() == b.lower()):
         return True
     if AS_SPELLED.search(a + b) or not (FORMULA.fullmatch(a) and FORMULA.fullmatch(b)):
@@ -74,7 +82,10 @@ def _same_meaning(a, b):
 def with_point(text):
     """A single number with a decimal comma, with a point; any other text as it is."""
     match = DECIMAL_COMMA.fullmatch(text.strip()[:MAX_CHARS])
-    return re.sub(r"(?<=\d)\.(?=\d{3})", "", match[1]) + "." + match[2] if match else text
+    if not match:
+        return text
+    whole = re.sub(r"(?<=\d)\.(?=\d{3})", "", match[1])
+    return f"{whole}.{match[2]}"
 
 
 def number(text):

@@ -51,7 +51,9 @@ def split_unit(text, unit=""):
         if found:
             exponent, name = found
             unit = name or unit
-            text = text[: match.start()] + (rf"\cdot 10^{{{exponent}}}" if exponent else "")
+            text = text[: match.start()]
+            if exponent:
+                text += rf"\cdot 10^{{{exponent}}}"
         text = TEXT.sub(r" \1 ", text).strip()
     return text, unit
 
@@ -71,4 +73,6 @@ def _read(words, power):
         names[1:] = ["/", names[2] or words[2]]
     elif len(words) > 1:
         return None
-    return None if None in names else (exponent, "".join(names) + (power or ""))
+    if None in names:
+        return None
+    return exponent, "".join(names) + (power or "")
