@@ -68,7 +68,10 @@ def need(condition, why):
 
 def matching(metrics, patterns):
     """The metrics that match one of the patterns, in the order of the patterns."""
-    return [name for pattern in patterns.split() for name in sorted(fnmatch.filter(metrics, pattern))]
+    found = []
+    for pattern in patterns.split():
+        found += sorted(fnmatch.filter(metrics, pattern))
+    return found
 
 
 def ends(values):
@@ -79,7 +82,11 @@ def ends(values):
 
 def grade(value, warning, wrong):
     """The word for a value that should be small."""
-    return "wrong" if value > wrong else "warning" if value > warning else "ok"
+    if value > wrong:
+        return "wrong"
+    if value > warning:
+        return "warning"
+    return "ok"
 
 
 def highest(steps, values, warning, wrong, text):
@@ -90,8 +97,9 @@ def highest(steps, values, warning, wrong, text):
 
 def share(bad, n, warning, wrong, text):
     """The verdict on bad steps, by their share of n steps."""
-    says = f"{len(bad)} of {n} steps {text}"
-    return Verdict(grade(len(bad), warning * n, wrong * n), says, bad[0] if len(bad) else None)
+    first = bad[0] if len(bad) else None
+    word = grade(len(bad), warning * n, wrong * n)
+    return Verdict(word, f"{len(bad)} of {n} steps {text}", first)
 
 
 def fit_sigmoid(x, y, level=None):
@@ -144,13 +152,18 @@ class Run:
     def __init__(self, path, name):
         if not (path / "metrics.jsonl").is_file():
             raise ValueError(f"{path} has no metrics.jsonl; give the --output_dir of a started run")
-        self.path, self.name, self.args, self.broken = path, name, {}, 0
+        self.path = path
+        self.name = name
+        self.args = {}
+        self.broken = 0  # lines that cannot be read
         rows = {}
         lines = (path / "metrics.jsonl").read_text(errors="replace").split("\n")
         for line in lines[:-1]:  # the last one is empty, or still being written
             try:
-                row = {k: v for k, v in json.loads(line).items() if isinstance(v, int | float | None)}
-                row = {k: math.nan if v is None else float(v) for k, v in row.items()}
+                row = {}
+                for key, value in json.loads(line).items():
+                    if isinstance(value, int | float | None):
+                        row[key] = math.nan if value is None else float(value)
                 step = int(row["training/global_step"])
             except (ValueError, AttributeError, KeyError, OverflowError):
                 self.broken += 1
@@ -162,8 +175,10 @@ class Run:
         self.metrics = set().union(*rows.values())
         with suppress(OSError, ValueError, TypeError):
             self.args = dict(json.loads((path / "args.json").read_text()))
+        self.log = []
         log = path / "log.txt"
-        self.log = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        if log.is_file():
+            self.log = log.read_text(errors="replace").splitlines()
 
     @cached_property
     def verdicts(self):
@@ -178,8 +193,11 @@ class Run:
     def curve(self, *names, least=1):
         """Steps where all these metrics are finite, and the values of each; a check needs `least` steps."""
         need(names, "no such metric")
-        rows = [(step, *(row.get(name, math.nan) for name in names)) for step, row in self.rows.items()]
-        rows = [row for row in rows if all(map(math.isfinite, row))]
+        rows = []
+        for step, row in self.rows.items():
+            values = [row.get(name, math.nan) for name in names]
+            if all(map(math.isfinite, values)):
+                rows.append([step, *values])
         need(len(rows) >= least, f"{len(rows)} steps with {', '.join(names)}, at least {least} needed")
         steps, *values = np.array(rows).reshape(-1, 1 + len(names)).T
         return steps.astype(int), *values
@@ -191,7 +209,9 @@ class Run:
 
     def by_dtype(self, float32, bfloat16):
         """A limit that depends on rounding; it is that of bfloat16 where the dtype is unknown."""
-        return float32 if self.args.get("compute_dtype") == "float32" else bfloat16
+        if self.args.get("compute_dtype") == "float32":
+            return float32
+        return bfloat16
 
     def nats(self, name):
         """Steps, and a KL in nats a token: --loss_agg weighs `actor/kl_loss` as it weighs the loss."""
@@ -201,7 +221,10 @@ class Run:
         others = matching(self.metrics, "response_length/mean env/token_ratio")
         steps, values, lengths, *environment = self.curve(name, *others, least=0)
         lengths = lengths * (1 - sum(environment))  # tokens of an environment are not trained
-        return steps, values / lengths * (self.args["max_response_length"] if mode.endswith("norm") else 1)
+        values = values / lengths
+        if mode.endswith("norm"):
+            values = values * self.args["max_response_length"]
+        return steps, values
 
     def one_update(self):
         """Whether a rollout has one optimizer step; without args.json it is unknown, and False."""
@@ -241,8 +264,10 @@ class Run:
         """From step 2, the last quarter of the gap over its warning and 1.5 times the first: wrong"""
         steps, gaps = self.gap("mean", least=5)
         quarter = (len(gaps) - 1) // 4
-        first, last = gaps[1 : 1 + quarter].mean(), gaps[-quarter:].mean()
-        word = "wrong" if last > self.by_dtype(1e-5, 0.005) and last >= 1.5 * first else "ok"
+        first = gaps[1 : 1 + quarter].mean()
+        last = gaps[-quarter:].mean()
+        grows = last > self.by_dtype(1e-5, 0.005) and last >= 1.5 * first
+        word = "wrong" if grows else "ok"
         return Verdict(word, f"{first:.3g} at the start, {last:.3g} at the end", steps[-1])
 
     def check_sampler_gap_token(self):
@@ -275,17 +300,22 @@ class Run:
             return Verdict("wrong", said[-1].removeprefix("error: "), max(self.rows, default=None))
         steps, *failures = self.curve(*matching(self.metrics, "*/errors */timeouts */crashes"))
         failures = np.sum(failures, 0)
-        wrong = 0.01 * self.args.get("train_batch_size", 0) * self.args.get("group_size", 1) or math.inf
-        text = "".join(f"{line.removeprefix('warning: ')}; " for line in said if failures.any())
-        return highest(steps, failures, 0, wrong, f"{text}{failures.sum():.0f} in all, most in a step:")
+        responses = self.args.get("train_batch_size", 0) * self.args.get("group_size", 1)
+        text = f"{failures.sum():.0f} in all, most in a step:"
+        if failures.any():
+            text = "; ".join([*(line.removeprefix("warning: ") for line in said), text])
+        return highest(steps, failures, 0, 0.01 * responses or math.inf, text)
 
     def check_score_collapse(self):
         """Score lost since its best: over 0.25 warning, over 0.5 wrong, if over 0.05 of the range"""
         steps, scores, low, width = self.scores(least=6)
         n = max(3, len(scores) // 10)
         means = np.convolve(scores, np.ones(n) / n, "valid")
-        best, last = means.max(), means[-1]
-        lost = (best - last) / (best - low) if best - last > 0.05 * width else 0.0
+        best = means.max()
+        last = means[-1]
+        lost = 0.0
+        if best - last > 0.05 * width:
+            lost = (best - last) / (best - low)
         says = f"best mean of {n} steps {best:.3g}, last {last:.3g}"
         return Verdict(grade(lost, 0.25, 0.5), says, steps[means.argmax()])
 
@@ -305,11 +335,15 @@ class Run:
             steps, values = self.curve(name, least=0)
             if len(values) > 1:
                 change = values[1:][-3:].mean() - values[0]
-                changes.append((change if "/acc/" in name else change / width, name, steps[-1]))
+                if "/acc/" not in name:
+                    change = change / width
+                changes.append((change, name, steps[-1]))
         need(changes, "fewer than two validations")
         change, name, step = min(changes)
         [rise] = np.diff(ends(scores)) / width
-        word = "ok" if rise < 0.1 or change > 0 else "wrong" if change < -0.05 else "warning"
+        word = "ok"
+        if rise >= 0.1 and change <= 0:
+            word = "wrong" if change < -0.05 else "warning"
         return Verdict(word, f"score {rise:+.3g} of its range, {name} {change:+.3g}", step)
 
     def check_best_validation(self):
@@ -320,16 +354,18 @@ class Run:
         found = []
         for name in names or matching(self.metrics, "val-core/*/mean@*"):
             steps, values = self.curve(name, least=3)
-            best, lost = values.max(), values.max() - values[-1]
-            span = lost / max(best - values.min(), 1e-9)
-            found.append(
-                (span if lost > 0.15 * width else 0.0, name, values[-1], best, steps[values.argmax()])
-            )
+            best = values.max()
+            lost = best - values[-1]
+            span = 0.0
+            if lost > 0.15 * width:
+                span = lost / max(best - values.min(), 1e-9)
+            found.append((span, name, values[-1], best, steps[values.argmax()]))
         need(found, "fewer than three validations")
         span, name, last, best, step = max(found)
-        kept = (self.path / f"checkpoints/step_{step:06d}").is_dir()
-        where = f"checkpoints/step_{step:06d} has it" if kept else "no checkpoint has it"
-        says = f"{name} is best, {best:.3g}, at step {step}; {where}; the last {last:.3g}"
+        where = f"checkpoints/step_{step:06d}"
+        if not (self.path / where).is_dir():
+            where = "no checkpoint"
+        says = f"{name} is best, {best:.3g}, at step {step}; {where} has it; the last {last:.3g}"
         return Verdict(grade(span, 0.25, 0.5), says, step)
 
     def check_entropy_collapse(self):
@@ -346,8 +382,13 @@ class Run:
         fell = False
         with suppress(NotApplicable):
             _, scores, low, _ = self.scores()
-            fell = ends(scores - low)[1] < 0.9 * ends(scores - low)[0]
-        word = "wrong" if last > 2 * first and fell else "warning" if last > 3 * first else "ok"
+            score_first, score_last = ends(scores - low)
+            fell = score_last < 0.9 * score_first
+        word = "ok"
+        if last > 3 * first:
+            word = "warning"
+        if last > 2 * first and fell:
+            word = "wrong"
         return Verdict(word, f"{first:.3g} at the start, {last:.3g} at the end", steps[-1])
 
     def check_gradient_spikes(self):
@@ -355,9 +396,12 @@ class Run:
         points = []
         for name in matching(self.metrics, "*/grad_norm"):
             steps, norms = self.curve(name, least=0)
-            for i in range(len(norms) if len(norms) > 5 else 0):
+            if len(norms) < 6:
+                continue
+            for i in range(len(norms)):
                 near = np.median(np.delete(norms, i)[max(0, i - 10) : i + 10])
-                points += [(steps[i], norms[i] / near)] if near else []
+                if near:
+                    points.append((steps[i], norms[i] / near))
         need(points, "fewer than six gradient norms")
         return highest(*zip(*points), 10, 100, "largest norm over that of its neighbours:")
 
@@ -370,10 +414,15 @@ class Run:
 
     def check_kl_first_step(self):
         """KL to the reference before the first update: over 1e-6 wrong, in bfloat16 over 1e-3"""
-        names = ["actor/kl_loss"] if self.args.get("use_kl_loss") and self.one_update() else []
-        names += ["actor/reward_kl_penalty"] if self.args.get("kl_coef") else []
-        curves = [zip(*self.nats(name)) for name in names]
-        values = [abs(value) for points in curves for step, value in points if step == 1]
+        names = []
+        if self.args.get("use_kl_loss") and self.one_update():
+            names.append("actor/kl_loss")
+        if self.args.get("kl_coef"):
+            names.append("actor/reward_kl_penalty")
+        values = []
+        for name in names:
+            steps, nats = self.nats(name)
+            values += abs(nats[steps == 1]).tolist()
         need(values, "no reference, no step 1, or several updates in step 1")
         return highest([1], [max(values)], *self.by_dtype((1e-6, 1e-6), (1e-3, 1e-3)), "KL of step 1:")
 
@@ -412,8 +461,11 @@ class Run:
     def check_dynamic_sampling_filter(self):
         """`dapo/dropped_all_right` always 0 though `critic/score/mean` ends over 0.95 of its range: wrong"""
         steps, dropped, means, lows, highs = self.curve("dapo/dropped_all_right", *SCORES)
-        last, low, high = ends(means)[1], lows.min(), highs.max()
-        word = "wrong" if last > low + 0.95 * (high - low) and not dropped.any() else "ok"
+        last = ends(means)[1]
+        low = lows.min()
+        high = highs.max()
+        solved = last > low + 0.95 * (high - low)
+        word = "wrong" if solved and not dropped.any() else "ok"
         return Verdict(word, f"score {last:.3g}, at most {dropped.max():.3g} dropped", steps[-1])
 
     def check_learning_rate(self):
@@ -436,14 +488,19 @@ class Run:
 
     def check_stays_zero(self):
         """Gradient norms, a reference's KL, `actor/ppo_kl` of several updates 0; PPO's actor rests: wrong"""
-        names, args = matching(self.metrics, "*/grad_norm"), self.args
-        warmup, total = args.get("critic_warmup", 0), args.get("total_steps") or math.inf
+        args = self.args
+        names = matching(self.metrics, "*/grad_norm")
+        warmup = args.get("critic_warmup", 0)
+        total = args.get("total_steps") or math.inf
         trains = "actor/grad_norm" in names or max(self.rows, default=0) <= warmup < total
         if "critic/grad_norm" in names and not trains:
             return Verdict("wrong", f"the actor rests in all steps: --critic_warmup {warmup}")
-        names += ["actor/kl_loss"] if args.get("use_kl_loss") else []
-        names += ["actor/reward_kl_penalty"] if args.get("kl_coef") else []
-        names += ["actor/ppo_kl"] if "ppo_epochs" in args and not self.one_update() else []
+        if args.get("use_kl_loss"):
+            names.append("actor/kl_loss")
+        if args.get("kl_coef"):
+            names.append("actor/reward_kl_penalty")
+        if "ppo_epochs" in args and not self.one_update():
+            names.append("actor/ppo_kl")
         for name in names:
             steps, values = self.curve(name, least=3)
             if not values.any():
@@ -458,16 +515,21 @@ class Run:
         need(last - first > 0.1 * width, "the score rises by less than a tenth of its range")
         found = level(steps, means, 0.1 * width)
         need(found, "too short, or too noisy, to say where the score levels off")
-        middle, far = len(means) // 2, len(means) // 20
-        word = "warning" if means[middle - far : middle + far].mean() > found[1] else "ok"
-        return Verdict(word, "at {:.3g}, with 95 % between {:.3g} and {:.3g}".format(*found), steps[-1])
+        at, low, high = found
+        middle = len(means) // 2
+        far = len(means) // 20
+        word = "warning" if means[middle - far : middle + far].mean() > low else "ok"
+        return Verdict(word, f"at {at:.3g}, with 95 % between {low:.3g} and {high:.3g}", steps[-1])
 
     def check_pairs(self):
         """From 20 steps on, accuracy at the end: under 0.55 warning, under 0.45 or a margin under 0 wrong"""
         name = "train/accuracy" if "train/accuracy" in self.metrics else "rewards/accuracies"
         steps, accuracies, margins = self.curve(name, "rewards/margins", least=20)
-        accuracy, margin = ends(accuracies)[1], ends(margins)[1]
-        word = "wrong" if margin < 0 else grade(-accuracy, -0.55, -0.45)
+        accuracy = ends(accuracies)[1]
+        margin = ends(margins)[1]
+        word = grade(-accuracy, -0.55, -0.45)
+        if margin < 0:
+            word = "wrong"
         return Verdict(word, f"{name} {accuracy:.3g}, margin {margin:.3g} at the end", steps[-1])
 
     def check_training_loss(self):
@@ -493,17 +555,25 @@ CHECKS = {name.removeprefix("check_").replace("_", "-"): check for name, check i
 # ---- Parts of the page ---------------------------------------------------------------------------------
 def series_of(runs):
     """{label: runs}: together those whose arguments differ only in seed and output_dir."""
-    found, labels = {}, {}
+    found = {}
     for run in runs:
-        same = {k: v for k, v in run.args.items() if k not in ("seed", "output_dir")}
-        found.setdefault(json.dumps(same, sort_keys=True) if run.args else run.name, []).append(run)
+        key = run.name
+        if run.args:
+            same = {k: v for k, v in run.args.items() if k not in ("seed", "output_dir")}
+            key = json.dumps(same, sort_keys=True)
+        found.setdefault(key, []).append(run)
+    labels = {}
     for alike in found.values():
         label = alike[0].name
         if len(alike) > 1:
             stems = {run.name.rstrip("_-.0123456789") for run in alike}  # grpo_1, grpo_2: grpo
-            stem = stems.pop() if len(stems) == 1 else ""
-            label = f"{stem or label} (seeds {', '.join(str(run.args.get('seed')) for run in alike)})"
-        labels[label if label not in labels else f"{label} {len(labels) + 1}"] = alike
+            if len(stems) == 1:
+                label = stems.pop() or label
+            seeds = ", ".join(str(run.args.get("seed")) for run in alike)
+            label = f"{label} (seeds {seeds})"
+        if label in labels:
+            label = f"{label} {len(labels) + 1}"
+        labels[label] = alike
     return labels
 
 
@@ -516,8 +586,10 @@ def spread(items):
 def cut(value):
     """A value as text; a long one loses its middle."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) <= CUT:
+        return text
     left_out = f"\n[... {len(text) - CUT:,} characters left out ...]\n"
-    return text if len(text) <= CUT else text[: CUT - CUT // 4] + left_out + text[-CUT // 4 :]
+    return text[: CUT - CUT // 4] + left_out + text[-CUT // 4 :]
 
 
 def response(row):
@@ -525,10 +597,16 @@ def response(row):
     shown = "data_source prompt_str solution_str ground_truth extra_info score index sample finish_reason"
     shown += " response_ids advantages"
     more = {key: cut(value) for key, value in row.items() if key not in shown.split()}
-    found = dict(text=cut(row.get("solution_str", "")), finish=cut(row.get("finish_reason") or ""), more=more)
     advantages = row.get("advantages")  # of its tokens
-    advantages = numbers(advantages) if isinstance(advantages, list) else []
-    return found | dict(advantages=advantages, score=numbers([row.get("score")])[0])
+    if not isinstance(advantages, list):
+        advantages = []
+    return {
+        "text": cut(row.get("solution_str", "")),
+        "finish": cut(row.get("finish_reason") or ""),
+        "more": more,
+        "advantages": numbers(advantages),
+        "score": number(row.get("score")),
+    }
 
 
 def read_dump(path):
@@ -545,16 +623,22 @@ def read_rollouts(run, budget):
     """Groups of dumped responses that fit, spread over steps and prompts -> groups, a remark."""
     dumps = sorted(path for path in run.path.glob("rollouts/step_*.jsonl") if path.stem[5:].isdigit())
     per_step = budget // max(1, min(len(dumps), STEPS))
-    groups, left_out = [], 0
+    groups = []
+    left_out = 0
     for path in spread(dumps):
         if budget < per_step // 20:
             break
         taken = 0  # bytes of this step, whose first group may be larger than its share
         for rows in spread(read_dump(path)):
-            group = dict(run=run.name, step=int(path.stem[5:]), source=str(rows[0].get("data_source")))
-            group |= dict(prompt=cut(rows[0].get("prompt_str", "")), truth=cut(rows[0].get("ground_truth")))
-            group |= dict(index=str(rows[0].get("index")))  # one text may be asked of several pictures
-            group["rows"] = [response(row) for row in rows]
+            group = {
+                "run": run.name,
+                "step": int(path.stem[5:]),
+                "source": str(rows[0].get("data_source")),
+                "prompt": cut(rows[0].get("prompt_str", "")),
+                "truth": cut(rows[0].get("ground_truth")),
+                "index": str(rows[0].get("index")),  # one text may be asked of several pictures
+                "rows": [response(row) for row in rows],
+            }
             size = len(embed(group).encode("utf-8", "replace"))
             if size > budget or (taken and taken + size > per_step):
                 left_out += len(rows)
@@ -566,8 +650,14 @@ def read_rollouts(run, budget):
 
 
 def numbers(values):
-    """Five digits each; None for what is no finite number: a gap of a curve."""
-    return [float(f"{x:.5g}") if isinstance(x, int | float) and math.isfinite(x) else None for x in values]
+    return [number(x) for x in values]
+
+
+def number(value):
+    """Five digits; None for what is no finite number: a gap of a curve."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(f"{value:.5g}")
+    return None
 
 
 def thin(values_rs, steps, points):
@@ -579,30 +669,41 @@ def thin(values_rs, steps, points):
     low = numbers(np.minimum.reduceat(values_rs.min(0), starts))
     high = numbers(np.maximum.reduceat(values_rs.max(0), starts))
     line = dict(x=[steps[i] for i in starts + sizes // 2], y=mean)
-    return line if low == high else line | dict(low=low, high=high)
+    if low != high:
+        line |= dict(low=low, high=high)
+    return line
 
 
 def traces(runs, name, points):
     """Curves of a metric in a series: one of the steps of all runs, and one of each longer run."""
     runs = [run for run in runs if name in run.metrics]
     lines = [{step: row[name] for step, row in run.rows.items() if name in row} for run in runs]
-    shared = sorted(set.intersection(*map(set, lines))) if lines else []
+    if not lines:
+        return
+    shared = sorted(set.intersection(*map(set, lines)))
     last = max(shared, default=-1)
-    tails = [([line], [step for step in line if step > last]) for line in lines]
-    for part, steps in [(lines, shared), *tails]:
+    parts = [(lines, shared)]
+    for line in lines:
+        parts.append(([line], [step for step in line if step > last]))
+    for part, steps in parts:
         if steps:
             yield thin([[line[step] for step in steps] for line in part], steps, points)
 
 
 def charts_of(series, points, patterns):
     """{metric: its curves} of the metrics that match a pattern; no curves if it is always 0."""
-    rows = [row for runs in series for run in runs for row in run.rows.values()]
-    names = matching(set().union(*rows), patterns)
-    charts = {name: [] for name in names if not name.endswith(("best@1", "maj@1"))}
-    for name, lines in charts.items():
+    rows = []
+    for runs in series:
+        for run in runs:
+            rows += run.rows.values()
+    charts = {}
+    for name in matching(set().union(*rows), patterns):
+        if name.endswith(("best@1", "maj@1")):
+            continue
+        charts[name] = []
         if any(row.get(name) for row in rows):
-            for number, runs in enumerate(series):
-                lines += [dict(series=number) | line for line in traces(runs, name, points)]
+            for i, runs in enumerate(series):
+                charts[name] += [dict(series=i) | line for line in traces(runs, name, points)]
     return charts
 
 
@@ -613,12 +714,15 @@ def time_parts(runs, points):
     if not steps:
         return None
     seconds = {}
-    for name in sorted({name for run in runs for name in matching(run.metrics, "timing_s/*")}):
+    names = set().union(*(run.metrics for run in runs))
+    for name in matching(names, "timing_s/*"):
         values = [[run.rows[step].get(name, 0) for step in steps] for run in runs]
         seconds[name.removeprefix("timing_s/")] = np.array(values)
-    whole, checkpoint = seconds.pop("step"), seconds.pop("save_checkpoint", None)
+    whole = seconds.pop("step")
+    checkpoint = seconds.pop("save_checkpoint", None)
     seconds["other"] = (whole - sum(seconds.values())).clip(0)
-    seconds |= {} if checkpoint is None else {"save_checkpoint": checkpoint}
+    if checkpoint is not None:
+        seconds["save_checkpoint"] = checkpoint
     total = sum(part.sum() for part in seconds.values()) or 1.0
     parts = [(f"{name} {x.sum() / total:.0%}", thin(x, steps, points)) for name, x in seconds.items()]
     return dict(x=parts[0][1]["x"], parts=[[name, line["y"]] for name, line in parts])
@@ -633,7 +737,11 @@ def compare_arguments(runs):
     """Rows of kind, argument and its value in each run; kinds: differ, own (of some scripts), equal."""
     for name in dict.fromkeys(name for run in runs for name in run.args):
         values = [cut(run.args[name]) if name in run.args else "–" for run in runs]
-        kind = "own" if "–" in values else "equal" if len(set(values)) == 1 else "differ"
+        kind = "differ"
+        if "–" in values:
+            kind = "own"
+        elif len(set(values)) == 1:
+            kind = "equal"
         yield kind, name, *values
 
 
@@ -643,12 +751,23 @@ def build(runs, reload_s=0):
     series = series_of(runs)
     points = max(40, min(400, 1200 // len(series)))
     script = (files("plotly") / "package_data/plotly.min.js").read_bytes()
-    page = dict(runs=runs, checks=CHECKS, marks=MARKS, limit=LIMIT, embed=embed, matching=matching)
-    page |= dict(series=list(series), reload_s=reload_s, rollouts=[], remarks=[], strftime=time.strftime)
-    page["arguments"] = list(compare_arguments([run for run in runs if run.args]))
-    page["charts"] = cache(partial(charts_of, series.values(), points))
-    page["times"] = {label: time_parts(alike, points) for label, alike in series.items()}
-    page["plotly"] = base64.b64encode(gzip.compress(script)).decode()  # leaves more room for rollouts
+    page = {
+        "runs": runs,
+        "checks": CHECKS,
+        "marks": MARKS,
+        "limit": LIMIT,
+        "embed": embed,
+        "matching": matching,
+        "strftime": time.strftime,
+        "series": list(series),
+        "reload_s": reload_s,
+        "rollouts": [],
+        "remarks": [],
+        "arguments": list(compare_arguments([run for run in runs if run.args])),
+        "charts": cache(partial(charts_of, series.values(), points)),
+        "times": {label: time_parts(alike, points) for label, alike in series.items()},
+        "plotly": base64.b64encode(gzip.compress(script)).decode(),  # leaves more room for rollouts
+    }
     source = Path(__file__).with_suffix(".html").read_text()
     template = jinja2.Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     budget = LIMIT - len(template.render(page).encode("utf-8", "replace")) - 10_000
@@ -667,16 +786,22 @@ def write(args, reload_s):
         raise ValueError(f"--output {args.output} is a directory; give the name of an HTML file")
     paths = list(dict.fromkeys(map(Path, args.runs)))
     names = [path.resolve().name for path in paths]
-    runs = [Run(p, n if names.count(n) == 1 else str(p)) for p, n in zip(paths, names)]
+    runs = []
+    for path, name in zip(paths, names):
+        if names.count(name) > 1:
+            name = str(path)
+        runs.append(Run(path, name))
     page = build(runs, reload_s)
     with replacing(args.output) as new:
         new.write_bytes(page)
     for run in runs:
         words = [verdict.word for verdict in run.verdicts.values()]
-        print(f"{run.name}: " + ", ".join(f"{words.count(word)} {word}" for word in list(MARKS)[:3]))
+        counts = [f"{words.count(word)} {word}" for word in ("wrong", "warning", "ok")]
+        print(f"{run.name}: {', '.join(counts)}")
         for name, (word, says, step) in run.verdicts.items():
             if word in ("wrong", "warning"):
-                print(f"  {word}: {name}, {says}" + f" (step {step})" * bool(step))
+                at = f" (step {step})" if step else ""
+                print(f"  {word}: {name}, {says}{at}")
     print(f"{args.output}: {len(page) / 1e6:.1f} MB, {time.strftime('%H:%M:%S')}", flush=True)
 
 
