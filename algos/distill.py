@@ -234,7 +234,8 @@ def rollout_weights(args, logp_nt, batch):
     off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
     A log-prob of the sampler that is not finite is missing: its ratio is 1.
     """
-    mask_nt, rollout_logp_nt = batch["mask_nt"].bool(), batch["rollout_logp_nt"]
+    mask_nt = batch["mask_nt"].bool()
+    rollout_logp_nt = batch["rollout_logp_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
     known_nt = mask_nt & rollout_logp_nt.isfinite()
     d_nt = (old_nt - rollout_logp_nt).where(known_nt, 0.0)

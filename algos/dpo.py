@@ -155,7 +155,8 @@ def preference_loss(args, logp_n2, reference_n2, tokens_n2, z=0.0):
     if args.loss == "kto":
         weight_n = torch.where(tokens_n2[:, 0] > 0, args.desirable_weight, args.undesirable_weight)
         return weight_n * (1 - h_n.sigmoid()), reward_n2  # eq: dpo.kto
-    e, log_sigma = args.label_smoothing, nn.functional.logsigmoid
+    e = args.label_smoothing
+    log_sigma = nn.functional.logsigmoid
     return -(1 - e) * log_sigma(h_n) - e * log_sigma(-h_n), reward_n2  # eq: dpo.sigmoid
 
 
@@ -206,7 +207,8 @@ def reference_point(policy, steps, args):
     """
     if args.loss != "kto":
         return 0.0
-    total, size = 0.0, 0
+    total = 0.0
+    size = 0
     for rows in steps:
         size += len(rows)
         others = [row["other"] | dict(reference=row["other_reference"]) for row in rows]
@@ -503,7 +505,8 @@ class Mismatched:
 
     def __init__(self, rows, seed):
         order = np.random.default_rng(seed).permutation(len(rows))
-        self.rows, self.others = rows, np.empty_like(order)
+        self.rows = rows
+        self.others = np.empty_like(order)
         self.others[order] = np.roll(order, 1)
 
     def __len__(self):

@@ -144,8 +144,10 @@ def plan_shards(args, prompts, rows):
 
 def build_engine(args):
     """A vLLM engine in this process, with the model's weights."""
-    cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
-    config, sees = AutoConfig.from_pretrained(args.model), takes_images(args.model, (args.data,))
+    cuda = torch.cuda.is_available()
+    torchrun = "RANK" in os.environ
+    config = AutoConfig.from_pretrained(args.model)
+    sees = takes_images(args.model, (args.data,))
     quantized = hasattr(config, "quantization_config")
     if torchrun:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # the ranks meet

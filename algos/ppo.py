@@ -194,7 +194,8 @@ def gae(reward_nt, value_nt, mask_nt, gamma, lam):
     lam: a number, or one for each response.
     Rewards 0 0 1, values 0.5 0.6 0.7, gamma = lam = 1 -> A 0.5 0.4 0.3, returns 1 1 1.
     """
-    adv_nt, mask_nt = torch.zeros_like(value_nt), mask_nt.bool()
+    adv_nt = torch.zeros_like(value_nt)
+    mask_nt = mask_nt.bool()
     next_value_n = next_adv_n = torch.zeros_like(value_nt[:, 0])
     for t in reversed(range(value_nt.shape[1])):
         delta_n = reward_nt[:, t] + gamma * next_value_n - value_nt[:, t]  # eq: ppo.delta
@@ -262,7 +263,8 @@ def rollout_weights(args, logp_nt, batch):
     off_policy: 0 where A < 0 and the response's mean of log(p_sampler / p) is above the threshold.
     A log-prob of the sampler that is not finite is missing: its ratio is 1.
     """
-    mask_nt, rollout_logp_nt = batch["mask_nt"].bool(), batch["rollout_logp_nt"]
+    mask_nt = batch["mask_nt"].bool()
+    rollout_logp_nt = batch["rollout_logp_nt"]
     old_nt = batch.get("old_logp_nt", logp_nt.detach())
     known_nt = mask_nt & rollout_logp_nt.isfinite()
     d_nt = (old_nt - rollout_logp_nt).where(known_nt, 0.0)
@@ -431,7 +433,8 @@ def main(args):
         engine = build_engine(args, device)
         run.say(f"loading {args.model}")
         policy = load_model(args, args.model, mesh, device, adapters_of(args))
-        models, reference = [policy], policy
+        models = [policy]
+        reference = policy
         if args.kl_coef and not args.lora_rank:  # with LoRA: the policy without its adapters
             reference = load_model(args, args.model, mesh, device, freeze)
             models.append(reference)

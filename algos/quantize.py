@@ -79,7 +79,9 @@ PRESETS = {"w8a8": "W8A8", "w4a16": "W4A16", "fp8": "FP8_DYNAMIC"}
 
 def read_texts(path, tokenizer, args, limit=None):
     """Rows of a parquet that have an answer -> ids [1, L] of each, and where its assistant speaks."""
-    texts, empty, keys = [], 0, dict(prompt="prompt", completion=args.response_key)
+    texts = []
+    empty = 0
+    keys = dict(prompt="prompt", completion=args.response_key)
     if "messages" in Source(path).names:
         keys = dict(messages="messages")
     elif not args.response_key:

@@ -262,7 +262,8 @@ def main(args):
             if val_rows and run.due(args.test_freq):
                 with timed(timing, "testing"):
                     metrics |= evaluate(policy, val_rows, args)
-                accuracy, loss = metrics["val/accuracy"], metrics["val/loss"]
+                accuracy = metrics["val/accuracy"]
+                loss = metrics["val/loss"]
                 run.say(f"step {step}: accuracy {accuracy:.3f}, loss {loss:.4f}")
             # ---- metrics
             timing["step"] = run.elapsed()

@@ -201,7 +201,8 @@ def update(policy, optimizer, rows, args, step=1, total_steps=1):
 @torch.no_grad()
 def evaluate(policy, rows, args):
     """The loss over all rows, each token weighing the same; of texts also in bits per byte."""
-    loss, tokens = 0.0, 0
+    loss = 0.0
+    tokens = 0
     for batch in micro_batches(policy, rows, args):
         [logp_nt] = token_logps(policy, batch)
         trained_nt = send(pad([row["trained"] for row in batch]), logp_nt.device)
@@ -280,7 +281,8 @@ def add_adaptive_adapters(lm, rank, alpha, seed):
     """
     add_adapters(lm, math.ceil(1.5 * rank), alpha, seed)
     for layer in [layer for layer in lm.modules() if hasattr(layer, "lora_A")]:
-        a, b = layer.lora_A["default"], layer.lora_B["default"]
+        a = layer.lora_A["default"]
+        b = layer.lora_B["default"]
         nn.init.normal_(a.weight, std=0.02)
         nn.init.normal_(b.weight, std=0.02)
         layer.lora_E = nn.Parameter(a.weight.new_zeros(a.out_features))
@@ -293,7 +295,8 @@ def add_adaptive_adapters(lm, rank, alpha, seed):
 
 def adaptive_parts(layer):
     """Names and parameters of the adapter of a layer."""
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    a = layer.lora_A["default"].weight
+    b = layer.lora_B["default"].weight
     return ("lora_E", layer.lora_E), ("lora_A", a), ("lora_B", b)
 
 
@@ -302,7 +305,8 @@ def orthogonality(layers):
     gaps = []
     for layer in layers:
         _, (_, a), (_, b) = adaptive_parts(layer)
-        a, b = a.full_tensor(), b.full_tensor()
+        a = a.full_tensor()
+        b = b.full_tensor()
         one = torch.eye(len(a), device=a.device)
         gaps += [a @ a.t() - one, b.t() @ b - one]
     return sum(map(torch.linalg.matrix_norm, gaps)) / len(gaps)  # eq: lora.orthogonality
@@ -318,7 +322,8 @@ def choose_ranks(layers, args, step, total_steps, finite):
             now = (p * p.grad).abs().full_tensor().float()
             mean.lerp_(now, 0.15)  # eq: lora.importance
             spread.lerp_((now - mean).abs(), 0.15)
-    begin, end = total_steps // 10, total_steps // 2
+    begin = total_steps // 10
+    end = total_steps // 2
     budget = args.lora_rank * len(layers)
     if begin < step <= end:
         score = torch.stack([rank_scores(layer) for layer in layers])
@@ -412,7 +417,8 @@ def check_layout(policy, rows, args):
 def refuse_model(args):
     """Stop where the flags ask for what the model does not have."""
     config = AutoConfig.from_pretrained(args.model)
-    name, sp_size = f"{args.model} ({config.model_type})", args.sp_size
+    name = f"{args.model} ({config.model_type})"
+    sp_size = args.sp_size
     heads = getattr(config.get_text_config(), "num_attention_heads", 0)
     special = " and ".join(families.special_layers(config))
     rounded = args.qlora and families.dequantised(config)
@@ -525,7 +531,8 @@ def load_texts(paths, args, tokenizer):
         return [dict(ids=ids, bytes=len(text.encode()))] if text else []
 
     fields = dict(ids=IDS, bytes=INT)
-    columns, encode = dict(text=args.text_key), partial(map, example)
+    columns = dict(text=args.text_key)
+    encode = partial(map, example)
     rows, dropped = encoded_rows(paths, tokenizer, columns, fields, encode, (), (load_texts,))
     return Texts(rows, args.max_length), {tokenizer.eos_token_id}, 0, dropped
 

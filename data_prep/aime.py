@@ -41,7 +41,8 @@ def hub(split, year):
 def make_row(record, split, index, year):
     """One row of the schema; the sets of 2024 and 2025 name their columns with and without a capital."""
     record = {name.lower(): value for name, value in record.items()}
-    problem, answer = record["problem"], str(record["answer"])
+    problem = record["problem"]
+    answer = str(record["answer"])
     return {
         "data_source": f"aime{year}",
         "prompt": [{"role": "user", "content": PROMPT.format(problem=problem)}],

@@ -69,7 +69,8 @@ def splits(args):
         raise ValueError("--tool_share and --worked_share both write sft.parquet; choose one")
     low = 10 ** (args.digits - 1) if args.digits > 1 else 0
     n = 10**args.digits - low  # operands
-    n_pairs, held_out = n * (n + 1) // 2, args.val_size + args.test_size
+    n_pairs = n * (n + 1) // 2
+    held_out = args.val_size + args.test_size
     rng = random.Random(args.seed)
     if args.operation == "chain":
         sizes = (rng.randint(2, args.terms) for _ in range(3 * (held_out + args.train_size)))
@@ -117,8 +118,10 @@ def last_digits(first, *steps):
 def make_row(split, index, *operands, operation="add"):
     """One row of the schema for a sum, a product, a chain or a last digit."""
     if operation == "last_digit":
-        question, digits = "".join(map(str, operands)), last_digits(*operands)
-        answer, truth = ">" + " ".join(map(str, digits)), str(digits[-1])
+        question = "".join(map(str, operands))
+        digits = last_digits(*operands)
+        answer = ">" + " ".join(map(str, digits))
+        truth = str(digits[-1])
     else:
         question = ("*" if operation == "multiply" else "+").join(map(str, operands)) + "="
         truth = str(math.prod(operands) if operation == "multiply" else sum(operands))
@@ -135,7 +138,8 @@ def make_row(split, index, *operands, operation="add"):
 
 def converse(row, with_tool):
     """A row -> one for SFT: the answer, or <<37*85>>, the tool's answer to it, and the answer."""
-    answer, call = row["reward_model"]["ground_truth"], f"<<{row['extra_info']['question'].rstrip('=')}>>"
+    answer = row["reward_model"]["ground_truth"]
+    call = f"<<{row['extra_info']['question'].rstrip('=')}>>"
     said = [("assistant", call), ("tool", answer)] * with_tool + [("assistant", answer)]
     messages = row["prompt"] + [{"role": role, "content": content} for role, content in said]
     return {name: row[name] for name in ("data_source", "extra_info")} | {"messages": messages}

@@ -38,7 +38,8 @@ class Args(prepare.Args):
 def hub(split, dataset):
     """Arguments of `datasets.load_dataset`."""
     # CAREFUL: `datasets` refuses apps and taco for their loading scripts; it reads the files next to them.
-    apps, taco = f"hf://datasets/codeparrot/apps/{split}.jsonl", f"hf://datasets/BAAI/TACO/{split}/*.arrow"
+    apps = f"hf://datasets/codeparrot/apps/{split}.jsonl"
+    taco = f"hf://datasets/BAAI/TACO/{split}/*.arrow"
     return {
         "codecontests": {"path": "deepmind/code_contests", "split": split},
         "apps": {"path": "json", "data_files": apps, "split": "train"},
@@ -76,7 +77,8 @@ def codeforces(record):
 def apps(record):
     """(question, tests, program or None) of APPS and TACO; the columns are JSON text."""
     tests = json.loads(record["input_output"] or "{}")
-    question, name = record["question"], tests.get("fn_name")
+    question = record["question"]
+    name = tests.get("fn_name")
     if name:
         tests["inputs"] = ["\n".join(map(json.dumps, arguments)) for arguments in tests["inputs"]]
         outputs = tests["outputs"]

@@ -31,7 +31,8 @@ def hub(split):
 
 def make_row(record, split, index, seen):
     """One row of the schema; `seen` collects the problems."""
-    question, ground_truth = record["prompt"][0]["content"], record["reward_model"]["ground_truth"]
+    question = record["prompt"][0]["content"]
+    ground_truth = record["reward_model"]["ground_truth"]
     if question in seen:
         raise prepare.LeftOut("a copy of an earlier row")
     seen.add(question)

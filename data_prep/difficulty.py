@@ -77,7 +77,9 @@ def judged(path, right):
 def main(args):
     if not 0 <= args.low <= args.high <= 1:
         raise ValueError(f"--low {args.low} --high {args.high}: it must be 0 <= low <= high <= 1")
-    prompts, counts, rows = {}, Counter(), []
+    prompts = {}
+    counts = Counter()
+    rows = []
     for path in args.files:
         for row, key, found in judged(path, args.right):
             prompts.setdefault(key, (row, []))[1].extend(found)

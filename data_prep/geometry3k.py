@@ -38,9 +38,11 @@ def hub(split):
 def make_row(record, split, index):
     """One row of the schema."""
     if "choices" in record:  # the authors' files
-        problem, answer = record["annotat_text"], record["choices"]["ABCD".index(record["answer"])]
+        problem = record["annotat_text"]
+        answer = record["choices"]["ABCD".index(record["answer"])]
     else:
-        problem, answer = record["problem"], record["answer"]
+        problem = record["problem"]
+        answer = record["answer"]
     text = problem if record.get("images") else problem.replace("<image>", "").strip()
     row = {
         "data_source": "hiyouga/geometry3k",

@@ -39,7 +39,8 @@ def hub(split):
 
 def tool_trace(answer):
     """The answer as messages: a turn ends with each annotation, <<48/2>>, and a tool gives its result, 24."""
-    messages, (said, *rest) = [], ANNOTATION.split(answer)
+    messages = []
+    (said, *rest) = ANNOTATION.split(answer)
     for expression, result, following in zip(rest[::3], rest[1::3], rest[2::3]):
         messages.append({"role": "assistant", "content": f"{said}<<{expression}>>"})
         messages += Calculator({}).step(messages[-1]["content"])
@@ -51,7 +52,8 @@ def tool_trace(answer):
 
 def make_row(record, split, index, tool_traces=False):
     """One row of the schema; the ground truth is the number after the answer's `#### `, without commas."""
-    question, answer = record["question"], record["answer"]
+    question = record["question"]
+    answer = record["answer"]
     _, marker, ground_truth = answer.rpartition("#### ")
     if not marker:
         raise ValueError(f"'answer' does not end in '#### NUMBER': {answer[-60:]!r}")

@@ -58,7 +58,10 @@ class Args:
 
 def read_file(path):
     """Kind of a file, its first record, the rows as trainers read them, and the lines of the others."""
-    source, good, lines, silent = Source(path), [], [], 0
+    source = Source(path)
+    good = []
+    lines = []
+    silent = 0
     first = next((row for _, row in source.rows() if isinstance(row, dict)), {})
     for kind, wanted in FORMS.items():  # noqa: B007
         columns = columns_of(source.names, wanted)
@@ -102,7 +105,8 @@ def checked(row):
 
 def unscored(path, rows, manager):
     """Lines for rows that the rewards cannot score; prints which data sources none of them scores here."""
-    lines, of_source = [], {}
+    lines = []
+    of_source = {}
     for row in rows:
         of_source.setdefault(row["data_source"], []).append(row)
     for source, some in of_source.items():
@@ -118,7 +122,8 @@ def prompt_lengths(path, rows, tokenizer):
     chats = [row.get("prompt") or row["messages"] for row in rows]
     if tokenizer is None:
         return [sum(len(message["content"]) for message in chat) for chat in chats]
-    prompted, lengths = "prompt" in rows[0], []
+    prompted = "prompt" in rows[0]
+    lengths = []
     for i, chat in enumerate(chats):
         try:
             text = render(chat, tokenizer, given_by(rows[i], None, tokenizer), prompted)
@@ -139,7 +144,9 @@ def print_histogram(lengths, unit):
 
 
 def main(args):
-    tokenizer, prompts, valid = None, {}, True
+    tokenizer = None
+    prompts = {}
+    valid = True
     manager = RewardManager(compute_score=load_rewards(args.reward_fn, ()))
     if not args.tokenizer and (args.chat_template or args.chat_template_kwargs != "{}"):
         raise ValueError("--chat_template and --chat_template_kwargs need --tokenizer, which they are for")

@@ -85,7 +85,8 @@ POSTSCRIPT = (
 QUOTED = "Wrap your entire response with double quotation marks."
 NO_COMMA = "In your entire response, refrain from the use of any commas."
 FREQUENCY = "In your response, the word {keyword} should appear {relation} {frequency} times."
-SIZES, ATLEAST = (10, 15, 20, 30), "at least"
+SIZES = (10, 15, 20, 30)
+ATLEAST = "at least"
 # IFEval's name of an instruction: its words, and what a generator of random numbers makes of its arguments
 INSTRUCTIONS = {
     "change_case:english_capital": (CAPITALS, lambda rng: {}),
@@ -149,7 +150,8 @@ def make_rows(split, subjects, rng):
         text, draw = INSTRUCTIONS[name]
         kwargs = draw(rng)
         said = {key: ", ".join(x) if isinstance(x, list) else x for key, x in kwargs.items()}
-        task, subject = rng.choice(TASKS), rng.choice(subjects)
+        task = rng.choice(TASKS)
+        subject = rng.choice(subjects)
         word = subject.split()[-1]
         question = f"{task.format(subject)} Include the word {word}. {text.format(**said)}"
         if question in seen:
@@ -174,7 +176,8 @@ def main(args):
     rng = random.Random(args.seed)
     subjects = [" ".join(subject.split()) for subject in SUBJECTS.split(",")]
     rng.shuffle(subjects)
-    half, rest = len(subjects) // 2, 3 * len(subjects) // 4
+    half = len(subjects) // 2
+    rest = 3 * len(subjects) // 4
     parts = dict(train=subjects[:half], val=subjects[half:rest], test=subjects[rest:])
     for split, part in parts.items():
         path = Path(args.local_save_dir) / f"{split}.parquet"

@@ -32,7 +32,8 @@ def hub(split):
 
 def make_row(record, split, index):
     """One row of the schema; the ground truth is the last box of the solution."""
-    problem, solution = record["problem"], record["solution"]
+    problem = record["problem"]
+    solution = record["solution"]
     if record["source"] not in SOURCES:
         raise prepare.LeftOut("of another source")
     ground_truth = last_boxed(solution)

@@ -57,7 +57,9 @@ def prepare(args, splits, hub, make_row):
     """
     if args.max_samples is not None and args.max_samples < 1:
         raise ValueError(f"--max_samples is {args.max_samples}; it must be at least 1")
-    sources, local, names = {}, args.local_dataset_path, args.splits or splits
+    sources = {}
+    local = args.local_dataset_path
+    names = args.splits or splits
     if local and Path(local).is_file():  # it is one split, which it may be named after
         named = [name for name in names if Path(local).name.startswith(name.rpartition("=")[2])]
         names = (*named, *names)[:1]
@@ -91,7 +93,8 @@ def read_local(place, split):
     Its files are, at any depth, SPLIT.parquet, its parts SPLIT-*.parquet, or all in a folder SPLIT; any of
     ENDINGS will do.  The record of a line that is no JSON is the ValueError.
     """
-    files, others = [], []
+    files = []
+    others = []
     if Path(place).is_file():
         return Source(place).rows()
     if not Path(place).is_dir():
@@ -119,7 +122,8 @@ def write_splits(directory, sources, make_row, max_samples=None, seed=0):
     """
     prompts = {}
     for out, records in sources.items():
-        path, left_out = Path(directory) / f"{out}.parquet", Counter()
+        path = Path(directory) / f"{out}.parquet"
+        left_out = Counter()
         rows = usable_rows(records, make_row, out, left_out)
         rows = rows if max_samples is None else draw(rows, max_samples, seed)
         rows = remember(rows, prompts.setdefault(path.name, []))
@@ -148,7 +152,10 @@ class Noted(dict):
 
 def usable_rows(records, make_row, out, left_out):
     """Yield the rows; count the others in `left_out`; name the first broken ones, and unread columns."""
-    used, broken, names, read = 0, "broken (named above)", {}, set()
+    used = 0
+    broken = "broken (named above)"
+    names = {}
+    read = set()
     for index, (place, record) in enumerate(records):
         try:
             if isinstance(record, ValueError):
@@ -183,7 +190,8 @@ def reasons(left_out):
 
 def draw(rows, n, seed):
     """n of the rows in their order, all choices equally likely (reservoir sampling)."""
-    rng, kept = random.Random(seed), []
+    rng = random.Random(seed)
+    kept = []
     for i, row in enumerate(rows):
         place = i if i < n else rng.randrange(i + 1)
         if place < n:
@@ -210,7 +218,8 @@ def repeated_prompts(prompts):
 
     prompts: {name of a file: [prompt_key of each row]}.
     """
-    seen, found = {}, {}
+    seen = {}
+    found = {}
     for name, keys in prompts.items():
         for row, key in enumerate(keys):
             if key in seen:

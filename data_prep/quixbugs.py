@@ -59,7 +59,8 @@ def make_row(record, split, index):
 
 
 def main(args):
-    root, records = Path(args.local_dataset_path), []
+    root = Path(args.local_dataset_path)
+    records = []
     for path in sorted((root / "json_testcases").glob("*.json")):
         program = root / "correct_python_programs" / f"{path.stem}.py"
         records.append((str(path), (path.stem, program.read_text(), path.read_text())))

@@ -40,7 +40,8 @@ def make_row(entry, split, index, task, seen):
     """One row of the schema; extra_info's `entry` is the library's entry as a Python literal, for scoring."""
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
-    question, answer = entry["question"], entry["answer"]
+    question = entry["question"]
+    answer = entry["answer"]
     if question in seen:
         raise prepare.LeftOut("the question of an earlier row")
     seen.add(question)

@@ -106,7 +106,10 @@ def main(args):
     def characters(reply):
         return sum(len(message["content"]) for message in reply)
 
-    prompts, left_out, shares, rows = {}, Counter(), Counter(), {"sft": [], "pairs": []}
+    prompts = {}
+    left_out = Counter()
+    shares = Counter()
+    rows = {"sft": [], "pairs": []}
     for path in args.files:
         for row, key, found in judged(path, args.right, left_out):
             prompts.setdefault(key, (row, []))[1].extend(found)
@@ -114,7 +117,8 @@ def main(args):
     for index, (row, found) in enumerate(prompts.values()):
         right, wrong = (different([reply for reply, good in found if good is kind]) for kind in (True, False))
         kept_columns = [name for name in ("data_source", "prompt", *OPTIONAL) if name in row]
-        about, info = {name: row[name] for name in kept_columns}, dict(split="train", index=index)
+        about = {name: row[name] for name in kept_columns}
+        info = dict(split="train", index=index)
         kept = sorted(right, key=characters) if args.keep == "shortest" else right
         kept = kept[: args.max_per_prompt if args.keep == "all" else 1]
         made = pairs(right, wrong, args.max_pairs)

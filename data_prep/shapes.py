@@ -24,7 +24,8 @@ from PIL import Image, ImageDraw
 from data_prep.lib.schema import write_parquet
 from data_prep.prepare import run
 
-COLORS, KINDS = ("red", "green", "blue", "yellow", "purple", "black"), ("circle", "square", "triangle")
+COLORS = ("red", "green", "blue", "yellow", "purple", "black")
+KINDS = ("circle", "square", "triangle")
 SIDE, CELLS = 32, 3  # pixels of a picture, and places for small shapes along one side of it
 MOST = 4  # shapes of the colour that is asked for, and of others
 
@@ -64,24 +65,31 @@ def draw(shapes):
 
 def one_shape(rng):
     """A question about one shape -> question, answer, a guess, pictures."""
-    color, kind, size = rng.choice(COLORS), rng.choice(KINDS), rng.randint(14, 22)
+    color = rng.choice(COLORS)
+    kind = rng.choice(KINDS)
+    size = rng.randint(14, 22)
     x, y = (rng.randrange(SIDE - size) for _ in range(2))
     return "What colour is it?", color, rng.choice(COLORS), [draw([(color, kind, x, y, size)])]
 
 
 def some_shapes(rng, images):
     """A question about small shapes, as one_shape."""
-    colors, total, pictures = COLORS[:3], 0, []
+    colors = COLORS[:3]
+    total = 0
+    pictures = []
     color = rng.choice(colors)
     for _ in range(images):
-        number, others = rng.randint(0, MOST), rng.randint(0, MOST)
+        number = rng.randint(0, MOST)
+        others = rng.randint(0, MOST)
         names = [color] * number + rng.choices([c for c in colors if c != color], k=others)
-        places, shapes = rng.sample(range(CELLS * CELLS), len(names)), []
+        places = rng.sample(range(CELLS * CELLS), len(names))
+        shapes = []
         for name, place in zip(names, places):
             size = rng.randint(6, 8)
             x, y = (1 + 10 * i + rng.randrange(10 - size) for i in divmod(place, CELLS))
             shapes.append((name, rng.choice(KINDS), x, y, size))
-        total, pictures = total + number, [*pictures, draw(shapes)]
+        total = total + number
+        pictures = [*pictures, draw(shapes)]
     return f"How many are {color}?", str(total), str(rng.randint(0, MOST * images)), pictures
 
 

@@ -71,7 +71,8 @@ def make_model(args, processor):
     if args.hidden_size % 32 or args.image_size % (PATCH * SCALE):
         sizes = f"--hidden_size {args.hidden_size}, --image_size {args.image_size}"
         raise ValueError(f"{sizes}: they must be multiples of 32 and of {PATCH * SCALE}")
-    tokenizer, sizes = processor.tokenizer, dict(hidden_size=args.hidden_size)
+    tokenizer = processor.tokenizer
+    sizes = dict(hidden_size=args.hidden_size)
     sizes |= dict(num_hidden_layers=args.layers, num_attention_heads=args.hidden_size // 32)
     text = sizes | dict(model_type="llama", vocab_size=len(tokenizer), intermediate_size=4 * args.hidden_size)
     text |= dict(max_position_embeddings=args.max_positions, pad_token_id=tokenizer.pad_token_id)

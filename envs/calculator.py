@@ -69,7 +69,8 @@ def _value(node):
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             value = _value(operand) * (-1 if isinstance(sign, ast.USub) else 1)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            left, right = _value(left), _value(right)
+            left = _value(left)
+            right = _value(right)
             if isinstance(op, ast.Pow):
                 if abs(right) * _bits(left) > 2 * MAX_BITS:
                     raise ValueError("the power is too large")

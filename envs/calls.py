@@ -69,7 +69,8 @@ def find_reader(tokenizer, tools, name=None):
     """
     classes, missing = parsers(name)
     written = [written_call(*said, tokenizer) for said in TRIES]
-    marked, vocabulary = copy(tokenizer), Vocabulary(tokenizer.get_vocab())
+    marked = copy(tokenizer)
+    vocabulary = Vocabulary(tokenizer.get_vocab())
     marked.get_vocab = lambda: vocabulary  # made once: a tokenizer makes one each time
     stop_ids = tokenizer.convert_tokens_to_ids(sorted({last for _, last in written if last}))
     if not written[0][0]:
@@ -102,7 +103,9 @@ def parsers(name):
         from vllm.tool_parsers import ToolParserManager
     for part in ("vllm.tool_parsers", "vllm.parser"):  # what a model writes is no error of the run
         logging.getLogger(part).setLevel(logging.CRITICAL + 1)
-    known, missing, found = [*OWN, *ToolParserManager.list_registered()], set(), dict(OWN)
+    known = [*OWN, *ToolParserManager.list_registered()]
+    missing = set()
+    found = dict(OWN)
     if name not in (None, *known):
         raise ValueError(f"--tool_parser {name}: there are {', '.join(known)}")
     for key in known[len(OWN) :] if name is None else {name} - OWN.keys():

@@ -10,7 +10,8 @@ import re
 class Guess:
     def __init__(self, extra_info):
         self.low, self.high, self.number = (int(extra_info[key]) for key in ("low", "high", "number"))
-        self.turns, self.found = 0, False
+        self.turns = 0
+        self.found = False
 
     def step(self, text):
         self.turns += 1

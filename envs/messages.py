@@ -23,7 +23,8 @@ def observation(tokenizer, messages, tools, last, after=None):
         if words and max(words, key=len) not in text:
             silent = f"the chat template of {tokenizer.name_or_path} shows no role {message['role']}"
             raise Unrenderable(f"{silent}: take another by --chat_template, or let the environment use user")
-    ids, special = tokenizer.encode(text, add_special_tokens=False), special_tokens(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    special = special_tokens(tokenizer)
     ended = last is not None and special.fullmatch(tokenizer.decode([last]))
     both = ended and special.match(alone) and special.match(text)  # it ended by another than the template's
     return ids[ids[:1] == [last] or bool(both) :]  # one end a turn: a cut one keeps the template's
@@ -31,7 +32,8 @@ def observation(tokenizer, messages, tools, last, after=None):
 
 def after_words(tokenizer, messages, tools):
     """What the template writes after a turn, with messages that answer it, and without them."""
-    mark, texts = "[what it said]", []
+    mark = "[what it said]"
+    texts = []
     chat = [dict(role="user", content="x"), dict(role="assistant", content=mark)]
     for more in (messages, []):
         options = dict(tools=tools, tokenize=False, add_generation_prompt=bool(more))
@@ -45,7 +47,8 @@ def after_words(tokenizer, messages, tools):
 
 def shorten(tokenizer, messages, limit):
     """The messages without special tokens, cut to `limit` tokens each, and how many of them were longer."""
-    short, longer = [], 0
+    short = []
+    longer = 0
     for message in messages:
         # no token has more than 100 characters: a megabyte is cut before it is tokenised
         message = without_special(message | dict(content=message["content"][: 100 * limit]), tokenizer)

@@ -54,7 +54,8 @@ async def exchange(key, kind, data):
     return await exchange(key, kind, data)
 
 
-ACTION, TOOLS = fetch("/schema")["action"], []
+ACTION = fetch("/schema")["action"]
+TOOLS = []
 if ACTION["title"] in ("Action", "CallToolAction", "ListToolsAction"):
     TOOLS = fetch("/step", action=dict(type="list_tools"))["observation"]["tools"]
 
@@ -79,7 +80,8 @@ class Remote(ToolEnv if TOOLS else object):
         """Do a step of the environment -> the text in what it shows, or all of that as JSON."""
         answer = awaited(exchange(self.key, kind, data))
         self.score += answer["reward"] or 0.0
-        self.done, seen = answer["done"], answer["observation"]
+        self.done = answer["done"]
+        seen = answer["observation"]
         if self.done:
             session("close", session_id=self.key)
         if TOOLS and seen.get("result"):

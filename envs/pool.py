@@ -33,11 +33,16 @@ class EnvPool:
         if workers < 1 or not timeout_s > 0:
             raise ValueError(f"environments with {workers} workers, {timeout_s} s: both must be above 0")
         env_class = load_env(spec)
-        self.tools, self.calls_tools = env_class.tools, issubclass(env_class, ToolEnv)
+        self.tools = env_class.tools
+        self.calls_tools = issubclass(env_class, ToolEnv)
         self.parser, self.read_calls, self.ends = parser, None, []  # the last two: envs/calls.py
-        self._loading, self._timeout_s, self._workers = _Loading(spec), timeout_s, workers
-        self._states, self._in_flight = {}, 0
-        self._calls, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
+        self._loading = _Loading(spec)
+        self._timeout_s = timeout_s
+        self._workers = workers
+        self._states = {}
+        self._in_flight = 0
+        self._calls = queue.SimpleQueue()
+        self._answers = queue.SimpleQueue()
         for _ in range(workers):  # CAREFUL: daemons, since an executor's threads hold up the end of a run
             threading.Thread(target=self._serve, daemon=True).start()
 
@@ -78,7 +83,10 @@ class EnvPool:
         worker = Worker()
         while call := self._calls.get():
             key, args = call
-            state, messages, reward, failure = None, None, None, None
+            state = None
+            messages = None
+            reward = None
+            failure = None
             try:
                 reply = worker.call("envs.pool:step_env", *args, timeout_s=self._timeout_s)
                 # CAREFUL: looked at here again, since a process that was taken over may send anything

@@ -16,7 +16,8 @@ class Retry:
     def __init__(self, extra_info):
         self.entry = extra_info["entry"]
         self.task = ast.literal_eval(self.entry)["metadata"]["source_dataset"]
-        self.attempts, self.score = 0, 0.0
+        self.attempts = 0
+        self.score = 0.0
 
     def step(self, text):
         self.attempts += 1

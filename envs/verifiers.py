@@ -31,14 +31,16 @@ def __getattr__(taskset):
         env = load_environment(resolve_env_config(dict(taskset=config)))
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(one_line(error)) from None
-    task, taskset_class = type(env.taskset).task_type(), type(env.taskset)
+    task = type(env.taskset).task_type()
+    taskset_class = type(env.taskset)
     if (task.setup, task.finalize, type(env)) != (vf.Task.setup, vf.Task.finalize, vf.SingleAgentEnv):
         raise ValueError(f"{taskset}: setup, finalize and an Env of its own, as of a user, are not supported")
 
     def servers():
         return task.toolsets(env.config.taskset.task) + taskset_class.toolsets(env.config.taskset)
 
-    mcp, tools = MCPServer(taskset), []
+    mcp = MCPServer(taskset)
+    tools = []
     for name, function in functions_of(servers()).items():
         mcp.add_tool(function, name, description=function.__doc__)
     for x in awaited(mcp.list_tools()):

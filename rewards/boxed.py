@@ -13,7 +13,9 @@ def last_boxed(text):
 
     `\boxed 5` counts too.  A box that is never closed does not.
     """
-    best, opens, stack = None, -1, []
+    best = None
+    opens = -1
+    stack = []
     for token in BOX_TOKEN.finditer(text):
         if token[0] == "{":
             stack.append(token.end() if token.start() == opens else None)

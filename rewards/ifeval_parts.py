@@ -12,7 +12,8 @@ PUNCTUATION = re.compile(r"[.,?!'\"]")
 def has_paragraphs(text, num_paragraphs):
     """Whether so many paragraphs stand between lines of ***."""
     parts = re.split(r"\s?\*\*\*\s?", text)
-    inner, ends = parts[1:-1], [part for part in (parts[0], parts[-1]) if part.strip()]
+    inner = parts[1:-1]
+    ends = [part for part in (parts[0], parts[-1]) if part.strip()]
     number = len(inner) + len(ends) if len(parts) > 1 else len(ends) - 1
     return all(part.strip() for part in inner) and number == num_paragraphs
 

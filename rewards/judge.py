@@ -44,7 +44,8 @@ READS = "JUDGE_MODEL", "JUDGE_RUBRIC", "JUDGE_OPTIONS"  # what decides a score
 for name in ("JUDGE_BASE_URL", "JUDGE_MODEL"):
     if not os.environ.get(name):
         raise ValueError(f"{name} is not set in the environment")
-MODEL, OPTIONS = os.environ["JUDGE_MODEL"], json.loads(os.environ.get("JUDGE_OPTIONS") or "{}")
+MODEL = os.environ["JUDGE_MODEL"]
+OPTIONS = json.loads(os.environ.get("JUDGE_OPTIONS") or "{}")
 
 
 async def score(data_source, solution_str, ground_truth, extra_info=None, prompt=None):
@@ -90,7 +91,9 @@ def question(response, reference, rubric, prompt):
 class Client(openai.DefaultAsyncHttpxClient):
     """Has as many requests under way as the server takes: one that it refuses shows how many that is."""
 
-    limit, at_work, refusal = math.inf, 0, ""
+    limit = math.inf
+    at_work = 0
+    refusal = ""
 
     async def send(self, request, **options):
         while self.at_work >= self.limit:
@@ -138,7 +141,8 @@ async def ask(messages, n):
     forms = {"json_schema": strict, "json_object": dict(type="json_object")}
     tries = 0
     while True:
-        form, options = FORMS[0], dict(temperature=0, max_completion_tokens=500)
+        form = FORMS[0]
+        options = dict(temperature=0, max_completion_tokens=500)
         options |= dict(response_format=forms[form]) if form in forms else {}
         try:
             chat = client().chat.completions.with_raw_response

@@ -21,7 +21,8 @@ def score(solution_strs, results, **_):
     """
     correct = [is_correct(result) for result in results]
     lengths = [len(text) for text, good in zip(solution_strs, correct, strict=True) if good] or [0]
-    mean, std = statistics.fmean(lengths), statistics.pstdev(lengths)
+    mean = statistics.fmean(lengths)
+    std = statistics.pstdev(lengths)
     penalties = []
     for text, good in zip(solution_strs, correct, strict=True):
         z = (len(text) - mean) / (std + 1e-6)

@@ -64,12 +64,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     the machine did not run to its end: that is a counted failure and no score of 0.
     """
     check, tests = read_tests(ground_truth)
-    passed, timeouts = 0, 0
+    passed = 0
+    timeouts = 0
     with closing(check(find_program(solution_str), tests)) as verdicts:
         for is_right, reason in verdicts:
             passed += is_right
             timeouts += reason == "timeout"
-    score, acc = passed / max(len(tests), 1), float(0 < passed == len(tests))
+    score = passed / max(len(tests), 1)
+    acc = float(0 < passed == len(tests))
     return {"score": score, "acc": acc, "timeouts": timeouts}
 
 

@@ -53,7 +53,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     extra_info["entry"]: the library's entry as a Python literal; it has the ground truth too.
     Raises ValueError for an unknown or refused task and for a broken entry, TimeoutError and WorkerError.
     """
-    task, entry = data_source.removeprefix("reasoning_gym/"), check_row(data_source, ground_truth, extra_info)
+    task = data_source.removeprefix("reasoning_gym/")
+    entry = check_row(data_source, ground_truth, extra_info)
     return call_in_worker("rewards.reasoning_gym:score", task, entry, solution_str, timeout_s=TIMEOUT_S)
 
 
@@ -73,7 +74,9 @@ def score(task, entry, solution_str):
         entry = ast.literal_eval(entry)
     except (ValueError, SyntaxError):
         raise ValueError("extra_info['entry'] is no Python literal") from None
-    answer, points, unreadable = extract_answer(solution_str.rpartition("</think>")[2]), 0.0, False
+    answer = extract_answer(solution_str.rpartition("</think>")[2])
+    points = 0.0
+    unreadable = False
     if answer is not None:
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # tower_of_hanoi prints what it does not like

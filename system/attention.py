@@ -25,8 +25,10 @@ def packed_attention(module, query, key, value, mask, scaling, kv_index, shapes,
     window = more.get("sliding_window")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     if len(kv_index) > len(key):  # shared prompts; indexing is slow in backward
-        key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
-    size, size_v = query.shape[-1], value.shape[-1]
+        key = key.index_select(0, kv_index)
+        value = value.index_select(0, kv_index)
+    size = query.shape[-1]
+    size_v = value.shape[-1]
     # flash attention has half precision, heads up to 256 by eights, and values as wide as queries
     if query.is_cuda and query.dtype != torch.float32 and size <= 256 and size % 8 == 0:
         options = dict(scale=scaling, window_size=((window or 0) - 1, 0), enable_gqa=True)
@@ -43,7 +45,9 @@ def segment_attention(query, key, value, shapes, scaling, window=None):
     """Causal SDPA in each segment, to the last `window` keys: [T, H, D], twice [S, KV, D] -> [T, H, D]."""
     dtype = query.dtype
     if not query.is_cuda:  # a CPU's backward pass is slow in bfloat16
-        query, key, value = query.float(), key.float(), value.float()
+        query = query.float()
+        key = key.float()
+        value = value.float()
     runs = [(len(list(same)), *shape) for shape, same in groupby(shapes.tolist())]
     keys = [n * s for n, _, s in runs]
     parts = zip(query.split([n * t for n, t, _ in runs]), key.split(keys), value.split(keys))

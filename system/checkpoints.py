@@ -110,7 +110,8 @@ def write_hf(directory, lm, weights):
 
 def point_latest_at(path, keep):
     """Point `latest` at a checkpoint, then remove all but the newest `keep`."""
-    root, link = path.parent, path.parent / ".latest"
+    root = path.parent
+    link = path.parent / ".latest"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
     latest = root / "latest"

@@ -31,7 +31,8 @@ def own_vllm():
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
 
     # vLLM names shared memory by what follows the last colon of an address: "env://" in all runs of a machine
-    run, arguments = f"{os.getppid()}-{os.environ.get('MASTER_PORT')}", Executor._distributed_args
+    run = f"{os.getppid()}-{os.environ.get('MASTER_PORT')}"
+    arguments = Executor._distributed_args
     Executor._distributed_args = lambda self: (f"env://:{run}", *arguments(self)[1:])
     # it runs some families by their class in transformers, and would change the trainer's
     Base._decorate_for_torch_compile = lambda self: None

@@ -62,7 +62,8 @@ def takes_images(model, files):
     with suppress(OSError, ValueError):  # whoever reads a file or a model says what is wrong
         for file in files:
             with open(file, "rb") as rows:
-                parquet, text = rows.read(4) == b"PAR1", str(rows.read(2**16))
+                parquet = rows.read(4) == b"PAR1"
+                text = str(rows.read(2**16))
             names = pq.read_schema(file).names if parquet else re.findall(r'"(\w+)"\s*:', text)
             if not {"images", "image"}.isdisjoint(names):
                 return wrapped(AutoConfig.from_pretrained(model))
@@ -268,7 +269,8 @@ def auto_classifier(config):
     if method == "compressed-tensors" and "SequenceClassification" not in str(config.architectures):
         problem = f"{config.name_or_path} has weights in {method}, to which no head for scores is added"
         fail(f"{problem}: take the checkpoint that it was made of, in bfloat16")
-    known, kind = AutoModelForSequenceClassification._model_mapping, type(config)
+    known = AutoModelForSequenceClassification._model_mapping
+    kind = type(config)
     if known.get(kind, None) is None:
         base = AutoModel._model_mapping[kind]
         name = base.__name__.removesuffix("Model").removesuffix("ForConditionalGeneration")
@@ -284,7 +286,8 @@ def add_older_names(file):
     """Add to a config.json what transformers 4 reads, which knows no `rope_parameters`."""
 
     def add(config):
-        family, rope = config.get("model_type", ""), dict(config.get("rope_parameters") or {})
+        family = config.get("model_type", "")
+        rope = dict(config.get("rope_parameters") or {})
         if family.startswith("gemma3") and rope:
             config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         if family == "modernbert-decoder" and rope:
@@ -314,7 +317,8 @@ def add_older_names(file):
 def save_tokenizer(tokenizer, model, directory):
     """Save a tokenizer, or a processor with one: transformers 4 too makes the same ids of a text."""
     tokenizer.save_pretrained(directory)
-    text, file = getattr(tokenizer, "tokenizer", tokenizer), directory / "tokenizer_config.json"
+    text = getattr(tokenizer, "tokenizer", tokenizer)
+    file = directory / "tokenizer_config.json"
     if text.is_fast:  # the class that takes tokenizer.json as it is
         config = json.loads(file.read_text("utf-8")) | dict(tokenizer_class="PreTrainedTokenizerFast")
         config |= dict(padding_side=text.padding_side, model_input_names=text.model_input_names)

@@ -128,7 +128,8 @@ def with_imports(path, found):
             names = [x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant)]
             found |= {name: digest_of_file(os.environ.get(name, "")) for name in names}
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            level, module = vars(node).get("level"), vars(node).get("module")
+            level = vars(node).get("level")
+            module = vars(node).get("module")
             for x in node.names:
                 place = path.parents[max(level or 1, 1) - 1]
                 for part in f"{module or ''}.{x.name}".strip(".").split("."):

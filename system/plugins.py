@@ -23,7 +23,8 @@ def load_from(spec, flag):
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise ValueError(f"{flag} {spec}: write it as FILE.py:NAME")
-    path, shipped = Path(file).expanduser().resolve(), Path(__file__).parents[1] / file
+    path = Path(file).expanduser().resolve()
+    shipped = Path(__file__).parents[1] / file
     if not path.exists() and shipped.is_file():  # for a script that was copied elsewhere
         path = shipped
     if not path.exists():

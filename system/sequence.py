@@ -93,7 +93,8 @@ def visible_spans(kv_index, shapes, tokens):
     begins: the token sees all from there up to itself. Prompt a b with responses c d and e, in the row
     a b, e, c d: 0 0 0 for a and b, 0 2 2 for e, 0 2 3 for c and d.
     """
-    spans, sizes = [], []
+    spans = []
+    sizes = []
     start = first = 0  # of a segment, and of what it sees
     for queries, keys in shapes.tolist():
         root = kv_index[first].item()
@@ -115,7 +116,9 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def pass_on(x, group, hops=1):
         """Begin to send x that far around the ring -> what comes from behind when the works are done."""
-        new, ranks, rank = torch.empty_like(x), group.size(), group.rank()
+        new = torch.empty_like(x)
+        ranks = group.size()
+        rank = group.rank()
         send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + hops) % ranks)
         receive = dist.P2POp(dist.irecv, new, group=group, group_peer=(rank - hops) % ranks)
         return new, dist.batch_isend_irecv([send, receive])
@@ -130,7 +133,8 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def rounds(query, kv, spans, group, scaling):
         """Each slice of keys and values that passes by, this rank's first, and its blocks of scores."""
-        width, rank = kv.shape[1], group.rank()
+        width = kv.shape[1]
+        rank = group.rank()
         # the first slice that each rank has to see
         first = [part[:, 0].min().item() // width for part in spans.split(width)]
         hops = max(i - other for i, other in enumerate(first))  # as far as any rank has to see
@@ -142,7 +146,8 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def blocks(query, kv, spans, scaling, start, other):
         """Of queries from position `start` on, keys from `other` on -> rows, columns and scores."""
-        width, heads = kv.shape[1], query.shape[1] // kv.shape[1]
+        width = kv.shape[1]
+        heads = query.shape[1] // kv.shape[1]
         for a in range(start, start + width, RING_ROWS):
             b = min(a + RING_ROWS, start + width)
             c = max(spans[a:b, 0].min().item(), other)
@@ -191,7 +196,8 @@ class Ring(torch.autograd.Function):
                 key, value = other[:, columns].tensor_split([size], -1)
                 weights = (scores - lse[:, rows, None]).exp()
                 d_scores = weights * (d_out[:, rows] @ value.mT - inner[:, rows]) * scaling
-                weights, d_scores = weights.to(kv.dtype), d_scores.to(kv.dtype)
+                weights = weights.to(kv.dtype)
+                d_scores = d_scores.to(kv.dtype)
                 d_query[:, rows] += d_scores @ key
                 parts = d_scores.mT @ query[:, rows], weights.mT @ d_out[:, rows]
                 d_kv[:, columns] += torch.cat(parts, -1)

@@ -38,8 +38,12 @@ class RewardManager:
             raise ValueError(f"unknown reward manager {mode!r}; known: naive, prime")
         if workers < 1 or not timeout_s > 0:
             raise ValueError(f"reward manager with {workers} workers, {timeout_s} s: both must be above 0")
-        self.mode, self.compute_score, self.num_examine = mode, compute_score, num_examine
-        self.timeout_s, self.workers, self._places = timeout_s, workers, threading.Semaphore(workers)
+        self.mode = mode
+        self.compute_score = compute_score
+        self.num_examine = num_examine
+        self.timeout_s = timeout_s
+        self.workers = workers
+        self._places = threading.Semaphore(workers)
         if mode == "prime":
             self._check_process()
 
@@ -62,7 +66,8 @@ class RewardManager:
             check_sources(sources)
         checks = [*filter(None, map(row_check, functions))]
         for row in rows if checks else ():
-            source, truth = row["data_source"], row["reward_model"].get("ground_truth")
+            source = row["data_source"]
+            truth = row["reward_model"].get("ground_truth")
             try:
                 for check in checks:
                     check(source, truth, row["extra_info"])

@@ -59,7 +59,8 @@ def arguments(function, rows, earlier):
 
 def kept_alive():
     """While the block lasts, os._exit ends the reward and not the run."""
-    own, leave = os.getpid(), os._exit
+    own = os.getpid()
+    leave = os._exit
 
     def stay(code):
         if os.getpid() != own:  # a process that the reward has forked

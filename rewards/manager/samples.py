@@ -66,9 +66,11 @@ def validation_metrics(rows):
                 groups.setdefault(row["index"], []).append(row["reward"])
         groups = list(groups.values())
         returned = {key for group in groups for result in group for key in result}
-        kind, key = "reward", "score"
+        kind = "reward"
+        key = "score"
         if "acc" in returned:
-            kind, key = "acc", "acc"
+            kind = "acc"
+            key = "acc"
         values = [[float(result.get(key, 0)) for result in group] for group in groups]
         n = len(values[0])
         prefix = f"val-core/{source}/{kind}"

@@ -159,7 +159,8 @@ def _normalize(answer):
         text = text.replace(sign, " ")
     text = text.lstrip().rstrip(" .,")
     if text.endswith("%"):
-        text, unit = text.rstrip(" \\%"), "%"
+        text = text.rstrip(" \\%")
+        unit = "%"
     text, unit = split_unit(text, unit)
     joined = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     if not {",", "(", "["} & {*joined} and "\\{" not in joined:  # (1,234) is a pair
@@ -187,7 +188,8 @@ def _decimals(match):
 
 def _interval(match):
     """]0,1[ as (0,1)."""
-    opener, closer = match[1].replace("]", "("), match[3].replace("[", ")")
+    opener = match[1].replace("]", "(")
+    closer = match[3].replace("[", ")")
     return opener + match[2] + closer
 
 

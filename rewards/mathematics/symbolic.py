@@ -30,7 +30,8 @@ VALUES = sympy.Expr | sympy.MatrixBase
 RELATIONS = sympy.core.relational.Relational | sympy.And
 TASKS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.")
-OPENERS, CLOSERS = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
+OPENERS = ("{", "(", "[", "\\{")
+CLOSERS = ("}", ")", "]", "\\}")
 RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![A-Za-z])")
 # What an equation may give the value of: x, \theta, x_{1}, f(x), total, (x,y), |AB|, \frac{AB}{CD}, V:W
 NAME = re.compile(

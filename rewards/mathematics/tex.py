@@ -24,7 +24,8 @@ LAST_DIGITS = re.compile(r"[-+*/=<>,)\]}|]|\\(?:cdot|times|le|ge|ne)")  # what f
 
 def with_braces(text):
     """The text with all arguments in braces, and those of functions in parentheses."""
-    tokens, parts = TOKEN.findall(text)[::-1], []
+    tokens = TOKEN.findall(text)[::-1]
+    parts = []
     while tokens:
         parts.append(_item(tokens))
     return "".join(parts)
@@ -89,7 +90,8 @@ def _function(name, tokens):
 
 def _base(tokens):
     """Of a logarithm: 2 in \\log_28, where nothing else can be the argument."""
-    underscore, digits = tokens.pop(), _next(tokens)
+    underscore = tokens.pop()
+    digits = _next(tokens)
     after = "".join(tokens[-2:-1])
     if digits.isdecimal() and len(digits) > 1 and (not after or LAST_DIGITS.match(after)):
         return f"_{{{_digit(tokens)}}}"

@@ -83,7 +83,8 @@ def drive(request):
         reason, out, err = watch(pid, stdout, stderr, timeout_s, request)
         os.kill(pid, 9)  # a zombie, if it ended
         _, status, usage = os.wait4(pid, 0)
-        used_s, code = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
+        used_s = usage.ru_utime + usage.ru_stime
+        code = os.waitstatus_to_exitcode(status)
         request["total_s"] -= used_s
         if reason == "ended" and used_s >= timeout_s:  # at its limit, and `watch` had no core to see it
             reason = "timeout"
@@ -114,7 +115,8 @@ def watch(pid, stdout, stderr, timeout_s, request):
         if used_s >= timeout_s:
             reason = "timeout"
         elif used_s > seen_s + 0.01:
-            seen_s, idle_s = used_s, 0
+            seen_s = used_s
+            idle_s = 0
         elif idle_s > request["idle_s"] and is_asleep(program, request["proc"]):
             reason, request["total_s"] = "timeout", 0  # no time for the tests after it
         wait_s = min(max(timeout_s - used_s, 0.001), LOOK_S)

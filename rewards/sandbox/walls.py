@@ -47,8 +47,15 @@ DENIED = " ".join(
 NEWEST_SYSCALL = 449  # later ones do not exist for the program; nor do the x32 numbers, from 1 << 30
 CLONE3 = 435  # nor does it: libc falls back to clone, whose flags a filter can see
 CLONE_THREAD = 0x10000
-LOAD, EQUAL, GREATER_EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
+LOAD = 0x20
+EQUAL = 0x15
+GREATER_EQUAL = 0x35
+ANY_BIT = 0x45
+RETURN = 0x06
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+EPERM = 0x50001
+ENOSYS = 0x50026
 MACHINES = {  # AUDIT_ARCH; column in DENIED; numbers of pivot_root, clone, prlimit64, fcntl, ioctl, prctl
     "x86_64": (0xC000003E, 0, 155, 56, 302, 72, 16, 157),
     "aarch64": (0xC00000B7, 1, 41, 220, 261, 25, 29, 167),
@@ -94,7 +101,9 @@ def enter_namespaces():
 
     As root, root and NOBODY are mapped to themselves; else only the user is.
     """
-    uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
+    uid = os.getuid()
+    gid = os.getgid()
+    pid = os.getpid()
     nobody = f"\n{NOBODY} {NOBODY} 1" if uid == 0 else ""
     files = {"uid_map": f"{uid} {uid} 1{nobody}", "gid_map": f"{gid} {gid} 1{nobody}"}
     if uid:
