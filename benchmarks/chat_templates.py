@@ -36,8 +36,7 @@ if __name__ == "__main__":
 
 import jinja2
 
-from data_prep.lib.special import RENDER_ERRORS
-from data_prep.lib.templates import plain, render, shows_tools
+from data_prep.lib.templates import RENDER_ERRORS, plain, render, shows_tools
 from data_prep.lib.turns import encode_messages, trained_turns
 from envs.calls import find_reader
 from tests.conversations import SHAPES, TOOLS, ends_of, forms, make_tokenizer, messages_of

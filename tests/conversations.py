@@ -6,7 +6,7 @@ import re
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.lib.chats import conversation
+from data_prep.lib.conversations import conversation
 from tests.conftest import golden
 
 # ---- tokenizers ----------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from test_sft import CONVERSATION
 
 from algos import generate, quantize
 from data_prep import preference, sft_chat
-from data_prep.lib import replies, source
+from data_prep.lib import conversations, source
 from data_prep.lib.cache import encoded_rows, load_prompts
-from data_prep.lib.chats import conversation
+from data_prep.lib.conversations import conversation
 from data_prep.lib.schema import load_rows, read_rows, write_parquet
 
 
@@ -115,8 +115,8 @@ def test_every_script_reads_the_calls_that_were_written(writer, tmp_path, monkey
     rows = quantize.read_texts(str(file), tokenizer, quantize.Args("", ""))
     found = [tokenizer.decode(ids[0]) for ids, _ in rows]
     assert found == [f"<|user|>hi<|assistant|>{text}" for text in texts]
-    for module in (replies, generate):
-        monkeypatch.setattr(module, "asked", lambda prompt: prompt)
+    for module in (conversations, generate):
+        monkeypatch.setattr(module, "check_prompt", lambda prompt: None)
     rows, _ = load_prompts([str(file)], tokenizer, 999)
     prompts = generated(str(file), tokenizer)
     for row, prompt, (_, answer), text in zip(rows, prompts.values(), talks, texts, strict=True):

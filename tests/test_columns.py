@@ -21,7 +21,7 @@ from test_sft import CONVERSATION, conversation_tokenizer
 
 from algos import agent, dapo, distill, dpo, grpo, grpo_nano, rm, sft
 from data_prep import preference, sft_chat, tiny_vlm
-from data_prep.lib import cache, columns
+from data_prep.lib import cache, conversations
 from data_prep.lib.images import load_processor
 
 CALLS = CONVERSATION.replace(
@@ -75,7 +75,7 @@ def written(path, rows):
 
 def read(script, path, tokenizer, **flags):
     """The rows that a script makes of files, each as its texts; a reward model has no prompt apart."""
-    columns.SAID.clear()
+    conversations.note.cache_clear()
     paths = [path] if isinstance(path, str) else path
     if script == "sft":
         rows, *_ = sft.load_examples(paths, make_args(sft, **flags), tokenizer)

@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 
 from algos import sft
 from data_prep import rejection
-from data_prep.lib import replies, templates, turns
+from data_prep.lib import templates, turns
+from data_prep.lib.conversations import says_nothing
 from data_prep.lib.images import encode_prompt
-from data_prep.lib.special import without_special
+from data_prep.lib.templates import without_special
 
 START, LOOP, BODY, STOP, TAIL = (
     "{%- for m in messages -%}",
@@ -144,7 +145,7 @@ def test_marks_that_leave_out_what_ends_a_turn(case):
 
 def test_a_turn_that_is_not_trained_may_be_empty():
     said = [dict(role="assistant", content="", train=False), dict(role="assistant", content="3")]
-    assert not turns.says_nothing(said) and turns.says_nothing([said[1] | dict(content=" ")])
+    assert not says_nothing(said) and says_nothing([said[1] | dict(content=" ")])
 
 
 @pytest.mark.parametrize("case", golden("thoughts"), ids=lambda case: str(case["message"]))
@@ -172,18 +173,18 @@ def test_thoughts_that_are_left_open():
     opened = "<|assistant|><think>\n"
     closed = "<|assistant|><think>\n\n</think>\n\n"
     for case in (("So.", opened), ("", opened), ("<think>So.",), ("\n<|channel>thought\nSo.",)):
-        assert replies.opens_only(*case)
+        assert turns.opens_only(*case)
     for case in (("So.",), ("So.", closed), ("So.</think>3", opened), ("<think>So.</think>",)):
-        assert not replies.opens_only(*case)
+        assert not turns.opens_only(*case)
 
 
 def test_a_thought_after_a_prompt_that_has_none():
     closed = "<|assistant|><think>\n\n</think>\n\n"
     for text in ("<think>\n\n</think>\n\n3", "3"):
-        assert replies.answer_after(closed, text) == "3"
+        assert turns.answer_after(closed, text) == "3"
     with pytest.raises(ValueError, match="the answer has a thought and its prompt an empty one"):
-        replies.answer_after(closed, "<think>So.</think>3")
-    assert replies.answer_after("<|assistant|>", "<think>So.</think>3") == "<think>So.</think>3"
+        turns.answer_after(closed, "<think>So.</think>3")
+    assert turns.answer_after("<|assistant|>", "<think>So.</think>3") == "<think>So.</think>3"
     assert rejection.whole_thought("So.</think>3") == "<think>\nSo.</think>3"
     assert rejection.whole_thought("<think>So.</think>3") == "<think>So.</think>3"
 
@@ -242,4 +243,4 @@ def test_another_template_and_its_variables(tmp_path):
     templates.use_template(tokenizer, None, "{}")
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="the model has no chat template; give one by --chat_template FILE"):
-        sft.encode("1+2=", "3", tokenizer)
+        sft.encode(talk("1+2="), "3", tokenizer)

@@ -1,7 +1,7 @@
 """The rows of all data sets: their definition, a validator, a reader and a writer.
 
 data_source: str                      which reward scores the row (rewards.SOURCES)
-prompt: list of {role, content}       chat messages; role is one of ROLES in chats.py
+prompt: list of {role, content}       chat messages; role is one of ROLES in conversations.py
 ability: str                          kind of task, for people
 reward_model: {style, ground_truth}   style "rule..." or "model"; a rule needs the ground truth
 extra_info: dict                      split, index (of the row in its source), question, answer, ...
@@ -9,7 +9,7 @@ extra_info: dict                      split, index (of the row in its source), q
 
 Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`: lists of {role, content}.
 A `prompt` may be a string, one message of the user; `chosen` and `rejected` too, one of the assistant.
-Messages with tool calls: chats.py.  Other names of these columns, and further ones: columns.py.
+Messages with tool calls, other names of these columns, and further ones: conversations.py.
 """
 
 import json
@@ -19,8 +19,17 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.lib.chats import in_text, say_unknown
-from data_prep.lib.columns import TALKS, check_fields, opened, read, shown, talk_of, used
+from data_prep.lib.conversations import (
+    CONVERSATIONS,
+    check_fields,
+    in_text,
+    inputs_of,
+    messages_of,
+    opened,
+    read_row,
+    say_unknown,
+    used,
+)
 from data_prep.lib.source import by_bytes
 from system.files import replacing
 
@@ -49,7 +58,7 @@ def load_rows(paths, columns):
 
 
 def read_rows(path, wanted, say=True):
-    """Yield lists of rows of a file as `columns.read` has them. wanted: {what: column}, see `columns_of`.
+    """Yield lists of rows of a file as `read_row` has them. wanted: {what: column}, see `columns_of`.
 
     Raises as `load_rows`.
     """
@@ -58,7 +67,7 @@ def read_rows(path, wanted, say=True):
         rows = []
         for record in batch:
             try:
-                rows.append(read(record, columns))
+                rows.append(read_row(record, columns))
             except ValueError as error:
                 raise ValueError(f"{path}: row {first + len(rows)}: {error}") from None
         yield rows
@@ -115,7 +124,7 @@ def size_of(value):
 def stored(row, where):
     """A row as it is written: a file has one struct for the calls of all rows, so they are JSON text."""
     checked = check_row(row, where)
-    lists = [name for name in TALKS if isinstance(row.get(name), list)]
+    lists = [name for name in CONVERSATIONS if isinstance(row.get(name), list)]
     row = row | {name: [*map(in_text, checked[name])] for name in lists}
     for name in {"tools", "chat_template_kwargs"} & row.keys():
         row[name] = json.dumps(checked[name], ensure_ascii=False) if checked[name] else None
@@ -129,11 +138,11 @@ def check_row(row, where):
     """
     try:
         check_fields(row)
-        talks = {name: talk_of(row[name], name, name) for name in TALKS if name in row}
-        beside, _ = shown(row)
+        talks = {name: messages_of(row[name], name, name) for name in CONVERSATIONS if name in row}
+        inputs, _ = inputs_of(row)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return row | talks | {name: beside[name] for name in OPTIONAL if name in row}
+    return row | talks | {name: inputs[name] for name in OPTIONAL if name in row}
 
 
 def _names(row):
