@@ -154,11 +154,8 @@ def read_row(record, columns):
     row, system = inputs_of(record, columns.values())
     for what, column in columns.items():
         value = value_of(record, column)
-        if what == "completion" and "label" not in columns:
-            is_text = not isinstance(value, list | dict)
-        else:
-            is_text = what not in (*CONVERSATIONS, "completion")
-        if not is_text:
+        is_text = what == "completion" and "label" not in columns and not isinstance(value, list | dict)
+        if what in (*CONVERSATIONS, "completion") and not is_text:
             value = messages_of(value, what, column)
         row[what] = value
     prompt_column = columns.get("prompt")

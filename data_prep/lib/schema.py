@@ -49,8 +49,11 @@ def load_rows(paths, columns):
     Columns that the schema defines are validated; others must be there and not null.  Raises ValueError, in
     one line with file, row and field, for a file that cannot be read, and for a bad row.
     """
-    rows, wanted = [], {name: name for name in columns if name not in OPTIONAL}
-    for path in [paths] if isinstance(paths, str | PathLike) else paths:
+    if isinstance(paths, str | PathLike):
+        paths = [paths]
+    wanted = {name: name for name in columns if name not in OPTIONAL}
+    rows = []
+    for path in paths:
         for some in read_rows(path, wanted, say=False):
             rows += [{name: row[name] for name in columns} for row in some]
     say_unknown()
@@ -62,16 +65,17 @@ def read_rows(path, wanted, say=True):
 
     Raises as `load_rows`.
     """
-    (source, columns), first = opened(path, wanted, say), 0
+    source, columns = opened(path, wanted, say)
+    count = 0
     for batch in source.batches(used(source, columns)):
         rows = []
         for record in batch:
             try:
                 rows.append(read_row(record, columns))
             except ValueError as error:
-                raise ValueError(f"{path}: row {first + len(rows)}: {error}") from None
+                raise ValueError(f"{path}: row {count + len(rows)}: {error}") from None
         yield rows
-        first += len(rows)
+        count += len(rows)
 
 
 def write_parquet(rows, path):
@@ -79,26 +83,31 @@ def write_parquet(rows, path):
 
     Raises ValueError, in one line with file, row and field, for a row that `load_rows` would refuse.
     """
-    count, first, schema, parts = 0, None, None, []
+    count = 0
+    names = None
+    schema = None
+    parts = []
     with replacing(path) as new, TemporaryDirectory(prefix=f"{new.name}.", dir=new.parent) as folder:
         for batch in by_bytes((row, size_of(row)) for row in rows):
-            last = count + len(batch) - 1
+            where = f"{path}: rows {count} to {count + len(batch) - 1}"
             for i, row in enumerate(batch):
                 batch[i] = stored(row, f"{path}: row {count + i}")
-                first = first or _names(row)
-                if _names(row) != first:  # pyarrow would fill in nulls, or drop what row 0 does not have
-                    differ = f"columns {_names(row)} differ from those of row 0, {first}"
-                    raise ValueError(f"{path}: row {count + i}: {differ}")
-            given = {name: None for name in OPTIONAL if any(name in row for row in batch)}
+                found = names_of(row)
+                names = names or found
+                if found != names:  # pyarrow would fill in nulls, or drop what row 0 does not have
+                    problem = f"columns {found} differ from those of row 0, {names}"
+                    raise ValueError(f"{path}: row {count + i}: {problem}")
+            optional = {name: None for name in OPTIONAL if any(name in row for row in batch)}
+            part = f"{folder}/{count}"
+            parts.append(part)
             try:
-                parts.append(f"{folder}/{count}")
-                pq.write_table(pa.Table.from_pylist([given | row for row in batch]), parts[-1])
-                now = pq.read_schema(parts[-1])
-                schema = pa.unify_schemas([schema or now, now], promote_options="permissive")
+                pq.write_table(pa.Table.from_pylist([optional | row for row in batch]), part)
+                found = pq.read_schema(part)
+                schema = pa.unify_schemas([schema or found, found], promote_options="permissive")
             except pa.ArrowException as error:
-                raise ValueError(f"{path}: rows {count} to {last}: a column of two types: {error}") from None
+                raise ValueError(f"{where}: a column of two types: {error}") from None
             except (OverflowError, UnicodeEncodeError) as error:  # an integer over 64 bits; half a character
-                raise ValueError(f"{path}: rows {count} to {last} cannot be written: {error}") from None
+                raise ValueError(f"{where} cannot be written: {error}") from None
             count += len(batch)
         if not count:
             raise ValueError(f"{path}: no rows to write")
@@ -118,16 +127,23 @@ def size_of(value):
         return sum(map(size_of, value.values()))
     if isinstance(value, list | tuple):
         return sum(map(size_of, value))
-    return len(value) if isinstance(value, str | bytes) else 8
+    if isinstance(value, str | bytes):
+        return len(value)
+    return 8
 
 
 def stored(row, where):
     """A row as it is written: a file has one struct for the calls of all rows, so they are JSON text."""
     checked = check_row(row, where)
-    lists = [name for name in CONVERSATIONS if isinstance(row.get(name), list)]
-    row = row | {name: [*map(in_text, checked[name])] for name in lists}
-    for name in {"tools", "chat_template_kwargs"} & row.keys():
-        row[name] = json.dumps(checked[name], ensure_ascii=False) if checked[name] else None
+    row = dict(row)
+    for name in CONVERSATIONS:
+        if isinstance(row.get(name), list):
+            row[name] = [in_text(message) for message in checked[name]]
+    for name in ("tools", "chat_template_kwargs"):
+        if name in row:
+            row[name] = None
+            if checked[name]:
+                row[name] = json.dumps(checked[name], ensure_ascii=False)
     return row
 
 
@@ -138,14 +154,14 @@ def check_row(row, where):
     """
     try:
         check_fields(row)
-        talks = {name: messages_of(row[name], name, name) for name in CONVERSATIONS if name in row}
+        messages = {name: messages_of(row[name], name, name) for name in CONVERSATIONS if name in row}
         inputs, _ = inputs_of(row)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return row | talks | {name: inputs[name] for name in OPTIONAL if name in row}
+    return row | messages | {name: inputs[name] for name in OPTIONAL if name in row}
 
 
-def _names(row):
+def names_of(row):
     """Names of the columns that no row may lack, and of the fields in columns."""
     names = sorted(row.keys() - set(OPTIONAL))
     inside = [name for name in names if isinstance(row[name], dict)]

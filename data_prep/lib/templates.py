@@ -17,9 +17,9 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from data_prep.lib.conversations import IMAGE, in_text
 from system.text import one_line
 
-OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that are given anyway
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that any template is given
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template that says itself what is trained
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template that says itself what is trained
 # of a template, which is a program: what it raises itself, and what its operations raise for these messages
 RENDER_ERRORS = (
     TemplateError,
@@ -36,7 +36,7 @@ RENDER_ERRORS = (
 
 
 def text_only(tokenizer):
-    """The tokenizer of a processor of images, or of none."""
+    """The tokenizer of a processor that takes images; any other tokenizer is one itself."""
     return getattr(tokenizer, "tokenizer", tokenizer)
 
 
@@ -62,13 +62,13 @@ def without_special(value, tokenizer):
 
 # ---- thoughts
 
-THOUGHTS = {  # what opens a thought in a text, and what closes it
+THOUGHTS = {  # the tag that opens a thought in a text, and the one that closes it
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
     "◁think▷": "◁/think▷",
 }
-MARK_OF_THOUGHT = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
+THOUGHT_TAG = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
 
 
 def with_reasoning(message):
@@ -126,7 +126,7 @@ def check_variables(options, tokenizer):
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
         templates = dict(default=templates or "")
-    given = OURS.union(text_only(tokenizer).special_tokens_map)
+    given = GIVEN.union(text_only(tokenizer).special_tokens_map)
     for name in options:
         if name in given or not any(name in variables(text) for text in templates.values()):
             raise ValueError(f"the chat template has no variable {name!r}")
@@ -143,17 +143,16 @@ def given_by(row, tools, tokenizer):
     for name in ("tools", "chat_template_kwargs"):
         if tools and row[name]:
             raise ValueError(f"it has a column {name!r}, and --env has tools of its own: drop the column")
-    own = row["tools"]
-    options = row["chat_template_kwargs"]
-    if own and not shows_tools(tokenizer):
+    if row["tools"] and not shows_tools(tokenizer):
         raise ValueError("it has tools in its column 'tools', and the chat template shows none")
     if tools and not shows_tools(tokenizer):
         hint = "leave out --env if the prompts explain them"
         raise ValueError(f"--env has tools, and the chat template shows none: {hint}")
+    options = row["chat_template_kwargs"]
     check_variables(options, tokenizer)
     if options:
-        return dict(options, tools=own)
-    return own or tools or None
+        return dict(options, tools=row["tools"])
+    return row["tools"] or tools or None
 
 
 def shows_tools(tokenizer):
@@ -170,7 +169,10 @@ def render(messages, tokenizer, tools=None, prompted=True):
 
 
 class Conversation:
-    """Messages under a chat template: the text of the first ones, and of marks in their place."""
+    """Messages under a chat template: the text of the first ones, and of marks in their place.
+
+    given: what the template is given besides messages, tools among it.
+    """
 
     def __init__(self, messages, tokenizer, tools=None):
         if tokenizer.chat_template is None:
@@ -230,7 +232,7 @@ def written(messages, tokenizer, given, prompted):
     """What the template writes, and the places in it that it marks as trained; ValueError: it cannot."""
     given = given | dict(tools=given["tools"] or None, add_generation_prompt=prompted)
     try:
-        if not GENERATION.search(str(tokenizer.chat_template)):
+        if not GENERATION_TAG.search(str(tokenizer.chat_template)):
             return tokenizer.apply_chat_template(messages, tokenize=False, **given), ()
         tokenizer = text_only(tokenizer)
         template = tokenizer.get_chat_template(None, given["tools"])
@@ -284,8 +286,8 @@ TOOL["parameters"]["properties"]["names"]["items"] = {"type": "string"}
 TOOLS = [dict(type="function", function=TOOL)]
 FORMS = list(product((False, True), repeat=3))  # see `formed`
 MARK = re.compile(r"zq(\d+)([a-z]+)(\d+)(?:name|value)?z")  # number of a message, its role or a part, number
-OWN_WORDS = ("assistant", "assistantreasoning")  # which a template may rewrite, see turns.py
-WORDS_AND_THOUGHTS = re.compile(f"({MARK_OF_THOUGHT.pattern})")
+REWRITTEN = ("assistant", "assistantreasoning")  # which a template may rewrite, see turns.py
+SPLIT_BY_TAGS = re.compile(f"({THOUGHT_TAG.pattern})")
 
 
 def in_marks(i, message):
@@ -294,7 +296,7 @@ def in_marks(i, message):
     content = message["content"]
     marked = dict(role=role, content=content)
     if role == "assistant" and isinstance(content, str):
-        parts = WORDS_AND_THOUGHTS.split(content)
+        parts = SPLIT_BY_TAGS.split(content)
         for n, part in enumerate(parts):
             words = part.strip()  # the spaces around them stay
             if words and n % 2 == 0:
@@ -350,7 +352,7 @@ def render_marks(marked, tokenizer, template, given, prompted):
             text, spans = written([formed(x, *form) for x in messages], tokenizer, given, prompted)
         except ValueError:
             continue
-        missing = lost(" ".join(marked), text, OWN_WORDS)
+        missing = lost(" ".join(marked), text, REWRITTEN)
         if not missing:
             return form, text, spans
         problem = problem or missing

@@ -15,9 +15,9 @@ import re
 from functools import cache, partial
 
 from data_prep.lib.templates import (
-    GENERATION,
+    GENERATION_TAG,
     MARK,
-    MARK_OF_THOUGHT,
+    THOUGHT_TAG,
     THOUGHTS,
     Conversation,
     lost,
@@ -44,10 +44,10 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
     conversation = Conversation(messages, tokenizer, tools)
     pairs = []
     for i in wanted:
-        if GENERATION.search(str(tokenizer.chat_template)):
+        if GENERATION_TAG.search(str(tokenizer.chat_template)):
             pairs += marked_turn(conversation, i)
         else:
-            pairs.append(turn(conversation, i))
+            pairs.append(prompt_and_turn(conversation, i))
     if not pairs:
         return []
 
@@ -56,7 +56,7 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
     prompts = ids_of([prompt for prompt, _ in pairs], tokenizer)
     for ids, (prompt, text) in zip(prompts, pairs):
         before, trained = row
-        size = shared(before, ids, tokenizer)
+        size = shared_size(before, ids, tokenizer)
         if before and not size:
             rows.append(row)
         response = ids_after(prompt, text, tokenizer)
@@ -86,12 +86,12 @@ def check_scored(messages, first, tokenizer, tools):
             raise ValueError(f"the chat template leaves out {what}; {ELSE}")
 
 
-# ---- the text of a turn
+# ---- the text of a turn, as a template renders it
 
 
-def turn(conversation, i):
+def prompt_and_turn(conversation, i):
     """Prompt and text of turn i, which ends behind EOS, or the last special token; if it has none: EOS."""
-    prompt, text = whole_turn(conversation, i)
+    prompt, text = prompt_and_rest(conversation, i)
     special = special_tokens(conversation.tokenizer)
     eos_token = conversation.tokenizer.eos_token
     last = re.search(rf"(?:(?:{special.pattern})\s*)*$", text).start()
@@ -104,7 +104,7 @@ def turn(conversation, i):
     return prompt, text[: ends[-1]]
 
 
-def whole_turn(conversation, i):
+def prompt_and_rest(conversation, i):
     """Prompt and text of turn i, with all that the template writes after it."""
     message = conversation.messages[i]
     special = special_tokens(conversation.tokenizer)
@@ -112,33 +112,33 @@ def whole_turn(conversation, i):
     as_written = plain and special.search(message["content"])  # by a model, with special tokens: gpt-oss
     views = [conversation, conversation.reasoned]
     template = str(conversation.tokenizer.chat_template)
-    has_thoughts = MARK_OF_THOUGHT.search(template)
+    has_thoughts = THOUGHT_TAG.search(template)
     if not has_thoughts:  # it may have other marks for the thoughts of the data
         views.reverse()
     for view in views:
         prompt = view.text(i, True)
-        where, number, begun, end = place(view, i)
-        if as_written and special.search(MARK_OF_THOUGHT.sub("", begun)):
+        where, number, begun, end = locate(view, i)
+        if as_written and special.search(THOUGHT_TAG.sub("", begun)):
             return prompt, message["content"] + end
         answer_after(prompt, message["content"])  # ValueError for a thought that cannot be there
         history = partial(view.text, i, False)
         found, text = find_turn(prompt, view.text(i + 1, False), history, number)
         shown = found and found == where
-        now = view.messages[i]
-        two = now.get("reasoning_content") and MARK_OF_THOUGHT.search(now["content"])
-        if two and (has_thoughts or shown):
+        rendered = view.messages[i]
+        two_thoughts = rendered.get("reasoning_content") and THOUGHT_TAG.search(rendered["content"])
+        if two_thoughts and (has_thoughts or shown):
             raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
         if shown:
             return prompt, text
     prompt = conversation.text(i, True)
-    *_, end = place(conversation, i)
-    return prompt, own_text(message, i, prompt, template) + end
+    *_, end = locate(conversation, i)
+    return prompt, untemplated_text(message, i, prompt, template) + end
 
 
-def place(conversation, i):
-    """Of turn i, with marks in the place of what is said: where it begins, and after which prompt.
+def locate(conversation, i):
+    """-> of turn i in marks: where it begins, see `find_turn`, after which prompt, what is around its words.
 
-    None: it is not shown in full there, or a thought twice. And what the template writes around it.
+    where is None if it is not shown in full there, or a thought twice.
     """
     turn = conversation.marked[i]
     _, prompt, _ = conversation.rendered_marks(i, True)
@@ -185,7 +185,7 @@ def find_turn(prompt, upto, history, number):
     return "history", generation.join(upto.split(generation)[-number:])
 
 
-def own_text(message, i, prompt, template):
+def untemplated_text(message, i, prompt, template):
     """The text of a turn that the template does not show as it was said."""
     text = message["content"]
     thought = message.get("reasoning_content")
@@ -272,7 +272,7 @@ def marked_turn(conversation, i):
 # ---- ids
 
 
-def shared(before, ids, tokenizer):
+def shared_size(before, ids, tokenizer):
     """How many ids of a row a later prompt begins with: all, or up to one of the tokens that end it."""
     size = len(before)
     if ids[:size] == before:
