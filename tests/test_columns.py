@@ -19,7 +19,7 @@ from conftest import ROOT, make_args
 from PIL import Image
 from test_sft import CONVERSATION, conversation_tokenizer
 
-from algos import agent, dapo, distill, dpo, grpo, grpo_nano, rm, sft
+from algos import agent, dapo, distill, dpo, generate, grpo, grpo_nano, quantize, rm, sft
 from data_prep import preference, sft_chat, tiny_vlm
 from data_prep.lib import cache, conversations
 from data_prep.lib.images import load_processor
@@ -61,7 +61,7 @@ BASE = {  # what a script reads of a row without flags
         prompt=[user("1+2=")],
     ),
 }
-BASE["rm"] = BASE["dpo"]
+BASE |= dict(rm=BASE["dpo"], kto=BASE["dpo"], generate=BASE["rl"], quantize=BASE["sft"])
 
 
 def written(path, rows):
@@ -84,8 +84,18 @@ def read(script, path, tokenizer, **flags):
         rows, _ = rm.read_pairs(paths, make_args(rm, **flags), tokenizer, None)
         keys = "chosen_ids", "rejected_ids"
     elif script == "rl":
-        rows, _ = cache.load_prompts(paths, tokenizer, 99)
+        rows, _ = cache.load_prompts(paths, tokenizer, flags.get("max_prompt_length", 99))
         keys = ("prompt_ids",)
+    elif script == "generate":
+        args = generate.Args(model="none", data=paths[-1], output="none", **flags)
+        prompts, *_ = generate.load_prompts(args, tokenizer, None)
+        rows = prompts.values()
+        keys = ("prompt_ids",)
+    elif script == "quantize":
+        limit = flags.pop("limit", None)
+        found = quantize.read_texts(paths[-1], tokenizer, quantize.Args("", "", **flags), limit)
+        rows = [dict(ids=ids[0]) for ids, _ in found]
+        keys = ("ids",)
     else:
         loss = "kto" if script == "kto" else "sigmoid"
         rows, _ = dpo.load_pairs(paths, make_args(dpo, loss=loss, **flags), tokenizer)
@@ -118,9 +128,12 @@ def test_what_a_row_is_read_as(case, kind, tmp_path, capsys):
         row = case["row"] if "row" in case else BASE[script] | case.get("beside", {})
         path = written(tmp_path / f"rows.{kind}", case.get("given", [row, row]))
         if "refused" in case:
-            with pytest.raises(ValueError) as error:
-                read(script, path, tokenizer, **flags)
-            line = str(error.value)
+            paths = [path]
+            if "row" in case["refused"].split()[0]:  # its number in this file, not over all files
+                paths.insert(0, written(tmp_path / "first.jsonl", [BASE[script]]))
+            with pytest.raises((ValueError, SystemExit)) as error:
+                read(script, paths, tokenizer, **flags)
+            line = str(error.value).removeprefix("error: ")
             assert line.startswith(f"{path}: {case['refused']}") and "\n" not in line
             continue
         wanted = expected(case, script) * (1 if "given" in case else 2)
