@@ -245,13 +245,13 @@ def test_flag_env(tiny, tmp_path):
     template.write_text(TOOL_TEMPLATES["smollm2, with tools"]["template"])
     write_parquet([dict(messages=[user("1+2="), says("3")])], rows)
     given = dict(model=str(tiny), train_files=(str(rows),), messages_key="messages", train_batch_size=1)
+    for name, line in (("Env", "the chat template shows none: leave out --env"), ("Other", "Other")):
+        with pytest.raises(SystemExit, match=rf"^error: [^\n]*{line}[^\n]*$"):
+            sft.load_data(make_args(sft, env=f"{tmp_path}/env.py:{name}", **given))
     for env in (None, f"{tmp_path}/env.py:Env"):
         args = make_args(sft, env=env, chat_template=str(template), **given)
         tokenizer, [row], *_ = sft.load_data(args)
         assert ("calculate" in tokenizer.decode(row["prompt_ids"])) == bool(env)
-    for name, line in (("Env", "the chat template shows none: leave out --env"), ("Other", "Other")):
-        with pytest.raises(SystemExit, match=rf"^error: [^\n]*{line}[^\n]*$"):
-            sft.load_data(make_args(sft, env=f"{tmp_path}/env.py:{name}", **given))
 
 
 # ---- the benchmark and its page
