@@ -1,16 +1,15 @@
 """Files of rows by any writer: all scripts read what was written, and refuse the rest in a line."""
 
 import json
-import math
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from functools import partial
 from tempfile import TemporaryDirectory
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import golden
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_columns import BASE, says, tokenizer_with, user, written
@@ -158,34 +157,19 @@ def test_a_reward_sees_what_json_has(kind, value, seen, tmp_path):
 # ---- JSON
 
 
-@QUIET
-@given(
-    records=st.lists(st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=4),
-    ascii=st.booleans(),
-    encoding=st.sampled_from(["utf-8", "utf-8-sig"]),
-    end=st.sampled_from(["\n", "\r\n", "\n\n", "\n \n"]),
-)
-@example(records=[dict(x="\u2028\x85")], ascii=False, encoding="utf-8-sig", end="\n")
-def test_json_of_any_writer(records, ascii, encoding, end, tmp_path_factory):
-    """A document or lines, in a file named .json; lines in .jsonl."""
-    folder = tmp_path_factory.mktemp("x")
-    dump = partial(json.dumps, ensure_ascii=ascii)
-    lines = end.join(map(dump, records)) + end
-    texts = {"a.json": dump(records), "b.json": dump(records, indent=2), "c.json": lines, "d.jsonl": lines}
-    for name, text in texts.items():
-        (folder / name).write_bytes(text.encode(encoding))
-        assert [record for _, record in source.Source(folder / name).rows()] == records, name
-
-
-def test_json_that_is_cut_off(tmp_path):
-    path = tmp_path / "x.json"
-    for text, problem in (('[{"a": 1},\n{"b"', "line 2 column 5"), ("a,b\n1,2", "line 1 column 1")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=rf"x.json: cannot be read .*{problem}"):
+@pytest.mark.parametrize("case", golden("json_files"), ids=lambda case: f"{case['why']}, {case['file']}")
+def test_json_of_any_writer(case, tmp_path):
+    """A document, or lines, with the error in place of a row that is broken."""
+    path = tmp_path / case["file"]
+    path.write_bytes(case["text"].encode())
+    if "line" in case:
+        with pytest.raises(ValueError, match=rf"{case['file']}: {case['line']}"):
             source.Source(path)
-    path.write_text('{"a": 1}\n{"b"')
-    (_, first), (place, second) = source.Source(path).rows()
-    assert first == dict(a=1) and isinstance(second, ValueError) and place.endswith("x.json: row 1")
+        return
+    found = enumerate(source.Source(path).rows())
+    for (i, (place, row)), expected in zip(found, case["rows"], strict=True):
+        assert place == f"{path}: row {i}"
+        assert row == expected or (expected == "error" and isinstance(row, ValueError))
 
 
 # ---- scripts that write rows
@@ -227,10 +211,9 @@ def test_what_no_file_can_hold(tmp_path):
 def test_numbers_next_to_nulls_and_maps(tmp_path):
     """Rows whose later groups have a field, or a fraction, that the first has not; a map is a struct."""
     path = tmp_path / "x.parquet"
-    many = [dict(x=None, y=1, z=[dict(a=1)])] * source.BATCH_ROWS
-    write_parquet([*many, dict(x="a", y=0.5, z=[dict(a=1, b=2)])], path)
-    first, *_, last = load_rows(path, ["y", "z"])
-    assert first["y"] == 1.0 and math.isclose(last["y"], 0.5) and last["z"] == [dict(a=1, b=2)]
+    last = dict(x="a", y=0.5, z=[dict(a=1, b=2)])
+    write_parquet([*[dict(x=None, y=1, z=[dict(a=1)])] * source.BATCH_ROWS, last], path)
+    assert load_rows(path, ["y", "z"])[-1] == dict(y=0.5, z=last["z"])
     talk = [user(), says("3")]
     maps = pa.array([[[*message.items()] for message in talk]], pa.list_(pa.map_(WORD, WORD)))
     pq.write_table(pa.table(dict(messages=maps)), path)
