@@ -151,7 +151,8 @@ def read_row(record, columns):
     Messages are as chat templates read them. ValueError, in one line, for what is missing or refused.
     """
     check_fields(record, columns.values())
-    row, system = inputs_of(record, columns.values())
+    check_refused(record, columns.values())
+    row, system = inputs_of(record)
     for what, column in columns.items():
         value = value_of(record, column)
         is_text = what == "completion" and "label" not in columns and not isinstance(value, list | dict)
@@ -160,19 +161,19 @@ def read_row(record, columns):
         row[what] = value
     prompt_column = columns.get("prompt")
     more = record.get("input")
-    if prompt_column == "instruction" and more:
+    if prompt_column == "instruction" and more:  # Alpaca's
         row["prompt"][-1]["content"] += f"\n{more}"
     if prompt_column in NAMES["prompt"] and ("completion" in row or "chosen" in row):
         check_other_prompts(record, row["prompt"], prompt_column)
 
-    if "label" in row:
+    if "label" in row:  # KTO's
         if row["label"] not in (0, 1):
             raise ValueError(f"{columns['label']!r} must be true or false, not {row['label']!r:.60}")
         if "messages" in row:
             messages = row.pop("messages")
             row["prompt"] = messages[:-1]
             row["completion"] = messages[-1:]
-    if "chosen" in row:  # see `pair_of`
+    if "chosen" in row:  # the messages before the replies, or none; see `pair_of`
         row["prompt"] = row.pop("messages", None) or row.get("prompt", [])
     given = [what for what in CONVERSATIONS if row.get(what)]
     if system:
@@ -204,17 +205,18 @@ def check_fields(row, names=FIELDS):
             raise ValueError("'reward_model.ground_truth' is missing; a rule compares with it")
 
 
-def inputs_of(record, columns=()):
-    """What a model is shown besides messages: dict(images, tools, chat_template_kwargs); words of a system.
-
-    ValueError if it fills in a column that others show a model, and that is none of `columns`.
-    """
+def check_refused(record, columns=()):
+    """ValueError if a record fills in a column that others show a model, and that is none of `columns`."""
     for name, value in record.items():
         if name not in REFUSED or name in columns or value in EMPTY:
             continue
         if name in NAMES["label"] and value not in (0, 1):  # of a class, or a score
             continue
         raise ValueError(f"the column {name!r} is not read: {REFUSED[name]}drop the column")
+
+
+def inputs_of(record):
+    """What a model is shown besides messages: dict(images, tools, chat_template_kwargs); a system prompt."""
     system = record.get("system") or record.get("system_prompt") or ""
     if not isinstance(system, str):
         raise ValueError(f"'system' must be a string, not {system!r:.60}")
@@ -222,12 +224,12 @@ def inputs_of(record, columns=()):
         raise ValueError("'system' and 'system_prompt' differ: keep one")
     options = record.get("chat_template_kwargs") or {}
     options = parsed(options, "chat_template_kwargs", dict, "an object")
-    row = {
+    inputs = {
         "images": images_of(record),
         "tools": tools_of(record.get("tools")),
         "chat_template_kwargs": {name: x for name, x in options.items() if x not in EMPTY},
     }
-    return row, system
+    return inputs, system
 
 
 def value_of(record, column):
@@ -400,6 +402,7 @@ def message_of(value, where):
             message |= dict(role="assistant", tool_calls=[text])
         else:
             message |= dict(role=role, content=text)
+
     role = message.get("role")
     if isinstance(role, str):
         message["role"] = SHAREGPT.get(role, role)
@@ -415,6 +418,7 @@ def message_of(value, where):
     if calls:  # CAREFUL: with an empty list some templates write a turn of calls
         message["tool_calls"] = [call_of(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
         message.setdefault("content", "")  # as vLLM does: a template may write a null as "None"
+
     content = message.get("content")
     if isinstance(content, list) and all(is_text(part) for part in content):
         content = "\n".join(part["text"] for part in content)
@@ -422,10 +426,12 @@ def message_of(value, where):
     if not isinstance(content, str):
         raise ValueError(f"'{where}' must be {{role, content}} with a string content, or {{type, text}}")
 
-    thoughts = {message.pop(key) for key in REASONING if isinstance(message.get(key), str)}
+    thoughts = set()
     for key in REASONING:
-        if key in message:
+        thought = message.pop(key, "")
+        if not isinstance(thought, str):
             raise ValueError(f"'{where}.{key}' must be a string")
+        thoughts.add(thought)
     thoughts.discard("")
     if len(thoughts) > 1:
         raise ValueError(f"'{where}' has two fields of reasoning, and they differ: keep one")
@@ -519,7 +525,7 @@ def check_prompt(messages):
 
 
 def with_system(system, messages):
-    """Messages after the words of a system, with which they may begin."""
+    """Messages after a system prompt, with which they may begin."""
     first = messages[0]
     if first["role"] != "system":
         return [dict(role="system", content=system), *messages]

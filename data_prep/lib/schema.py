@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from data_prep.lib.conversations import (
     CONVERSATIONS,
     check_fields,
+    check_refused,
     in_text,
     inputs_of,
     messages_of,
@@ -155,6 +156,7 @@ def check_row(row, where):
     try:
         check_fields(row)
         messages = {name: messages_of(row[name], name, name) for name in CONVERSATIONS if name in row}
+        check_refused(row)
         inputs, _ = inputs_of(row)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
