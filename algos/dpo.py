@@ -107,11 +107,10 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from data_prep.lib.cache import BOOLS, IDS, encoded_rows
-from data_prep.lib.columns import KTO
+from data_prep.lib.conversations import KTO, pair_of, says_nothing
 from data_prep.lib.images import load_processor
-from data_prep.lib.replies import pair_of
 from data_prep.lib.templates import given_by, use_template
-from data_prep.lib.turns import encode_messages, says_nothing
+from data_prep.lib.turns import encode_messages
 from system import families
 from system.attention import states_apart
 from system.batches import balance, layout_gap, on_every_rank, pad, split_micro_batches, token_logps
@@ -463,7 +462,7 @@ def load_data(args):
 
 
 def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
-    """Messages, or strings -> a row: ids of the prompt and both responses; which of these are trained.
+    """Messages -> a row: ids of the prompt and both responses; which of these are trained.
 
     None for one of the two: a row of KTO. The assistant's turns of a response are trained.
     ValueError where there is nothing to prefer.

@@ -62,11 +62,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from data_prep.lib.conversations import check_prompt
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor
-from data_prep.lib.replies import asked, opens_only
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, use_template
+from data_prep.lib.turns import opens_only
 from envs.calls import learn_calls
 from envs.pool import EnvPool
 from rewards.manager import check_environments
@@ -108,7 +109,7 @@ def load_prompts(args, tokenizer, tools):
         if row["images"] and not sees:
             fail(f"{where} has images, which {args.model} does not take")
         with one_line_errors(f"{where}: {args.prompt_key}: "):
-            asked(row["prompt"])
+            check_prompt(row["prompt"])
             prompt = encode_prompt(row, tokenizer, given_by(row, tools, tokenizer))
         if 0 < len(prompt["prompt_ids"]) <= args.max_prompt_length:
             prompts[count] = prompt | dict(images=row["images"], extra_info=row.get("extra_info", {}))

@@ -138,8 +138,7 @@ from transformers import AutoConfig
 
 from data_prep.lib.cache import load_prompt_files, load_prompts
 from data_prep.lib.images import load_processor, load_tokenizer
-from data_prep.lib.special import without_special
-from data_prep.lib.templates import render, use_template
+from data_prep.lib.templates import render, use_template, without_special
 from rewards.manager import RewardManager, validation_summary
 from rewards.manager.combined import load_rewards
 from system import cpu, families

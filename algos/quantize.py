@@ -65,12 +65,12 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, GenerationConfig
 
+from data_prep.lib.conversations import answer, says_nothing
 from data_prep.lib.images import load_tokenizer
-from data_prep.lib.replies import answer
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render
-from data_prep.lib.turns import encode_messages, says_nothing
+from data_prep.lib.turns import encode_messages
 from system.families import add_older_names, auto_class, save_tokenizer
 from system.files import replacing
 

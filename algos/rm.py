@@ -94,11 +94,9 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from data_prep.lib.cache import IDS, encoded_rows
-from data_prep.lib.columns import opened
+from data_prep.lib.conversations import opened, pair_of
 from data_prep.lib.images import load_processor
-from data_prep.lib.replies import pair_of
-from data_prep.lib.special import without_special
-from data_prep.lib.templates import given_by, render, use_template
+from data_prep.lib.templates import given_by, render, use_template, without_special
 from data_prep.lib.turns import check_scored
 from system import families
 from system.attention import states_apart

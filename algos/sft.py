@@ -101,10 +101,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 from transformers import AutoConfig
 
 from data_prep.lib.cache import BOOL, BOOLS, IDS, IMAGES, INT, encoded_rows
+from data_prep.lib.conversations import answer, check_prompt, says_nothing
 from data_prep.lib.images import encode_prompt, load_processor
-from data_prep.lib.replies import answer, asked
 from data_prep.lib.templates import given_by, use_template
-from data_prep.lib.turns import answer_ids, encode_messages, says_nothing, stops
+from data_prep.lib.turns import answer_ids, encode_messages, stops
 from envs import load_env
 from system import families
 from system.attention import states_apart
@@ -137,13 +137,13 @@ def sft_loss(logp_nt, trained_nt, tokens):
 
 # ---- The step --------------------------------------------------------------------------
 def encode(prompt, response, tokenizer, tools=None, images=()):
-    """Ids of a prompt (messages, or a string: the user's) and a response to its end; which are trained."""
-    messages = asked(prompt)
+    """Ids of a prompt's messages and a response, a string or one message, to its end; which are trained."""
+    check_prompt(prompt)
     if not hasattr(tokenizer, "image_processor"):
         reply = dict(role="assistant", content=answer(response))
-        [row] = encode_messages([*messages, reply], tokenizer, tools, first=len(messages))
+        [row] = encode_messages([*prompt, reply], tokenizer, tools, first=len(prompt))
         return row
-    prompt_ids = encode_prompt(dict(prompt=messages, images=images), tokenizer, tools)["prompt_ids"]
+    prompt_ids = encode_prompt(dict(prompt=prompt, images=images), tokenizer, tools)["prompt_ids"]
     response_ids = answer_ids(prompt_ids, answer(response), tokenizer)
     # CAREFUL: the loss goes by position; by value, EOS would be lost where it is also the pad
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)

@@ -37,8 +37,7 @@ if __name__ == "__main__":
 import jinja2
 
 from benchmarks.lib.workload import markdown
-from data_prep.lib.special import RENDER_ERRORS
-from data_prep.lib.templates import plain, render, shows_tools
+from data_prep.lib.templates import RENDER_ERRORS, plain, render, shows_tools
 from data_prep.lib.turns import encode_messages, trained_turns
 from envs.calls import find_reader
 from tests.conversations import SHAPES, TOOLS, ends_of, forms, make_tokenizer, messages_of
@@ -55,6 +54,17 @@ def spans(mask):
         if on:
             found.append((places[0], places[-1] + 1))
     return found
+
+
+def encode(messages, tools, tokenizer):
+    """-> rows of (context, trained), both texts, one for each turn; ValueError or TemplateError: refused."""
+    rows = []
+    for ids, trained in encode_messages(messages, tokenizer, tools):
+        texts = []
+        for begin, end in spans(trained):
+            texts.append((tokenizer.decode(ids[:begin]), tokenizer.decode(ids[begin:end])))
+        rows.append(texts)
+    return rows
 
 
 def by_marks(messages, tools, tokenizer):
@@ -145,14 +155,11 @@ def try_shape(shape, tokenizer, twin):
     """-> dict(rows, differs, wrong, compared) of a shape, or dict(refused)."""
     messages, tools = messages_of(shape, tokenizer)
     try:
-        rows = list(encode_messages(messages, tokenizer, tools))
+        rows = encode(messages, tools, tokenizer)
     except (ValueError, jinja2.TemplateError) as error:
         return dict(refused=str(error))
     found = dict(rows=len(rows), compared=0, differs=[], wrong=[])
-    texts = []  # before each turn that is trained, and of it
-    for ids, trained in rows:
-        for begin, end in spans(trained):
-            texts.append((tokenizer.decode(ids[:begin]), tokenizer.decode(ids[begin:end])))
+    texts = sum(rows, [])
     turns = trained_turns(messages)
     if len(texts) != len(turns):
         found["wrong"].append("turns are missing")

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import tyro
 
-from data_prep.lib.chats import say_unknown
-from data_prep.lib.columns import opened
+from data_prep.lib.conversations import opened, say_unknown
 from data_prep.lib.schema import check_row, write_parquet
 from data_prep.prepare import run
 

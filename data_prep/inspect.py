@@ -20,12 +20,22 @@ import tyro
 from rich.console import Console
 from rich.pretty import Pretty
 
-from data_prep.lib.columns import ANSWER, KTO, PAIR, columns_of, opened, read
-from data_prep.lib.replies import answer, asked, pair_of
+from data_prep.lib.conversations import (
+    ANSWER,
+    KTO,
+    PAIR,
+    answer,
+    check_prompt,
+    columns_of,
+    opened,
+    pair_of,
+    read_row,
+    says_nothing,
+)
 from data_prep.lib.schema import KINDS
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render, use_template
-from data_prep.lib.turns import says_nothing, trained_turns
+from data_prep.lib.turns import trained_turns
 from data_prep.prepare import prompt_key, repeated_prompts, run
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
@@ -74,7 +84,7 @@ def read_file(path):
     opened(path, wanted)  # says what is read
     for where, record in source.rows():
         try:
-            row, is_silent = checked(read(record, columns))
+            row, is_silent = checked(read_row(record, columns))
             silent += is_silent
             good.append(row | dict(index=len(good) + len(lines)))
         except (ValueError, TypeError) as error:
@@ -100,7 +110,8 @@ def checked(row):
     silent = "completion" in row and says_nothing(row["completion"])
     if "completion" in row and not silent:
         answer(row["completion"])
-    return row | dict(prompt=asked(row["prompt"])), silent
+    check_prompt(row["prompt"])
+    return row, silent
 
 
 def unscored(path, rows, manager):

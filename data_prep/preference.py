@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from data_prep import prepare
-from data_prep.lib.chats import FIELDS
-from data_prep.lib.columns import PAIR, columns_of, read
-from data_prep.lib.replies import pair_of
+from data_prep.lib.conversations import KEYS, PAIR, columns_of, pair_of, read_row
 from data_prep.lib.schema import OPTIONAL
 
 ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -47,12 +45,12 @@ def make_row(record, split, index, dataset):
     """One row of the schema."""
     columns = columns_of(record, PAIR)
     record.update({name: read_dialogue(record[name]) for name in (columns["chosen"], columns["rejected"])})
-    found = read(record, columns)
+    found = read_row(record, columns)
     if found["chosen"] == found["rejected"]:
         raise prepare.LeftOut("both replies are the same")
     row = {"data_source": dataset, "extra_info": {"split": split, "index": index}}
     for name, said in zip(PAIR, pair_of(*(found[name] for name in PAIR))):
-        row[name] = [{key: x[key] for key in FIELDS if key in x} for x in said]
+        row[name] = [{key: x[key] for key in KEYS if key in x} for x in said]
     return row | {name: found[name] for name in OPTIONAL if found[name]}
 
 

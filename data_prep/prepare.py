@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from data_prep.lib.chats import say_unknown
+from data_prep.lib.conversations import say_unknown
 from data_prep.lib.schema import check_row, write_parquet
 from data_prep.lib.source import ENDINGS, Source, plain_rows
 from system.arguments import command_line, unusable

@@ -23,9 +23,10 @@ from typing import Literal
 import tyro
 
 from data_prep.difficulty import unanswered, whole_rows
-from data_prep.lib.replies import THOUGHTS, opens_only
+from data_prep.lib.conversations import says_nothing
 from data_prep.lib.schema import OPTIONAL, write_parquet
-from data_prep.lib.turns import says_nothing
+from data_prep.lib.templates import THOUGHTS
+from data_prep.lib.turns import opens_only
 from data_prep.prepare import run
 
 

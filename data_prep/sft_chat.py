@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from data_prep import prepare
-from data_prep.lib.chats import FIELDS
-from data_prep.lib.columns import ANSWER, columns_of, read, talk_of
+from data_prep.lib.conversations import ANSWER, KEYS, columns_of, messages_of, read_row, says_nothing
 from data_prep.lib.schema import OPTIONAL
-from data_prep.lib.turns import says_nothing
 
 
 @dataclass
@@ -36,10 +34,10 @@ def make_row(record, split, index, dataset):
     columns = columns_of(record, ANSWER)
     if columns == ANSWER and "extra_info" not in record:
         raise KeyError("messages, conversations, or prompt and completion")
-    found = read(record, columns)
+    found = read_row(record, columns)
     if "completion" in found:
-        found["messages"] = found["prompt"] + talk_of(found["completion"], "completion", "completion")
-    messages = [{key: x[key] for key in FIELDS if key in x} for x in found["messages"]]
+        found["messages"] = found["prompt"] + messages_of(found["completion"], "completion", "completion")
+    messages = [{key: x[key] for key in KEYS if key in x} for x in found["messages"]]
     if messages[-1]["role"] != "assistant":
         raise ValueError("the last message is not the assistant's")
     if says_nothing(messages):

@@ -10,10 +10,8 @@ import re
 from collections import Counter
 from copy import copy
 
-from data_prep.lib.marks import TOOLS
-from data_prep.lib.special import special_tokens
-from data_prep.lib.templates import Talk, render, shows_tools
-from data_prep.lib.turns import turn
+from data_prep.lib.templates import TOOLS, Conversation, render, shows_tools, special_tokens
+from data_prep.lib.turns import prompt_and_turn
 from envs import messages as plain_messages
 from envs.tools import UNREADABLE, harmony
 from system import cpu
@@ -133,7 +131,7 @@ def written_call(content, calls, tokenizer):
     None, "": the template cannot write it.
     """
     try:
-        _, text = turn(Talk(called(content, calls), tokenizer, TOOLS), 1)
+        _, text = prompt_and_turn(Conversation(called(content, calls), tokenizer, TOOLS), 1)
     except ValueError:
         return None, ""
     text = text.rstrip()

@@ -2,7 +2,7 @@
 
 import re
 
-from data_prep.lib.special import RENDER_ERRORS, special_tokens, without_special
+from data_prep.lib.templates import RENDER_ERRORS, special_tokens, without_special
 from system.text import one_line
 
 

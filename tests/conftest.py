@@ -170,7 +170,10 @@ def healthy(out):
     """{step: metrics} of a run, finite and documented; sampler and trainer agree; it saves when it should."""
     steps, args = metrics(out), json.loads((Path(out) / "args.json").read_text())
     last = max(steps)
-    due = lambda freq: {step for step in steps if step == last or step % (freq or last) == 0}
+
+    def due(freq):
+        return {step for step in steps if step == last or step % (freq or last) == 0}
+
     validated = {step for step, m in steps.items() if any(name.startswith("val") for name in m)}
     assert validated == (due(args["test_freq"]) if args["val_files"] else set())
     saved = {int(path.name[5:]) for path in Path(out).glob("checkpoints/step_*")}

@@ -6,7 +6,8 @@ import re
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.lib.chats import conversation
+from data_prep.lib.conversations import conversation
+from data_prep.tiny_model import make_tokenizer as tiny_tokenizer
 from tests.conftest import golden
 
 # ---- tokenizers ----------------------------------------------------------------------------------
@@ -63,3 +64,30 @@ def forms(messages):
         ]
         found.append(message | (dict(tool_calls=calls, content=message["content"] or None) if calls else {}))
     yield found
+
+
+# ---- with tools, as an agent sees them -----------------------------------------------------------
+CALCULATE = [dict(type="function", function=dict(name="calculate", parameters=dict(type="object")))]
+# what the templates of these models write for messages of {role, content}, with shorter words
+TOOL_TEMPLATES = {case["name"]: case for case in golden("tool_templates")}
+
+
+def tool_tokenizer(name):
+    """Of characters, the template's special tokens, and some of several characters."""
+    case = TOOL_TEMPLATES[name]
+    tokenizer = tiny_tokenizer(tool_role=True)
+    tokenizer.chat_template = case["template"]
+    special = {*re.findall(r"<\|\w+?\|>", case["template"]), "<|begin_of_text|>"}
+    tokenizer.add_special_tokens(dict(additional_special_tokens=sorted(special)))
+    tokenizer.add_tokens(["\n\n", ">\n", "<<", ">>"])
+    tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", case["end"]
+    return tokenizer
+
+
+def of_turns(turns):
+    """The messages of turns, each a text and the messages that answer it."""
+    return [x for text, answers in turns for x in (dict(role="assistant", content=text), *answers)]
+
+
+def tool(*contents):
+    return [dict(role="tool", content=content) for content in contents]

@@ -79,7 +79,9 @@ def test_it_runs_and_reports(straight, model):
 
 
 def test_advantages_are_those_of_the_groups(straight):
-    advantages = lambda rows: group_advantages(column(rows, "score"), column(rows, "index"))
+    def advantages(rows):
+        return group_advantages(column(rows, "score"), column(rows, "index"))
+
     check_advantages(straight, range(1, 5), advantages)
 
 

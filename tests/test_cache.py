@@ -210,9 +210,10 @@ def test_what_the_key_depends_on(file, tmp_path, monkeypatch):
 def test_examples_for_sft(tmp_path):
     path = str(tmp_path / "rows.parquet")
     write_parquet([dict(messages=MESSAGES[: 2 + i % 4]) for i in range(20)], path)
-    load = lambda tools=None, **how: sft.load_examples(
-        [path], make_args(messages_key="messages", **how), tokenizer, tools
-    )
+
+    def load(tools=None, **how):
+        return sft.load_examples([path], make_args(messages_key="messages", **how), tokenizer, tools)
+
     tokenizer = conversation_tokenizer()
     found = [sft.encode_messages(MESSAGES[: 2 + i % 4], tokenizer) for i in range(20)]
     expected = [sft.split(*row) for rows in found for row in rows]
@@ -224,7 +225,10 @@ def test_examples_for_sft(tmp_path):
     assert [len(x["prompt_ids"] + x["response_ids"]) for x in cut[0]] == sft.lengths(cut[0]) == [18] * 15
     assert sft.lengths(first[0]) == sft.lengths([*first[0]])
     tokenizer.chat_template = "{{- tools | tojson if tools else '' -}}" + tokenizer.chat_template
-    length = lambda **how: sum(sft.lengths(load(**how)[0]))
+
+    def length(**how):
+        return sum(sft.lengths(load(**how)[0]))
+
     assert length(tools=[dict(a=1)]) > length()
 
 

@@ -19,9 +19,9 @@ from conftest import ROOT, make_args
 from PIL import Image
 from test_sft import CONVERSATION, conversation_tokenizer
 
-from algos import agent, dapo, distill, dpo, grpo, grpo_nano, rm, sft
+from algos import agent, dapo, distill, dpo, generate, grpo, grpo_nano, quantize, rm, sft
 from data_prep import preference, sft_chat, tiny_vlm
-from data_prep.lib import cache, columns
+from data_prep.lib import cache, conversations
 from data_prep.lib.images import load_processor
 
 CALLS = CONVERSATION.replace(
@@ -61,7 +61,7 @@ BASE = {  # what a script reads of a row without flags
         prompt=[user("1+2=")],
     ),
 }
-BASE["rm"] = BASE["dpo"]
+BASE |= dict(rm=BASE["dpo"], kto=BASE["dpo"], generate=BASE["rl"], quantize=BASE["sft"])
 
 
 def written(path, rows):
@@ -75,7 +75,7 @@ def written(path, rows):
 
 def read(script, path, tokenizer, **flags):
     """The rows that a script makes of files, each as its texts; a reward model has no prompt apart."""
-    columns.SAID.clear()
+    conversations.note.cache_clear()
     paths = [path] if isinstance(path, str) else path
     if script == "sft":
         rows, *_ = sft.load_examples(paths, make_args(sft, **flags), tokenizer)
@@ -84,8 +84,18 @@ def read(script, path, tokenizer, **flags):
         rows, _ = rm.read_pairs(paths, make_args(rm, **flags), tokenizer, None)
         keys = "chosen_ids", "rejected_ids"
     elif script == "rl":
-        rows, _ = cache.load_prompts(paths, tokenizer, 99)
+        rows, _ = cache.load_prompts(paths, tokenizer, flags.get("max_prompt_length", 99))
         keys = ("prompt_ids",)
+    elif script == "generate":
+        args = generate.Args(model="none", data=paths[-1], output="none", **flags)
+        prompts, *_ = generate.load_prompts(args, tokenizer, None)
+        rows = prompts.values()
+        keys = ("prompt_ids",)
+    elif script == "quantize":
+        limit = flags.pop("limit", None)
+        found = quantize.read_texts(paths[-1], tokenizer, quantize.Args("", "", **flags), limit)
+        rows = [dict(ids=ids[0]) for ids, _ in found]
+        keys = ("ids",)
     else:
         loss = "kto" if script == "kto" else "sigmoid"
         rows, _ = dpo.load_pairs(paths, make_args(dpo, loss=loss, **flags), tokenizer)
@@ -118,9 +128,12 @@ def test_what_a_row_is_read_as(case, kind, tmp_path, capsys):
         row = case["row"] if "row" in case else BASE[script] | case.get("beside", {})
         path = written(tmp_path / f"rows.{kind}", case.get("given", [row, row]))
         if "refused" in case:
-            with pytest.raises(ValueError) as error:
-                read(script, path, tokenizer, **flags)
-            line = str(error.value)
+            paths = [path]
+            if case["refused"].startswith("row"):  # its number in this file, not over all files
+                paths.insert(0, written(tmp_path / "first.jsonl", [BASE[script]]))
+            with pytest.raises((ValueError, SystemExit)) as error:
+                read(script, paths, tokenizer, **flags)
+            line = str(error.value).removeprefix("error: ")
             assert line.startswith(f"{path}: {case['refused']}") and "\n" not in line
             continue
         wanted = expected(case, script) * (1 if "given" in case else 2)
@@ -158,13 +171,15 @@ def test_a_picture_of_any_name_and_an_answer_that_says_its_token(tmp_path):
         [[prompt, _]] = read("sft", written(tmp_path / "rows.parquet", [row | more]), processor)
         prompts.add(prompt)
     assert len(prompts) == 1 and token in prompts.pop()
-    for answer in (f"red {token}", token):
-        path = written(tmp_path / "rows.parquet", [row | dict(completion=answer, image=picture)])
-        with pytest.raises(ValueError, match=r"row 0: the answer says .*, which stands for a picture"):
-            read("sft", path, processor)
-    path = written(tmp_path / "rows.parquet", [dict(messages=[user("<image>?"), says("3")], image=picture)])
-    with pytest.raises(ValueError, match="a model that takes images reads prompts and completions, no"):
-        read("sft", path, processor)
+    says_token = "row 0: the answer says .*, which stands for a picture"
+    no_conversation = "a model that takes images reads prompts and completions, no"
+    for bad, line in (
+        (row | dict(completion=f"red {token}"), says_token),
+        (row | dict(completion=token), says_token),
+        (dict(messages=[user("<image>?"), says("3")]), no_conversation),
+    ):
+        with pytest.raises(ValueError, match=line):
+            read("sft", written(tmp_path / "rows.parquet", [bad | dict(image=picture)]), processor)
 
 
 def test_what_data_scripts_do_not_read_is_named(tmp_path, capsys):

@@ -111,7 +111,6 @@ def test_a_pair():
     tokenizer, row = make_tokenizer(), pair("1+2=", "3", "12")
     found = dpo.encode_pair(*(row[name] for name in NAMES), tokenizer, 99)
     assert responses(found, tokenizer) == ["<|user|>1+2=<|assistant|>", "3<|eos|>", "12<|eos|>"]
-    assert dpo.encode_pair("1+2=", "3", "12", tokenizer, 99) == found
 
 
 @pytest.mark.parametrize("case", golden("bad_pairs"), ids=lambda case: case["kind"])
@@ -133,8 +132,8 @@ def test_bad_pairs(tmp_path, case):
 
 def test_a_prompt_of_a_pair_is_computed_once():
     """In one row; padded, the shorter response counts as much as the longer one."""
-    tokenizer = make_tokenizer()
-    row = dpo.encode_pair("1+2=", "3", "12", tokenizer, 99)
+    tokenizer, row = make_tokenizer(), pair("1+2=", "3", "12")
+    row = dpo.encode_pair(*(row[name] for name in NAMES), tokenizer, 99)
     texts = dpo.responses([row])
     inputs, _ = one_row(*([text[name] for text in texts] for name in ("prompt_ids", "response_ids")))
     prompt, chosen, rejected = (len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected"))
@@ -306,18 +305,19 @@ def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():
         return [dict(role=x, content=y) for x, y in zip(("user", "assistant") * 3, texts)]
 
     prompt, reply = said("1+1=", "2", "1+2="), dict(role="assistant", content="3")
-    row = dpo.encode_pair(prompt, [reply], "4", tokenizer, 99)
+    other = [reply | dict(content="4")]
+    row = dpo.encode_pair(prompt, [reply], other, tokenizer, 99)
     assert tokenizer.decode(row["chosen_ids"]) == "3<|eos|>" and row["tokens"] == [2, 2]
     assert "2<|eos|>" in tokenizer.decode(row["prompt_ids"])
     longer = [reply, dict(role="user", content="?"), reply]
-    assert dpo.encode_pair(prompt, longer, "4", tokenizer, 99)["tokens"] == [4, 2]
+    assert dpo.encode_pair(prompt, longer, other, tokenizer, 99)["tokens"] == [4, 2]
     forgets = "(m.content if loop.last or m.role != 'assistant' else '...')"
     tokenizer.chat_template = tokenizer.chat_template.replace("~ m.content", f"~ {forgets}")
     with pytest.raises(ValueError, match="rewrites a turn of 'chosen' when another follows"):
-        dpo.encode_pair(prompt, longer, "4", tokenizer, 99)
+        dpo.encode_pair(prompt, longer, other, tokenizer, 99)
     with pytest.raises(ValueError, match="'chosen' has no turn of the assistant that is trained"):
-        dpo.encode_pair(prompt, [reply | dict(train=False)], "4", tokenizer, 99)
+        dpo.encode_pair(prompt, [reply | dict(train=False)], other, tokenizer, 99)
     marks_nothing = "{% generation %}{% endgeneration %}"
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + marks_nothing
     with pytest.raises(ValueError, match="the chat template marks nothing"):
-        dpo.encode_pair("1+2=", "3", "4", tokenizer, 99)
+        dpo.encode_pair(prompt, [reply], other, tokenizer, 99)

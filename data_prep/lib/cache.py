@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 
-from data_prep.lib import chats, columns, images, replies, schema, source, templates
+from data_prep.lib import conversations, images, schema, source, templates
 from system.arguments import fail
 
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
@@ -74,7 +74,7 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
     def encode(rows, numbers):
         try:
             for row in rows:
-                replies.asked(row["prompt"])
+                conversations.check_prompt(row["prompt"])
             shown = [templates.given_by(row, tools, tokenizer) for row in rows]
             if sees:
                 values = [images.encode_prompt(row, tokenizer, x) for row, x in zip(rows, shown)]
@@ -114,16 +114,16 @@ def load_prompt_files(tokenizer, batch_size, train_files, val_files, max_length,
 
 
 def encoded_rows(paths, tokenizer, wanted, fields, encode, about, code=()):
-    """Rows of files, of the columns that `columns.columns_of` finds for `wanted` -> Rows, number dropped.
+    """Rows of files, of the columns that `columns_of` finds for `wanted` -> Rows, number dropped.
 
-    encode(rows as `columns.read` has them, their numbers over all files) -> of each row the rows that it
-    becomes, with values of the fields; none: it is dropped. about, code: what else the result depends on,
-    values and functions. Raises ValueError, in one line with file and row, in LOCAL_RANK 0; the others wait.
+    encode(rows as `read_row` has them, their numbers over all files) -> of each row the rows that it becomes,
+    with values of the fields; none: it is dropped. about, code: what else the result depends on, values and
+    functions. Raises ValueError, in one line with file and row, in LOCAL_RANK 0; the others wait.
     Rows with images are an error unless they are a field. `index` of a row is its number over all files.
     """
     fields = pa.schema(dict(fields, index=INT))
     for path in paths:
-        columns.opened(path, wanted)
+        conversations.opened(path, wanted)
     entry = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "post_training")
     entry /= key_of(paths, tokenizer, (wanted, str(fields), about), code)
     while int(os.environ.get("LOCAL_RANK", 0)) and not entry.is_dir():
@@ -178,7 +178,7 @@ def build(entry, *how):
             new.mkdir()
             (new / "count").write_text(str(tokenise(new / "rows.arrow", *how)))
             os.replace(new, entry)
-            chats.say_unknown()
+            conversations.say_unknown()
         finally:
             shutil.rmtree(new, ignore_errors=True)
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import cached_file
 
-from data_prep.lib.special import MARK
+from data_prep.lib.conversations import IMAGE
 from data_prep.lib.templates import render
 
 FORMATS = (  # those that vLLM reads, in its order; not EPS, which PIL hands to Ghostscript
@@ -116,12 +116,12 @@ def encode_prompt(row, processor, tools=None):
         return dict(prompt_ids=ids)
     chat, pictures, marks = [], open_images(row), 0
     for message in row["prompt"]:
-        texts = message["content"].split(MARK)
+        texts = message["content"].split(IMAGE)
         parts = [[dict(type="image"), dict(type="text", text=text)] for text in texts]
         content = [part for part in sum(parts, [])[1:] if part["type"] == "image" or part["text"]]
         chat, marks = [*chat, message | dict(content=content)], marks + len(texts) - 1
     if marks != len(pictures):
-        raise Unfit(f"it has {len(pictures)} images, and {marks} {MARK} marks in its messages")
+        raise Unfit(f"it has {len(pictures)} images, and {marks} {IMAGE} marks in its messages")
     text = render(chat, processor, tools)
     sampler_ids = processor.tokenizer.encode(text, add_special_tokens=False)
     if (shown := sum(map(sampler_ids.count, processor.image_ids))) != len(pictures):
@@ -141,7 +141,7 @@ def dummy_row(processor):
     """Prompt, response and images of a row that has an image and nothing else."""
     file = BytesIO()
     Image.new("RGB", (32, 32)).save(file, "PNG")
-    row = dict(prompt=[dict(role="user", content=MARK)], images=[dict(bytes=file.getvalue())])
+    row = dict(prompt=[dict(role="user", content=IMAGE)], images=[dict(bytes=file.getvalue())])
     return encode_prompt(row, processor)["prompt_ids"], [0], row["images"]
 
 

@@ -1,7 +1,7 @@
 """The rows of all data sets: their definition, a validator, a reader and a writer.
 
 data_source: str                      which reward scores the row (rewards.SOURCES)
-prompt: list of {role, content}       chat messages; role is one of ROLES in chats.py
+prompt: list of {role, content}       chat messages; role is one of ROLES in conversations.py
 ability: str                          kind of task, for people
 reward_model: {style, ground_truth}   style "rule..." or "model"; a rule needs the ground truth
 extra_info: dict                      split, index (of the row in its source), question, answer, ...
@@ -9,7 +9,7 @@ extra_info: dict                      split, index (of the row in its source), q
 
 Dialogues for SFT have `messages`, preferences `prompt`, `chosen` and `rejected`: lists of {role, content}.
 A `prompt` may be a string, one message of the user; `chosen` and `rejected` too, one of the assistant.
-Messages with tool calls: chats.py.  Other names of these columns, and further ones: columns.py.
+Messages with tool calls, other names of these columns, and further ones: conversations.py.
 """
 
 import json
@@ -19,8 +19,18 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.lib.chats import in_text, say_unknown
-from data_prep.lib.columns import TALKS, check_fields, opened, read, shown, talk_of, used
+from data_prep.lib.conversations import (
+    CONVERSATIONS,
+    check_fields,
+    check_refused,
+    in_text,
+    inputs_of,
+    messages_of,
+    opened,
+    read_row,
+    say_unknown,
+    used,
+)
 from data_prep.lib.source import by_bytes
 from system.files import replacing
 
@@ -40,8 +50,11 @@ def load_rows(paths, columns):
     Columns that the schema defines are validated; others must be there and not null.  Raises ValueError, in
     one line with file, row and field, for a file that cannot be read, and for a bad row.
     """
-    rows, wanted = [], {name: name for name in columns if name not in OPTIONAL}
-    for path in [paths] if isinstance(paths, str | PathLike) else paths:
+    if isinstance(paths, str | PathLike):
+        paths = [paths]
+    wanted = {name: name for name in columns if name not in OPTIONAL}
+    rows = []
+    for path in paths:
         for some in read_rows(path, wanted, say=False):
             rows += [{name: row[name] for name in columns} for row in some]
     say_unknown()
@@ -49,20 +62,21 @@ def load_rows(paths, columns):
 
 
 def read_rows(path, wanted, say=True):
-    """Yield lists of rows of a file as `columns.read` has them. wanted: {what: column}, see `columns_of`.
+    """Yield lists of rows of a file as `read_row` has them. wanted: {what: column}, see `columns_of`.
 
     Raises as `load_rows`.
     """
-    (source, columns), first = opened(path, wanted, say), 0
+    source, columns = opened(path, wanted, say)
+    count = 0
     for batch in source.batches(used(source, columns)):
         rows = []
         for record in batch:
             try:
-                rows.append(read(record, columns))
+                rows.append(read_row(record, columns))
             except ValueError as error:
-                raise ValueError(f"{path}: row {first + len(rows)}: {error}") from None
+                raise ValueError(f"{path}: row {count + len(rows)}: {error}") from None
         yield rows
-        first += len(rows)
+        count += len(rows)
 
 
 def write_parquet(rows, path):
@@ -70,26 +84,31 @@ def write_parquet(rows, path):
 
     Raises ValueError, in one line with file, row and field, for a row that `load_rows` would refuse.
     """
-    count, first, schema, parts = 0, None, None, []
+    count = 0
+    names = None
+    schema = None
+    parts = []
     with replacing(path) as new, TemporaryDirectory(prefix=f"{new.name}.", dir=new.parent) as folder:
         for batch in by_bytes((row, size_of(row)) for row in rows):
-            last = count + len(batch) - 1
+            where = f"{path}: rows {count} to {count + len(batch) - 1}"
             for i, row in enumerate(batch):
                 batch[i] = stored(row, f"{path}: row {count + i}")
-                first = first or _names(row)
-                if _names(row) != first:  # pyarrow would fill in nulls, or drop what row 0 does not have
-                    differ = f"columns {_names(row)} differ from those of row 0, {first}"
-                    raise ValueError(f"{path}: row {count + i}: {differ}")
-            given = {name: None for name in OPTIONAL if any(name in row for row in batch)}
+                found = names_of(row)
+                names = names or found
+                if found != names:  # pyarrow would fill in nulls, or drop what row 0 does not have
+                    problem = f"columns {found} differ from those of row 0, {names}"
+                    raise ValueError(f"{path}: row {count + i}: {problem}")
+            optional = {name: None for name in OPTIONAL if any(name in row for row in batch)}
+            part = f"{folder}/{count}"
+            parts.append(part)
             try:
-                parts.append(f"{folder}/{count}")
-                pq.write_table(pa.Table.from_pylist([given | row for row in batch]), parts[-1])
-                now = pq.read_schema(parts[-1])
-                schema = pa.unify_schemas([schema or now, now], promote_options="permissive")
+                pq.write_table(pa.Table.from_pylist([optional | row for row in batch]), part)
+                found = pq.read_schema(part)
+                schema = pa.unify_schemas([schema or found, found], promote_options="permissive")
             except pa.ArrowException as error:
-                raise ValueError(f"{path}: rows {count} to {last}: a column of two types: {error}") from None
+                raise ValueError(f"{where}: a column of two types: {error}") from None
             except (OverflowError, UnicodeEncodeError) as error:  # an integer over 64 bits; half a character
-                raise ValueError(f"{path}: rows {count} to {last} cannot be written: {error}") from None
+                raise ValueError(f"{where} cannot be written: {error}") from None
             count += len(batch)
         if not count:
             raise ValueError(f"{path}: no rows to write")
@@ -109,16 +128,23 @@ def size_of(value):
         return sum(map(size_of, value.values()))
     if isinstance(value, list | tuple):
         return sum(map(size_of, value))
-    return len(value) if isinstance(value, str | bytes) else 8
+    if isinstance(value, str | bytes):
+        return len(value)
+    return 8
 
 
 def stored(row, where):
     """A row as it is written: a file has one struct for the calls of all rows, so they are JSON text."""
     checked = check_row(row, where)
-    lists = [name for name in TALKS if isinstance(row.get(name), list)]
-    row = row | {name: [*map(in_text, checked[name])] for name in lists}
-    for name in {"tools", "chat_template_kwargs"} & row.keys():
-        row[name] = json.dumps(checked[name], ensure_ascii=False) if checked[name] else None
+    row = dict(row)
+    for name in CONVERSATIONS:
+        if isinstance(row.get(name), list):
+            row[name] = [in_text(message) for message in checked[name]]
+    for name in ("tools", "chat_template_kwargs"):
+        if name in row:
+            row[name] = None
+            if checked[name]:
+                row[name] = json.dumps(checked[name], ensure_ascii=False)
     return row
 
 
@@ -129,14 +155,15 @@ def check_row(row, where):
     """
     try:
         check_fields(row)
-        talks = {name: talk_of(row[name], name, name) for name in TALKS if name in row}
-        beside, _ = shown(row)
+        messages = {name: messages_of(row[name], name, name) for name in CONVERSATIONS if name in row}
+        check_refused(row)
+        inputs, _ = inputs_of(row)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return row | talks | {name: beside[name] for name in OPTIONAL if name in row}
+    return row | messages | {name: inputs[name] for name in OPTIONAL if name in row}
 
 
-def _names(row):
+def names_of(row):
     """Names of the columns that no row may lack, and of the fields in columns."""
     names = sorted(row.keys() - set(OPTIONAL))
     inside = [name for name in names if isinstance(row[name], dict)]

@@ -30,28 +30,35 @@ class Source:
 
     def __init__(self, path):
         """ValueError, in one line, for a file that is missing, or of another kind."""
-        self.path, place = path, Path(path).absolute()  # a relative path may be meant from elsewhere
-        if place.is_dir():
+        self.path = path
+        file = Path(path).absolute()  # a relative path may be meant from elsewhere
+        if file.is_dir():
             raise ValueError(f"{path}: a directory; name its files, as {path}/*.parquet")
-        if not place.is_file():
-            raise ValueError(f"{place}: no such file; write it with a script of data_prep/")
-        self.kind = next((x for x in ENDINGS if place.name.endswith(x)), ".parquet")
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file; write it with a script of data_prep/")
+        self.kind = ".parquet"
+        for ending in ENDINGS:
+            if file.name.endswith(ending):
+                self.kind = ending
         self.media = []  # columns of pictures, sounds or films
         if self.kind == ".parquet":
             try:
-                file = pq.ParquetFile(path)
+                parquet = pq.ParquetFile(path)
             except UNREADABLE as error:
                 page = "docs/start/own-data-and-reward.md#files"
                 reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
                 raise ValueError(f"{path}: {reason}") from None
-            self.names, self.empty = file.schema_arrow.names, not file.metadata.num_rows
-            self.media = [field.name for field in file.schema_arrow if MEDIUM.match(str(field.type))]
+            schema = parquet.schema_arrow
+            self.names = schema.names
+            self.empty = not parquet.metadata.num_rows
+            self.media = [field.name for field in schema if MEDIUM.match(str(field.type))]
         else:
             first = next(self.batches(), [])
-            known = [row for row in first if isinstance(row, dict)]
-            self.names, self.empty = [*dict.fromkeys(itertools.chain.from_iterable(known))], not first
-        if twice := [name for name in self.names if self.names.count(name) > 1]:
-            raise ValueError(f"{path}: it has the column {twice[0]!r} twice; rename one of them")
+            self.names = names_of(row for row in first if isinstance(row, dict))
+            self.empty = not first
+        for name in self.names:
+            if self.names.count(name) > 1:
+                raise ValueError(f"{path}: it has the column {name!r} twice; rename one of them")
 
     def batches(self, names=None):
         """Yield lists of rows, with these columns or all; in place of a row of broken JSON the ValueError."""
@@ -65,13 +72,15 @@ class Source:
 
     def rows(self):
         """Yield (place, row) of all rows, the errors of broken JSON among them."""
-        rows = itertools.chain.from_iterable(self.batches())
-        return ((f"{self.path}: row {i}", row) for i, row in enumerate(rows))
+        for i, row in enumerate(itertools.chain.from_iterable(self.batches())):
+            yield f"{self.path}: row {i}", row
 
     @cached_property
     def schema(self):
         """That of all rows in Arrow; JSON is read for it. ValueError if no parquet file can have it."""
-        tables = itertools.islice(self._tables(), None if self.kind in JSON else 1)
+        tables = self._tables()
+        if self.kind not in JSON:
+            tables = itertools.islice(tables, 1)
         try:
             schema = pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
             pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
@@ -86,26 +95,30 @@ class Source:
         with pq.ParquetWriter(new, fields) as writer:
             for rows in self._tables(self.schema):
                 while len(rows):
-                    more = more if len(more) else next(added)
+                    if not len(more):
+                        more = next(added)
                     n = min(len(rows), len(more))
-                    columns = [*rows.slice(0, n).columns, *more.slice(0, n).columns]
+                    columns = rows.slice(0, n).columns + more.slice(0, n).columns
                     writer.write_table(pa.table(columns, schema=fields))
-                    rows, more = rows.slice(n), more.slice(n)
+                    rows = rows.slice(n)
+                    more = more.slice(n)
 
     def _tables(self, schema=None):
         """Yield all rows in Arrow; those of JSON have this schema, or what is in a batch."""
         if self.kind in JSON:
             for batch in self.batches():
-                names = dict.fromkeys(itertools.chain.from_iterable(batch))
+                names = dict.fromkeys(names_of(batch))
                 yield pa.Table.from_pylist([names | row for row in batch], schema)
-        else:
-            yield from (pa.Table.from_batches([batch]) for batch in self._guarded(self._arrow(None)))
+            return
+        for batch in self._guarded(self._arrow(None)):
+            yield pa.Table.from_batches([batch])
 
     def _arrow(self, names):
         if self.kind == ".arrow":
             for batch in pa.ipc.open_stream(pa.memory_map(str(self.path))):
                 size = max(1, BATCH_BYTES * len(batch) // max(1, batch.nbytes))
-                yield from (batch.slice(i, size) for i in range(0, len(batch), size))
+                for i in range(0, len(batch), size):
+                    yield batch.slice(i, size)
             return
         file = pq.ParquetFile(self.path)
         for number in range(file.num_row_groups):
@@ -121,13 +134,20 @@ class Source:
             raise ValueError(f"{self.path}: cannot be read ({one_line(error)}); write it again") from None
 
 
+def names_of(rows):
+    """The names of all columns, in the order in which rows have them."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+
+
 def by_bytes(pairs):
     """Lists of the items of (item, bytes), each within BATCH_ROWS and about BATCH_BYTES."""
-    batch, size = [], 0
+    batch = []
+    size = 0
     for item, more in pairs:
         if batch and (len(batch) == BATCH_ROWS or size + more > BATCH_BYTES):
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(item)
         size += more
     if batch:
@@ -136,24 +156,34 @@ def by_bytes(pairs):
 
 def _json_records(path, kind):
     """Yield (record, bytes); a line that is no JSON is its ValueError."""
-    with (gzip.open if kind.endswith(".gz") else open)(path, "rb") as file:
+    opener = open
+    if kind.endswith(".gz"):
+        opener = gzip.open
+    with opener(path, "rb") as file:
         lines = filter(bytes.strip, file)
         first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
+        if not first:
+            return
         in_lines = "jsonl" in kind and not first.lstrip().startswith(b"[")  # else a list of rows
         if in_lines or isinstance(_parsed(first), dict):  # `datasets` writes lines to .json, too
-            yield from ((_parsed(line), len(line)) for line in itertools.chain([first], lines) if line)
-        elif first:
-            text = first + file.read()
-            rows = json.loads(text)
-            rows = rows if isinstance(rows, list) else [rows]
-            yield from ((_whole(row, text), len(text) // len(rows)) for row in rows)
+            for line in itertools.chain([first], lines):
+                yield _parsed(line), len(line)
+            return
+        text = first + file.read()
+        rows = json.loads(text)
+        if not isinstance(rows, list):
+            rows = [rows]
+        for row in rows:
+            yield _whole(row, text), len(text) // len(rows)
 
 
 def _parsed(line):
     try:
         return _whole(json.loads(line), line)
-    except (ValueError, RecursionError) as error:
-        return error if isinstance(error, ValueError) else ValueError(str(error))
+    except ValueError as error:
+        return error
+    except RecursionError as error:
+        return ValueError(str(error))
 
 
 def _whole(record, text):
@@ -191,14 +221,23 @@ def plain_rows(table):
     """
     rows = table.to_pylist(maps_as_pydicts="strict")
     for field in table.schema:
-        convert = tidy if pa.types.is_nested(field.type) else None
-        if field.name in FOR_REWARDS and NO_JSON.search(str(field.type)):
-            convert = lambda value: json.loads(json.dumps(tidy(value), default=as_text))
         if isinstance(field.type, pa.JsonType):
             convert = json.loads
-        for row in rows if convert else ():
-            row[field.name] = None if row[field.name] is None else convert(row[field.name])
+        elif field.name in FOR_REWARDS and NO_JSON.search(str(field.type)):
+            convert = as_json
+        elif pa.types.is_nested(field.type):
+            convert = tidy
+        else:
+            continue
+        for row in rows:
+            if row[field.name] is not None:
+                row[field.name] = convert(row[field.name])
     return rows
+
+
+def as_json(value):
+    """A value as JSON has it."""
+    return json.loads(json.dumps(tidy(value), default=as_text))
 
 
 def tidy(value, inside=False):
@@ -215,4 +254,6 @@ def as_text(value):
     """Dates, times, decimal numbers and bytes as text."""
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
-    return value.isoformat() if isinstance(value, date | time) else str(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value)

@@ -1,36 +1,90 @@
-"""What a chat template is given, and what it writes, in the form in which it shows messages."""
+"""What a chat template renders of a conversation, and in which form it takes the messages.
+
+Templates differ in what they want: content as a list of parts, arguments as JSON text, no content with calls.
+The form is tried on marks: messages like those of the conversation, with a mark in the place of each part
+that they say. The first form with all marks in the text is taken; they also show where a turn is (turns.py).
+"""
 
 import json
 import re
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import product
 from pathlib import Path
 
 from jinja2 import TemplateError, meta
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from data_prep.lib.marks import TOOL, TOOLS, formed, kinds, tried, written
-from data_prep.lib.replies import thought_apart
-from data_prep.lib.special import without_special
+from data_prep.lib.conversations import IMAGE, in_text
 from system.text import one_line
 
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that any template is given
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
-OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that are given anyway
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template that says itself what is trained
+# of a template, which is a program: what it raises itself, and what its operations raise for these messages
+RENDER_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
-def plain(messages, tokenizer):
-    """A conversation of a data set as it is rendered: what users and tools say has no special tokens.
+# ---- special tokens
 
-    Turns of the assistant keep them, since some models call tools or think with special tokens. Reasoning
-    has all names that templates read; a developer is the system for a template that knows none.
-    """
-    ours = "assistant", "system", "developer"
-    found = [m if m["role"] in ours else without_special(m, tokenizer) for m in messages]
-    for i, message in enumerate(found):
-        if message["role"] == "developer" and not DEVELOPER.search(str(tokenizer.chat_template)):
-            found[i] = message | dict(role="system")
-        if thought := message.get("reasoning_content"):
-            found[i] = message | dict(reasoning=thought, thinking=thought)
-    return found
+
+def text_only(tokenizer):
+    """The tokenizer of a processor that takes images; any other tokenizer is one itself."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+@cache
+def special_tokens(tokenizer):
+    """A pattern of the special tokens, as a text could spell them."""
+    added = text_only(tokenizer).added_tokens_decoder.values()
+    texts = {token.content for token in added if token.special} - {IMAGE}
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def without_special(value, tokenizer):
+    """A text, message or conversation with a space for each special token: nobody speaks as somebody else."""
+    if isinstance(value, str):
+        return special_tokens(tokenizer).sub(" ", value)
+    if isinstance(value, list):
+        return [without_special(x, tokenizer) for x in value]
+    if isinstance(value, dict):
+        return {without_special(k, tokenizer): without_special(x, tokenizer) for k, x in value.items()}
+    return value
+
+
+# ---- thoughts
+
+THOUGHTS = {  # the tag that opens a thought in a text, and the one that closes it
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "◁think▷": "◁/think▷",
+}
+THOUGHT_TAG = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values()))))
+
+
+def with_reasoning(message):
+    """A message of which a thought at the beginning is its reasoning."""
+    if message.get("reasoning_content"):
+        return message
+    for opening, closing in THOUGHTS.items():
+        thought, closed, content = message["content"].partition(closing)
+        thought = thought.lstrip()
+        if closed and thought.startswith(opening):
+            thought = thought.removeprefix(opening).strip("\n")
+            return message | dict(content=content.lstrip("\n"), reasoning_content=thought)
+    return message
+
+
+# ---- the template and its variables
 
 
 def use_template(tokenizer, file, options):
@@ -41,12 +95,13 @@ def use_template(tokenizer, file, options):
     """
     if file:
         try:
-            tokenizer.chat_template = text = Path(file).read_text("utf-8")
+            text = Path(file).read_text("utf-8")
             _compile_jinja_template(text)
             if text.lstrip().startswith('{"'):
                 raise ValueError("this is JSON; give the template in it")
         except (OSError, ValueError, TemplateError) as error:
             raise ValueError(f"--chat_template {file}: {one_line(error)}") from None
+        tokenizer.chat_template = text
     try:
         values = json.loads(options, parse_constant=dict)
         if not isinstance(values, dict) or "Infinity" in json.dumps(values):
@@ -56,22 +111,24 @@ def use_template(tokenizer, file, options):
         example = """write it as JSON, '{"enable_thinking": false}'"""
         raise ValueError(f"--chat_template_kwargs {options}: {error}; {example}") from None
     line = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}\n"
-    given = "".join(line.format(*pair) for pair in values.items())
-    if given and isinstance(tokenizer.chat_template, dict):
-        tokenizer.chat_template = {name: given + text for name, text in tokenizer.chat_template.items()}
+    given = "".join(line.format(name, value) for name, value in values.items())
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):
+        tokenizer.chat_template = {name: given + text for name, text in templates.items()}
     elif given:
-        tokenizer.chat_template = given + tokenizer.chat_template
+        tokenizer.chat_template = given + templates
     if hasattr(tokenizer, "image_processor"):
         tokenizer.tokenizer.chat_template = tokenizer.chat_template
 
 
 def check_variables(options, tokenizer):
     """ValueError if the chat template does not read a variable, or it is given another value anyway."""
-    text_only, templates = getattr(tokenizer, "tokenizer", tokenizer), tokenizer.chat_template
-    texts = [*templates.values()] if isinstance(templates, dict) else [templates or ""]
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        templates = dict(default=templates or "")
+    given = GIVEN.union(text_only(tokenizer).special_tokens_map)
     for name in options:
-        given = name in OURS or name in text_only.special_tokens_map
-        if given or not any(name in variables(x) for x in texts):
+        if name in given or not any(name in variables(text) for text in templates.values()):
             raise ValueError(f"the chat template has no variable {name!r}")
 
 
@@ -81,59 +138,224 @@ def variables(template):
     return meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
 
 
+def given_by(row, tools, tokenizer):
+    """What a template is given besides messages: a row's tools or those of --env, and the row's variables."""
+    for name in ("tools", "chat_template_kwargs"):
+        if tools and row[name]:
+            raise ValueError(f"it has a column {name!r}, and --env has tools of its own: drop the column")
+    if row["tools"] and not shows_tools(tokenizer):
+        raise ValueError("it has tools in its column 'tools', and the chat template shows none")
+    if tools and not shows_tools(tokenizer):
+        hint = "leave out --env if the prompts explain them"
+        raise ValueError(f"--env has tools, and the chat template shows none: {hint}")
+    options = row["chat_template_kwargs"]
+    check_variables(options, tokenizer)
+    if options:
+        return dict(options, tools=row["tools"])
+    return row["tools"] or tools or None
+
+
 def shows_tools(tokenizer):
     """Whether the chat template shows the tools that it is given."""
     return TOOL["name"] in render([dict(role="user", content="zq")], tokenizer, TOOLS)
 
 
-def given_by(row, tools, tokenizer):
-    """What a template is given besides messages: a row's tools or those of --env, and the row's variables."""
-    own, options = row["tools"], row["chat_template_kwargs"]
-    if tools and (own or options):
-        name = "tools" if own else "chat_template_kwargs"
-        raise ValueError(f"it has a column {name!r}, and --env has tools of its own: drop the column")
-    if (own or tools) and not shows_tools(tokenizer):
-        which = "it has tools in its column 'tools'" if own else "--env has tools"
-        hint = "" if own else ": leave out --env if the prompts explain them"
-        raise ValueError(f"{which}, and the chat template shows none{hint}")
-    check_variables(options, tokenizer)
-    return dict(options, tools=own) if options else own or tools or None
+# ---- conversations
 
 
 def render(messages, tokenizer, tools=None, prompted=True):
     """The text of messages, with the generation prompt; tools: JSON schemas, or what `given_by` gives."""
-    return Talk(messages, tokenizer, tools).text(None, prompted)
+    return Conversation(messages, tokenizer, tools).text(None, prompted)
 
 
-class Talk:
-    """A conversation under a chat template: the text of its beginnings, and the same on marks."""
+class Conversation:
+    """Messages under a chat template: the text of the first ones, and of marks in their place.
+
+    given: what the template is given besides messages, tools among it.
+    """
 
     def __init__(self, messages, tokenizer, tools=None):
         if tokenizer.chat_template is None:
             raise ValueError("the model has no chat template; give one by --chat_template FILE")
-        self.messages, self.tokenizer = plain(messages, tokenizer), tokenizer
-        self.given = tools if isinstance(tools, dict) else dict(tools=tools)
-        self.kinds = kinds(self.messages)
+        self.messages = plain(messages, tokenizer)
+        self.tokenizer = tokenizer
+        self.given = tools
+        if not isinstance(tools, dict):
+            self.given = dict(tools=tools)
+        self.marked = tuple(in_marks(i, message) for i, message in enumerate(self.messages))
         given = json.dumps(self.given | dict(tools=bool(self.given["tools"])))
-        self.about = tokenizer, str(tokenizer.chat_template), given
+        self.template = tokenizer, str(tokenizer.chat_template), given
 
     @cached_property
-    def apart(self):
+    def reasoned(self):
         """The same, with thoughts at the beginning of a turn as its reasoning."""
-        return Talk(map(thought_apart, self.messages), self.tokenizer, self.given)
+        return Conversation(map(with_reasoning, self.messages), self.tokenizer, self.given)
 
-    def marked(self, end, prompted):
-        """Of the messages up to `end`: see `tried`."""
-        return tried(self.kinds[:end], *self.about, prompted)
+    def rendered_marks(self, end, prompted):
+        """See `render_marks`, for the messages up to `end`."""
+        return render_marks(self.marked[:end], *self.template, prompted)
 
     def text(self, end, prompted):
-        return self.written(end, prompted)[0]
+        text, _ = self.rendered(end, prompted)
+        return text
 
-    def written(self, end, prompted):
+    def rendered(self, end, prompted):
         """What the template writes for them, and the places in it that it marks as trained.
 
         ValueError, in one line, if it cannot write them, or leaves out what somebody says or calls.
         """
-        form, *_ = self.marked(end, prompted)
+        form, *_ = self.rendered_marks(end, prompted)
         messages = [formed(message, *form) for message in self.messages[:end]]
         return written(messages, self.tokenizer, self.given, prompted)
+
+
+def plain(messages, tokenizer):
+    """A conversation of a data set as it is rendered: what users and tools say has no special tokens.
+
+    Turns of the assistant keep them, since some models call tools or think with special tokens. Reasoning
+    has all names that templates read; a developer is the system for a template that knows none.
+    """
+    found = []
+    for message in messages:
+        if message["role"] not in ("assistant", "system", "developer"):
+            message = without_special(message, tokenizer)
+        if message["role"] == "developer" and not DEVELOPER.search(str(tokenizer.chat_template)):
+            message = message | dict(role="system")
+        thought = message.get("reasoning_content")
+        if thought:
+            message = message | dict(reasoning=thought, thinking=thought)
+        found.append(message)
+    return found
+
+
+def written(messages, tokenizer, given, prompted):
+    """What the template writes, and the places in it that it marks as trained; ValueError: it cannot."""
+    given = given | dict(tools=given["tools"] or None, add_generation_prompt=prompted)
+    try:
+        if not GENERATION_TAG.search(str(tokenizer.chat_template)):
+            return tokenizer.apply_chat_template(messages, tokenize=False, **given), ()
+        tokenizer = text_only(tokenizer)
+        template = tokenizer.get_chat_template(None, given["tools"])
+        given |= tokenizer.special_tokens_map
+        given["return_assistant_tokens_mask"] = True
+        [text], [spans] = render_jinja_template([messages], chat_template=template, **given)
+        return text, spans
+    except RENDER_ERRORS as error:
+        name = f"{type(error).__name__}: "
+        if isinstance(error, TemplateError):
+            name = ""
+        raise ValueError(one_line(f"the chat template: {name}{error}")) from None
+
+
+def formed(message, parts, text, none):
+    """A message in a form that some templates want.
+
+    parts: its content is a list. Calls are as OpenAI has them; text: their arguments are JSON text; none: no
+    content is None where there are calls.
+    """
+    content = message["content"]
+    if parts and isinstance(content, str):
+        content = [dict(type="text", text=content)]
+        message = message | dict(content=content)
+    if not message.get("tool_calls"):
+        return message
+    if text:
+        message = in_text(message)
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        calls.append(dict(type="function") | call | dict(function=function))
+    if not content:
+        content = None if none else ""
+    return message | dict(tool_calls=calls, content=content)
+
+
+# ---- marks
+
+TYPES = dict(text="string", number="integer", names="array", on="boolean")
+TOOL = {  # with parameters of every type; no text of a template has its name
+    "name": "zqtool",
+    "description": "zq",
+    "parameters": {
+        "type": "object",
+        "properties": {name: {"type": kind, "description": "zq"} for name, kind in TYPES.items()},
+        "required": [*TYPES],
+    },
+}
+TOOL["parameters"]["properties"]["names"]["items"] = {"type": "string"}
+TOOLS = [dict(type="function", function=TOOL)]
+FORMS = list(product((False, True), repeat=3))  # see `formed`
+MARK = re.compile(r"zq(\d+)([a-z]+)(\d+)(?:name|value)?z")  # number of a message, its role or a part, number
+REWRITTEN = ("assistant", "assistantreasoning")  # which a template may rewrite, see turns.py
+SPLIT_BY_TAGS = re.compile(f"({THOUGHT_TAG.pattern})")
+
+
+def in_marks(i, message):
+    """Message number i with a mark in the place of each part that it says."""
+    role = message["role"]
+    content = message["content"]
+    marked = dict(role=role, content=content)
+    if role == "assistant" and isinstance(content, str):
+        parts = SPLIT_BY_TAGS.split(content)
+        for n, part in enumerate(parts):
+            words = part.strip()  # the spaces around them stay
+            if words and n % 2 == 0:
+                parts[n] = part.replace(words, f"zq{i}{role}{n}z")
+        marked["content"] = "".join(parts)
+    elif content:
+        marked["content"] = f"zq{i}{role}0z"
+    if content and isinstance(content, list):
+        marked["content"] = [dict(type="image"), dict(type="text", text=marked["content"])]
+    if "name" in message:
+        marked["name"] = "zqname"
+    if "reasoning_content" in message:
+        marked |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), f"zq{i}{role}reasoning0z")
+    calls = []
+    for j in range(len(message.get("tool_calls", ()))):
+        function = dict(name=f"zq{i}call{j}namez", arguments=dict(x=f"zq{i}call{j}valuez"))
+        calls.append(dict(function=function))
+    if calls:
+        marked["tool_calls"] = calls
+    return json.dumps(marked, ensure_ascii=False)
+
+
+def lost(marked, text, optional=()):
+    """What a text leaves out of a message in marks, or None."""
+    for mark in MARK.finditer(marked):
+        i, part, number = mark.groups()
+        if part in optional or mark[0] in text:
+            continue
+        if part == "call":
+            return f"tool calls: number {number} of message {i}"
+        if part.endswith("reasoning"):
+            return f"of message {i} its reasoning"
+        return f"what message {i} ({part}) says"
+    return None
+
+
+@lru_cache(10000)
+def render_marks(marked, tokenizer, template, given, prompted):
+    """The form in which a template shows messages like these, tried on marks; the text, and its spans.
+
+    All but the assistant's words must be shown.
+    """
+    given = json.loads(given)
+    if given["tools"]:
+        given["tools"] = TOOLS
+    messages = [json.loads(message) for message in marked]
+    forms = FORMS
+    if not any("tool_calls" in message for message in messages):
+        forms = FORMS[::4]  # a list only where text will not do
+    problem = None
+    for form in forms:
+        try:
+            text, spans = written([formed(x, *form) for x in messages], tokenizer, given, prompted)
+        except ValueError:
+            continue
+        missing = lost(" ".join(marked), text, REWRITTEN)
+        if not missing:
+            return form, text, spans
+        problem = problem or missing
+    if problem:
+        raise ValueError(f"the chat template leaves out {problem}; take a model whose template shows it")
+    return FORMS[0], None, ()  # the messages themselves may say why

@@ -12,16 +12,158 @@ Turns share a row as long as the ids of the next prompt begin with it. {% genera
 """
 
 import re
-from functools import cache, lru_cache, partial
-from itertools import groupby
-from operator import itemgetter
+from functools import cache, partial
 
-from data_prep.lib.marks import MARKED, in_marks, tried
-from data_prep.lib.replies import MARK_OF_THOUGHT, THOUGHTS, answer_after
-from data_prep.lib.special import special_tokens
-from data_prep.lib.templates import Talk
+from data_prep.lib.templates import (
+    GENERATION_TAG,
+    MARK,
+    THOUGHT_TAG,
+    THOUGHTS,
+    Conversation,
+    lost,
+    special_tokens,
+    text_only,
+)
 
+OPENED = THOUGHTS | {"<|channel>": "<channel|>", "<|channel|>analysis": "<|end|>"}  # Gemma 4, gpt-oss
 ELSE = "take a model whose template shows it, or another by --chat_template"
+
+
+# ---- rows of a conversation
+
+
+def encode_messages(messages, tokenizer, tools=None, first=0):
+    """-> (ids, which are trained) of each row of a conversation, as few as can be.
+
+    A turn is trained after the ids that a sampler is given: those of its prompt's text alone. A template that
+    leaves thoughts out of the history needs a row for each turn. first: the first message that is trained.
+    """
+    wanted = trained_turns(messages, first)
+    if hasattr(tokenizer, "image_processor"):
+        raise ValueError("a model that takes images reads prompts and completions, no conversations")
+    conversation = Conversation(messages, tokenizer, tools)
+    pairs = []
+    for i in wanted:
+        if GENERATION_TAG.search(str(tokenizer.chat_template)):
+            pairs += marked_turn(conversation, i)
+        else:
+            pairs.append(prompt_and_turn(conversation, i))
+    if not pairs:
+        return []
+
+    rows = []
+    row = [], []
+    prompts = ids_of([prompt for prompt, _ in pairs], tokenizer)
+    for ids, (prompt, text) in zip(prompts, pairs):
+        before, trained = row
+        size = shared_size(before, ids, tokenizer)
+        if before and not size:
+            rows.append(row)
+        response = ids_after(prompt, text, tokenizer)
+        trained = trained[:size] + [False] * (len(ids) - size) + [True] * len(response)
+        row = ids + response, trained
+    return [*rows, row]
+
+
+def trained_turns(messages, first=0):
+    """Numbers of the turns of the assistant that are trained."""
+    turns = [i for i, x in enumerate(messages) if x["role"] == "assistant" and x.get("train", True)]
+    if first == 0 and 0 in turns:
+        remedy = "drop it, or say that it is not trained by 'train': false"
+        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
+    return [i for i in turns if i >= first]
+
+
+def check_scored(messages, first, tokenizer, tools):
+    """ValueError if turns from `first` on, scored with their conversation, are not shown in full."""
+    conversation = Conversation(messages, tokenizer, tools)
+    _, text, _ = conversation.rendered_marks(None, False)
+    for message, marked in zip(messages[first:], conversation.marked[first:]):
+        if not message.get("train", True):
+            raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
+        what = text and lost(marked, text, ("assistant",))
+        if what:
+            raise ValueError(f"the chat template leaves out {what}; {ELSE}")
+
+
+# ---- the text of a turn, as a template renders it
+
+
+def prompt_and_turn(conversation, i):
+    """Prompt and text of turn i, which ends behind EOS, or the last special token; if it has none: EOS."""
+    prompt, text = prompt_and_rest(conversation, i)
+    special = special_tokens(conversation.tokenizer)
+    eos_token = conversation.tokenizer.eos_token
+    last = re.search(rf"(?:(?:{special.pattern})\s*)*$", text).start()
+    ends = [match.end() for match in special.finditer(text, last)]
+    if not ends:
+        return prompt, (text.rpartition(eos_token)[0] or text) + eos_token
+    for end in ends:
+        if text.endswith(eos_token, 0, end):
+            return prompt, text[:end]
+    return prompt, text[: ends[-1]]
+
+
+def prompt_and_rest(conversation, i):
+    """Prompt and text of turn i, with all that the template writes after it."""
+    message = conversation.messages[i]
+    special = special_tokens(conversation.tokenizer)
+    plain = not message.keys() & {"tool_calls", "reasoning_content"}
+    as_written = plain and special.search(message["content"])  # by a model, with special tokens: gpt-oss
+    views = [conversation, conversation.reasoned]
+    template = str(conversation.tokenizer.chat_template)
+    has_thoughts = THOUGHT_TAG.search(template)
+    if not has_thoughts:  # it may have other marks for the thoughts of the data
+        views.reverse()
+    for view in views:
+        prompt = view.text(i, True)
+        where, number, begun, end = locate(view, i)
+        if as_written and special.search(THOUGHT_TAG.sub("", begun)):
+            return prompt, message["content"] + end
+        answer_after(prompt, message["content"])  # ValueError for a thought that cannot be there
+        history = partial(view.text, i, False)
+        found, text = find_turn(prompt, view.text(i + 1, False), history, number)
+        shown = found and found == where
+        rendered = view.messages[i]
+        two_thoughts = rendered.get("reasoning_content") and THOUGHT_TAG.search(rendered["content"])
+        if two_thoughts and (has_thoughts or shown):
+            raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
+        if shown:
+            return prompt, text
+    prompt = conversation.text(i, True)
+    *_, end = locate(conversation, i)
+    return prompt, untemplated_text(message, i, prompt, template) + end
+
+
+def locate(conversation, i):
+    """-> of turn i in marks: where it begins, see `find_turn`, after which prompt, what is around its words.
+
+    where is None if it is not shown in full there, or a thought twice.
+    """
+    turn = conversation.marked[i]
+    _, prompt, _ = conversation.rendered_marks(i, True)
+    _, history, _ = conversation.rendered_marks(i, False)
+    _, upto, _ = conversation.rendered_marks(i + 1, False)
+    if upto is None:  # the template takes no marks
+        return "prompt", 1, "", ""
+    prompt = prompt or ""
+    history = history or ""
+    shown = [mark[0] for mark in MARK.finditer(turn) if mark[0] in upto]
+    first = min((upto.find(mark) for mark in shown), default=len(upto))
+    last = max((upto.find(mark) + len(mark) for mark in shown), default=len(upto))
+    number = 1
+    generation = prompt.removeprefix(history)
+    nearest = upto.rfind(generation, 0, first)
+    if nearest >= 0:
+        number = upto.count(generation, nearest)
+
+    where, text = find_turn(prompt, upto, lambda: history, number)
+    if where and lost(turn, text):
+        where = None
+    for closing in THOUGHTS.values():
+        if where and text.count(closing) > max(1, turn.count(closing)):
+            where = None
+    return where, number, upto[:first].removeprefix(prompt), upto[last:]
 
 
 def find_turn(prompt, upto, history, number):
@@ -43,158 +185,94 @@ def find_turn(prompt, upto, history, number):
     return "history", generation.join(upto.split(generation)[-number:])
 
 
-@lru_cache(10000)
-def place(kinds, *about):
-    """Of the last turn, with marks in the place of what is said: where it begins, and after which prompt.
-
-    None: it is not shown in full there, or a thought twice. And what the template writes around it.
-    """
-    message, marks = in_marks(len(kinds) - 1, kinds[-1])
-    prompt = tried(kinds[:-1], *about, True)[1] or ""
-    history = tried(kinds[:-1], *about, False)[1] or ""
-    upto = tried(kinds, *about, False)[1]
-    if upto is None:  # the template takes no marks
-        return "prompt", 1, "", ""
-    shown = [mark for mark in marks if mark in upto]
-    first = min((upto.find(mark) for mark in shown), default=len(upto))
-    last = max((upto.find(mark) + len(mark) for mark in shown), default=len(upto))
-    number = 1
-    generation = prompt.removeprefix(history)
-    nearest = upto.rfind(generation, 0, first)
-    if nearest >= 0:
-        number = upto.count(generation, nearest)
-
-    where, text = find_turn(prompt, upto, lambda: history, number)
-    if where and not all(mark in text for mark in marks):
-        where = None
-    for closing in THOUGHTS.values():
-        if where and text.count(closing) > max(1, message["content"].count(closing)):
-            where = None
-    return where, number, upto[:first].removeprefix(prompt), upto[last:]
-
-
-def own_text(message, i, prompt, template):
+def untemplated_text(message, i, prompt, template):
     """The text of a turn that the template does not show as it was said."""
-    said = message["content"]
+    text = message["content"]
     thought = message.get("reasoning_content")
-    opening = next((x for x in THOUGHTS if THOUGHTS[x] in template), None)
-    if message.get("tool_calls") or (thought and not opening):
-        what = "its reasoning" if thought else "what it says beside its calls of tools"
+    known = [opening for opening in THOUGHTS if THOUGHTS[opening] in template]
+    if thought and (not known or message.get("tool_calls")):
+        raise ValueError(f"the chat template leaves out of message {i} its reasoning; {ELSE}")
+    if message.get("tool_calls"):
+        what = "what it says beside its calls of tools"
         raise ValueError(f"the chat template leaves out of message {i} {what}; {ELSE}")
     if thought:
-        said = f"{opening}\n{thought}\n{THOUGHTS[opening]}\n\n{said}"
-    return answer_after(prompt, said)
+        text = f"{known[0]}\n{thought}\n{THOUGHTS[known[0]]}\n\n{text}"
+    return answer_after(prompt, text)
 
 
-def turn(talk, i):
-    """Prompt and text of turn i, which ends behind EOS, or the last special token; if it has none: EOS."""
-    prompt, text = whole_turn(talk, i)
-    special = special_tokens(talk.tokenizer)
-    eos_token = talk.tokenizer.eos_token
-    last = re.search(rf"(?:(?:{special.pattern})\s*)*$", text).start()
-    ends = [match.end() for match in special.finditer(text, last)]
-    if not ends:
-        return prompt, (text.rpartition(eos_token)[0] or text) + eos_token
-    for end in ends:
-        if text.endswith(eos_token, 0, end):
-            return prompt, text[:end]
-    return prompt, text[: ends[-1]]
+def answer_after(prompt, text):
+    """What follows a prompt that may have opened a thought: the answer, which opens it only once.
+
+    An answer without a thought has an empty one, as the templates of Qwen have it. ValueError if an answer
+    opens a thought and does not close it, or thinks where its prompt does not.
+    """
+    end = prompt.rstrip()
+    for opening, closing in THOUGHTS.items():
+        thought, closed, answer = text.partition(closing)
+        opens = thought.lstrip().startswith(opening)
+        thought = thought.lstrip().removeprefix(opening)
+        if opens and not closed:
+            raise ValueError(f"the answer opens {opening} and does not close it by {closing}")
+        if closed and end.endswith(closing):
+            if thought.strip():
+                remedy = "let it open one (--chat_template_kwargs), or leave out the thought"
+                raise ValueError(f"the answer has a thought and its prompt an empty one: {remedy}")
+            return answer.lstrip("\n")
+        if not end.endswith(opening):
+            continue
+        if not closed:
+            return f"\n{closing}\n\n" + text.lstrip("\n")
+        if opening in thought:
+            raise ValueError(f"the answer opens {opening} in its middle, and its prompt has opened it")
+        if opens:
+            text = text.lstrip().removeprefix(opening)
+            if prompt.endswith("\n"):
+                text = text.removeprefix("\n")
+        return text
+    return text
 
 
-def whole_turn(talk, i):
-    """Prompt and text of turn i, with all that the template writes after it."""
-    message = talk.messages[i]
-    special = special_tokens(talk.tokenizer)
-    template = str(talk.tokenizer.chat_template)
-    plain = not message.keys() & {"tool_calls", "reasoning_content"}
-    as_written = plain and special.search(message["content"])  # by a model, with special tokens: gpt-oss
-    own = MARK_OF_THOUGHT.search(template)  # else it may have other marks for the thoughts of the data
-    for apart in (False, True) if own else (True, False):
-        said = talk.apart if apart else talk
-        prompt = said.text(i, True)
-        where, number, begun, end = place(said.kinds[: i + 1], *said.about)
-        if as_written and special.search(MARK_OF_THOUGHT.sub("", begun)):
-            return prompt, message["content"] + end
-        answer_after(prompt, message["content"])  # ValueError for a thought that cannot be there
-        history = partial(said.text, i, False)
-        found, text = find_turn(prompt, said.text(i + 1, False), history, number)
-        shown = found and found == where
-        now = said.messages[i]
-        if now.get("reasoning_content") and MARK_OF_THOUGHT.search(now["content"]) and (own or shown):
-            raise ValueError(f"message {i} has a thought in its content and another in a field: keep one")
-        if shown:
-            return prompt, text
-    prompt = talk.text(i, True)
-    *_, end = place(talk.kinds[: i + 1], *talk.about)
-    return prompt, own_text(message, i, prompt, template) + end
+def opens_only(text, prompt=""):
+    """Whether a response does not close a thought that it, or its prompt, has opened."""
+    begin = text.lstrip()
+    end = prompt.rstrip()
+    for opening, closing in OPENED.items():
+        if (begin.startswith(opening) or end.endswith(opening)) and closing not in text:
+            return True
+    return False
 
 
-def marked_turn(talk, i):
+def marked_turn(conversation, i):
     """[(text before, text)] of each part of turn i that a template marks by {% generation %}."""
-    special = special_tokens(talk.tokenizer)
-    before = len(talk.marked(i, False)[2])  # marked parts of the turns before
-    upto, spans = talk.written(i + 1, False)
+    special = special_tokens(conversation.tokenizer)
+    *_, spans = conversation.rendered_marks(i, False)
+    before = len(spans)  # marked parts of the turns before
+    upto, spans = conversation.rendered(i + 1, False)
     spans = [(begin, end) for begin, end in spans[before:] if upto[begin:end].strip()]
     if not spans:
         raise ValueError("the chat template marks nothing by {% generation %}: put it around the turns")
 
-    _, text, own = talk.marked(i + 1, False)
-    if text:  # of marks in the place of what is said
-        trained = "".join(text[begin:end] for begin, end in own[before:])
-        for mark, what in in_marks(i, talk.kinds[i])[1].items():
-            if mark not in trained:
-                raise ValueError(f"the chat template leaves out {what}; {ELSE}")
+    _, text, spans_of_marks = conversation.rendered_marks(i + 1, False)
+    if text:
+        trained = "".join(text[begin:end] for begin, end in spans_of_marks[before:])
+        what = lost(conversation.marked[i], trained)
+        if what:
+            raise ValueError(f"the chat template leaves out {what}; {ELSE}")
     begin, end = spans[-1]
     if not re.search(rf"(?:{special.pattern})\s*$", upto[begin:end]):
+        token = conversation.tokenizer.eos_token
         found = special.match(upto[end:].lstrip())
-        token = found[0] if found else talk.tokenizer.eos_token
+        if found:
+            token = found[0]
         remedy = "put what ends a turn in it"
         raise ValueError(f"the chat template's {{% generation %}} ends before {token}: {remedy}")
     return [(upto[:begin], upto[begin:end]) for begin, end in spans]
 
 
-def trained_turns(messages, first=0):
-    """Numbers of the turns of the assistant that are trained."""
-    turns = [i for i, x in enumerate(messages) if x["role"] == "assistant" and x.get("train", True)]
-    if turns and turns[0] == 0 and first == 0:
-        remedy = "drop it, or say that it is not trained by 'train': false"
-        raise ValueError(f"message 0 is a turn of the assistant, before which nobody has spoken: {remedy}")
-    return [i for i in turns if i >= first]
+# ---- ids
 
 
-def encode_messages(messages, tokenizer, tools=None, first=0):
-    """-> (ids, which are trained) of each row of a conversation, as few as can be.
-
-    A turn is trained after the ids that a sampler is given: those of its prompt's text alone. A template that
-    leaves thoughts out of the history needs a row for each turn. first: the first message that is trained.
-    """
-    wanted = trained_turns(messages, first)
-    if hasattr(tokenizer, "image_processor"):
-        raise ValueError("a model that takes images reads prompts and completions, no conversations")
-    talk = Talk(messages, tokenizer, tools)
-    pairs = []
-    for i in wanted:
-        if MARKED.search(str(tokenizer.chat_template)):
-            pairs += marked_turn(talk, i)
-        else:
-            pairs.append(turn(talk, i))
-    if not pairs:
-        return []
-
-    rows = []
-    prompts = ids_of([prompt for prompt, _ in pairs], tokenizer)
-    for ids, (prompt, text) in zip(prompts, pairs):
-        trained = []
-        size = shared(rows[-1][0], ids, tokenizer) if rows else 0
-        if size:
-            trained = rows.pop()[1][:size]
-        response = ids_after(prompt, text, tokenizer)
-        trained += [False] * (len(ids) - size) + [True] * len(response)
-        rows.append((ids + response, trained))
-    return rows
-
-
-def shared(before, ids, tokenizer):
+def shared_size(before, ids, tokenizer):
     """How many ids of a row a later prompt begins with: all, or up to one of the tokens that end it."""
     size = len(before)
     if ids[:size] == before:
@@ -214,7 +292,7 @@ def ids_after(prompt, text, tokenizer):
     Tokenised alone a text may begin with a space (SentencePiece), and together a token may lie across the
     place. Special tokens part a text, so the prompt's last one and what follows it are enough.
     """
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
+    tokenizer = text_only(tokenizer)
     starts = [match.start() for match in special_tokens(tokenizer).finditer(prompt)]
     end = prompt[max(starts, default=0) :]
     given, whole = ids_of([end, end + text], tokenizer)
@@ -236,12 +314,12 @@ def ids_of(texts, tokenizer):
 
 def answer_ids(prompt_ids, answer, tokenizer):
     """Ids of an answer to a prompt, with EOS; ValueError if it says the token of a picture."""
-    text_only = getattr(tokenizer, "tokenizer", tokenizer)
-    end = text_only.decode(prompt_ids[-20:])
+    decode = text_only(tokenizer)
+    end = decode.decode(prompt_ids[-20:])
     ids = ids_after(end, answer_after(end, answer), tokenizer)
     shown = set(ids).intersection(getattr(tokenizer, "image_ids", ()))
     if shown:
-        token = text_only.convert_ids_to_tokens(min(shown))
+        token = decode.convert_ids_to_tokens(min(shown))
         raise ValueError(f"the answer says {token}, which stands for a picture: write it otherwise")
     return [*ids, tokenizer.eos_token_id]
 
@@ -249,41 +327,21 @@ def answer_ids(prompt_ids, answer, tokenizer):
 @cache
 def special_ids(tokenizer):
     """Ids of the special tokens, EOS among them."""
-    text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images
-    return {i for i, x in text.added_tokens_decoder.items() if x.special} | {text.eos_token_id}
+    tokenizer = text_only(tokenizer)
+    ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return ids | {tokenizer.eos_token_id}
 
 
 def stops(ids, trained, tokenizer):
     """The tokens that end the trained turns of a row: the last special token of each."""
     special = special_ids(tokenizer)
     found = set()
-    for on, run in groupby(zip(ids, trained), key=itemgetter(1)):
-        ends = [token for token, _ in run if token in special]
-        if on and ends:
-            found.add(ends[-1])
-    return found
-
-
-def check_scored(messages, first, tokenizer, tools):
-    """ValueError if turns from `first` on, scored with their conversation, are not shown in full."""
-    _, text, _ = Talk(messages, tokenizer, tools).marked(None, False)
-    for i, message in enumerate(messages[first:], first):
-        if not message.get("train", True):
-            raise ValueError("a turn is not to be trained, and a reward model scores whole conversations")
-        mark = f"zq{i}reasoning_contentz"
-        if message.get("reasoning_content") and text and mark not in text:
-            raise ValueError(f"the chat template leaves out of message {i} its reasoning; {ELSE}")
-
-
-def says_nothing(reply):
-    """Whether an answer, a string or messages, has an empty turn of the assistant: it would train silence."""
-    if isinstance(reply, str):
-        return not reply.strip()
-    if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
-        raise ValueError(f"an answer must be a string or messages, not {reply!r:.60}")
-    for message in reply:
-        if message.get("role") != "assistant" or not message.get("train", True):
-            continue
-        if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
-            return True
-    return False
+    last = None
+    for token, on in zip(ids, trained):
+        if not on:
+            found.add(last)
+            last = None
+        elif token in special:
+            last = token
+    found.add(last)
+    return found - {None}
