@@ -92,9 +92,8 @@ def test_all_wait_at_the_same_time_up_to_a_limit(file):
 
 @pytest.mark.parametrize("mode", ["naive", "prime"])
 def test_a_slow_one_is_a_time_out_and_holds_up_nobody(file, mode):
-    rows = [
-        dict(data_source="x", solution_str="a", ground_truth="4", extra_info=dict(wait=w)) for w in (900, 0)
-    ]
+    row = dict(data_source="x", solution_str="a", ground_truth="4")
+    rows = [row | dict(extra_info=dict(wait=seconds)) for seconds in (900, 0)]
     reward = load_rewards([f"{file}:judge"], [])
     results = RewardManager(mode, reward, timeout_s=1).score(rows)
     assert results[0]["failure"] == "TimeoutError: no result after 1 s (--reward_timeout_s) (mine.py:judge)"

@@ -12,7 +12,7 @@ from conftest import golden
 from algos import eval as evaluation
 from rewards.manager import RewardManager, check_failures, failures
 from rewards.manager.combined import load_rewards
-from rewards.manager.failures import OUTAGE, Failures
+from rewards.manager.failures import Failures
 from system import sampler
 
 # body of a reward: what its failure says
@@ -70,36 +70,6 @@ def test_what_is_no_failure(tmp_path, value):
     assert "failure" not in outcome("naive", load_rewards([write(tmp_path, body)], []))
 
 
-SIGNATURES = {
-    "prompts, completions, **kwargs": "missing a required argument: 'prompts'",  # TRL's
-    "completions, answer": "missing a required argument: 'completions'",
-    "solution_str": "got an unexpected keyword argument 'data_source'",
-    "data_source, solution_str, ground_truth": "got an unexpected keyword argument 'extra_info'",
-    "data_source, solution_str, ground_truth, extra_info, tokenizer": "a required argument: 'tokenizer'",
-    "solution_strs, ground_truth": "missing a required argument: 'ground_truth'",
-    "solution_strs": "got an unexpected keyword argument 'data_sources'",
-    "": "got an unexpected keyword argument 'data_source'",
-}
-
-
-@pytest.mark.parametrize("parameters", SIGNATURES)
-def test_a_wrong_signature_is_refused_at_the_start(tmp_path, parameters):
-    (tmp_path / "mine.py").write_text(f"def score({parameters}):\n    return 1.0\n")
-    with pytest.raises(ValueError, match=SIGNATURES[parameters]) as error:
-        load_rewards([f"{tmp_path}/mine.py:score"], [])
-    assert "\n" not in str(error.value) and "by name" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "line", ["import sys; sys.exit(0)", "raise SystemExit", "import nowhere", "1 / 0", "def"]
-)
-def test_a_file_that_cannot_be_loaded(tmp_path, line):
-    """A script that calls its own main() would else end the run with code 0."""
-    (tmp_path / "mine.py").write_text(f"{line}\n")
-    with pytest.raises(ValueError, match=r"--reward_fn .*mine.py cannot be loaded: \w+"):
-        load_rewards([f"{tmp_path}/mine.py:score"], [])
-
-
 def rows_of(*results):
     return [dict(group=i, reward=result) for i, result in enumerate(results)]
 
@@ -109,29 +79,19 @@ GOOD, BUG, LOST = (
     dict(score=0.0, failure="KeyError: 'a'"),
     dict(score=0.0, failure="TimeoutError: 9 s"),
 )
-AWAY = dict(score=0.0, failure="APIConnectionError: refused")
-STEPS = [  # rewards of each step; the step that ends the run
-    ([(GOOD, GOOD)] * 9, None),
-    ([(BUG, GOOD)] * 9, None),
-    ([(BUG, BUG)], 0),
-    ([(LOST, LOST)], 0),  # it has never worked
-    ([(GOOD, BUG), (BUG, BUG)], 1),
-    ([(GOOD, BUG), (BUG, LOST)], 1),
-    ([(GOOD,), (AWAY,), (LOST,), (GOOD,), (AWAY,), (AWAY,), (GOOD, AWAY)], None),  # a server that came back
-    ([(GOOD,), *[(LOST, AWAY)] * OUTAGE], OUTAGE),
-    ([(), ()], None),
-]
+RESULTS = dict(good=GOOD, bug=BUG, lost=LOST, away=dict(score=0.0, failure="APIConnectionError: refused"))
 
 
-@pytest.mark.parametrize(("steps", "ends"), STEPS)
-def test_when_a_run_ends(steps, ends, monkeypatch):
+@pytest.mark.parametrize("case", golden("ends_of_runs"), ids=lambda case: case["why"])
+def test_when_a_run_ends(case, monkeypatch):
     monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
-    for i, results in enumerate(steps):
-        if i == ends:
+    for i, names in enumerate(case["steps"]):
+        rows = rows_of(*[RESULTS[name] for name in names])
+        if i == case["ends"]:
             with pytest.raises(SystemExit, match="the reward failed for all"):
-                check_failures(rows_of(*results))
+                check_failures(rows)
         else:
-            check_failures(rows_of(*results))
+            check_failures(rows)
 
 
 def test_said_once_for_each_kind_and_told_to_the_run(monkeypatch, caplog):
