@@ -84,7 +84,6 @@ def test_geometry3k_keeps_pictures(tmp_path):
     geometry3k.main(geometry3k.Args(str(tmp_path / "out"), str(tmp_path), splits=("train",)))
     [row] = read_raw(tmp_path / "out/train.parquet")
     assert row["images"] == images
-    assert row["prompt"][0]["content"].startswith("<image>Find x. You FIRST think")
 
 
 def test_mistakes_with_own_data(tmp_path, capsys):
@@ -92,17 +91,10 @@ def test_mistakes_with_own_data(tmp_path, capsys):
     texts = dict(train='{"asked": "2+2?", "said": "4"}\n' * 20, empty="", blank="\n \n", text="a b\n" * 3)
     for name, text in texts.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
-    for place, split, line in (
-        (tmp_path, "train", r"no rows for train.parquet: 20 left out: broken \(named above\)"),
-        (tmp_path, "empty", "no rows for empty.parquet: the source is empty"),
-        (tmp_path, "blank", "no rows for blank.parquet: the source is empty"),
-        (tmp_path, "text", r"no rows for text.parquet: 3 left out: broken \(named above\)"),
-        (tmp_path, "tra", "no file tra.* or .*another name: --splits OUT=(blank|empty|text|train)$"),
-        (tmp_path / "nowhere", "train", "nowhere does not exist: pass a file, or"),
-        (tmp_path / "*.jsonl", "train", "does not exist: pass a file, or"),
-    ):
-        with pytest.raises(ValueError, match=line) as error:
-            sft_chat.main(sft_chat.Args(str(tmp_path / "out"), str(place), (split,)))
+    for case in golden("unfit_sources"):
+        args = sft_chat.Args(str(tmp_path / "out"), str(tmp_path / case["place"]), (case["split"],))
+        with pytest.raises(ValueError, match=case["line"]) as error:
+            sft_chat.main(args)
         assert "\n" not in str(error.value) and not [*tmp_path.glob("out/*")]
     named = capsys.readouterr().err.splitlines()
     problem = "no column 'messages, conversations, or prompt and completion'; it has asked, said"

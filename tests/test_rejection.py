@@ -95,25 +95,10 @@ def test_shortest_first_and_graded_scores(tmp_path):
     assert rows == [("?", "long"), ("?", "bb"), ("?", "f")] and pairs == [("?", "long", "c")]
 
 
-PICTURES = [[dict(bytes=None, path=f"{name}.png")] for name in "ab"]
-TOOLS = [[dict(type="function", function=dict(name=name))] for name in "ab"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "apart"),
-    [
-        (dict(images=PICTURES), True),
-        (dict(tools=[json.dumps(x) for x in TOOLS]), True),
-        (dict(images=[None, PICTURES[0]]), True),
-        (dict(tools=[None, json.dumps(TOOLS[0])]), True),
-        (dict(reward_model=[dict(style="rule", ground_truth=x) for x in "ab"]), True),
-        (dict(extra_info=[dict(number=x) for x in (1, 2)]), True),  # what an environment keeps from the model
-        (dict(extra_info=[dict(index=x, split=str(x), pass_rate=x / 2) for x in (1, 2)]), False),
-        (dict(note=[None, None]), False),  # a column that nobody asks for
-    ],
-)
-def test_rows_that_ask_the_same(columns, apart, tmp_path):
+@pytest.mark.parametrize("case", golden("alike_prompts"), ids=lambda case: case["why"])
+def test_rows_that_ask_the_same(case, tmp_path):
     """A text of two pictures, tools or games is two prompts, whose rows keep pictures and tools."""
+    columns = case["columns"]
     rows = [
         row_of(["x", "y"], [dict(score=1.0), dict(score=0.0)], **dict(zip(columns, values)))
         for values in zip(*columns.values())
@@ -127,7 +112,7 @@ def test_rows_that_ask_the_same(columns, apart, tmp_path):
     difficulty.main(difficulty.Args(files=(path,), local_save_dir=str(tmp_path / "middle")))
     middle = [*whole_rows(tmp_path / "middle/train.parquet", [])]
     prompts = len({row["extra_info"]["index"] for row in made["sft"]})
-    assert prompts == len(middle) == 1 + apart
+    assert prompts == len(middle) == 1 + case["apart"]
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(1, 40))
