@@ -380,13 +380,12 @@ def test_tiny_model(tmp_path):
     assert not torch.equal(other.model.norm.weight, other.lm_head.weight)
     assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
     assert 1.0e6 < tiny_model.make_model(tiny_model.Args(), TOKENIZER).num_parameters() < 1.1e6
-    for changes, what in (
-        ({"heads": 8}, "--hidden_size 128 / --heads 8: vLLM on CPU takes head sizes 32, 64"),
-        ({"heads": 3}, "--hidden_size 128 / --heads 3"),
-        ({"kv_heads": 3}, "--kv_heads 3 does not divide --heads 4"),
-    ):
-        with pytest.raises(ValueError, match=what):
-            tiny_model.make_model(tiny_model.Args(**changes), TOKENIZER)
+
+
+@pytest.mark.parametrize("case", golden("unfit_sizes"), ids=lambda case: case["line"])
+def test_sizes_of_a_model_that_cannot_be(case):
+    with pytest.raises(ValueError, match=case["line"]):
+        tiny_model.make_model(tiny_model.Args(**case["flags"]), TOKENIZER)
 
 
 def test_smollm2_missing(monkeypatch):

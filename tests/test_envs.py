@@ -389,30 +389,12 @@ def async_file(tmp_path_factory):
     return path
 
 
-ANSWERS = dict(fail="error: ValueError: no", cancelled="error: CancelledError:", late='{"twice": 6}')
-
-
-@pytest.mark.parametrize("tool", ("plain", "twice", "wrapped", "late", "client", "fail", "hang", "cancelled"))
-@pytest.mark.parametrize("alone", (True, False))
-def test_tools_may_be_async(async_file, pools, tool, alone):
-    """Awaited, with the time-out and the errors of ordinary ones, as often as they are called.
-
-    Alone, or by the step of ToolEnv that an async one asks.
-    """
-    pool = pools(f"{async_file}:{f'LIST_{tool}' if alone else 'Mine'}", 1, 1 if tool == "hang" else 60)
-    name = ("client" if tool == "client" else "twice") if alone else tool
-    message = dict(role="tool", name=name, content=ANSWERS.get(tool, "6"))
-    more = [] if alone else [dict(role="user", content="Go on.")]
-    for times in (1, 2):
-        [answer] = ask(pool, a=hermes(name, a=3) * times).values()
-        said = dict(messages=[message] * times + more, reward=None, failure=None)
-        assert answer == (failed("timeout") if tool == "hang" else said)
-    assert tool == "hang" or ask(pool, a="done")["a"]["messages"] is None
-
-
 @pytest.mark.parametrize("case", golden("env_answers"), ids=lambda case: f"{case['file']} {case['env']}")
 def test_answers_of_environments(async_file, file, pools, case):
-    """Methods may be async; a failure, of which the beginning is in the table, ends its trajectory only."""
+    """Methods and tools may be async, and are awaited as often as they are called.
+
+    A failure, of which the beginning is in the table, ends its trajectory only.
+    """
     path = async_file if case["file"] == "async" else file
     pool = pools(f"{path}:{case['env']}", 2, case["timeout_s"])
     for texts, answers in case["turns"]:
@@ -537,7 +519,6 @@ def test_many_trajectories_leave_nothing(file, pools):
 def wait_for(condition):
     while not condition():
         time.sleep(0.02)
-    assert condition()
 
 
 def test_a_killed_owner_leaves_no_process(file):

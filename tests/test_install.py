@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT
 
-from data_prep import reasoning_gym
+from data_prep import arithmetic, reasoning_gym
 from rewards import check_sources
 
 # In every process: no packages that only Linux has, no extras, and what macOS lacks of Python's own modules.
@@ -220,9 +220,8 @@ def test_what_runs_without_linux(tmp_path):
     assert done.returncode == 0 and (data / "train.parquet").is_file(), done.stderr[-3000:]
 
     def evaluate(source, truth):
-        row = dict(data_source=source, prompt=[dict(role="user", content="?")], ability="math")
-        row |= dict(reward_model=dict(style="rule", ground_truth=truth), responses=[r"\boxed{\frac12}"])
-        row |= dict(extra_info=dict(split="test", index=0))
+        row = arithmetic.make_row("test", 0, 1, 2) | dict(data_source=source, responses=[r"\boxed{\frac12}"])
+        row["reward_model"]["ground_truth"] = truth
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
         out = tmp_path / "eval"
         return python(ROOT / "algos/eval.py", "--data", tmp_path / "rows.parquet", "--output", out), out

@@ -10,8 +10,6 @@ import pytest
 from conftest import ROOT, golden, metrics, rollouts, run
 from judge_server import BODIES, SPECIAL, WRITES, Judge, sections
 
-from algos import eval as evaluation
-from algos import grpo
 from data_prep import inspect
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
@@ -81,20 +79,16 @@ def test_a_rubric_for_all_rows_may_be_in_the_environment(judge, monkeypatch):
     assert scores(judge, row("Lima", None))[0]["score"] == 1
 
 
-def test_a_bad_rubric_ends_a_run_before_its_first_step(judge, refused, tmp_path, capsys):
-    about = dict(prompt=PROMPT, ability="x", reward_model=dict(style="model"), responses=["Lima"])
-    rubrics = [[{"criterion": "a", "weight": 1}], [{"criterion": "a", "weigth": 1}]]
-    rows = [about | dict(data_source="x", extra_info=dict(rubric=json.dumps(x))) for x in rubrics]
-    pq.write_table(pa.Table.from_pylist(rows), path := str(tmp_path / "x.parquet"))
-    spec, line = f"{ROOT}/rewards/judge.py:score", "row 1, data_source 'x': a rubric is a question, or"
-    said = refused(grpo, "--reward_fn", spec, "--train_files", path, "--train_batch_size", 1)
-    assert said.startswith(f"error: {line}") and "weigth" in said
-    with pytest.raises(SystemExit) as stop:
-        evaluation.main(evaluation.Args((path,), str(tmp_path / "out"), reward_fn=(spec,)))
-    assert stop.value.code == said.replace("error: ", f"error: {path}: ")
+def test_a_bad_rubric_is_named_before_a_run(judge, tmp_path, capsys):
+    about = dict(prompt=PROMPT, ability="x", reward_model=dict(style="model"), data_source="x")
+    rubrics = [json.dumps([{"criterion": "a", key: 1}]) for key in ("weight", "weigth")]
+    rows = [about | dict(extra_info=dict(rubric=rubric)) for rubric in rubrics]
+    path = str(tmp_path / "x.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), path)
     with pytest.raises(SystemExit):
-        inspect.main(inspect.Args((path,), reward_fn=(spec,)))
-    assert said.replace("error: ", f"{path}: ") in capsys.readouterr().out
+        inspect.main(inspect.Args((path,), reward_fn=(f"{ROOT}/rewards/judge.py:score",)))
+    said = capsys.readouterr().out
+    assert f"{path}: row 1, data_source 'x': a rubric is a question, or" in said and "weigth" in said
     assert judge.requests == []
 
 

@@ -74,6 +74,12 @@ class Files(dict):
     def equal_parquet(self, path):
         write_parquet([pair("1+1=", "2", "3"), pair("1+2=", "3", "3")], path)
 
+    def unfit_parquet(self, path):
+        case = golden("unfit_truths")[0]
+        model = dict(style="rule", ground_truth=case["unfit"])
+        about = dict(data_source=case["data_source"], reward_model=model, extra_info=dict(index=0))
+        pq.write_table(pa.Table.from_pylist([about | dict(prompt=pair("?")["prompt"])]), path)
+
     def judge(self, path):
         write_reward_model(path)
 
@@ -81,14 +87,14 @@ class Files(dict):
         write_reward_model(path, num_labels=2)
 
     def judge_without_template(self, path):
-        write_reward_model(path)
+        self.judge(path)
         (path / "chat_template.jinja").unlink()
 
     def twin(self, path):
         shutil.copytree(self["tiny"], path)
 
     def policy_without_template(self, path):
-        shutil.copytree(self["tiny"], path)
+        self.twin(path)
         (path / "chat_template.jinja").unlink()
 
     def critic_of_two(self, path):
@@ -96,11 +102,11 @@ class Files(dict):
         auto.from_pretrained(self["tiny"], num_labels=2).save_pretrained(path)
 
     def critic_with_other_tokens(self, path):
-        shutil.copytree(self["tiny"], path)
-        text = (path / "tokenizer.json").read_text()
-        assert '"a":' in text and '"b":' in text
-        text = text.replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":')
-        (path / "tokenizer.json").write_text(text)
+        self.twin(path)
+        tokenizer = json.loads((path / "tokenizer.json").read_text())
+        vocab = tokenizer["model"]["vocab"]
+        vocab.update(a=vocab["b"], b=vocab["a"])
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 # without which a script stops before what a case is about

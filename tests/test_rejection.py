@@ -126,11 +126,15 @@ def test_pairs(right, wrong, most):
     assert rejection.pairs("ab", "xyz", 5) == [*map(tuple, ("ax", "by", "az", "bx", "ay"))]
 
 
+def episode(*texts):
+    """A conversation with an environment, as a column has it."""
+    turns = [dict(role=role, content=text) for role, text in zip(("assistant", "tool", "assistant"), texts)]
+    return json.dumps(dict(messages=turns))
+
+
 def test_conversations_with_an_environment(tmp_path):
     """The whole conversation is the row, and no answer stands alone."""
-    said = ("assistant", "<<1+2>>"), ("tool", "3"), ("assistant", "3")
-    turns = [dict(role=role, content=content) for role, content in said]
-    episodes = [json.dumps(dict(messages=turns, turns=2))] * 2
+    episodes = [episode("<<1+2>>", "3", "3")] * 2
     row = row_of(["3", "3"], [dict(score=1.0), dict(score=0.0)], episodes=episodes)
     rows, pairs = build(tmp_path, write([row], tmp_path / "agent.parquet"))
     assert rows == [("?", "<<1+2>>", "3", "3")] and pairs == [("?", "<<1+2>>", "3", "3", "<<1+2>>", "3", "3")]
@@ -139,15 +143,8 @@ def test_conversations_with_an_environment(tmp_path):
 
 def test_thoughts_of_conversations(tmp_path):
     """Each turn has the mark that its prompt opened; one that leaves its thought open spoils the row."""
-
-    def turns(*texts):
-        return [dict(role=x, content=y) for x, y in zip(("assistant", "tool") * 2, texts)]
-
-    def say(*texts):
-        return dict(messages=turns(*texts))
-
-    talks = say("a</think><<1+2>>", "3", "b</think>3"), say("<think>a<<1+2>>", "3", "b</think>3")
-    row = row_of(["3", "3"], [dict(score=1.0)] * 2, episodes=[*map(json.dumps, talks)])
+    episodes = [episode(thought + "<<1+2>>", "3", "b</think>3") for thought in ("a</think>", "<think>a")]
+    row = row_of(["3", "3"], [dict(score=1.0)] * 2, episodes=episodes)
     rows, _ = build(tmp_path, write([row], tmp_path / "agent.parquet"))
     assert rows == [("?", "<think>\na</think><<1+2>>", "3", "<think>\nb</think>3")]
 
@@ -183,11 +180,8 @@ def test_thoughts_of_responses(tmp_path, capsys):
     """
     texts = ["So.\n</think>\n\n3", "<think>\nIt is\n</think>\n\n3", "It is 3", "<think>\nno end"]
     texts += ["<|channel>thought\nno end", "<|channel|>analysis<|message|>no end"]
-    row = make_row("test", 0, 1, 2) | dict(
-        responses=texts, finish_reasons=[STOP, STOP, "thought", *[STOP] * 3]
-    )
-    row |= dict(results=[json.dumps(dict(score=1.0))] * 6)
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "scored.parquet")
-    rows, _ = build(tmp_path / "out", str(tmp_path / "scored.parquet"))
+    reasons = [STOP, STOP, "thought", STOP, STOP, STOP]
+    row = row_of(texts, [dict(score=1.0)] * 6, finish_reasons=reasons)
+    rows, _ = build(tmp_path / "out", write([row], tmp_path / "scored.parquet"))
     assert [text for _, text in rows] == ["<think>\n" + texts[0], texts[1]]
     assert "4 a thought is not closed" in capsys.readouterr().out

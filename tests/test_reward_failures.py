@@ -117,11 +117,14 @@ def test_an_environment_that_always_fails_ends_the_run():
         check_failures(rows)
 
 
+PROMPT = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
+PROMPT["reward_model"] = dict(style="rule", ground_truth="4")
+
+
 def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys, caplog):
     """In one line, with code 1; where some responses are scored, a warning."""
-    row = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
-    row |= dict(reward_model=dict(style="rule", ground_truth="4"), responses=["4", "five"])
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "responses.parquet")
+    rows = [PROMPT | dict(responses=["4", "five"])]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "responses.parquet")
     flags = dict(data=(str(tmp_path / "responses.parquet"),), output=str(tmp_path / "eval"))
     monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
     evaluation.main(evaluation.Args(**flags, reward_fn=(write(tmp_path, "return float(solution_str)"),)))
@@ -136,10 +139,8 @@ TRAINERS = "agent", "dapo", "distill", "grpo", "ppo"
 def test_every_trainer_ends_with_a_broken_reward(tmp_path, monkeypatch):
     """A trainer has rows scored by `score_rows` alone, in training and in validation."""
     manager = RewardManager("naive", load_rewards([write(tmp_path, "return")], []))
-    row = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
-    row |= dict(reward_model=dict(style="rule", ground_truth="4"))
     sampled = dict(response_ids=[1, 2], finish_reason="stop", group=0)
-    rows = [row | sampled | dict(sample=i) for i in range(2)]
+    rows = [PROMPT | sampled | dict(sample=i) for i in range(2)]
     tokenizer = SimpleNamespace(decode=lambda ids: "four")
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     for name in TRAINERS:

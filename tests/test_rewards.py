@@ -10,7 +10,6 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-import torch
 from conftest import golden
 from hostile_reward import hostile_reward
 from hypothesis import given
@@ -55,9 +54,9 @@ def test_ground_truths_that_are_no_answers():
     for truth in ([], {"answer": "34"}, [["34"]], None, " ", ["34", ""]):
         with pytest.raises(ValueError, match="ground truth must be an answer or a list of answers"):
             compute_score("math_dapo", "Answer: 34", truth)
-        row = dict(data_source="math_dapo", solution_str="Answer: 34", ground_truth=truth)
-        [result] = RewardManager("naive", compute_score).score([row])
-        assert result["score"] == 0 and "ground truth must be" in result["failure"]
+        row = make_row("Answer: 34", data_source="math_dapo", ground_truth=truth)
+        [result] = RewardManager().score([row])
+        assert "ground truth must be" in result["failure"]
     for interval in ("[1, 2]", "[1,2]"):
         assert compute_score("math_dapo", "Answer: $[1,2]$", interval)["acc"]
         assert not compute_score("math_dapo", "Answer: 1", interval)["acc"]
@@ -150,13 +149,7 @@ class Odd:
         return "odd"
 
 
-PLAIN = [
-    (np.float32(0.5), 0.5), (np.int64(2), 2), (np.bool_(True), True), (np.array(0.5), 0.5),
-    (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5), (torch.tensor([[2]]), 2),
-    (torch.tensor([True]), True), ([np.float64(1), {"a": np.uint8(2)}], [1.0, {"a": 2}]),
-    (np.array([[1, 2]]), [[1, 2]]), (torch.zeros(0, 2), []), ({"x"}, "{'x'}"), (b"x", "b'x'"),
-    (1 - 2j, "(1-2j)"), (Odd(), "odd"), ({(1, 2): 3, "x": 4}, {"x": 4}), (None, None),
-]  # fmt: skip
+PLAIN = [(eval(case["value"]), case["plain"]) for case in golden("plain_values")]
 
 
 @pytest.mark.parametrize("mode", ["naive", "prime"])

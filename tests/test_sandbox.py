@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +42,6 @@ def processes(pid):
 def wait_until_gone(pid):
     while processes(pid):
         time.sleep(0.01)
-    assert processes(pid) == []
 
 
 def memory_mb():
@@ -304,19 +302,15 @@ def test_many_at_once():
     good = "import threading\nfor _ in range(8): threading.Thread(target=print).start()\nprint(6 * 7)"
     with ThreadPoolExecutor(6) as pool:
         limits = {good: 60, bad[0]: 5, bad[1]: 60}  # the first bad one takes all its time
-        jobs = [
-            pool.submit(run_python, source, "", limits[source]) for source in [good, *bad, good, good] * 2
-        ]
-        results = [job.result() for job in jobs]
+        sources = [good, *bad, good, good] * 2
+        results = list(pool.map(lambda source: run_python(source, "", limits[source]), sources))
     assert [r.stdout.split() for r in results if r.reason is None and r.returncode == 0] == [["42"]] * 6
 
 
 def test_a_thread_can_end_before_its_caller():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(run_python("print(1)")))
-    thread.start()
-    thread.join()
-    assert results[0].stdout == run_python("print(1)").stdout == "1\n"
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(run_python, "print(1)").result()
+    assert result.stdout == run_python("print(1)").stdout == "1\n"
 
 
 def test_abandoned_tests_end():
