@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-import typing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,14 +22,14 @@ from data_prep import environment
 from data_prep.lib.schema import KINDS, load_rows
 from envs import load_env
 from envs.pool import EnvPool, _checked, step_env
-from envs.tools import UNREADABLE, ToolEnv, Turn, harmony, parse_calls
+from envs.tools import UNREADABLE, Turn, harmony, parse_calls
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 from rewards.sandbox import LOST
 from system.plugins import load_file
 
 HOSTILE = '''
-import os, random, signal, subprocess, threading
+import os, random, signal, subprocess, threading, typing
 
 class Env:
     """Does what its text says."""
@@ -115,7 +114,21 @@ class Counter:
 class Nothing:
     pass
 
-TOOLS, BAD_TOOLS, NONE = [add, fail], [undocumented], []
+def f(
+    names: list[str],
+    sizes: dict[str, int] | None = None,
+    unit: str | None = "C",
+    mode: typing.Literal["1", "2"] = "1",
+    level: typing.Literal[1, 2] = 1,
+    maybe: typing.Optional[list[int]] = None,
+    free: typing.Any = None,
+    either: int | str = 0,
+    flag: bool = False,
+    pair: tuple[str, str] = ("", ""),
+):
+    return [names, sizes, unit, mode, level, maybe, free, either, flag, pair]
+
+TOOLS, KINDS, BAD_TOOLS, NONE = [add, fail], [f], [undocumented], []
 '''
 
 
@@ -186,26 +199,15 @@ def test_tools(file):
     assert len(message["content"]) == 200
 
 
-def kinds(
-    names: list[str],
-    sizes: dict[str, int] | None = None,
-    unit: str | None = "C",
-    mode: typing.Literal["1", "2"] = "1",
-    level: typing.Literal[1, 2] = 1,
-    maybe: typing.Optional[list[int]] = None,  # noqa: UP045, the older way
-    free: typing.Any = None,
-    either: int | str = 0,
-    flag: bool = False,
-    pair: tuple[str, str] = ("", ""),
-):
-    return [names, sizes, unit, mode, level, maybe, free, either, flag, pair]
+@pytest.fixture(scope="module")
+def kinds(file):
+    return load_env(f"{file}:KINDS")
 
 
-def test_arguments_in_xml_have_the_types_of_the_tool():
+def test_arguments_in_xml_have_the_types_of_the_tool(kinds):
     """As vLLM's parser reads them; what may be a text stays one."""
-    env_class = type("Tools", (ToolEnv,), {"functions": {"kinds": kinds}})
     for case in golden("xml_arguments"):
-        [message] = env_class({}).step(hermes("kinds", **case["arguments"]))
+        [message] = kinds({}).step(hermes("f", **case["arguments"]))
         assert json.loads(message["content"])[: len(case["expected"])] == case["expected"]
 
 
@@ -213,17 +215,16 @@ VALUES = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(VALUES, lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
 
 
-@given(JSON | st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
-def test_any_text_is_read(text):
+@given(text=JSON | st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
+def test_any_text_is_read(kinds, text):
     """As calls: a name and arguments, or what is wrong; and each is answered."""
-    env_class = type("Tools", (ToolEnv,), {"functions": {"f": kinds}})
     for begin in ("", "<tool_call>", "to=functions.f<|message|>"):
         text = begin + text
         for calls in (parse_calls(text), harmony(text)):
             for name, arguments in calls:
                 told = type(arguments) is dict if name else type(arguments) is str
                 assert told and type(name) in (str, type(None))
-            answers = env_class({}).step(Turn(text, calls))
+            answers = kinds({}).step(Turn(text, calls))
             assert len(answers or []) == len(calls) == len(_checked(answers) or [])
 
 

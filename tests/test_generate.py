@@ -3,7 +3,6 @@
 import shutil
 import signal
 import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -119,10 +118,9 @@ def refused(monkeypatch):
     """Call main with arguments that it must refuse, in one line, before it builds an engine -> the line."""
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
         monkeypatch.setattr(generate, "build_engine", lambda args: pytest.fail("an engine for bad input"))
         with pytest.raises(SystemExit) as stopped:
-            generate.main(generate.Args(**generate.parse(generate.Args)))
+            generate.main(generate.Args(**generate.parse(generate.Args, [*map(str, arguments)])))
         assert stopped.value.code.startswith("error: ") and "\n" not in stopped.value.code
         return stopped.value.code
 

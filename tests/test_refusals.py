@@ -115,7 +115,8 @@ NEEDS |= dict.fromkeys(("dpo", "rm"), "--train_files {pairs_parquet}")
 
 
 @pytest.mark.parametrize("case", golden("refusals"), ids=lambda case: f"{case['script']} {case['flags']}")
-def test_a_line_before_a_model_is_loaded(case, refused, tiny, arithmetic, pictures, tmp_path):
+def test_a_line_before_a_model_is_loaded(case, refused, tiny, arithmetic, pictures, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(case.get("world", 1)))
     files = Files(tmp_path, tiny=tiny, pictures=pictures, val=arithmetic / "val.parquet")
     name = case["script"]
     script = import_module(f"algos.{name}")
@@ -139,20 +140,9 @@ def test_an_estimator_has_an_advantage_or_is_refused(script, estimator):
         assert line is None if learns else line.startswith(f"--adv_estimator {estimator} needs --group_size ")
 
 
-def test_ranks_that_share_a_row(refused, tiny, tmp_path, monkeypatch):
-    """What --sp_size cannot do: a window, other attention, heads to divide."""
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    families.write("mistral", tmp_path / "mistral")
-    for words, line in (
-        (
-            ("--model", tmp_path / "mistral"),
-            "(mistral) has sliding_window, which --sp_size 3 does not support",
-        ),
-        (("--attn_implementation", "eager"), "--sp_size 3 needs --attn_implementation sdpa"),
-        ((), "(llama) has 2 attention heads, which --sp_size 3 does not divide"),
-    ):
-        assert line in refused(dapo, "--sp_size", 3, *words)
-    shutil.copytree(tiny, tmp_path / "more")  # a model that they can share
+def test_ranks_may_share_a_row(refused, tiny, tmp_path, monkeypatch):
+    """If they divide the heads of the model; the table has what is refused."""
+    shutil.copytree(tiny, tmp_path / "more")
     config = json.loads((tmp_path / "more/config.json").read_text())
     config |= dict(num_attention_heads=4, head_dim=16)
     (tmp_path / "more/config.json").write_text(json.dumps(config))

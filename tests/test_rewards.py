@@ -10,6 +10,7 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
+import torch
 from conftest import golden
 from hostile_reward import hostile_reward
 from hypothesis import given
@@ -149,7 +150,13 @@ class Odd:
         return "odd"
 
 
-PLAIN = [(eval(case["value"]), case["plain"]) for case in golden("plain_values")]
+PLAIN = [
+    (np.float32(0.5), 0.5), (np.int64(2), 2), (np.bool_(True), True), (np.array(0.5), 0.5),
+    (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5), (torch.tensor([[2]]), 2),
+    (torch.tensor([True]), True), ([np.float64(1), {"a": np.uint8(2)}], [1.0, {"a": 2}]),
+    (np.array([[1, 2]]), [[1, 2]]), (torch.zeros(0, 2), []), ({"x"}, "{'x'}"), (b"x", "b'x'"),
+    (1 - 2j, "(1-2j)"), (Odd(), "odd"), ({(1, 2): 3, "x": 4}, {"x": 4}), (None, None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["naive", "prime"])
