@@ -29,7 +29,9 @@ def sections(text):
 GRADED = dict(reason="", grades=[10])
 # mode: what it writes for a response of one criterion
 WRITES = {case["mode"]: case["text"] for case in golden("judge_texts")}
-STATUS = dict(key=401, model=404, refused=422, busy=429, later=429, long=429, broken=500, down=503)
+STATUS = dict(
+    formless=400, key=401, model=404, refused=422, busy=429, later=429, long=429, broken=500, down=503
+)
 # mode: a body of status 200 that is no chat completion
 BODIES = {case["mode"]: case["body"] for case in golden("judge_bodies")}
 BODIES["deep"] = "[" * 100_000
@@ -93,12 +95,10 @@ class Handler(BaseHTTPRequestHandler):
         message = dict(role="assistant", content=text)
         reply = dict(id="1", object="chat.completion", created=1, model=body["model"])
         reply["choices"] = [dict(index=0, message=message, finish_reason="stop")]
-        status = STATUS.get(mode, 400 if mode == "formless" else 200)
-        reply = (
-            BODIES.get(mode)
-            if mode in BODIES
-            else json.dumps(reply if status == 200 else dict(error=dict(message=mode)))
-        )
+        status = STATUS.get(mode, 200)
+        if status != 200:
+            reply = dict(error=dict(message=mode))
+        reply = BODIES.get(mode, json.dumps(reply))
         self.send_response(status)
         self.send_header("Content-Type", "text/html" if mode == "page" else "application/json")
         self.send_header("Content-Length", str(len(reply) + 9 * (mode == "cut")))

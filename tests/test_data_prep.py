@@ -126,13 +126,6 @@ def test_replacing_is_all_or_nothing(tmp_path):
 
 # ---- data sets
 
-OPERATIONS = {  # further arguments, the least and the largest operand, the numbers of operands
-    "add": (dict(train_size=6500), 10, 99, {2}),
-    "multiply": (dict(tool_share=0.33), 10, 99, {2}),
-    "chain": (dict(digits=1, terms=5), 0, 9, {2, 3, 4, 5}),
-    "last_digit": (dict(terms=9, worked_share=0.35), 0, 9, {9}),
-}
-
 
 def worked(question):
     """The operands of a question in any order, and the values on the way to its answer."""
@@ -147,13 +140,13 @@ def worked(question):
     return question, digits
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_arithmetic(operation, tmp_path):
+@pytest.mark.parametrize("case", golden("kinds_of_sums"), ids=lambda case: case["operation"])
+def test_arithmetic(case, tmp_path):
     """Of a seed always the same; no operands are in two splits, and those of val and test are there once."""
-    flags, low, high, sizes = OPERATIONS[operation]
-    flags = dict(train_size=600, seed=3, operation=operation) | flags
+    operation = case["operation"]
+    flags = case["flags"]
     for out in ("a", "b"):
-        arithmetic.main(arithmetic.Args(str(tmp_path / out), **flags))
+        arithmetic.main(arithmetic.Args(str(tmp_path / out), seed=3, operation=operation, **flags))
     seen = []
     splits = dict(train=flags["train_size"], val=256, test=512)
     for split, size in splits.items():
@@ -173,8 +166,9 @@ def test_arithmetic(operation, tmp_path):
             assert compute_score(row["data_source"], answer, truth, row["extra_info"])["score"] == 1
             found.add(len(way) if operation == "last_digit" else len(operands))
             keys.add(str(operands))
-            assert operation == "last_digit" or low <= operands[0] and operands[-1] <= high
-        assert found == sizes
+            if operation != "last_digit":
+                assert case["low"] <= operands[0] and operands[-1] <= case["high"]
+        assert found == {*case["operands"]}
         assert len(keys) == size or (split, operation) in (("train", "add"), ("train", "multiply"))
         seen += keys
     assert len(seen) == len({*seen})
@@ -192,28 +186,30 @@ def test_arithmetic(operation, tmp_path):
             if i >= 210:
                 row["extra_info"]["answer"] = f"={row['reward_model']['ground_truth']}"
             assert other == row
-            answer = row["extra_info"]["answer"]
             truth = row["reward_model"]["ground_truth"]
-            assert compute_score("arithmetic", answer, truth)["score"] == 1
+            assert compute_score("arithmetic", row["extra_info"]["answer"], truth)["score"] == 1
 
 
-def test_sizes_of_arithmetic(tmp_path):
-    for flags, line in (
-        (dict(tool_share=33.0), "--tool_share is 33.0; it must be from 0 to 1"),
-        (dict(terms=1), "--terms is 1; it must be at least 2"),
-        (dict(worked_share=0.5, tool_share=0.5), "--tool_share and --worked_share both write sft.parquet; c"),
-        (dict(operation="last_digit", terms=3), "--train_size 6000: only 0 such questions"),
-        (dict(train_size=7000), "--train_size 7000: only 6"),
-    ):
-        with pytest.raises(ValueError, match=line):
-            arithmetic.main(arithmetic.Args(str(tmp_path), **flags))
+@pytest.mark.parametrize("case", golden("unfit_sums"), ids=lambda case: case["line"])
+def test_sizes_of_arithmetic_that_cannot_be(tmp_path, case):
+    with pytest.raises(ValueError, match=case["line"]):
+        arithmetic.main(arithmetic.Args(str(tmp_path), **case["flags"]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_of_a_script_is_a_line(tmp_path):
     done = run_script("arithmetic.py", "--terms", 1, "--local-save-dir", tmp_path, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "error: --terms is 1; it must be at least 2\n")
-    assert not list(tmp_path.iterdir())
-    large = arithmetic.splits(arithmetic.Args(digits=9, train_size=50))["train"]
-    assert len(large) == 50 and all(10**8 <= x < 10**9 for pair in large for x in pair)
-    every = arithmetic.splits(arithmetic.Args(digits=1, train_size=90, val_size=5, test_size=1))
-    assert all(0 <= x <= 9 for pairs in every.values() for pair in pairs for x in pair)
+
+
+@pytest.mark.parametrize(("digits", "sizes"), [(9, (50, 256, 512)), (1, (90, 5, 1))])
+def test_operands_have_as_many_digits_as_asked(digits, sizes):
+    train, val, test = sizes
+    args = arithmetic.Args(digits=digits, train_size=train, val_size=val, test_size=test)
+    splits = arithmetic.splits(args)
+    assert tuple(map(len, splits.values())) == sizes
+    numbers = {x for pairs in splits.values() for pair in pairs for x in pair}
+    assert all(len(str(x)) == digits for x in numbers)
 
 
 # ---- inspect
@@ -262,13 +258,11 @@ def test_inspect_names_faults(tmp_path, look):
         ValueError, match=r"x.parquet: columns question are of no kind of the schema \(RL: da"
     ):
         look(path)
+    alone = "error: --chat_template and --chat_template_kwargs need --tok"
     for words, line in (
         (["none.parquet"], f"error: {tmp_path}/none.parquet: no such file; "),
-        (
-            [path, "--chat_template", "x.jinja"],
-            "error: --chat_template and --chat_template_kwargs need --tok",
-        ),
-        ([path, "--chat_template_kwargs", '{"a": 1}'], "error: --chat_template and --chat_template_kwargs n"),
+        ([path, "--chat_template", "x.jinja"], alone),
+        ([path, "--chat_template_kwargs", '{"a": 1}'], alone),
     ):
         done = run_script("inspect.py", *words, cwd=tmp_path)
         assert done.returncode == 1 and done.stderr.startswith(line) and done.stderr.count("\n") == 1
@@ -351,7 +345,6 @@ def test_tiny_tokenizer_template():
     assert prompt == "<|system|>add<|user|>37+85=<|assistant|>"
     assert t.apply_chat_template(CHAT, tokenize=False) == f"{prompt}122<|eos|>"
     ids = t.apply_chat_template(CHAT, return_dict=False)
-    assert len(ids) == 4 + len("add37+85=122")
     assert ids == t.encode(prompt) + t.encode("122") + [t.eos_token_id]
     assert len({t.pad_token_id, t.eos_token_id, t.unk_token_id}) == 3 and t.bos_token_id is None
     assert t.encode("é") == [t.unk_token_id]
@@ -363,10 +356,9 @@ def test_tiny_tokenizer_template():
     text = t.apply_chat_template([*CHAT[:2], call, {"role": "tool", "content": "122"}], tokenize=False)
     assert text == f"{prompt}<<37+85>><|eos|><|tool|>122"
     assert t.encode("<|tool|>1") == [len(TOKENIZER), *TOKENIZER.encode("1")]
-    assert t.get_vocab() == TOKENIZER.get_vocab() | {"<|tool|>": len(TOKENIZER)}
     assert t.decode(t.encode(text), skip_special_tokens=True) == "add37+85=<<37+85>>122"
     model = tiny_model.make_model(tiny_model.Args(tool_role=True), t)
-    assert model.get_input_embeddings().num_embeddings == len(t) == len(TOKENIZER) + 1
+    assert model.get_input_embeddings().num_embeddings == len(TOKENIZER) + 1
 
 
 def test_tiny_model(tmp_path):
@@ -387,15 +379,13 @@ def test_tiny_model(tmp_path):
     other = tiny_model.make_model(tiny_model.Args(seed=1, tie_embeddings=False, **sizes), tokenizer)
     assert not torch.equal(other.model.norm.weight, other.lm_head.weight)
     assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
-    million = tiny_model.make_model(tiny_model.Args(), TOKENIZER).num_parameters()
-    assert 1.0e6 < million < 1.1e6
-    for changes, what in (
-        ({"heads": 8}, "--hidden_size 128 / --heads 8: vLLM on CPU takes head sizes 32, 64"),
-        ({"heads": 3}, "--hidden_size 128 / --heads 3"),
-        ({"kv_heads": 3}, "--kv_heads 3 does not divide --heads 4"),
-    ):
-        with pytest.raises(ValueError, match=what):
-            tiny_model.make_model(tiny_model.Args(**changes), TOKENIZER)
+    assert 1.0e6 < tiny_model.make_model(tiny_model.Args(), TOKENIZER).num_parameters() < 1.1e6
+
+
+@pytest.mark.parametrize("case", golden("unfit_sizes"), ids=lambda case: case["line"])
+def test_sizes_of_a_model_that_cannot_be(case):
+    with pytest.raises(ValueError, match=case["line"]):
+        tiny_model.make_model(tiny_model.Args(**case["flags"]), TOKENIZER)
 
 
 def test_smollm2_missing(monkeypatch):

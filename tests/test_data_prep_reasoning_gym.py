@@ -70,16 +70,14 @@ def test_refused_tasks(tmp_path):
             reasoning_gym.main(reasoning_gym.Args(task, str(tmp_path)))
         assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
-    for source, what in (
-        ("reasoning_gym/countdown", "is refused: its scorer evaluates the model's text"),
-        ("reasoning_gym/none", "reasoning-gym has no task 'none'; it has ab, acre"),
+    for task, info, what in (
+        ("countdown", {"entry": "{}"}, "is refused: its scorer evaluates the model's text"),
+        ("none", {"entry": "{}"}, "reasoning-gym has no task 'none'; it has ab, acre"),
+        ("gcd", {}, r"extra_info\['entry'\] is missing"),
+        ("gcd", {"entry": "{'question': "}, r"extra_info\['entry'\] is no Python literal"),
     ):
         with pytest.raises(ValueError, match=what):
-            compute_score(source, "<answer>__import__('os')</answer>", "", {"entry": "{}"})
-    with pytest.raises(ValueError, match=r"extra_info\['entry'\] is missing"):
-        compute_score("reasoning_gym/gcd", "<answer>1</answer>", "1", {})
-    with pytest.raises(ValueError, match=r"extra_info\['entry'\] is no Python literal"):
-        compute_score("reasoning_gym/gcd", "<answer>1</answer>", "1", {"entry": "{'question': "})
+            compute_score(f"reasoning_gym/{task}", "<answer>__import__('os')</answer>", "1", info)
     with pytest.raises(ValueError, match=r"--test_size is 0"):
         reasoning_gym.main(reasoning_gym.Args("gcd", str(tmp_path), test_size=0))
 

@@ -1,7 +1,6 @@
 """What README and docs/ say of flags, commands, metrics and files is so."""
 
 import ast
-import importlib.util
 import os
 import re
 import shlex
@@ -9,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from unicodedata import east_asian_width
 
 import pytest
@@ -38,10 +38,7 @@ METRIC = re.compile(
 @cache
 def script_args(name):
     """The Args of a script of this repository, not run."""
-    spec = importlib.util.spec_from_file_location("script_" + re.sub(r"\W", "_", name), ROOT / name)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Args
+    return import_module(name.removesuffix(".py").replace("/", ".")).Args
 
 
 def flags_of(name):

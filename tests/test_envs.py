@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-import typing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,14 +22,14 @@ from data_prep import environment
 from data_prep.lib.schema import KINDS, load_rows
 from envs import load_env
 from envs.pool import EnvPool, _checked, step_env
-from envs.tools import UNREADABLE, ToolEnv, Turn, harmony, parse_calls
+from envs.tools import UNREADABLE, Turn, harmony, parse_calls
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 from rewards.sandbox import LOST
 from system.plugins import load_file
 
 HOSTILE = '''
-import os, random, signal, subprocess, threading
+import os, random, signal, subprocess, threading, typing
 
 class Env:
     """Does what its text says."""
@@ -115,7 +114,21 @@ class Counter:
 class Nothing:
     pass
 
-TOOLS, BAD_TOOLS, NONE = [add, fail], [undocumented], []
+def f(
+    names: list[str],
+    sizes: dict[str, int] | None = None,
+    unit: str | None = "C",
+    mode: typing.Literal["1", "2"] = "1",
+    level: typing.Literal[1, 2] = 1,
+    maybe: typing.Optional[list[int]] = None,
+    free: typing.Any = None,
+    either: int | str = 0,
+    flag: bool = False,
+    pair: tuple[str, str] = ("", ""),
+):
+    return [names, sizes, unit, mode, level, maybe, free, either, flag, pair]
+
+TOOLS, KINDS, BAD_TOOLS, NONE = [add, fail], [f], [undocumented], []
 '''
 
 
@@ -175,47 +188,26 @@ def test_formats():
 
 
 def test_tools(file):
+    """A string stays one where it should be; no error ends the process."""
     env_class = load_env(f"{file}:TOOLS")
-    schemas = env_class.tools
-    assert [schema["function"]["name"] for schema in schemas] == ["add", "fail"]
-    assert schemas[0]["function"]["parameters"]["required"] == ["a"]
-
-    def answer(name, **arguments):
-        [message] = env_class({}).step(hermes(name, **arguments))
-        return message
-
-    for case in golden("tools"):  # a string stays one where it should be; no error ends the process
-        call = case["call"]
-        said = answer(call["name"], **call["arguments"])
-        assert said == dict(role="tool", name=call["name"], content=case["answer"])
-    assert answer("add", a=None)["content"].startswith("error: TypeError: unsupported operand")
-    assert len(answer("fail", kind="x" * 9999)["content"]) == 200
-    assert answer("gone") == dict(role="tool", content="error: no tool 'gone'; there are: add, fail")
-    [message] = env_class({}).step("<tool_call>gone</tool_call>")
-    assert message == {"role": "tool", "content": f"error: {UNREADABLE[1]}"}
-    assert env_class({}).step("done") is None
+    names = [schema["function"]["name"] for schema in env_class.tools]
+    assert names == ["add", "fail"]
+    assert env_class.tools[0]["function"]["parameters"]["required"] == ["a"]
+    for case in golden("tools"):
+        assert env_class({}).step(case["text"]) == case["answers"]
+    [message] = env_class({}).step(hermes("fail", kind="x" * 9999))
+    assert len(message["content"]) == 200
 
 
-def kinds(
-    names: list[str],
-    sizes: dict[str, int] | None = None,
-    unit: str | None = "C",
-    mode: typing.Literal["1", "2"] = "1",
-    level: typing.Literal[1, 2] = 1,
-    maybe: typing.Optional[list[int]] = None,  # noqa: UP045, the older way
-    free: typing.Any = None,
-    either: int | str = 0,
-    flag: bool = False,
-    pair: tuple[str, str] = ("", ""),
-):
-    return [names, sizes, unit, mode, level, maybe, free, either, flag, pair]
+@pytest.fixture(scope="module")
+def kinds(file):
+    return load_env(f"{file}:KINDS")
 
 
-def test_arguments_in_xml_have_the_types_of_the_tool():
+def test_arguments_in_xml_have_the_types_of_the_tool(kinds):
     """As vLLM's parser reads them; what may be a text stays one."""
-    env_class = type("Tools", (ToolEnv,), {"functions": {"kinds": kinds}})
     for case in golden("xml_arguments"):
-        [message] = env_class({}).step(hermes("kinds", **case["arguments"]))
+        [message] = kinds({}).step(hermes("f", **case["arguments"]))
         assert json.loads(message["content"])[: len(case["expected"])] == case["expected"]
 
 
@@ -223,26 +215,23 @@ VALUES = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(VALUES, lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
 
 
-@given(JSON | st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
-def test_any_text_is_read(text):
+@given(text=JSON | st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
+def test_any_text_is_read(kinds, text):
     """As calls: a name and arguments, or what is wrong; and each is answered."""
-    env_class = type("Tools", (ToolEnv,), {"functions": {"f": kinds}})
     for begin in ("", "<tool_call>", "to=functions.f<|message|>"):
         text = begin + text
         for calls in (parse_calls(text), harmony(text)):
             for name, arguments in calls:
                 told = type(arguments) is dict if name else type(arguments) is str
                 assert told and type(name) in (str, type(None))
-            answers = env_class({}).step(Turn(text, calls))
+            answers = kinds({}).step(Turn(text, calls))
             assert len(answers or []) == len(calls) == len(_checked(answers) or [])
 
 
-def test_trl(file, pools):
-    pool = pools(f"{file}:Counter", 1, 60)
-    assert [schema["function"]["name"] for schema in pool.tools] == ["more"]
-    assert list(pool.tools[0]["function"]["parameters"]["properties"]) == ["by"]
-    pool.step(1, "", {})
-    assert pool.answers(wait=True) == [{"key": 1, **failed("error: KeyError: 'start'")}]
+def test_methods_of_trl_are_tools(file):
+    [schema] = load_env(f"{file}:Counter").tools
+    assert schema["function"]["name"] == "more"
+    assert list(schema["function"]["parameters"]["properties"]) == ["by"]
 
 
 ASYNC = '''
@@ -401,30 +390,12 @@ def async_file(tmp_path_factory):
     return path
 
 
-ANSWERS = dict(fail="error: ValueError: no", cancelled="error: CancelledError:", late='{"twice": 6}')
-
-
-@pytest.mark.parametrize("tool", ("plain", "twice", "wrapped", "late", "client", "fail", "hang", "cancelled"))
-@pytest.mark.parametrize("alone", (True, False))
-def test_tools_may_be_async(async_file, pools, tool, alone):
-    """Awaited, with the time-out and the errors of ordinary ones, as often as they are called.
-
-    Alone, or by the step of ToolEnv that an async one asks.
-    """
-    pool = pools(f"{async_file}:{f'LIST_{tool}' if alone else 'Mine'}", 1, 1 if tool == "hang" else 60)
-    name = ("client" if tool == "client" else "twice") if alone else tool
-    message = dict(role="tool", name=name, content=ANSWERS.get(tool, "6"))
-    more = [] if alone else [dict(role="user", content="Go on.")]
-    for times in (1, 2):
-        [answer] = ask(pool, a=hermes(name, a=3) * times).values()
-        said = dict(messages=[message] * times + more, reward=None, failure=None)
-        assert answer == (failed("timeout") if tool == "hang" else said)
-    assert tool == "hang" or ask(pool, a="done")["a"]["messages"] is None
-
-
 @pytest.mark.parametrize("case", golden("env_answers"), ids=lambda case: f"{case['file']} {case['env']}")
 def test_answers_of_environments(async_file, file, pools, case):
-    """Methods may be async; a failure, of which the beginning is in the table, ends its trajectory only."""
+    """Methods and tools may be async, and are awaited as often as they are called.
+
+    A failure, of which the beginning is in the table, ends its trajectory only.
+    """
     path = async_file if case["file"] == "async" else file
     pool = pools(f"{path}:{case['env']}", 2, case["timeout_s"])
     for texts, answers in case["turns"]:
@@ -437,36 +408,24 @@ def test_answers_of_environments(async_file, file, pools, case):
             assert found[key] == expected, key
 
 
-def test_a_class_of_tools_is_refused_where_a_list_is(async_file):
+def test_a_tool_of_a_class_is_a_function(async_file):
     module = load_file(async_file, "async_tools")
-    for tool in (module.twice, module.Object().method, module.wrapped):
-        assert module.of_class(tool)({}).step(hermes("f", a=3))[0]["content"] == "6"
-    for tools in ("agen", "gen", "rows", "partial", "object"):
+    for tools in (module.LIST_partial, module.LIST_object):
         with pytest.raises(ValueError, match="'f' must be a function that returns"):
-            module.of_class(*getattr(module, f"LIST_{tools}"))
+            module.of_class(*tools)
 
 
-def test_load_env(file, async_file, tmp_path):
-    for i, line in enumerate(("import sys; sys.exit(0)", "raise SystemExit", "import nowhere")):
-        (tmp_path / f"{i}.py").write_text(line)
-    kinds = "LIST_agen LIST_gen LIST_rows TrlYields LIST_partial LIST_object".split()
-    assert load_env(f"{file}:Env").tools[0]["type"] == "function"
-    assert issubclass(load_env(f"{file}:TOOLS"), ToolEnv)
-    for spec, what in (
-        (str(file), "FILE.py:NAME"),
-        (f"{tmp_path}/none.py:Env", "no such file"),
-        (f"{tmp_path}:Env", "is not a Python file"),
-        (f"{file}:Gone", "defines no 'Gone'"),
-        (f"{file}:Nothing", "'Nothing' is no class with `step`"),
-        (f"{file}:NONE", "'NONE' is no class"),
-        (f"{file}:add", "'add' is no class"),
-        (f"{file}:BAD_TOOLS", "undocumented"),
-        *((f"{tmp_path}/{i}.py:Env", rf"--env .*{i}.py cannot be loaded: \w+") for i in range(3)),
-        *((f"{async_file}:{kind}", "must be a function that returns|no list of functions") for kind in kinds),
-    ):
-        with pytest.raises(ValueError, match=what) as error:
-            EnvPool(spec, 1, 1)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize("case", golden("unfit_envs"), ids=lambda case: case["spec"])
+def test_what_is_no_environment_is_refused(file, async_file, tmp_path, case):
+    (tmp_path / "broken.py").write_text("import sys; sys.exit(0)")
+    paths = dict(plain=file, awaits=async_file, folder=tmp_path)
+    with pytest.raises(ValueError) as error:
+        EnvPool(case["spec"].format_map(paths), 1, 1)
+    said = str(error.value)
+    assert said.startswith(case["line"].format_map(paths)) and "\n" not in said
+
+
+def test_a_pool_has_a_worker(file):
     with pytest.raises(ValueError, match="above 0"):
         EnvPool(f"{file}:Env", 0, 1)
 
@@ -483,28 +442,22 @@ def test_no_torch_in_a_worker(file):
 def test_failures_at_the_start(file, pools):
     pool = pools(f"{file}:Env", 2, 60)
     ask(pool, b="x")
-    pool.step("broken", "", {"first": "broken"})
-    assert pool.answers(wait=True) == [{"key": "broken", **failed("error: OSError: no such game")}]
-    pool.step("key", "", {"first": threading.Lock()})
-    [answer] = pool.answers(wait=True)
-    assert answer["failure"].startswith("error: ") and "pickle" in answer["failure"]
+    for first, why in (("broken", "error: OSError: no such game"), (threading.Lock(), "error: .*pickle")):
+        pool.step("key", "", {"first": first})
+        [answer] = pool.answers(wait=True)
+        assert re.match(why, answer["failure"])
     pool.clear()
     assert ask(pool, b="new")["b"]["messages"][0]["content"] == "hello new"
 
 
-def test_answers_are_checked(file, pools):
+def test_what_an_environment_says_can_be_sent(file, pools):
     pool = pools(f"{file}:Env", 2, 60)
     answers = ask(pool, large="large", half="half", lock="lock")
     assert answers["large"]["messages"] == [{"role": "tool", "name": "n", "content": "x" * 2**20}]
     assert answers["half"]["messages"][0]["content"] == "?!" and "pickle" in answers["lock"]["failure"]
-    number = dict(role="tool", content=3)
-    assistant = dict(role="assistant", content="I")
-    for wrong in ("text", [], ["text"], [number], [assistant], [dict(role="tool", content="", name=3)]):
-        with pytest.raises(TypeError, match="step returned "):
-            _checked(wrong)
 
 
-@pytest.mark.parametrize("case", golden("hostile_replies"), ids=lambda case: case["failure"])
+@pytest.mark.parametrize("case", golden("hostile_replies"), ids=lambda case: str(case["reply"]))
 def test_a_process_that_is_taken_over_ends_its_trajectory_only(file, pools, monkeypatch, case):
     """How a trajectory ended is not for it to say: the word before the colon becomes its finish_reason."""
     monkeypatch.setattr("envs.pool.Worker.call", lambda *_, **__: case["reply"])
@@ -567,7 +520,6 @@ def test_many_trajectories_leave_nothing(file, pools):
 def wait_for(condition):
     while not condition():
         time.sleep(0.02)
-    assert condition()
 
 
 def test_a_killed_owner_leaves_no_process(file):
@@ -604,13 +556,14 @@ def test_calculator():
 
 def test_calculator_as_a_tool():
     env_class = load_env(f"{ROOT}/envs/calculator.py:TOOLS")
-    assert env_class.tools[0]["function"]["name"] == "calculate"
-    assert env_class({}).step("".join(hermes("calculate", expression=x) for x in ("1/0", "4*3"))) == [
-        {"role": "tool", "name": "calculate", "content": "error: ValueError: division by zero"},
-        {"role": "tool", "name": "calculate", "content": "12"},
-    ]
-    for text in ("", "42", "<<1+1>>2", "<<1+1>", "<<1 < 2>>", "<1+1>>"):
-        assert load_env(f"{ROOT}/envs/calculator.py:Calculator")({}).step(text) is None
+    calls = hermes("calculate", expression="1/0") + hermes("calculate", expression="4*3")
+    said = [message["content"] for message in env_class({}).step(calls)]
+    assert said == ["error: ValueError: division by zero", "12"]
+
+
+@pytest.mark.parametrize("text", ("", "42", "<<1+1>>2", "<<1+1>", "<<1 < 2>>", "<1+1>>"))
+def test_a_text_without_a_call_at_its_end_is_an_answer(text):
+    assert load_env(f"{ROOT}/envs/calculator.py:Calculator")({}).step(text) is None
 
 
 def test_python(pools, monkeypatch):
@@ -661,14 +614,13 @@ def test_search(tmp_path, monkeypatch, pools):
 
 def test_guess():
     game = load_env(f"{ROOT}/envs/guess.py:Guess")({"low": 1, "high": 100, "number": 42})
-    said = {"50": "lower", "1 to 10": "higher", "?": "Guess a number from 1 to 100."}
-    said |= {"0": said["?"], "9" * 5000: said["?"], "-42": said["?"], "<think>42</think> 41": "higher"}
+    rules = "Guess a number from 1 to 100."
+    said = {"50": "lower", "1 to 10": "higher", "?": rules, "0": rules, "9" * 5000: rules, "-42": rules}
     for text, answer in said.items():
         assert game.step(text) == [{"role": "user", "content": answer}]
         assert game.reward() == 0
+    assert game.step("<think>42</think> 41")[0]["content"] == "higher"
     assert game.step("So 50-42") is None and game.reward() == pytest.approx(0.9**7)
-    game = load_env(f"{ROOT}/envs/guess.py:Guess")({"low": 1, "high": 9, "number": 3})
-    assert game.step("3") is None and game.reward() == 1
 
 
 @pytest.mark.skipif(not find_spec("reasoning_gym"), reason="it is in requirements-reasoning-gym.txt")
@@ -704,7 +656,7 @@ def test_reward_of_the_environment():
     ]
     first, second, third = manager.score(rows)
     assert (first["score"], second["score"], second["last"]) == (0.25, 1.0, "x")
-    assert third["score"] == 0 and third["failure"].startswith("ValueError: the environment gave no reward")
+    assert third["failure"].startswith("ValueError: the environment gave no reward")
 
 
 def test_prompts_of_the_environment(tmp_path, file):
@@ -712,7 +664,7 @@ def test_prompts_of_the_environment(tmp_path, file):
     text = f"class Env:\n    step = len\n    rows = lambda: ({row} for i in range(5))\n"
     (tmp_path / "mine.py").write_text(text)
     environment.main(environment.Args(f"{tmp_path}/mine.py:Env", str(tmp_path), train_size=9, test_size=2))
-    for split, seeds in (("test", [0, 1]), ("train", [2, 3, 4])):
+    for split, seeds in dict(test=[0, 1], train=[2, 3, 4]).items():
         rows = load_rows(tmp_path / f"{split}.parquet", KINDS["RL"])
         assert [row["extra_info"]["seed"] for row in rows] == seeds
     environment.main(environment.Args(f"{tmp_path}/mine.py:Env", str(tmp_path / "all"), test_size=0))

@@ -25,6 +25,12 @@ def skeleton(node, names):
     return text if re.search(r"\w{3}", text) else None
 
 
+def calls_of(tree, *names):
+    """The arguments of each call of functions of these names."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call.args for call in calls if ast.unparse(call.func) in names]
+
+
 def of_rewards():
     """What a reward, an environment or a variant is refused with, or fails with for every response."""
     files = [*(ROOT / "rewards").glob("*.py"), *(ROOT / "rewards/manager").glob("*.py")]
@@ -34,10 +40,8 @@ def of_rewards():
     found = set()
     for path in files:
         if path.name not in ("results.py", "wire.py", "worker.py"):  # the failures of single responses
-            nodes = [*ast.walk(ast.parse(path.read_text()))]
-            calls = [x for x in nodes if isinstance(x, ast.Call)]
-            names = "ValueError", "stop"
-            found |= {skeleton(x.args[0], {}) for x in calls if ast.unparse(x.func) in names}
+            calls = calls_of(ast.parse(path.read_text()), "ValueError", "stop")
+            found |= {skeleton(arguments[0], {}) for arguments in calls}
     return found
 
 
@@ -52,12 +56,11 @@ def messages():
             nodes = [*ast.walk(function)]
             sets = [x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign)]
             names = {ast.unparse(x.targets[0]): x.value for x in sets if isinstance(x, ast.Assign)}
-            calls = [x for x in nodes if isinstance(x, ast.Call)]
             if function.name.startswith("wrong_"):  # flags together: `impossible` of system/arguments.py
                 found |= {skeleton(x.value, names) for x in nodes if isinstance(x, ast.Return)}
-            found |= {skeleton(x.args[0], names) for x in calls if ast.unparse(x.func) == "fail"}
-            pairs = [pair for x in calls if ast.unparse(x.func) == "refuse" for pair in x.args]
-            found |= {skeleton(pair.elts[1], names) for pair in pairs if isinstance(pair, ast.Tuple)}
+            found |= {skeleton(arguments[0], names) for arguments in calls_of(function, "fail")}
+            for pairs in calls_of(function, "refuse"):
+                found |= {skeleton(pair.elts[1], names) for pair in pairs if isinstance(pair, ast.Tuple)}
     return {" ".join(message.split()) for message in found - {None}}
 
 

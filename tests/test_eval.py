@@ -65,7 +65,7 @@ def summary(values, n_samples=1, name="a"):
 
 @pytest.mark.parametrize("case", golden("intervals"), ids=lambda case: case["why"])
 def test_standard_errors_and_intervals(case):
-    found = summary(case["values"], case["n_samples"])
+    found = summary(case["values"], case["n_samples"], case["metric"])
     assert found == pytest.approx(case["expected"], abs=1e-4)
 
 
@@ -76,14 +76,6 @@ def test_an_interval_covers_what_it_says(n, p):
         _, _, low, high = summary([1] * k + [0] * (n - k))
         covered += math.comb(n, k) * p**k * (1 - p) ** (n - k) * (low <= p <= high)
     assert covered > 0.92  # the bootstrap's: 0.59 of 30 questions with 3 %
-
-
-def test_two_files_without_a_difference_may_differ():
-    assert summary([0] * 30, 1, "a_diff") == pytest.approx([0, 0, -0.062, 0.062], abs=1e-3)
-    assert summary([0] * 30, 1, "response_length/mean_diff") == [0, 0, 0, 0]  # tokens, no shares
-    mean, _, low, high = summary([0] * 29 + [1], 1, "a_diff")
-    assert mean == pytest.approx(1 / 30) and low < 0 < high
-    assert summary([0.25] * 500, 16, "a_diff")[2:] == pytest.approx([0.245, 0.253], abs=2e-3)
 
 
 def write(path, *rows, **columns):
@@ -139,7 +131,6 @@ def test_end_to_end(tmp_path):
     expected = {
         "prompts": 2,
         "mean@4": (1 / 2 + 1 / 4) / 2,
-        "pass@1": (1 / 2 + 1 / 4) / 2,
         "pass@2": (5 / 6 + 1 / 2) / 2,
         "pass@3": (1 + 3 / 4) / 2,
         "pass@4": 1,
@@ -154,7 +145,6 @@ def test_end_to_end(tmp_path):
     assert {name: one[name] for name in expected} == pytest.approx(expected)
     assert two["mean@4"] == 0.5 and two["prompts_too_long"] == 0.5 and two["response_length/mean"] == 1
     assert total["mean@4"] == pytest.approx((1 / 2 + 1 / 4 + 1 + 0) / 4) and total["reward_errors"] == 5 / 16
-    assert total["mean@4_stderr"] > 0
     other = results[str(other)]["all"]
     assert other["pass@2"] == 1 and "pass@2_diff" not in other  # its prompts are others
     scored = pq.read_table(tmp_path / "out/scored_A.parquet")
@@ -194,17 +184,14 @@ def test_differences_are_paired(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", golden("bad_evaluations"), ids=lambda case: case["message"])
 def test_bad_input_gives_one_line(tmp_path, case):
-    data = write(tmp_path / "data.parquet", ("nobody/knows", "1", ["1", "2"]))
-    scored = write(tmp_path / "scored.parquet", ("nobody/knows", "1", ["1", "2"]), scores=[[0, 1]])
-    about = "nobody/knows", "1"
-    uneven = write(tmp_path / "uneven.parquet", (*about, ["1", "2"]), (*about, ["1"]))
-    empty = write(tmp_path / "empty.parquet", (*about, []))
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
-    files = {path.name: path for path in (data, scored, uneven, empty, reward)}
-    arguments = [files.get(argument, argument) for argument in case["arguments"]]
-    known = ["--reward_fn", f"{reward}:first_word"] if "--k" in arguments else []
-    command = ["--data", data, "--output", tmp_path / "out", *known, *arguments]
+    two = "nobody/knows", "1", ["1", "2"]
+    data = write(tmp_path / "data.parquet", two)
+    write(tmp_path / "scored.parquet", two, scores=[[0, 1]])
+    write(tmp_path / "uneven.parquet", two, ("nobody/knows", "1", ["1"]))
+    write(tmp_path / "empty.parquet", ("nobody/knows", "1", []))
+    (tmp_path / "reward.py").write_text(REWARD)
+    arguments = [str(argument).format(here=tmp_path) for argument in case["arguments"]]
+    command = ["--data", data, "--output", tmp_path / "out", *arguments]
     done = run(ROOT / "algos/eval.py", *command, check=False)
     assert done.returncode == 1 and not (tmp_path / "out/results.json").exists()
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

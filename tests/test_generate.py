@@ -3,12 +3,11 @@
 import shutil
 import signal
 import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, holder, kill, run, start
+from conftest import ROOT, golden, holder, kill, run, start
 from transformers import AutoTokenizer
 
 from algos import generate
@@ -119,48 +118,23 @@ def refused(monkeypatch):
     """Call main with arguments that it must refuse, in one line, before it builds an engine -> the line."""
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
         monkeypatch.setattr(generate, "build_engine", lambda args: pytest.fail("an engine for bad input"))
         with pytest.raises(SystemExit) as stopped:
-            generate.main(generate.Args(**generate.parse(generate.Args)))
+            generate.main(generate.Args(**generate.parse(generate.Args, [*map(str, arguments)])))
         assert stopped.value.code.startswith("error: ") and "\n" not in stopped.value.code
         return stopped.value.code
 
     return call
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(data="nowhere.parquet"), "nowhere.parquet: no such file"),
-        (dict(data=__file__), "not a parquet file"),
-        (dict(model="/"), "--model /: no *.safetensors"),
-        (dict(model="[1]"), "--model [1]: no directory here, and"),
-        (dict(prompt_key="question"), "no column 'question'"),
-        (dict(n_samples=0), "--n_samples 0 must be at least 1"),
-        (dict(temperature="nan"), "--temperature nan"),
-        (dict(tp_size=2), "use a multiple of --tp_size 2"),
-        (dict(env=f"{ROOT}/envs/calculator.py:TOOLS"), "--env has tools, and the chat template shows none"),
-    ],
-)
-def test_bad_input_gives_one_line(tiny, data, tmp_path, refused, changed, message):
-    assert message in refused(*flags(tiny, data, tmp_path / "out.parquet", **changed))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_path_that_vllm_takes_for_a_pattern(tiny, data, tmp_path, refused):
+@pytest.mark.parametrize("case", golden("unfit_generations"), ids=lambda case: case["line"])
+def test_bad_input_gives_one_line(alone, tiny, data, tmp_path, refused, case):
     (tmp_path / "[1]").mkdir()
-    said = refused(*flags(tiny, data, tmp_path / "out.parquet", model=tmp_path / "[1]"))
-    assert "[1]: vLLM finds no files in a path with [ or *: rename it" in said
-
-
-def test_an_output_is_not_overwritten(alone, tiny, data, tmp_path, refused):
     before = alone.read_bytes()
-    assert "exists: choose another" in refused(*flags(tiny, data, alone))
-    assert "columns responses response_tokens finish_reasons already" in refused(
-        *flags(tiny, alone, tmp_path / "again.parquet")
-    )
-    assert alone.read_bytes() == before
+    places = dict(here=tmp_path, alone=alone, test=__file__, envs=ROOT / "envs")
+    changed = {name: str(value).format_map(places) for name, value in case["flags"].items()}
+    assert case["line"] in refused(*flags(tiny, data, tmp_path / "out.parquet", **changed))
+    assert [*tmp_path.iterdir()] == [tmp_path / "[1]"] and alone.read_bytes() == before
 
 
 def test_a_run_is_read_at_its_latest_checkpoint(tiny, tmp_path):

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT
 
-from data_prep import reasoning_gym
-from rewards import check_sources
+from data_prep import arithmetic, reasoning_gym
 
 # In every process: no packages that only Linux has, no extras, and what macOS lacks of Python's own modules.
 # sys.platform stays as it is: third parties would look for files of another build.
@@ -196,8 +195,6 @@ def test_reasoning_gym_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     line = r"not installed; pip install --no-deps -r requirements-reasoning-gym.txt$"
     with pytest.raises(ValueError, match=line):
-        check_sources(["reasoning_gym/gcd"])
-    with pytest.raises(ValueError, match=line):
         reasoning_gym.main(reasoning_gym.Args("gcd", str(tmp_path)))
 
 
@@ -220,9 +217,8 @@ def test_what_runs_without_linux(tmp_path):
     assert done.returncode == 0 and (data / "train.parquet").is_file(), done.stderr[-3000:]
 
     def evaluate(source, truth):
-        row = dict(data_source=source, prompt=[dict(role="user", content="?")], ability="math")
-        row |= dict(reward_model=dict(style="rule", ground_truth=truth), responses=[r"\boxed{\frac12}"])
-        row |= dict(extra_info=dict(split="test", index=0))
+        row = arithmetic.make_row("test", 0, 1, 2) | dict(data_source=source, responses=[r"\boxed{\frac12}"])
+        row["reward_model"]["ground_truth"] = truth
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
         out = tmp_path / "eval"
         return python(ROOT / "algos/eval.py", "--data", tmp_path / "rows.parquet", "--output", out), out
@@ -233,7 +229,7 @@ def test_what_runs_without_linux(tmp_path):
     assert result["all"]["mean@1"] == 1.0, result
     for source, why in (
         ("mbpp", "programs are scored on Linux only"),
-        ("reasoning_gym/gcd", "reasoning_gym is not installed"),
+        ("reasoning_gym/gcd", "not installed; pip install --no-deps -r requirements-reasoning-gym.txt"),
     ):
         done, _ = evaluate(source, "1")
         assert done.returncode == 1 and why in done.stderr and done.stderr.count("\n") == 1, done.stderr

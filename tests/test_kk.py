@@ -1,20 +1,10 @@
-"""Knights and knaves: the golden table; test_linear.py has hostile input."""
-
-import json
-from pathlib import Path
+"""Knights and knaves; test_rewards.py has the golden table, test_linear.py hostile input."""
 
 import pytest
 
 from rewards.kk import compute_score
 
-GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "kk.jsonl").open()]
 TRUTH = {"solution_text_format": "(1) Ann is a knight\n(2) Bo is a knave"}
-
-
-@pytest.mark.parametrize("case", [c for c in GOLDEN if not c["debatable"]], ids=lambda c: c["id"])
-def test_golden(case):
-    got = compute_score(case["data_source"], case["solution_str"], case["ground_truth"], case["extra_info"])
-    assert got["score"] == pytest.approx(case["expected"], abs=1e-6), case["why"]
 
 
 RIGHT = "</think> <answer>Ann is a knight, Bo is a knave</answer>"

@@ -1,4 +1,4 @@
-"""Programs in answers: the golden table, comparisons, tests as code, and programs that cheat."""
+"""Programs in answers: comparisons, tests as code, and programs that cheat."""
 
 import contextlib
 import json
@@ -20,7 +20,6 @@ from rewards.programs.outputs import same_json, same_text
 from rewards.sandbox.calls import decode, encode
 from system.metrics import failure_metrics
 
-GOLDEN = golden("prime_code")
 FENCE = "```"
 
 
@@ -37,13 +36,6 @@ def score_calls(program, tests, name="f"):
     return score(program, {"fn_name": name, "inputs": list(inputs), "outputs": list(outputs)})
 
 
-@pytest.mark.parametrize("case", [c for c in GOLDEN if not c["debatable"]], ids=lambda c: c["id"])
-def test_golden(case):
-    got = compute_score(case["data_source"], case["solution_str"], case["ground_truth"], case["extra_info"])
-    assert got["score"] == pytest.approx(case["expected"], abs=1e-6), case["why"]
-    assert got["acc"] == (case["expected"] == 1)
-
-
 @pytest.mark.parametrize("case", golden("programs_in_answers"))
 def test_find_program(case):
     assert find_program(case["response"]).strip() == case["program"]
@@ -58,20 +50,9 @@ def test_a_long_text_is_no_number():
     assert not same_text("9" * 100_000 + "x", "1.5")
 
 
-VALUES = [
-    ((1, (2, 3)), [1, [2, 3]], True), (iter([1, 2]), [1, 2], True), ({1, 2}, [1, 2], False),
-    ([[1, 2]], {"1": 2}, False),
-    ({1: (2,), 2: 3, None: 4, (5, 6): 7}, {"1": [2], "2": 3, "null": 4, "[5, 6]": 7}, True),
-    ({"a": 1}, {"a": 1, "b": 2}, False), (True, 1, True), (2.0, 2, True), (2.9999999999, 3, True),
-    (2.9999, 3, False), (1e16, 10**16 + 1, False), ("2", 2, False), (None, False, False),
-    (0.1 + 0.2, 0.3, True), (0.31, 0.3, False), (10**400, 1.5, False), (float("nan"), float("nan"), False),
-    ([1], [1, 2], False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("value", "expected", "same"), VALUES)
-def test_same_json(value, expected, same):
-    assert same_json(value, expected) is same
+@pytest.mark.parametrize("case", golden("values_of_programs"), ids=lambda case: case["value"])
+def test_same_json(case):
+    assert same_json(eval(case["value"]), case["expected"]) is case["same"]
 
 
 def test_values_travel():
@@ -85,7 +66,8 @@ def test_values_travel():
 
 @pytest.mark.parametrize("case", golden("calls_of_programs"))
 def test_calls(case):
-    assert score_calls(case["program"], case["tests"]) == case["score"]
+    """A program that defines no such function has not solved the task, though Python has the name."""
+    assert score_calls(case["program"], case["tests"], case.get("name", "f")) == case["score"]
 
 
 def test_asserts():
@@ -270,8 +252,6 @@ def asleep():
 def test_large_output():
     assert score("print('1 ' * 1_000_000)", {"inputs": [""], "outputs": ["1 " * 1_000_000]}) == 1
     assert score("print('1 ' * 9_000_000)", {"inputs": [""], "outputs": ["1 " * 1_000_000]}) == 0
-    assert score_calls("def f(): return [2**61 - 1] * 1_000_000", [("", "[1]")]) == 0
-    assert score_calls("def f():\n x = []\n for _ in range(900): x = [x]\n return x", [("", "[1]")]) == 0
 
 
 @pytest.mark.parametrize("case", golden("broken_tests"), ids=lambda case: str(case["truth"]))
@@ -328,17 +308,8 @@ def test_names_that_need_no_import(case):
 
 
 def test_what_is_given_is_not_the_program_s():
-    """A program that defines no such function has not solved the task."""
-    assert score_calls("", [("4\n6", "2")], name="gcd") == 0
-    assert score_calls("def gcd(a, b): return math.gcd(a, b)", [("4\n6", "2")], name="gcd") == 1
-    assert score_calls("from math import gcd", [("4\n6", "2")], name="gcd") == 1
-    assert score_calls("", [("2\n3", "6")], name="math.prod") == 0
-    assert (
-        score_asserts(
-            "", "assert gcd(4, 6) == 2", "assert not gcd(4, 6) != 2", "assert list(deque([1])) == [1]"
-        )
-        == 0
-    )
+    asserts = "assert gcd(4, 6) == 2", "assert not gcd(4, 6) != 2", "assert list(deque([1])) == [1]"
+    assert score_asserts("", *asserts) == 0
     assert score_asserts("import math\ndef f(x): return x", "assert f(math.inf) == f(math.inf)") == 1
 
 

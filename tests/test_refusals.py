@@ -74,6 +74,12 @@ class Files(dict):
     def equal_parquet(self, path):
         write_parquet([pair("1+1=", "2", "3"), pair("1+2=", "3", "3")], path)
 
+    def unfit_parquet(self, path):
+        case = golden("unfit_truths")[0]
+        model = dict(style="rule", ground_truth=case["unfit"])
+        about = dict(data_source=case["data_source"], reward_model=model, extra_info=dict(index=0))
+        pq.write_table(pa.Table.from_pylist([about | dict(prompt=pair("?")["prompt"])]), path)
+
     def judge(self, path):
         write_reward_model(path)
 
@@ -81,14 +87,14 @@ class Files(dict):
         write_reward_model(path, num_labels=2)
 
     def judge_without_template(self, path):
-        write_reward_model(path)
+        self.judge(path)
         (path / "chat_template.jinja").unlink()
 
     def twin(self, path):
         shutil.copytree(self["tiny"], path)
 
     def policy_without_template(self, path):
-        shutil.copytree(self["tiny"], path)
+        self.twin(path)
         (path / "chat_template.jinja").unlink()
 
     def critic_of_two(self, path):
@@ -96,11 +102,11 @@ class Files(dict):
         auto.from_pretrained(self["tiny"], num_labels=2).save_pretrained(path)
 
     def critic_with_other_tokens(self, path):
-        shutil.copytree(self["tiny"], path)
-        text = (path / "tokenizer.json").read_text()
-        assert '"a":' in text and '"b":' in text
-        text = text.replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":')
-        (path / "tokenizer.json").write_text(text)
+        self.twin(path)
+        tokenizer = json.loads((path / "tokenizer.json").read_text())
+        vocab = tokenizer["model"]["vocab"]
+        vocab.update(a=vocab["b"], b=vocab["a"])
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 # without which a script stops before what a case is about
@@ -109,7 +115,8 @@ NEEDS |= dict.fromkeys(("dpo", "rm"), "--train_files {pairs_parquet}")
 
 
 @pytest.mark.parametrize("case", golden("refusals"), ids=lambda case: f"{case['script']} {case['flags']}")
-def test_a_line_before_a_model_is_loaded(case, refused, tiny, arithmetic, pictures, tmp_path):
+def test_a_line_before_a_model_is_loaded(case, refused, tiny, arithmetic, pictures, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(case.get("world", 1)))
     files = Files(tmp_path, tiny=tiny, pictures=pictures, val=arithmetic / "val.parquet")
     name = case["script"]
     script = import_module(f"algos.{name}")
@@ -133,20 +140,9 @@ def test_an_estimator_has_an_advantage_or_is_refused(script, estimator):
         assert line is None if learns else line.startswith(f"--adv_estimator {estimator} needs --group_size ")
 
 
-def test_ranks_that_share_a_row(refused, tiny, tmp_path, monkeypatch):
-    """What --sp_size cannot do: a window, other attention, heads to divide."""
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    families.write("mistral", tmp_path / "mistral")
-    for words, line in (
-        (
-            ("--model", tmp_path / "mistral"),
-            "(mistral) has sliding_window, which --sp_size 3 does not support",
-        ),
-        (("--attn_implementation", "eager"), "--sp_size 3 needs --attn_implementation sdpa"),
-        ((), "(llama) has 2 attention heads, which --sp_size 3 does not divide"),
-    ):
-        assert line in refused(dapo, "--sp_size", 3, *words)
-    shutil.copytree(tiny, tmp_path / "more")  # a model that they can share
+def test_ranks_may_share_a_row(refused, tiny, tmp_path, monkeypatch):
+    """If they divide the heads of the model; the table has what is refused."""
+    shutil.copytree(tiny, tmp_path / "more")
     config = json.loads((tmp_path / "more/config.json").read_text())
     config |= dict(num_attention_heads=4, head_dim=16)
     (tmp_path / "more/config.json").write_text(json.dumps(config))

@@ -95,25 +95,10 @@ def test_shortest_first_and_graded_scores(tmp_path):
     assert rows == [("?", "long"), ("?", "bb"), ("?", "f")] and pairs == [("?", "long", "c")]
 
 
-PICTURES = [[dict(bytes=None, path=f"{name}.png")] for name in "ab"]
-TOOLS = [[dict(type="function", function=dict(name=name))] for name in "ab"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "apart"),
-    [
-        (dict(images=PICTURES), True),
-        (dict(tools=[json.dumps(x) for x in TOOLS]), True),
-        (dict(images=[None, PICTURES[0]]), True),
-        (dict(tools=[None, json.dumps(TOOLS[0])]), True),
-        (dict(reward_model=[dict(style="rule", ground_truth=x) for x in "ab"]), True),
-        (dict(extra_info=[dict(number=x) for x in (1, 2)]), True),  # what an environment keeps from the model
-        (dict(extra_info=[dict(index=x, split=str(x), pass_rate=x / 2) for x in (1, 2)]), False),
-        (dict(note=[None, None]), False),  # a column that nobody asks for
-    ],
-)
-def test_rows_that_ask_the_same(columns, apart, tmp_path):
+@pytest.mark.parametrize("case", golden("alike_prompts"), ids=lambda case: case["why"])
+def test_rows_that_ask_the_same(case, tmp_path):
     """A text of two pictures, tools or games is two prompts, whose rows keep pictures and tools."""
+    columns = case["columns"]
     rows = [
         row_of(["x", "y"], [dict(score=1.0), dict(score=0.0)], **dict(zip(columns, values)))
         for values in zip(*columns.values())
@@ -127,7 +112,7 @@ def test_rows_that_ask_the_same(columns, apart, tmp_path):
     difficulty.main(difficulty.Args(files=(path,), local_save_dir=str(tmp_path / "middle")))
     middle = [*whole_rows(tmp_path / "middle/train.parquet", [])]
     prompts = len({row["extra_info"]["index"] for row in made["sft"]})
-    assert prompts == len(middle) == 1 + apart
+    assert prompts == len(middle) == 1 + case["apart"]
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(1, 40))
@@ -141,11 +126,15 @@ def test_pairs(right, wrong, most):
     assert rejection.pairs("ab", "xyz", 5) == [*map(tuple, ("ax", "by", "az", "bx", "ay"))]
 
 
+def episode(*texts):
+    """A conversation with an environment, as a column has it."""
+    turns = [dict(role=role, content=text) for role, text in zip(("assistant", "tool", "assistant"), texts)]
+    return json.dumps(dict(messages=turns))
+
+
 def test_conversations_with_an_environment(tmp_path):
     """The whole conversation is the row, and no answer stands alone."""
-    said = ("assistant", "<<1+2>>"), ("tool", "3"), ("assistant", "3")
-    turns = [dict(role=role, content=content) for role, content in said]
-    episodes = [json.dumps(dict(messages=turns, turns=2))] * 2
+    episodes = [episode("<<1+2>>", "3", "3")] * 2
     row = row_of(["3", "3"], [dict(score=1.0), dict(score=0.0)], episodes=episodes)
     rows, pairs = build(tmp_path, write([row], tmp_path / "agent.parquet"))
     assert rows == [("?", "<<1+2>>", "3", "3")] and pairs == [("?", "<<1+2>>", "3", "3", "<<1+2>>", "3", "3")]
@@ -154,15 +143,8 @@ def test_conversations_with_an_environment(tmp_path):
 
 def test_thoughts_of_conversations(tmp_path):
     """Each turn has the mark that its prompt opened; one that leaves its thought open spoils the row."""
-
-    def turns(*texts):
-        return [dict(role=x, content=y) for x, y in zip(("assistant", "tool") * 2, texts)]
-
-    def say(*texts):
-        return dict(messages=turns(*texts))
-
-    talks = say("a</think><<1+2>>", "3", "b</think>3"), say("<think>a<<1+2>>", "3", "b</think>3")
-    row = row_of(["3", "3"], [dict(score=1.0)] * 2, episodes=[*map(json.dumps, talks)])
+    episodes = [episode(thought + "<<1+2>>", "3", "b</think>3") for thought in ("a</think>", "<think>a")]
+    row = row_of(["3", "3"], [dict(score=1.0)] * 2, episodes=episodes)
     rows, _ = build(tmp_path, write([row], tmp_path / "agent.parquet"))
     assert rows == [("?", "<think>\na</think><<1+2>>", "3", "<think>\nb</think>3")]
 
@@ -198,11 +180,8 @@ def test_thoughts_of_responses(tmp_path, capsys):
     """
     texts = ["So.\n</think>\n\n3", "<think>\nIt is\n</think>\n\n3", "It is 3", "<think>\nno end"]
     texts += ["<|channel>thought\nno end", "<|channel|>analysis<|message|>no end"]
-    row = make_row("test", 0, 1, 2) | dict(
-        responses=texts, finish_reasons=[STOP, STOP, "thought", *[STOP] * 3]
-    )
-    row |= dict(results=[json.dumps(dict(score=1.0))] * 6)
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "scored.parquet")
-    rows, _ = build(tmp_path / "out", str(tmp_path / "scored.parquet"))
+    reasons = [STOP, STOP, "thought", STOP, STOP, STOP]
+    row = row_of(texts, [dict(score=1.0)] * 6, finish_reasons=reasons)
+    rows, _ = build(tmp_path / "out", write([row], tmp_path / "scored.parquet"))
     assert [text for _, text in rows] == ["<think>\n" + texts[0], texts[1]]
     assert "4 a thought is not closed" in capsys.readouterr().out

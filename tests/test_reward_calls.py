@@ -29,7 +29,7 @@ async def judge(data_source, solution_str, ground_truth, extra_info=None):
     client["now"] -= 1
     if solution_str == "bad":
         raise ValueError("bad")
-    return {"score": len(solution_str), "most": client["most"]}
+    return {"score": len(solution_str), "most": client["most"], "acc": 0.5, "pred": "judge"}
 
 async def meet(data_source, solution_str, ground_truth, extra_info=None):
     """Returns when all eight have come."""
@@ -92,9 +92,8 @@ def test_all_wait_at_the_same_time_up_to_a_limit(file):
 
 @pytest.mark.parametrize("mode", ["naive", "prime"])
 def test_a_slow_one_is_a_time_out_and_holds_up_nobody(file, mode):
-    rows = [
-        dict(data_source="x", solution_str="a", ground_truth="4", extra_info=dict(wait=w)) for w in (900, 0)
-    ]
+    row = dict(data_source="x", solution_str="a", ground_truth="4")
+    rows = [row | dict(extra_info=dict(wait=seconds)) for seconds in (900, 0)]
     reward = load_rewards([f"{file}:judge"], [])
     results = RewardManager(mode, reward, timeout_s=1).score(rows)
     assert results[0]["failure"] == "TimeoutError: no result after 1 s (--reward_timeout_s) (mine.py:judge)"
@@ -120,29 +119,24 @@ def test_what_a_group_may_return(file):
     assert "'x' (str)" in results[0]["failure"] and results[1:] == [{"score": 1.0}] * 2
     assert [x["score"] for x in score(file, "array", texts, groups)] == [0, 1, 0]
     for name in ("few", "one"):
-        results = score(file, name, texts, groups)
-        for result in results[:2]:
-            assert "returns a list of 2 results, not" in result["failure"]
-    assert results[2]["failure"].startswith(
-        "TypeError: a reward of a group returns a list of 1 results, not 1.0"
-    )
-    results = score(file, "fails", texts, groups)
-    assert all(x["failure"].startswith("ValueError: bad (mine.py, line") for x in results[:2])
-    assert results[2] == {"score": 1.0}
+        first, second, alone = score(file, name, texts, groups)
+        assert first == second and "returns a list of 2 results, not" in first["failure"]
+    assert alone["failure"].startswith("TypeError: a reward of a group returns a list of 1 results, not 1.0")
+    first, second, other = score(file, "fails", texts, groups)
+    assert first == second and first["failure"].startswith("ValueError: bad (mine.py, line")
+    assert other == {"score": 1.0}
 
 
 @pytest.mark.parametrize("mode", ["naive", "prime"])
 def test_a_plain_an_async_and_a_group_reward_with_weights(file, mode):
     texts, groups = ["4", "44", "bad", "444"], [0, 0, 0, 1]
     results = score(file, "plain judge rank", texts, groups, (1.0, 0.5, -2.0), mode)
-    parts = [(1, 1, 2), (0, 2, 1), None, (0, 3, 0)]
-    for result, part in zip(results, parts, strict=True):
-        if part is None:
-            assert result == {"score": 0.0, "failure": result["failure"]}
-        else:
-            assert [result[f"score/mine.{name}"] for name in ("plain", "judge", "rank")] == [*part]
-            assert result["score"] == part[0] + 0.5 * part[1] - 2 * part[2]
-            assert result["acc"] == part[0] and result["pred"] == "1"
+    first, second, failed, other = results
+    assert failed == {"score": 0.0, "failure": failed["failure"]}
+    for result, part in ((first, (1, 1, 2)), (second, (0, 2, 1)), (other, (0, 3, 0))):
+        assert [result[f"score/mine.{name}"] for name in ("plain", "judge", "rank")] == [*part]
+        assert result["score"] == part[0] + 0.5 * part[1] - 2 * part[2]
+        assert result["acc"] == part[0] and result["pred"] == "1"
     reward = load_rewards([f"{file}:{name}" for name in ("plain", "judge", "rank")], (1.0, 0.5, -2.0))
     rows = demote_failures([dict(group=g, reward=x) for g, x in zip(groups, results, strict=True)])
     assert score_parts(reward, rows)[2] == (-2.0, [2, 1, 2, 0])  # the failure has the parts of the lowest

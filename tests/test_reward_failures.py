@@ -12,7 +12,7 @@ from conftest import golden
 from algos import eval as evaluation
 from rewards.manager import RewardManager, check_failures, failures
 from rewards.manager.combined import load_rewards
-from rewards.manager.failures import OUTAGE, Failures
+from rewards.manager.failures import Failures
 from system import sampler
 
 # body of a reward: what its failure says
@@ -70,36 +70,6 @@ def test_what_is_no_failure(tmp_path, value):
     assert "failure" not in outcome("naive", load_rewards([write(tmp_path, body)], []))
 
 
-SIGNATURES = {
-    "prompts, completions, **kwargs": "missing a required argument: 'prompts'",  # TRL's
-    "completions, answer": "missing a required argument: 'completions'",
-    "solution_str": "got an unexpected keyword argument 'data_source'",
-    "data_source, solution_str, ground_truth": "got an unexpected keyword argument 'extra_info'",
-    "data_source, solution_str, ground_truth, extra_info, tokenizer": "a required argument: 'tokenizer'",
-    "solution_strs, ground_truth": "missing a required argument: 'ground_truth'",
-    "solution_strs": "got an unexpected keyword argument 'data_sources'",
-    "": "got an unexpected keyword argument 'data_source'",
-}
-
-
-@pytest.mark.parametrize("parameters", SIGNATURES)
-def test_a_wrong_signature_is_refused_at_the_start(tmp_path, parameters):
-    (tmp_path / "mine.py").write_text(f"def score({parameters}):\n    return 1.0\n")
-    with pytest.raises(ValueError, match=SIGNATURES[parameters]) as error:
-        load_rewards([f"{tmp_path}/mine.py:score"], [])
-    assert "\n" not in str(error.value) and "by name" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "line", ["import sys; sys.exit(0)", "raise SystemExit", "import nowhere", "1 / 0", "def"]
-)
-def test_a_file_that_cannot_be_loaded(tmp_path, line):
-    """A script that calls its own main() would else end the run with code 0."""
-    (tmp_path / "mine.py").write_text(f"{line}\n")
-    with pytest.raises(ValueError, match=r"--reward_fn .*mine.py cannot be loaded: \w+"):
-        load_rewards([f"{tmp_path}/mine.py:score"], [])
-
-
 def rows_of(*results):
     return [dict(group=i, reward=result) for i, result in enumerate(results)]
 
@@ -109,29 +79,19 @@ GOOD, BUG, LOST = (
     dict(score=0.0, failure="KeyError: 'a'"),
     dict(score=0.0, failure="TimeoutError: 9 s"),
 )
-AWAY = dict(score=0.0, failure="APIConnectionError: refused")
-STEPS = [  # rewards of each step; the step that ends the run
-    ([(GOOD, GOOD)] * 9, None),
-    ([(BUG, GOOD)] * 9, None),
-    ([(BUG, BUG)], 0),
-    ([(LOST, LOST)], 0),  # it has never worked
-    ([(GOOD, BUG), (BUG, BUG)], 1),
-    ([(GOOD, BUG), (BUG, LOST)], 1),
-    ([(GOOD,), (AWAY,), (LOST,), (GOOD,), (AWAY,), (AWAY,), (GOOD, AWAY)], None),  # a server that came back
-    ([(GOOD,), *[(LOST, AWAY)] * OUTAGE], OUTAGE),
-    ([(), ()], None),
-]
+RESULTS = dict(good=GOOD, bug=BUG, lost=LOST, away=dict(score=0.0, failure="APIConnectionError: refused"))
 
 
-@pytest.mark.parametrize(("steps", "ends"), STEPS)
-def test_when_a_run_ends(steps, ends, monkeypatch):
+@pytest.mark.parametrize("case", golden("ends_of_runs"), ids=lambda case: case["why"])
+def test_when_a_run_ends(case, monkeypatch):
     monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
-    for i, results in enumerate(steps):
-        if i == ends:
+    for i, names in enumerate(case["steps"]):
+        rows = rows_of(*[RESULTS[name] for name in names])
+        if i == case["ends"]:
             with pytest.raises(SystemExit, match="the reward failed for all"):
-                check_failures(rows_of(*results))
+                check_failures(rows)
         else:
-            check_failures(rows_of(*results))
+            check_failures(rows)
 
 
 def test_said_once_for_each_kind_and_told_to_the_run(monkeypatch, caplog):
@@ -157,11 +117,14 @@ def test_an_environment_that_always_fails_ends_the_run():
         check_failures(rows)
 
 
+PROMPT = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
+PROMPT["reward_model"] = dict(style="rule", ground_truth="4")
+
+
 def test_eval_names_a_broken_reward(tmp_path, monkeypatch, capsys, caplog):
     """In one line, with code 1; where some responses are scored, a warning."""
-    row = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
-    row |= dict(reward_model=dict(style="rule", ground_truth="4"), responses=["4", "five"])
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "responses.parquet")
+    rows = [PROMPT | dict(responses=["4", "five"])]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "responses.parquet")
     flags = dict(data=(str(tmp_path / "responses.parquet"),), output=str(tmp_path / "eval"))
     monkeypatch.setattr(failures, "REWARDS", Failures("reward"))
     evaluation.main(evaluation.Args(**flags, reward_fn=(write(tmp_path, "return float(solution_str)"),)))
@@ -176,10 +139,8 @@ TRAINERS = "agent", "dapo", "distill", "grpo", "ppo"
 def test_every_trainer_ends_with_a_broken_reward(tmp_path, monkeypatch):
     """A trainer has rows scored by `score_rows` alone, in training and in validation."""
     manager = RewardManager("naive", load_rewards([write(tmp_path, "return")], []))
-    row = dict(data_source="x", prompt=[dict(role="user", content="?")], extra_info=dict(split="test"))
-    row |= dict(reward_model=dict(style="rule", ground_truth="4"))
     sampled = dict(response_ids=[1, 2], finish_reason="stop", group=0)
-    rows = [row | sampled | dict(sample=i) for i in range(2)]
+    rows = [PROMPT | sampled | dict(sample=i) for i in range(2)]
     tokenizer = SimpleNamespace(decode=lambda ids: "four")
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     for name in TRAINERS:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,6 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +23,7 @@ from rewards.sandbox import Result, SandboxError, run_judge, run_python, run_tes
 
 ROOT = Path(__file__).resolve().parents[1]
 HAS_LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+OUT_OF_REACH = ROOT / "tests/golden/out_of_reach.jsonl"
 SECRET = "secret-of-the-caller"
 
 
@@ -41,7 +42,6 @@ def processes(pid):
 def wait_until_gone(pid):
     while processes(pid):
         time.sleep(0.01)
-    assert processes(pid) == []
 
 
 def memory_mb():
@@ -223,33 +223,6 @@ def test_limits():
     assert run(inodes).returncode == 1
 
 
-OUT_OF_REACH = [
-    "os.kill(os.getpid(), 19)", "os.kill(os.getppid(), 9)", "os.kill(1, 9)", "os.kill(CALLER, 0)",
-    "os.kill(-1, 9)", "os.kill(0, 9)", "os.killpg(0, 9)", "os.killpg(CALLER, 9)",
-    "signal.pidfd_send_signal(os.pidfd_open(CALLER), 9)",
-    "resource.prlimit(CALLER, resource.RLIMIT_NOFILE, (0, 0))", "os.sched_setaffinity(CALLER, [0])",
-    "os.setpriority(os.PRIO_PROCESS, CALLER, 19)", "fcntl.fcntl(0, fcntl.F_SETOWN, CALLER)", "os.fork()",
-    "os.forkpty()", "os.posix_spawn('/bin/true', ['true'], {})", "os.execv('/bin/true', ['true'])",
-    "subprocess.Popen(['sleep', '60'])", "check(libc.vfork())", "check(libc.syscall(435, bytes(88), 88))",
-    "check(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))", "check(libc.unshare(0x10000000))",
-    "check(libc.mount(b'x', b'/tmp', b'tmpfs', 0, None))", "check(libc.prctl(1, 0))",
-    "check(libc.ptrace(16, CALLER, 0, 0))", "check(libc.syscall(425, 8, bytes(120)))",
-    "check(libc.syscall(250, 0, -3, 0))", "os.chroot('/tmp')", "os.setuid(0)", "os.setgroups([0])",
-    "socket.create_connection(('127.0.0.1', PORT))", "socket.socket(socket.AF_UNIX).connect('\\0' + NAME)",
-    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)", "os.listdir(DIRECTORY)",
-    "open(DIRECTORY + '/data').read()", "open(DIRECTORY + '/data', 'w')", "open(DIRECTORY + '/new', 'w')",
-    "os.remove(DIRECTORY + '/data')", "os.truncate(DIRECTORY + '/data', 0)", "os.chmod(DIRECTORY, 0)",
-    "os.utime(DIRECTORY)", "os.rename(DIRECTORY, DIRECTORY + '2')", "open(os.path.expanduser('~/new'), 'w')",
-    "open('/new', 'w')", "open('/dev/new', 'w')", "os.mkdir('/dev/shm/new')", "open('/etc/passwd')",
-    "open(f'/proc/{CALLER}/environ').read()", "open('/proc/self/environ').read()",
-    "os.listdir(f'/proc/{CALLER}/fd')", "open(REPOSITORY + '/rewards/sandbox/child.py').read()",
-    "open(REPOSITORY + '/rewards/sandbox/child.py', 'a')", "os.mkdir(REPOSITORY + '/rewards/__pycache__/x')",
-    "open(os.__file__, 'a')", "open(os.path.dirname(os.__file__) + '/__pycache__/new.pyc', 'w')",
-    "os.remove(os.__file__)", "os.listdir('/root/.ssh')", "os.mknod('/tmp/sda', 0o60666, os.makedev(8, 0))",
-    "[os.fstat(fd) for fd in range(3, 1000)]", "__import__('rewards')", "__import__('pytest')",
-]  # fmt: skip
-
-
 def test_out_of_reach():
     source = """
         import ctypes, fcntl, os, resource, signal, socket, subprocess
@@ -270,8 +243,9 @@ def test_out_of_reach():
         abstract.bind(f"\0{name}")
         abstract.listen()
         known = (os.getpid(), tcp.getsockname()[1], name, os.getcwd(), str(ROOT))
-        results = run_tests(textwrap.dedent(source.format(known)), OUT_OF_REACH)
-        assert [x for x in zip(OUT_OF_REACH, results) if x[1].stdout != "denied\n"] == []
+        acts = [json.loads(line)["act"] for line in OUT_OF_REACH.open()]
+        results = run_tests(textwrap.dedent(source.format(known)), acts)
+        assert [x for x in zip(acts, results) if x[1].stdout != "denied\n"] == []
 
 
 def test_secret():
@@ -328,19 +302,15 @@ def test_many_at_once():
     good = "import threading\nfor _ in range(8): threading.Thread(target=print).start()\nprint(6 * 7)"
     with ThreadPoolExecutor(6) as pool:
         limits = {good: 60, bad[0]: 5, bad[1]: 60}  # the first bad one takes all its time
-        jobs = [
-            pool.submit(run_python, source, "", limits[source]) for source in [good, *bad, good, good] * 2
-        ]
-        results = [job.result() for job in jobs]
+        sources = [good, *bad, good, good] * 2
+        results = list(pool.map(lambda source: run_python(source, "", limits[source]), sources))
     assert [r.stdout.split() for r in results if r.reason is None and r.returncode == 0] == [["42"]] * 6
 
 
 def test_a_thread_can_end_before_its_caller():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(run_python("print(1)")))
-    thread.start()
-    thread.join()
-    assert results[0].stdout == run_python("print(1)").stdout == "1\n"
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(run_python, "print(1)").result()
+    assert result.stdout == run_python("print(1)").stdout == "1\n"
 
 
 def test_abandoned_tests_end():
@@ -446,16 +416,8 @@ else:
             os.chmod(tmp, 0o755)
             os.chown(f"{tmp}/tmp", 65534, 65534)
             packages = sysconfig.get_paths()["purelib"]
-            command = [
-                sys.executable,
-                "-c",
-                textwrap.dedent(AS_NOBODY),
-                sys.base_prefix,
-                ROOT,
-                packages,
-                tmp,
-                tier,
-            ]
+            command = [sys.executable, "-c", textwrap.dedent(AS_NOBODY)]
+            command += [sys.base_prefix, ROOT, packages, tmp, tier]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
             assert "skipped" not in done.stdout

@@ -53,10 +53,8 @@ def pieces():
 def file(request):
     """A byte-level tokenizer, of pieces that some of the splits do not allow."""
     splits, normalizer = request.param
-    own = Tokenizer(models.BPE())
-    own.pre_tokenizer, own.decoder = BYTES, decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    own, words = bytes_of(False)
+    words.vocab_size = 400
     own.train_from_iterator([TEXT.replace("<|end|>", "12 34 56 123 345 67")] * 50, words)
     own.pre_tokenizer, own.normalizer = SPLITS[splits], normalizer or own.normalizer
     own.add_special_tokens([AddedToken(x, special=True) for x in ("<unk>", "<s>", "<|end|>")])

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,21 +56,15 @@ def test_result_and_reuse():
 
 @pytest.mark.parametrize("function", [hang, hang_in_c])
 def test_timeout_in_a_thread(function):
-    outcome = []
-
     def run():
         before = call_in_worker(pid, timeout_s=5)
-        try:
+        with pytest.raises(TimeoutError, match=r"^no result after 0\.5 s of a processor$"):
             call_in_worker(function, timeout_s=0.5)
-        except TimeoutError as error:
-            outcome.append(str(error))
-        outcome.append(before != call_in_worker(pid, timeout_s=5))
-        outcome.append(_alive(before))
+        assert before != call_in_worker(pid, timeout_s=5)
+        assert not _alive(before)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert outcome == ["no result after 0.5 s of a processor", True, False]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
 
 
 def test_only_the_time_of_a_processor_counts():
@@ -99,16 +93,15 @@ def test_loading_has_no_limit_of_an_earlier_call():
 
 
 def test_crash_memory_exception():
-    with pytest.raises(WorkerError, match="ended with code 3"):
-        call_in_worker(end, timeout_s=5)
-    with pytest.raises(WorkerError, match="ended"):
-        call_in_worker(fill_memory, timeout_s=5)
-    with pytest.raises(ValueError, match="no such answer"):
-        call_in_worker(fail, timeout_s=5)
-    with pytest.raises(WorkerError, match="UnicodeDecodeError"):
-        call_in_worker(fail_unicode, timeout_s=5)
-    with pytest.raises(ModuleNotFoundError):
-        call_in_worker("no_such_module:f", timeout_s=5)
+    for function, kind, line in (
+        (end, WorkerError, "ended with code 3"),
+        (fill_memory, WorkerError, "ended"),
+        (fail, ValueError, "no such answer"),
+        (fail_unicode, WorkerError, "UnicodeDecodeError"),
+        ("no_such_module:f", ModuleNotFoundError, "no_such_module"),
+    ):
+        with pytest.raises(kind, match=line):
+            call_in_worker(function, timeout_s=5)
     assert call_in_worker(add, 1, 2, timeout_s=5) == {"sum": 3}
 
 
@@ -212,10 +205,8 @@ def test_slow_calls_are_told():
 
 
 def test_a_worker_does_not_outlive_its_thread_or_its_caller():
-    pids = []
-    thread = threading.Thread(target=lambda: pids.append(call_in_worker(pid, timeout_s=5)))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        pids = [thread.submit(call_in_worker, pid, timeout_s=5).result()]
     script = """
         import os, signal
         from rewards.manager.worker import call_in_worker
@@ -229,7 +220,6 @@ def test_a_worker_does_not_outlive_its_thread_or_its_caller():
     pids.append(int(out.stdout))
     while any(_alive(p) for p in pids):
         time.sleep(0.05)
-    assert not any(_alive(p) for p in pids)
 
 
 def _alive(p):

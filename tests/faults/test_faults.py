@@ -13,6 +13,13 @@ FAULTY = ROOT / "tests/faults/faulty.py"
 SFT = ROOT / "algos/sft.py"
 
 
+@pytest.fixture
+def notes(tmp_path):
+    """A directory for the faults that have struck."""
+    (tmp_path / "notes").mkdir()
+    return tmp_path / "notes"
+
+
 def nothing_is_left(out):
     """No process of the run, and nothing half-written."""
     while any(str(out) in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])):
@@ -35,13 +42,12 @@ def rl_flags(tiny, arithmetic, out):
     return ["--model", tiny, "--output_dir", out, *files, *f"{sizes} {steps} {reward}".split()]
 
 
-def test_killed_while_sampling_and_while_syncing(tiny, arithmetic, tmp_path):
+def test_killed_while_sampling_and_while_syncing(tiny, arithmetic, notes, tmp_path):
     run(ROOT / "algos/grpo.py", *rl_flags(tiny, arithmetic, tmp_path / "straight"), ranks=2)
-    (tmp_path / "notes").mkdir()
     out = tmp_path / "killed"
-    faults = "grpo", "gen:1:2:kill,sync:0:4:kill", tmp_path / "notes"
+    faults = "grpo", "gen:1:2:kill,sync:0:4:kill", notes
     run(FAULTY, *faults, *rl_flags(tiny, arithmetic, out), ranks=2, restarts=3)
-    assert len(os.listdir(tmp_path / "notes")) == 2
+    assert len(os.listdir(notes)) == 2
     equal(tmp_path / "straight", out)
     nothing_is_left(out)
 
@@ -61,21 +67,19 @@ def sft(tiny, arithmetic, tmp_path_factory):
     return flags, out
 
 
-def test_killed_while_updating_and_while_saving(sft, tmp_path):
-    (tmp_path / "notes").mkdir()
+def test_killed_while_updating_and_while_saving(sft, notes, tmp_path):
     flags, straight = sft
     out = tmp_path / "killed"
-    faults = "sft", "update_actor:1:3:kill,save_checkpoint:0:6:kill", tmp_path / "notes"
+    faults = "sft", "update_actor:1:3:kill,save_checkpoint:0:6:kill", notes
     run(FAULTY, *faults, *flags(out), ranks=2, restarts=3)
-    assert len(os.listdir(tmp_path / "notes")) == 2
+    assert len(os.listdir(notes)) == 2
     equal(straight, out)
     nothing_is_left(out)
 
 
-def test_a_rank_that_hangs_shows_its_stack(sft, tmp_path, monkeypatch):
-    (tmp_path / "notes").mkdir()
+def test_a_rank_that_hangs_shows_its_stack(sft, notes, tmp_path, monkeypatch):
     flags, out = sft[0], tmp_path / "hangs"
-    hangs = "sft", "update_actor:1:3:hang", tmp_path / "notes"
+    hangs = "sft", "update_actor:1:3:hang", notes
     monkeypatch.setenv("FAULTY_TIMEOUT_S", "10")
     done = run(FAULTY, *hangs, *flags(out), ranks=2, check=False)
     assert done.returncode != 0
@@ -86,12 +90,11 @@ def test_a_rank_that_hangs_shows_its_stack(sft, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rank_and_kind", ["1:full", "0:link"])
-def test_a_full_disk(sft, tmp_path, rank_and_kind):
+def test_a_full_disk(sft, notes, tmp_path, rank_and_kind):
     """While files are written, by any rank; while rank 0 points `latest` at them."""
-    (tmp_path / "notes").mkdir()
     flags, straight = sft
     out, (rank, kind) = tmp_path / "full", rank_and_kind.split(":")
-    full = "sft", f"save_checkpoint:{rank}:4:{kind}", tmp_path / "notes"
+    full = "sft", f"save_checkpoint:{rank}:4:{kind}", notes
     done = run(FAULTY, *full, *flags(out), ranks=2, check=False)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
