@@ -41,13 +41,6 @@ def rows_file(tmp_path):
 # ---- what is trained
 
 
-def test_sft_loss():
-    """The last token of the first row is a tool's; the second row is padded."""
-    logp_nt = torch.tensor([[-1.0, -2, -9], [-3, 0, 0]])
-    trained_nt = torch.tensor([[True, True, False], [True, False, False]])
-    assert sft.sft_loss(logp_nt, trained_nt, 3).item() == 2
-
-
 def trained_tokens(rows):
     return sum(sum(row["trained"]) for row in rows)
 
