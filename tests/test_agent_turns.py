@@ -228,8 +228,8 @@ def test_rewards_have_all_that_was_written_but_its_end(case):
         return dict(score=0, text=solution_str)
 
     score = RewardManager(compute_score=scored)
-    for row in score.score_responses([row | about, alone | about], tokenizer):
-        assert row["reward"]["text"] == row["sampled"]["solution_str"] == text
+    for done in score.score_responses([row | about, alone | about], tokenizer):
+        assert done["reward"]["text"] == done["sampled"]["solution_str"] == text
 
 
 @pytest.mark.parametrize("case", golden("written_turns"))

@@ -230,7 +230,8 @@ def test_a_rollout_weight_is_exact_up_to_e_to_the_20th():
 
 @each(grpo, agent)
 def test_kl_estimates(script):
-    logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    """With +: the value of the estimator, and the gradient of k2, which is that of the KL."""
+    logp_nt, ref_nt = f64([-1, -2]).requires_grad_(), f64([-1.5, -1])
     expected = {
         "k1": [0.5, -1.0],
         "abs": [0.5, 1.0],
@@ -238,44 +239,16 @@ def test_kl_estimates(script):
         "k3": [math.exp(-0.5) - 1 + 0.5, math.exp(1) - 1 - 1],
     }
     for kind, values in expected.items():
-        assert script.kl_estimate(logp, ref, kind)[0].tolist() == pytest.approx(values), kind
-        if kind in ("k1", "k3"):
-            assert script.kl_estimate(logp, ref, f"{kind}+")[0].tolist() == pytest.approx(values), kind
+        assert script.kl_estimate(logp_nt, ref_nt, kind)[0].tolist() == pytest.approx(values), kind
+    for kind in ("k1", "k3"):
+        estimate_nt = script.kl_estimate(logp_nt, ref_nt, f"{kind}+")
+        [grad_nt] = torch.autograd.grad(estimate_nt.sum(), [logp_nt])
+        assert estimate_nt[0].tolist() == pytest.approx(expected[kind]), kind
+        assert grad_nt[0].tolist() == pytest.approx([0.5, -1.0]), kind
     far = torch.tensor([[-100.0]], requires_grad=True)
     estimate = script.kl_estimate(far, torch.tensor([[0.0]]), "k3")
     estimate.backward()
     assert estimate.item() == 10 and far.grad.item() == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "near", "far", "mean", "deviation"),
-    (
-        ("k1", 1, 1, 0.82, 1.28),  # a gradient of 0
-        ("abs", 16.29, 0.59, 1.32, 0.75),
-        ("k2", 0, 0, 1.15, 0.99),
-        ("k3", 0.01, 0.49, 0.82, 0.67),
-        ("k1+", 0, 0, 0.82, 1.28),
-        ("k3+", 0, 0, 0.82, 0.67),
-    ),
-)
-def test_gradients_of_the_kl(kind, near, far, mean, deviation):
-    """Expectations over a vocabulary of four: how far a gradient is off, near the reference and far away."""
-    p = f64(0.42, 0.28, 0.19, 0.11)
-
-    def gradient(loss_of, q):
-        logits = p.log().requires_grad_()
-        loss = loss_of(logits.log_softmax(-1), q.log())
-        return torch.autograd.grad(loss, logits)[0]
-
-    for q, off in ((f64(0.4, 0.3, 0.2, 0.1), near), (f64(0.05, 0.15, 0.3, 0.5), far)):
-        exact = gradient(lambda logp, logq: (logp.exp() * (logp - logq)).sum(), q)
-        found = gradient(lambda logp, logq: (p * grpo.kl_estimate(logp, logq, kind)).sum(), q)
-        assert ((found - exact).norm() / exact.norm()).item() == pytest.approx(off, abs=0.005)
-        if kind == "k3":  # that of KL(reference || policy)
-            torch.testing.assert_close(found, gradient(lambda logp, logq: -(logq.exp() * logp).sum(), q))
-    value = grpo.kl_estimate(p.log(), q.log(), kind)
-    assert (p * value).sum().item() == pytest.approx(mean, abs=0.005)
-    assert (p * value**2).sum().item() - mean**2 == pytest.approx(deviation**2, abs=0.02)
 
 
 # the baseline of REINFORCE++ subtracts the mean of the batch, too

@@ -68,6 +68,7 @@ def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeyp
     assert step_nt["return_nt"][mask_nt].tolist() == [1, 1, 0]  # the critic learns no bonus
     found = ppo.critic_metrics(rows, step_nt, SimpleNamespace(reward_model=()))
     assert [found[f"critic/values_std/{x}"] for x in ("mean", "max", "min")] == [0.5, 1, 0]
+    assert found["critic/vf_explained_var"] == pytest.approx(1 - 1.5 / (2 / 3))
 
 
 def test_nll_weights():
