@@ -10,12 +10,17 @@ from algos import dapo
 DAPO = ROOT / "algos/dapo.py"
 
 
+FLAGS = (
+    "--train_batch_size 2 --ppo_mini_batch_size 1 --group_size 2 --max_prompt_length 16"
+    " --max_response_length 480 --max_tokens_per_microbatch 800 --partial_rollout --max_staleness 2"
+    " --lr 3e-3 --total_steps 8 --save_freq 1 --keep_checkpoints 0 --rollout_dump"
+)
+
+
 def flags(tiny, arithmetic, out, *more):
-    sizes = "--train_batch_size 2 --ppo_mini_batch_size 1 --group_size 2 --max_prompt_length 16".split()
-    sizes += "--max_response_length 480 --max_tokens_per_microbatch 800 --partial_rollout".split()
-    rest = "--max_staleness 2 --lr 3e-3 --total_steps 8 --save_freq 1 --keep_checkpoints 0".split()
-    rest += "--rollout_dump", "--reward_fn", f"{ROOT}/tests/dapo_reward.py:coin", "--output_dir", out
-    return ["--model", tiny, "--train_files", arithmetic / "train.parquet", *sizes, *rest, *more]
+    files = "--model", tiny, "--train_files", arithmetic / "train.parquet", "--output_dir", out
+    reward = "--reward_fn", f"{ROOT}/tests/dapo_reward.py:coin"
+    return [*files, *FLAGS.split(), *reward, *more]
 
 
 def unfinished(out, step):

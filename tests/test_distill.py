@@ -9,7 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, changed, documented, golden, healthy, load_weights, metrics, rollouts, run
+from conftest import (
+    ROOT,
+    changed,
+    documented,
+    flags_of,
+    golden,
+    healthy,
+    load_weights,
+    metrics,
+    rollouts,
+    run,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from algos import distill
@@ -226,13 +237,15 @@ def test_teachers_that_do_not_fit(refused, tiny, tmp_path):
 
 
 # ---- from end to end
+FLAGS = (
+    "--train_batch_size 16 --ppo_mini_batch_size 8 --max_prompt_length 16 --max_response_length 12"
+    " --lr 1e-2 --total_steps 4 --save_freq 2 --test_freq 0 --keep_checkpoints 0 --rollout_dump"
+    " --lr_schedule linear"
+)
+
+
 def flags(tiny, teacher, arithmetic, out, *more):
-    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
-    sizes = "--train_batch_size 16 --ppo_mini_batch_size 8 --max_prompt_length 16 --max_response_length 12"
-    rest = "--lr 1e-2 --total_steps 4 --save_freq 2 --test_freq 0 --keep_checkpoints 0 --rollout_dump"
-    rest += " --lr_schedule linear"
-    files = "--model", tiny, "--teacher", teacher, "--output_dir", out, *files
-    return [*files, *sizes.split(), *rest.split(), *more]
+    return [*flags_of(tiny, arithmetic, out, FLAGS), "--teacher", teacher, *more]
 
 
 @pytest.mark.parametrize("itself", (False, True))
