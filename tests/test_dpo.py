@@ -27,6 +27,7 @@ from conftest import (
 from test_sft import conversation_tokenizer
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from workers.shared import plain_logps
 
 from algos import dpo
 from data_prep.arithmetic import make_row
@@ -163,8 +164,7 @@ def logps(lm, data, tokenizer):
     for row in load_rows(data / "val.parquet", NAMES):
         row = dpo.encode_pair(*(row[name] for name in NAMES), tokenizer, 32)
         for ids in (row["chosen_ids"], row["rejected_ids"]):
-            logits = lm(input_ids=torch.tensor([row["prompt_ids"] + ids])).logits[0, -len(ids) - 1 : -1]
-            sums.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum())
+            sums.append(plain_logps(lm, row["prompt_ids"], ids)[range(len(ids)), ids].sum())
     return torch.stack(sums).view(-1, 2).detach()
 
 

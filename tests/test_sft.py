@@ -109,29 +109,6 @@ def test_conversations_from_a_file(tmp_path):
         sft.load_examples([file], args, make_tokenizer())
 
 
-def test_a_turn_may_end_with_another_special_token_than_eos():
-    """Then the saved model is to stop there too: see test_four_rows_are_learned_by_heart."""
-    tokenizer = conversation_tokenizer()
-    tokenizer.chat_template = CONVERSATION.replace("eos_token", "'<|system|>'")
-    [(ids, trained)] = sft.encode_messages(MESSAGES[1:3], tokenizer)
-    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "call 1+2<|system|>"
-    tokenizer.chat_template = CONVERSATION.replace("eos_token", "'###'")
-    [(ids, trained)] = sft.encode_messages(MESSAGES[1:3], tokenizer)  # no token ends it: EOS does
-    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "call 1+2###\n<|eos|>"
-
-
-def test_a_template_that_rewrites_earlier_turns_has_a_row_for_each():
-    tokenizer = conversation_tokenizer()
-    forgets = "(m.content if loop.last or m.role != 'assistant' else '...')"
-    tokenizer.chat_template = CONVERSATION.replace("~ m.content", f"~ {forgets}")
-    rows = [sft.split(*row) for row in sft.encode_messages(MESSAGES, tokenizer)]
-    assert [tokenizer.decode(row["response_ids"]) for row in rows] == ["call 1+2<|eos|>", "3<|eos|>"]
-    assert "...<|eos|>" in tokenizer.decode(rows[1]["prompt_ids"])
-    tokenizer.chat_template = CONVERSATION.replace("~ m.content", "~ (m.content if loop.last else '...')")
-    with pytest.raises(ValueError, match=r"leaves out what message 0 \(system\) says"):
-        sft.encode_messages(MESSAGES, tokenizer)
-
-
 # ---- truncation
 
 
