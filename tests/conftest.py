@@ -136,6 +136,12 @@ def offline_flags(model, data, out, **changes):
     return [*(word for name, value in values.items() for word in (f"--{name}", value))]
 
 
+def flags_of(model, data, out, flags):
+    """The words of a run: its model, rows and directory, and flags in a text."""
+    rows = "--train_files", data / "train.parquet", "--val_files", data / "val.parquet"
+    return ["--model", model, "--output_dir", out, *rows, *flags.split()]
+
+
 def rollouts(out, step):
     return [
         json.loads(x) for x in (Path(out) / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()

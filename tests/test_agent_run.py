@@ -12,6 +12,7 @@ from conftest import (
     changed,
     check_advantages,
     column,
+    flags_of,
     healthy,
     holder,
     kill,
@@ -37,16 +38,20 @@ def model(tiny, tmp_path_factory):
     return model
 
 
+FLAGS = (
+    "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --total_steps 4 --save_freq 2"
+    " --max_prompt_length 16 --max_response_length 96 --max_tokens_per_microbatch 500"
+    " --max_observation_length 10 --lr 3e-3 --test_freq 2 --rollout_dump --keep_checkpoints 0"
+    " --env_timeout_s 20 --echo_coef 0.05 --warmup_steps 2 --use_kl_loss --kl_loss_coef 0.01"
+    " --temperature 0.9"
+)
+
+
 @pytest.fixture(scope="module")
 def flags(model, arithmetic):
     def flags(out, *more, env="Talk"):
-        files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
-        talk = "--env", f"{TALK}:{env}", "--reward_fn", f"{TALK}:score", "--max_observation_length", 10
-        sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 4 --total_steps 4 --save_freq 2"
-        sizes += " --max_prompt_length 16 --max_response_length 96 --max_tokens_per_microbatch 500"
-        rest = "--lr 3e-3 --test_freq 2 --rollout_dump --keep_checkpoints 0 --env_timeout_s 20"
-        rest += " --echo_coef 0.05 --warmup_steps 2 --use_kl_loss --kl_loss_coef 0.01 --temperature 0.9"
-        return ["--model", model, "--output_dir", out, *files, *talk, *sizes.split(), *rest.split(), *more]
+        talk = "--env", f"{TALK}:{env}", "--reward_fn", f"{TALK}:score"
+        return [*flags_of(model, arithmetic, out, FLAGS), *talk, *more]
 
     return flags
 

@@ -9,8 +9,6 @@ import pytest
 import vllm.distributed
 from conftest import golden
 from conversations import CALCULATE, TOOL_TEMPLATES, of_turns, tool, tool_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from algos import agent, generate
 from rewards.manager import RewardManager
@@ -124,31 +122,22 @@ def test_token_in_token_out(name):
 
 
 def test_what_stands_between_turns():
-    """Qwen's newline behind <|im_end|> is there; a turn with another end gets the template's."""
+    """Ids as they were sampled: four letters in place of a word. Then Qwen's newline behind <|im_end|>.
+
+    A turn with another end gets the template's.
+    """
     tokenizer = tool_tokenizer("qwen2.5")
+    letters = tokenizer.encode("word")
+    tokenizer.add_tokens(["word"])
+    assert len(tokenizer.encode("word")) == 1 < len(letters)
     eos, other = tokenizer.eos_token_id, tokenizer.encode("!")[0]
-    [[row], *_] = talk(tokenizer, [[[5, 6, eos], [7, 8, other], [9, eos]]], [[tool("1"), tool("2"), None]])
-    first, rest = row["response_ids"][:3], tokenizer.decode(row["response_ids"][3:])
-    assert first == [5, 6, eos] and rest.startswith("\n<|im_start|>user\n<tool_response>\n1\n")
+    turns = [*letters, eos], [7, 8, other], [9, eos]
+    [[row], engine, _] = talk(tokenizer, [turns], [[tool("1"), tool("2"), None]])
+    first, rest = row["response_ids"][:5], tokenizer.decode(row["response_ids"][5:])
+    assert first == turns[0] and rest.startswith("\n<|im_start|>user\n<tool_response>\n1\n")
     assert "!<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n" in rest
-    assert sampled(row) == [5, 6, eos, 7, 8, other, 9, eos]
-
-
-def test_what_was_sampled_is_not_tokenised_again():
-    """The model may spell a word by other tokens than the tokenizer would."""
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|eos|>"], show_progress=False)
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(["calculate user assistant tool " * 9], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
-    tokenizer.chat_template = TOOL_TEMPLATES["tiny"]["template"].replace("<|", "").replace("|>", "")
-    letters, whole = [tokenizer.encode(x)[0] for x in "calculate"], tokenizer.encode("calculate")
-    assert tokenizer.decode(letters) == tokenizer.decode(whole) and len(whole) < len(letters)
-    turn = [*letters, tokenizer.eos_token_id]
-    [[row], engine, _] = talk(tokenizer, [[turn, turn]], [[tool("user"), None]], tools=None)
-    assert sampled(row) == [*turn, *turn]
-    assert engine.prompts[0][1][len(row["prompt_ids"]) :][: len(turn)] == turn
+    assert sampled(row) == sum(turns, [])
+    assert engine.prompts[0][1][len(row["prompt_ids"]) :][:5] == turns[0]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -162,33 +151,31 @@ def test_no_order_of_answers_changes_a_row(seed):
     assert [row["turns"] for row in one] == turns
 
 
-def test_turns_are_limited():
-    said, told = [itertools.repeat("more")] * 2, [itertools.repeat(tool("1"))] * 2
-    for limit in (1, 3):
-        rows, engine, pool = talk(tool_tokenizer("qwen2.5"), said, told, turns=limit)
-        assert {row["finish_reason"] for row in rows} == {"turns"} and len(engine.prompts[0]) == limit
-        # the environment has heard the last turn, but nothing stands behind it
-        assert len(pool.heard[0]) == limit and sampled(rows[0])[-5:] == rows[0]["response_ids"][-5:]
+@pytest.mark.parametrize("limit", (1, 3))
+def test_turns_are_limited(limit):
+    """The environment has heard the last turn, but nothing stands behind it."""
+    said, told = itertools.repeat("more"), itertools.repeat(tool("1"))
+    [[row], engine, pool] = talk(tool_tokenizer("qwen2.5"), [said], [told], turns=limit)
+    assert row["finish_reason"] == "turns" and len(engine.prompts[0]) == len(pool.heard[0]) == limit
+    assert sampled(row)[-5:] == row["response_ids"][-5:]
 
 
 def test_the_response_is_limited():
     """An observation that leaves room for a token is kept whole; one that leaves none ends the response."""
     tokenizer = tool_tokenizer("qwen2.5")
-    [[row], *_] = talk(tokenizer, [["ask", "x"]], [[tool("1" * 20), None]])
-    turn, follow = 4, len(row["response_ids"]) - 4 - 2
-    for room, reason, length in (
-        (turn + follow + 2, "stop", turn + follow + 2),
-        (turn + follow + 1, "length", turn + follow + 1),  # the last turn lacks its end
-        (turn + follow, "length", turn),
-        (turn + 1, "length", turn),
-        (turn, "length", turn),
-        (turn - 1, "length", turn - 1),
+    said, told = [["ask", "x"]], [[tool("1" * 20), None]]
+    [[row], *_] = talk(tokenizer, said, told)
+    turn, whole = 4, len(row["response_ids"])
+    for room, reason, length, heard in (
+        (whole, "stop", whole, ["ask", "x"]),
+        (whole - 1, "length", whole - 1, ["ask"]),  # the last turn lacks its end
+        (whole - 2, "length", turn, ["ask"]),
+        (turn + 1, "length", turn, ["ask"]),
+        (turn, "length", turn, ["ask"]),
+        (turn - 1, "length", turn - 1, []),
     ):
-        said, told = [["ask", "x"]], [[tool("1" * 20), None]]
-        [[row], engine, pool] = talk(tokenizer, said, told, response=room)
+        [[row], _, pool] = talk(tokenizer, said, told, response=room)
         assert (row["finish_reason"], len(row["response_ids"])) == (reason, length), room
-        assert len(engine.prompts[0]) == 1 + (room > turn + follow)
-        heard = [] if room < turn else ["ask", "x"][: 1 + (room == turn + follow + 2)]
         assert pool.heard.get(0, []) == heard
 
 
@@ -205,52 +192,60 @@ def test_observations_are_limited_in_tokens():
     words = tokenizer.add_tokens(["word"]) and tool("word" * 8)  # 8 tokens, 32 characters
     [[row], *_] = talk(tokenizer, said, [[words, None]], observation=8)
     assert row["cut_observations"] == 0
-    long = "word" * 8 + "-" * 1_000_000 + "word" * 8
-    [[row], *_] = talk(tokenizer, said, [[tool(long), None]], observation=8)
+    [[row], *_] = talk(tokenizer, said, [[tool("word" * 8 + "-" * 1_000_000), None]], observation=8)
     assert row["messages"][1]["content"] == "word" * 8
 
 
 MARKS = "<think> </think> <|channel|> <|message|> <|end|> [TOOL_CALLS]".split()  # special tokens here
 
 
-@pytest.mark.parametrize("script", ("agent", "generate", "grpo"))
-@pytest.mark.parametrize("case", golden("written_turns"))
-def test_a_text_is_all_that_was_written_but_its_end(case, script, monkeypatch):
-    """As environments, rewards and files have it: special tokens may mark thoughts and calls.
+def written(case):
+    """A tokenizer, the ids of a text and its end, and whether it has one: without it the text is cut off.
 
-    `end` is the token that ends a turn, any token of a model; without one it is cut off.
+    Special tokens may mark thoughts and calls; `end` is the token that ends a turn, any token of a model.
     """
-    text = case["text"]
-    end = case["end"]
     tokenizer = tool_tokenizer("qwen2.5")
     tokenizer.add_tokens(MARKS, special_tokens=True)
-    ids = tokenizer.encode(text + end, add_special_tokens=False)
-    said, limit = ids if end else [*ids, 9], len(ids)
+    return (
+        tokenizer,
+        tokenizer.encode(case["text"] + case["end"], add_special_tokens=False),
+        bool(case["end"]),
+    )
+
+
+@pytest.mark.parametrize("case", golden("written_turns"))
+def test_rewards_have_all_that_was_written_but_its_end(case):
+    """And environments: of a conversation, and of a response as grpo.py samples it."""
+    text = case["text"]
+    tokenizer, ids, ended = written(case)
+    said = ids if ended else [*ids, 9]
+    [[row], _, pool] = talk(tokenizer, [[said]], [[None]], response=len(ids))
+    assert pool.heard == ({0: [text]} if ended else {}) and row["messages"][0]["content"] == text
+    alone = dict(response_ids=np.array(ids, np.int32), finish_reason=row["finish_reason"])
     about = dict(extra_info={}, prompt=PROMPT, data_source="", reward_model=dict(style="model"), group=0)
 
     def scored(data_source, solution_str, *_, **__):
         return dict(score=0, text=solution_str)
 
     score = RewardManager(compute_score=scored)
-    if script == "generate":
-        args = generate.Args(model="", data="", output="", max_response_length=limit)
-        opens = tokenizer.encode("<|im_start|>assistant\n<think>\n")  # a thought
-        closed = "</think>" in text
-        for prompt_ids, reason in (([5], "stop"), (opens, "stop" if closed else "thought")):
-            engine, prompts = Engine([[said]], tokenizer), {0: dict(prompt_ids=prompt_ids)}
-            engine.reset_prefix_cache = lambda: None
-            made = generate.generate(engine, range(1), prompts, args, tokenizer, None)
-            assert made["responses"].to_pylist() == [[text]]
-            assert made["finish_reasons"].to_pylist() == [[reason if end else "length"]]
-    elif script == "agent":
-        [[row], _, pool] = talk(tokenizer, [[said]], [[None]], response=limit)
-        assert pool.heard == ({0: [text]} if end else {}) and row["messages"][0]["content"] == text
-        [row] = score.score_responses([row | about], tokenizer)
-        assert row["reward"]["text"] == row["sampled"]["solution_str"] == text
-    else:
-        row = dict(response_ids=np.array(ids, np.int32), finish_reason="stop" if end else "length")
-        [row] = score.score_responses([row | about], tokenizer)
-        assert row["reward"]["text"] == row["sampled"]["solution_str"] == text
+    for done in score.score_responses([row | about, alone | about], tokenizer):
+        assert done["reward"]["text"] == done["sampled"]["solution_str"] == text
+
+
+@pytest.mark.parametrize("case", golden("written_turns"))
+def test_generate_writes_a_text_but_its_end(case):
+    """A thought that the prompt opens is no answer until it is closed."""
+    tokenizer, ids, ended = written(case)
+    args = generate.Args(model="", data="", output="", max_response_length=len(ids))
+    opens = tokenizer.encode("<|im_start|>assistant\n<think>\n")
+    closed = "</think>" in case["text"]
+    for prompt_ids, reason in (([5], "stop"), (opens, "stop" if closed else "thought")):
+        engine = Engine([[ids if ended else [*ids, 9]]], tokenizer)
+        engine.reset_prefix_cache = lambda: None
+        prompts = {0: dict(prompt_ids=prompt_ids)}
+        made = generate.generate(engine, range(1), prompts, args, tokenizer, None)
+        assert made["responses"].to_pylist() == [[case["text"]]]
+        assert made["finish_reasons"].to_pylist() == [[reason if ended else "length"]]
 
 
 def test_no_tool_ends_its_message():

@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 from conftest import golden
 
 from algos import dapo
-from system import sampler
 
 
 def f64(*values):
@@ -68,31 +66,6 @@ def test_what_is_too_long_is_punished_or_filtered():
     adv_n = dapo.group_advantages(f64(1, -0.5, 0), torch.zeros(3))
     for row, adv in zip(rows, adv_n.tolist()):
         assert row["adv_t"].tolist() == pytest.approx([adv] * row["length"])
-
-
-def make_row(n, gap=0.0, older=False):
-    """A row of n tokens, whose log-probs in the sampler are by `gap` below the trainer's."""
-    row = dict(mask_t=np.ones(n, bool), older_t=np.full(n, older), old_logp_t=torch.full((n,), -1.0))
-    return row | dict(rollout_logp_t=np.full(n, -1 - gap, np.float32))
-
-
-def test_surplus_groups_are_not_the_sampler_of_this_step(monkeypatch):
-    """Other weights sampled them, or some of their tokens: no disagreement, but their weights count."""
-    monkeypatch.setattr(sampler, "all_reduce", lambda values, *_: [float(x) for x in values])
-    weigh = partial(dapo.rollout_weights, dapo.Args(model="", train_files=(), output_dir=""))
-    old = make_row(4, gap=math.log(1.5), older=True)
-    old["mask_t"][3], old["rollout_logp_t"][3] = False, 9.0  # an environment's
-    rows = [make_row(1), old]
-    metrics = sampler.check_sampler(rows, weigh, 1e-4, 1)
-    assert metrics["training/rollout_logp_diff_mean"] == metrics["training/rollout_probs_diff_max"] == 0
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 3 * 1.5) / 4)
-    effective = 5.5**2 / (1 + 3 * 1.5**2) / 4
-    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(effective)
-    old["older_t"][2] = False  # one token of these weights
-    with pytest.raises(SystemExit, match="step 1: sampler and trainer differ"):
-        sampler.check_sampler(rows, weigh, 1e-4, 1)
-    old["rollout_logp_t"][2] = -1
-    sampler.check_sampler(rows, weigh, 1e-4, 1)
 
 
 def test_rows_wait_in_the_state_of_a_checkpoint():

@@ -1,6 +1,5 @@
-"""DAPO with --partial_rollout: responses that several weights sampled, in runs and in the loss."""
+"""DAPO with --partial_rollout: responses that several weights sampled, in whole runs."""
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, changed, healthy, metrics, rollouts, run, same, state
@@ -11,12 +10,17 @@ from algos import dapo
 DAPO = ROOT / "algos/dapo.py"
 
 
+FLAGS = (
+    "--train_batch_size 2 --ppo_mini_batch_size 1 --group_size 2 --max_prompt_length 16"
+    " --max_response_length 480 --max_tokens_per_microbatch 800 --partial_rollout --max_staleness 2"
+    " --lr 3e-3 --total_steps 8 --save_freq 1 --keep_checkpoints 0 --rollout_dump"
+)
+
+
 def flags(tiny, arithmetic, out, *more):
-    sizes = "--train_batch_size 2 --ppo_mini_batch_size 1 --group_size 2 --max_prompt_length 16".split()
-    sizes += "--max_response_length 480 --max_tokens_per_microbatch 800 --partial_rollout".split()
-    rest = "--max_staleness 2 --lr 3e-3 --total_steps 8 --save_freq 1 --keep_checkpoints 0".split()
-    rest += "--rollout_dump", "--reward_fn", f"{ROOT}/tests/dapo_reward.py:coin", "--output_dir", out
-    return ["--model", tiny, "--train_files", arithmetic / "train.parquet", *sizes, *rest, *more]
+    files = "--model", tiny, "--train_files", arithmetic / "train.parquet", "--output_dir", out
+    reward = "--reward_fn", f"{ROOT}/tests/dapo_reward.py:coin"
+    return [*files, *FLAGS.split(), *reward, *more]
 
 
 def unfinished(out, step):
@@ -84,35 +88,3 @@ def test_two_ranks_equal_one(straight, tiny, arithmetic, tmp_path):
     run(DAPO, *flags(tiny, arithmetic, tmp_path, *more), ranks=2)
     same(straight, tmp_path, (1, 2, 3), 1e-3)
     assert all(rollouts(tmp_path, step) == rollouts(straight, step) for step in (1, 2, 3))
-
-
-def test_a_response_of_two_ages():
-    """Trainer over sampler, token by token: 1.5 and 3, cut at 2, of older weights; 1 and 1 of these.
-
-    A = 1 and ratio 1: the gradient of the mean over four tokens is -w / 4.
-    """
-    args = dapo.Args(model="", train_files=(), output_dir="")
-    logp_nt = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], requires_grad=True)
-    rollout_nt = logp_nt.detach() - torch.tensor([[1.5, 3, 1, 1]]).log()
-    mask_nt = torch.ones(1, 4, dtype=torch.bool)
-    batch = dict(mask_nt=mask_nt, rollout_logp_nt=rollout_nt, adv_nt=torch.ones(1, 4))
-    loss_nt, _, _ = dapo.actor_loss(args, dapo.policy_loss, logp_nt, torch.zeros(1, 4), batch)
-    (loss_nt * dapo.loss_weights(mask_nt, "token-mean")).sum().backward()
-    torch.testing.assert_close(logp_nt.grad, -torch.tensor([[1.5, 2, 1, 1]]) / 4)
-
-
-def make_group(group, *steps):
-    """Rows with tokens of these steps."""
-    return [dict(group=group, step_t=np.array(s, np.int32), length=len(s)) for s in steps]
-
-
-@pytest.mark.parametrize(
-    ("max_staleness", "kept"),
-    [(0, [4]), (1, [3, 4]), (2, [3, 4]), (3, [1, 3, 4]), (4, [1, 2, 3, 4])],
-)
-def test_groups_are_as_old_as_their_oldest_token(max_staleness, kept):
-    """After step 4: group 1 began in 2, group 2 in 1, group 3 in 4, group 4 not yet."""
-    rows = make_group(1, [3], [2, 4]) + make_group(2, [1, 1], []) + make_group(3, [4], []) + make_group(4, [])
-    young, stale = dapo.split_by_age(rows, 4, max_staleness)
-    assert list(dict.fromkeys(row["group"] for row in young)) == kept
-    assert sorted(row["group"] for row in young + stale) == [1, 1, 2, 2, 3, 3, 4]

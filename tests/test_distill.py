@@ -9,7 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, changed, documented, golden, healthy, load_weights, metrics, rollouts, run
+from conftest import (
+    ROOT,
+    changed,
+    documented,
+    flags_of,
+    golden,
+    healthy,
+    load_weights,
+    metrics,
+    rollouts,
+    run,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from algos import distill
@@ -22,17 +33,6 @@ def divergence(hidden, weight, limits=(1.0, None), theirs=None, target=None):
     target = torch.zeros(len(hidden), dtype=torch.long) if target is None else target
     hidden_q, weight_q, limits_q = theirs
     return distill.reverse_kl((hidden, weight, *limits), (hidden_q, weight_q, *limits_q), target)
-
-
-def test_full_by_hand():
-    """p = 1/2 1/4 1/4, q = 1/4 1/4 1/2: KL = 1/2 log 2 - 1/4 log 2; the gradient is p (log p/q - KL)."""
-    logits = torch.tensor([[0.5, 0.25, 0.25]]).log().requires_grad_()
-    theirs = torch.tensor([[0.25, 0.25, 0.5]]).log() + 7, torch.eye(3), (1.0, None)
-    logp, kl = divergence(logits, torch.eye(3), theirs=theirs, target=torch.tensor([2]))
-    assert logp.item() == pytest.approx(math.log(0.25)) and kl.item() == pytest.approx(math.log(2) / 4)
-    kl.sum().backward()
-    expected = [x * math.log(2) for x in (0.375, -0.0625, -0.3125)]
-    assert logits.grad[0].tolist() == pytest.approx(expected)
 
 
 def test_sampled_by_hand():
@@ -106,29 +106,6 @@ def test_full_equals_plain_autograd(dtype, temperature, softcap):
     torch.testing.assert_close(*found, **near)
 
 
-def test_sampled_is_full_in_expectation():
-    """The policy gradient, weighted by the probability of each token that could be sampled."""
-    torch.manual_seed(0)
-    logits, teacher = torch.randn(1, 9, requires_grad=True), torch.randn(1, 9)
-    p = logits.detach().softmax(-1)[0]
-    full, of_equals = (
-        torch.autograd.grad(
-            divergence(logits, torch.eye(9), theirs=(other, torch.eye(9), (1.0, None)))[1].sum(), logits
-        )[0]
-        for other in (teacher, logits.detach())
-    )
-    assert not of_equals.any()
-    expected = torch.zeros_like(full)
-    for v in range(9):
-        logp_nt = logits.log_softmax(-1)[:, v, None]
-        part = dict(mask_nt=torch.ones(1, 1), rollout_logp_nt=logp_nt.detach())
-        part["teacher_logp_nt"] = teacher.log_softmax(-1)[:, v, None]
-        loss_nt, _, _ = distill.actor_loss(SAMPLED, logp_nt, torch.zeros(1, 1), part)
-        expected += p[v] * torch.autograd.grad(loss_nt.sum(), logits)[0]
-    torch.testing.assert_close(expected, full)
-    assert full.abs().max() > 0.05
-
-
 def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
     """The largest memory that forward and backward take does not grow with the number of chunks."""
     monkeypatch.setattr(distill, "KL_CHUNK", 64)
@@ -186,27 +163,20 @@ def test_what_a_teacher_is_shown(monkeypatch):
     monkeypatch.setattr(distill, "render", in_brackets)
     args = SimpleNamespace(teacher_prompt=("{solution}\\boxed{}{prompt}", "{feedback}+{prompt}"))
     args.max_tokens_per_microbatch, args.max_response_length = 30, 10  # 20 tokens are for the prompt
-    rows = []
-    for case in golden("teacher_prompts"):
-        group = case["group"]
-        prompt = [dict(role="system", content="s"), dict(role="user", content=f"x{group}")]
-        row = dict(group=group, prompt=prompt, sampled=dict(solution_str=case["text"]), extra_info={})
-        row["reward"] = case["reward"]
-        row["prompt_ids"] = [*f"[x{group}]"]
-        rows.append(row | dict(mask_t=np.array([True, False])))
+    cases, rows = golden("teacher_prompts"), []
+    for case in cases:
+        question = f"x{case['group']}"
+        prompt = [dict(role="system", content="s"), dict(role="user", content=question)]
+        row = dict(group=case["group"], prompt=prompt, sampled=dict(solution_str=case["text"]), extra_info={})
+        row |= dict(reward=case["reward"], prompt_ids=[*f"[{question}]"], mask_t=np.array([True, False]))
+        rows.append(row)
     assert distill.show_teacher(args, rows, Letters()) == 5 / 7
-    shown = ["".join(row["teacher"]["prompt_ids"]) for row in rows]
-    box = "\\boxed{}"
-    expected = [f"[c{box}x0]", f"[a{box}x0]", f"[a{box}x0]", "[ok+x1]", f"[{{prompt}}{box}x1]"]
-    assert shown == [*expected, "[x2]", "[x3]"]
-    assert [row["mask_t"].tolist() for row in rows] == [[True, False]] * 5 + [[False, False]] * 2
-    assert [row["teacher"]["prompt_length"] for row in rows] == [*map(len, shown)]
-    assert rows[1]["prompt"][1]["content"] == "x0"  # the student's
-    assert [row["sampled"]["teacher_prompt_str"] for row in rows[3:6]] == [
-        "ok+x1",
-        "{prompt}\\boxed{}x1",
-        None,
-    ]
+    for case, row in zip(cases, rows, strict=True):
+        shown = [*f"[{case['shown'] or row['prompt'][1]['content']}]"]
+        assert row["teacher"] == dict(prompt_ids=shown, prompt_length=len(shown))
+        assert row["sampled"]["teacher_prompt_str"] == case["shown"]
+        assert row["mask_t"].tolist() == [case["shown"] is not None, False]
+        assert row["prompt"][1]["content"] == f"x{case['group']}"  # the student's
 
 
 def test_a_teacher_follows():
@@ -267,17 +237,19 @@ def test_teachers_that_do_not_fit(refused, tiny, tmp_path):
 
 
 # ---- from end to end
+FLAGS = (
+    "--train_batch_size 16 --ppo_mini_batch_size 8 --max_prompt_length 16 --max_response_length 12"
+    " --lr 1e-2 --total_steps 4 --save_freq 2 --test_freq 0 --keep_checkpoints 0 --rollout_dump"
+    " --lr_schedule linear"
+)
+
+
 def flags(tiny, teacher, arithmetic, out, *more):
-    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
-    sizes = "--train_batch_size 16 --ppo_mini_batch_size 8 --max_prompt_length 16 --max_response_length 12"
-    rest = "--lr 1e-2 --total_steps 4 --save_freq 2 --test_freq 0 --keep_checkpoints 0 --rollout_dump"
-    rest += " --lr_schedule linear"
-    files = "--model", tiny, "--teacher", teacher, "--output_dir", out, *files
-    return [*files, *sizes.split(), *rest.split(), *more]
+    return [*flags_of(tiny, arithmetic, out, FLAGS), "--teacher", teacher, *more]
 
 
 @pytest.mark.parametrize("itself", (False, True))
-def test_resumed_equals_straight(tiny, arithmetic, tmp_path, itself):
+def test_full_from_end_to_end(tiny, arithmetic, tmp_path, itself):
     """Half of the responses are the data's; two optimizer steps a rollout; a teacher of another width.
 
     Or the student itself, which reads the answer and follows: a checkpoint holds its average.

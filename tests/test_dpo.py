@@ -27,6 +27,7 @@ from conftest import (
 from test_sft import conversation_tokenizer
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from workers.shared import plain_logps
 
 from algos import dpo
 from data_prep.arithmetic import make_row
@@ -61,40 +62,27 @@ def test_losses_by_hand(case):
     assert reward_n2.tolist() == [pytest.approx(row, abs=1e-6) for row in case["rewards"]]
 
 
-TRL = {  # beta, weights, sign of the log-ratios of z: loss, metrics, gradient
-    (0.1, 1, 1, 1): "0.489594 1.1 0.05 0.05 -0.005000 0.004945 -0.004985 0.004976 0.004916",
-    (0.5, 1.5, 0.75, 1): "0.515227 1.1 0.25 0.25 -0.037477 0.014402 -0.034801 0.016628 0.012622",
-    (0.1, 1, 1, -1): "0.494958 0 0.05 0.05 -0.004988 0.004988 -0.005 0.004923 0.004972",
-}
-
-
-@pytest.mark.parametrize("flags", TRL)
-def test_kto_is_trls(flags, monkeypatch):
+@pytest.mark.parametrize("case", golden("kto_of_trl"), ids=lambda case: case["why"])
+def test_kto_is_trls(case, monkeypatch):
     """Numbers of KTOTrainer._compute_loss of trl 1.16, with a model that returns these log-probs."""
-    beta, good, bad, sign = flags
+    args = make_args(loss="kto", **case["flags"])
+    rows = []
+    for values in case["rows"]:
+        row = {name: [x, 0.0] if values["good"] else [0.0, x] for name, x in values.items() if name != "good"}
+        rows.append(row | dict(other=dict(logp=row["other"]), other_reference=[0.0, 0.0]))
 
-    def place(x, desirable):
-        return [x, 0.0] if desirable else [0.0, x]
-
-    def tensor(rows, **how):
-        return torch.tensor([row["logp"] for row in rows], **how).view(-1, 2)
+    def tensor(rows, name="logp"):
+        return torch.tensor([row[name] for row in rows]).view(-1, 2)
 
     monkeypatch.setattr(dpo, "micro_batches", lambda policy, rows, args: (rows[:2], rows[2:]))
     monkeypatch.setattr(dpo, "pair_logps", lambda policy, rows: tensor(rows))
     monkeypatch.setattr(dpo, "all_reduce", list)
-    args, rows = make_args(loss="kto", beta=beta, desirable_weight=good, undesirable_weight=bad), []
-    responses = (-10, -11, 2), (-12, -11, 0.5), (-4, -4, 0), (-3, -5.5, 2), (-7.5, -6, 1)
-    for (*values, ratio), x in zip(responses, (True, False, True, False, False)):
-        logp, reference, tokens, other = (place(float(value), x) for value in (*values, 1, sign * ratio))
-        row = dict(logp=logp, reference=reference, tokens=tokens, other_reference=[0.0, 0.0])
-        rows.append(row | dict(other=dict(logp=other)))
-    logp_n2 = tensor(rows, requires_grad=True)
     z = dpo.reference_point(None, [rows[:3], rows[3:]], args)
-    terms = dpo.objective(args, rows, logp_n2, np.array([row["tokens"] for row in rows]), z)
+    logp_n2 = tensor(rows).requires_grad_()
+    terms = dpo.objective(args, rows, logp_n2, tensor(rows, "tokens").numpy(), z)
     [gradient_n2] = torch.autograd.grad(terms["loss"], logp_n2)
-    found = [terms[name].item() for name in ("loss", "kl", "rewards/chosen", "rewards/margins")]
-    found += gradient_n2.sum(1).tolist()
-    assert found == pytest.approx([*map(float, TRL[flags].split())], abs=1e-6)
+    assert {name: terms[name].item() for name in case["terms"]} == pytest.approx(case["terms"], abs=1e-6)
+    assert gradient_n2.sum(1).tolist() == pytest.approx(case["gradient"], abs=1e-6)
 
 
 # ---- what is a pair
@@ -175,8 +163,7 @@ def logps(lm, data, tokenizer):
     for row in load_rows(data / "val.parquet", NAMES):
         row = dpo.encode_pair(*(row[name] for name in NAMES), tokenizer, 32)
         for ids in (row["chosen_ids"], row["rejected_ids"]):
-            logits = lm(input_ids=torch.tensor([row["prompt_ids"] + ids])).logits[0, -len(ids) - 1 : -1]
-            sums.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum())
+            sums.append(plain_logps(lm, row["prompt_ids"], ids)[range(len(ids)), ids].sum())
     return torch.stack(sums).view(-1, 2).detach()
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, changed, load_weights, metrics, run
+from conftest import ROOT, changed, flags_of, load_weights, metrics, run
 
 from algos import grpo_nano
 
@@ -21,12 +21,15 @@ NANO, GRPO = ROOT / "algos/grpo_nano.py", ROOT / "algos/grpo.py"
 SHOWN = "critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/ppo_kl"
 
 
+FLAGS = (
+    "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
+    " --lr 3e-3 --total_steps 5 --save_freq 2 --test_freq 3 --max_tokens_per_microbatch 300"
+)
+
+
 def flags(tiny, arithmetic, out):
-    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
-    sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
-    rest = "--lr 3e-3 --total_steps 5 --save_freq 2 --test_freq 3 --max_tokens_per_microbatch 300"
     reward = "--reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
-    return ["--model", tiny, "--output_dir", out, *files, *sizes.split(), *rest.split(), *reward]
+    return [*flags_of(tiny, arithmetic, out, FLAGS), *reward]
 
 
 @pytest.fixture(scope="module")

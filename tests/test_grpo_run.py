@@ -14,6 +14,7 @@ from conftest import (
     changed,
     check_advantages,
     column,
+    flags_of,
     healthy,
     hf,
     load_weights,
@@ -31,14 +32,16 @@ from algos.grpo import group_advantages
 GRPO = ROOT / "algos/grpo.py"
 
 
+FLAGS = (
+    "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
+    " --lr 3e-3 --warmup_steps 2 --save_freq 3 --test_freq 3 --rollout_dump --use_kl_loss"
+    " --max_tokens_per_microbatch 300 --total_steps 6 --keep_checkpoints 0"
+)
+
+
 def flags(tiny, arithmetic, out, *more):
-    files = "--train_files", arithmetic / "train.parquet", "--val_files", arithmetic / "val.parquet"
-    sizes = "--train_batch_size 8 --ppo_mini_batch_size 4 --max_prompt_length 16".split()
-    sizes += ["--max_response_length", 12]
-    rest = "--lr 3e-3 --warmup_steps 2 --save_freq 3 --test_freq 3 --rollout_dump --use_kl_loss".split()
-    budget = "--max_tokens_per_microbatch 300 --total_steps 6 --keep_checkpoints 0".split()
     reward = "--reward_fn", f"{ROOT}/tests/digit_reward.py:digits"
-    return ["--model", tiny, "--output_dir", out, *files, *sizes, *rest, *budget, *reward, *more]
+    return [*flags_of(tiny, arithmetic, out, FLAGS), *reward, *more]
 
 
 @pytest.fixture(scope="module")

@@ -62,11 +62,8 @@ def test_failures_of_a_reward_model(results):
             assert result == {"score": pytest.approx(0 if text in failed else score(text), abs=1e-4)}
 
 
-def test_the_critic_learns_a_fixed_batch(results):
-    for name in ("explained", "explained_by_quantiles"):
-        explained = results[1][name]
-        assert abs(explained[0]) < 1e-3  # a new head starts at 0
-        assert explained[-1] > 0.7
+def test_a_new_head_starts_at_0(results):
+    assert not any(results[ranks]["new head"].any() for ranks in (1, 2))
 
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(results):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import golden
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,49 +49,26 @@ def test_lambda_adapts_to_the_length():
     assert ppo.adaptive_lam(torch.ones(1, 2000), 0.05).item() == pytest.approx(0.99)
 
 
-def test_advantages_and_returns_with_lambdas_of_their_own(monkeypatch):
-    """gamma 1, alpha .5: lambda .5 and 0 for 4 and 2 tokens, and .25 for the critic."""
-    values = f64(0.5, 0.5, 0, 0), f64(0.5, 0)
-    rows = [dict(length=len(x), mask_t=np.ones(len(x), bool), value_t=x) for x in values]
-    rows = [row | dict(reward=dict(score=1.0)) for row in rows]
-    flags = dict(value_quantiles=1, uncertainty_bonus=0.0, gamma=1.0, lam=0.9, lam_alpha=0.5, kl_coef=0.0)
-    monkeypatch.setattr(ppo, "all_reduce", lambda sums: sums)
-    step_nt = ppo.advantages(rows, 0.0, 0.25, SimpleNamespace(**flags))
-    # deltas 0 -.5 0 1 and -.5 1: with .5 and 0 -> -.125 -.25 .5 1 and -.5 1
-    adv = torch.tensor([-0.125, -0.25, 0.5, 1, -0.5, 1])
-    mask_nt = step_nt["mask_nt"]
-    assert torch.allclose(step_nt["adv_nt"][mask_nt].float(), (adv - adv.mean()) / adv.std())
-    # with .25: -.109375 -.4375 .25 1 and -.25 1, plus the values
-    assert step_nt["return_nt"][mask_nt].tolist() == [0.390625, 0.0625, 0.25, 1, 0.25, 1]
-
-
 def test_the_mean_of_the_quantiles_is_the_value_and_their_spread_a_bonus(monkeypatch):
-    """Means .5 .5 and 1, standard deviations .5 0 and 1, scores 1 and 0: A is .5 .5 and -1.
+    """Means .5 .5 and 1, standard deviations 0 .5 and 1, scores 1 and 0: A is .5 .5 and -1.
 
-    A bonus of 2 adds twice the deviation after a token: 0 after the first, or .5 if the two are swapped.
+    A bonus of 2 adds twice the deviation after a token: 1 after the first. ppo_gradients.py has the lambdas.
     """
     monkeypatch.setattr(ppo, "all_reduce", lambda sums, _=None: sums)
-    values = [[0.0, 1.0], [0.5, 0.5]], [[0.0, 2.0]]
-    rows = [
-        dict(length=len(x), mask_t=np.ones(len(x), bool), value_t=f64(*x), reward=dict(score=score))
-        for x, score in zip(values, (1.0, 0.0), strict=True)
-    ]
-    flags = dict(gamma=1.0, lam=1.0, lam_alpha=None, kl_coef=0.0, value_quantiles=2)
-    for reverse, bonus, adv in (
-        (False, 2.0, [0.5, 0.5, -1]),
-        (True, 0.0, [0.5, 0.5, -1]),
-        (True, 2.0, [1.5, 0.5, -1]),
-    ):
-        if reverse:  # the uncertain state is now the second
-            rows[0]["value_t"] = f64([0.5, 0.5], [0.0, 1.0])
-        step_nt = ppo.advantages(rows, 0.0, 1.0, SimpleNamespace(**flags, uncertainty_bonus=bonus))
-        assert step_nt["value_nt"].tolist() == [[0.5, 0.5], [1, 0]]
-        assert step_nt["spread_nt"].tolist() == [[0, 0.5] if reverse else [0.5, 0], [1, 0]]
-        adv, mask_nt = torch.tensor(adv), step_nt["mask_nt"]
-        assert torch.allclose(step_nt["adv_nt"][mask_nt].float(), (adv - adv.mean()) / adv.std())
-        assert step_nt["return_nt"][mask_nt].tolist() == [1, 1, 0]  # the critic learns no bonus
-        found = ppo.critic_metrics(rows, step_nt, SimpleNamespace(reward_model=()))
-        assert [found[f"critic/values_std/{x}"] for x in ("mean", "max", "min")] == [0.5, 1, 0]
+    rows = [dict(length=2, value_t=f64([0.5, 0.5], [0.0, 1.0]), reward=dict(score=1.0))]
+    rows.append(dict(length=1, value_t=f64([0.0, 2.0]), reward=dict(score=0.0)))
+    for row in rows:
+        row["mask_t"] = np.ones(row["length"], bool)
+    flags = dict(gamma=1.0, lam=1.0, lam_alpha=None, kl_coef=0.0, value_quantiles=2, uncertainty_bonus=2.0)
+    step_nt = ppo.advantages(rows, 0.0, 1.0, SimpleNamespace(**flags))
+    assert step_nt["value_nt"].tolist() == [[0.5, 0.5], [1, 0]]
+    assert step_nt["spread_nt"].tolist() == [[0, 0.5], [1, 0]]
+    adv, mask_nt = torch.tensor([1.5, 0.5, -1]), step_nt["mask_nt"]
+    assert torch.allclose(step_nt["adv_nt"][mask_nt].float(), (adv - adv.mean()) / adv.std())
+    assert step_nt["return_nt"][mask_nt].tolist() == [1, 1, 0]  # the critic learns no bonus
+    found = ppo.critic_metrics(rows, step_nt, SimpleNamespace(reward_model=()))
+    assert [found[f"critic/values_std/{x}"] for x in ("mean", "max", "min")] == [0.5, 1, 0]
+    assert found["critic/vf_explained_var"] == pytest.approx(1 - 1.5 / (2 / 3))
 
 
 def test_nll_weights():
@@ -115,43 +93,17 @@ def test_masked_whiten(monkeypatch):
     assert near_nt[0].tolist() == pytest.approx([-(3**-0.5), 3**-0.5])
 
 
-@pytest.mark.parametrize(
-    ("value", "loss", "gradient"),
-    (
-        (2.0, 0.125, 0),  # clipped to 1.5: (1.5 - 2)^2 / 2
-        (1.2, 0.32, -0.8),  # within the clip
-        (0.0, 2.0, -2.0),  # moved away: the clipped .5 would cost less
-        (1.6, 0.125, 0),
-    ),
-)
-def test_value_loss(value, loss, gradient):
-    value_ntq = torch.tensor([[[value]]], requires_grad=True)
-    loss_nt, clipped_nt = ppo.value_loss(value_ntq, torch.ones(1, 1, 1), torch.full((1, 1), 2.0), 0.5)
-    assert loss_nt.shape == (1, 1) and loss_nt.item() == pytest.approx(loss)
-    assert clipped_nt.tolist() == [[float(gradient == 0)]]
-    loss_nt.sum().backward()
-    assert value_ntq.grad.item() == pytest.approx(gradient)
-
-
-def test_quantile_loss():
-    """tau 1/6 1/2 5/6, return 1; the third gains nothing by its way from .2 to .9: it is held at .7."""
-    value_ntq = torch.tensor([[[3.0, 0.5, 0.9]]], requires_grad=True)
-    old_ntq = torch.tensor([[[3.0, 0.5, 0.2]]])
-    # (1/6 - 1) (1 - 3) = 5/3; 1/2 * .5 = 1/4; 5/6 * .3 = 1/4
-    batch = dict(value_nt=old_ntq, return_nt=torch.ones(1, 1))
+@pytest.mark.parametrize("case", golden("value_losses"), ids=lambda case: case["why"])
+def test_value_loss(case):
+    """The clip holds a value within 0.5 of the old one."""
+    value_ntq = torch.tensor([[case["value"]]], requires_grad=True)
+    batch = dict(value_nt=torch.tensor([[case["old"]]]), return_nt=torch.tensor([[case["return"]]]))
     loss_nt, means = ppo.critic_loss(SimpleNamespace(cliprange_value=0.5), value_ntq, batch)
-    assert loss_nt.item() == pytest.approx((5 / 3 + 1 / 4 + 1 / 4) / 3)
-    assert means["vf_clipfrac"].item() == pytest.approx(1 / 3)
-    assert means["vpred_mean"].item() == pytest.approx(4.4 / 3)
+    assert loss_nt.shape == (1, 1) and loss_nt.item() == pytest.approx(case["loss"])
+    assert means["vf_clipfrac"].item() == pytest.approx(case["clipped"])
+    assert means["vpred_mean"].item() == pytest.approx(np.mean(case["value"]))
     loss_nt.sum().backward()
-    assert value_ntq.grad.flatten().tolist() == pytest.approx([5 / 18, -1 / 6, 0])
-
-
-def test_a_correct_value_does_not_move():
-    """Quantiles at the return, as those of a new head where all scores are 0, spread around it."""
-    value_ntq = torch.zeros(1, 1, 2, requires_grad=True)
-    ppo.value_loss(value_ntq, torch.zeros(1, 1, 2), torch.zeros(1, 1), 0.5)[0].sum().backward()
-    assert (2 * value_ntq.grad).flatten().tolist() == [0.25, -0.25]
+    assert value_ntq.grad[0, 0].tolist() == pytest.approx(case["gradient"])
 
 
 def test_token_rewards():

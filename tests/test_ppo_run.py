@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, changed, healthy, load_weights, metrics, rollouts, run, same
+from conftest import ROOT, changed, flags_of, healthy, load_weights, metrics, rollouts, run, same
 from workers.ppo_reward_model import score, write_reward_model
 
 PPO = ROOT / "algos/ppo.py"
@@ -15,8 +15,7 @@ def flags(tiny, arithmetic, tmp_path_factory):
     reward_model = tmp_path_factory.mktemp("reward_model")
     write_reward_model(reward_model)
     words = (
-        f"--model {tiny} --train_files {arithmetic}/train.parquet --val_files {arithmetic}/val.parquet"
-        " --train_batch_size 8 --ppo_mini_batch_size 4 --group_size 8 --max_prompt_length 16"
+        "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 8 --max_prompt_length 16"
         " --max_response_length 12 --lr 4e-3 --critic_lr 4e-3 --critic_warmup 3 --warmup_steps 4 --lam 0.95"
         " --critic_lam 0.9 --lam_alpha 0.5 --positive_nll_coef 0.1"
         " --kl_coef 0.01 --kl_target 0.05 --value_quantiles 4"
@@ -24,7 +23,7 @@ def flags(tiny, arithmetic, tmp_path_factory):
         f" --keep_checkpoints 0 --reward_fn {ROOT}/tests/digit_reward.py:digits"
         f" --reward_model {reward_model} --reward_weights 1 0.25"
     )
-    return lambda out, *more: [*words.split(), "--output_dir", out, *more]
+    return lambda out, *more: [*flags_of(tiny, arithmetic, out, words), *more]
 
 
 def at(out, step, part="hf"):

@@ -50,6 +50,23 @@ def test_only_what_this_step_sampled_is_compared(alone):
     assert found["training/rollout_probs_diff_max"] == pytest.approx(1 - math.exp(-0.3))
 
 
+def test_weights_of_older_tokens_count(alone):
+    """Of surplus groups, which other weights sampled. Not what an environment wrote."""
+
+    def trainer_over_sampler(logp_nt, batch):
+        return (logp_nt - batch["rollout_logp_nt"]).exp()
+
+    old = rows_with(0.0, math.log(1.5), older=True)
+    found = sampler.check_sampler(rows_with(0.0) + old, trainer_over_sampler, 1e-4, 1)
+    assert found["training/rollout_probs_diff_max"] == 0
+    assert found["rollout_corr/rollout_is_mean"] == pytest.approx((3 + 1.5) / 4)
+    effective = 4.5**2 / (3 + 1.5**2) / 4
+    assert found["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(effective)
+    old[0]["older_t"][1] = False  # one token of these weights
+    with pytest.raises(SystemExit, match="step 1: sampler and trainer differ"):
+        sampler.check_sampler(old, trainer_over_sampler, 1e-4, 1)
+
+
 @pytest.mark.parametrize("missing", (math.nan, math.inf, -math.inf))
 def test_a_number_that_the_sampler_does_not_have_ends_no_run(alone, missing):
     found = sampler.check_sampler(rows_with(missing) + rows_with(0.0), weigh, 1e-4, 1)

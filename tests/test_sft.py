@@ -41,13 +41,6 @@ def rows_file(tmp_path):
 # ---- what is trained
 
 
-def test_sft_loss():
-    """The last token of the first row is a tool's; the second row is padded."""
-    logp_nt = torch.tensor([[-1.0, -2, -9], [-3, 0, 0]])
-    trained_nt = torch.tensor([[True, True, False], [True, False, False]])
-    assert sft.sft_loss(logp_nt, trained_nt, 3).item() == 2
-
-
 def trained_tokens(rows):
     return sum(sum(row["trained"]) for row in rows)
 
@@ -114,29 +107,6 @@ def test_conversations_from_a_file(tmp_path):
     assert (truncated, dropped) == (0, 1)
     with pytest.raises(ValueError, match=r"rows.parquet: row 0: the chat template: unknown role tool$"):
         sft.load_examples([file], args, make_tokenizer())
-
-
-def test_a_turn_may_end_with_another_special_token_than_eos():
-    """Then the saved model is to stop there too: see test_four_rows_are_learned_by_heart."""
-    tokenizer = conversation_tokenizer()
-    tokenizer.chat_template = CONVERSATION.replace("eos_token", "'<|system|>'")
-    [(ids, trained)] = sft.encode_messages(MESSAGES[1:3], tokenizer)
-    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "call 1+2<|system|>"
-    tokenizer.chat_template = CONVERSATION.replace("eos_token", "'###'")
-    [(ids, trained)] = sft.encode_messages(MESSAGES[1:3], tokenizer)  # no token ends it: EOS does
-    assert tokenizer.decode([x for x, counts in zip(ids, trained) if counts]) == "call 1+2###\n<|eos|>"
-
-
-def test_a_template_that_rewrites_earlier_turns_has_a_row_for_each():
-    tokenizer = conversation_tokenizer()
-    forgets = "(m.content if loop.last or m.role != 'assistant' else '...')"
-    tokenizer.chat_template = CONVERSATION.replace("~ m.content", f"~ {forgets}")
-    rows = [sft.split(*row) for row in sft.encode_messages(MESSAGES, tokenizer)]
-    assert [tokenizer.decode(row["response_ids"]) for row in rows] == ["call 1+2<|eos|>", "3<|eos|>"]
-    assert "...<|eos|>" in tokenizer.decode(rows[1]["prompt_ids"])
-    tokenizer.chat_template = CONVERSATION.replace("~ m.content", "~ (m.content if loop.last else '...')")
-    with pytest.raises(ValueError, match=r"leaves out what message 0 \(system\) says"):
-        sft.encode_messages(MESSAGES, tokenizer)
 
 
 # ---- truncation
@@ -228,10 +198,11 @@ def test_it_learns(straight, tiny, arithmetic):
 
 
 def test_texts_are_learned(tiny, tmp_path):
-    """On two ranks as on one; the loss of the saved model, written out, is that of the log, and its bits."""
+    """On two ranks as on one; a byte has as many bits as its tokens, each text with its EOS."""
     sums = [f"{i}+{i}={2 * i}" for i in range(1, 80)]
+    val = sums[::7]
     texts = dict(train_files=write_texts(tmp_path / "train.parquet", sums * 3), text_key="extra.text")
-    texts |= dict(val_files=write_texts(tmp_path / "val.parquet", sums[::7]), train_batch_size=16, lr=1e-2)
+    texts |= dict(val_files=write_texts(tmp_path / "val.parquet", val), train_batch_size=16, lr=1e-2)
     for ranks in (0, 2):
         run(SCRIPT, *flags(tiny, tmp_path, tmp_path / f"run{ranks}", **texts), ranks=ranks)
     one, two = (metrics(tmp_path / f"run{ranks}") for ranks in (0, 2))
@@ -239,47 +210,32 @@ def test_texts_are_learned(tiny, tmp_path):
     assert two[STEPS]["val/bits_per_byte"] == pytest.approx(one[STEPS]["val/bits_per_byte"], abs=1e-5)
     assert one[1]["perf/total_num_tokens"] == 16 * 32  # full rows
     assert one[STEPS]["val/loss"] < one[0]["val/loss"] - 0.5
-    lm = AutoModelForCausalLM.from_pretrained(hf(tmp_path / "run0"))
-    eos = make_tokenizer().eos_token_id
-    ids = [x for text in sums[::7] for x in [*make_tokenizer().encode(text), eos]]
-    nats = trained = 0
-    for row in (torch.tensor([ids[i : i + 32]]) for i in range(0, len(ids), 32)):
-        nats += lm(input_ids=row, labels=row).loss.item() * (row.numel() - 1)
-        trained += row.numel() - 1
-    assert one[STEPS]["val/loss"] == pytest.approx(nats / trained, abs=1e-5)
-    per_byte = nats / trained * len(ids) / len("".join(sums[::7])) / math.log(2)
-    assert one[STEPS]["val/bits_per_byte"] == pytest.approx(per_byte, abs=1e-4)
+    tokens_per_byte = sum(len(make_tokenizer().encode(text)) + 1 for text in val) / len("".join(val))
+    bits = one[STEPS]["val/loss"] / math.log(2) * tokens_per_byte
+    assert one[STEPS]["val/bits_per_byte"] == pytest.approx(bits, abs=1e-4)
     healthy(tmp_path / "run0")
 
 
-@pytest.mark.parametrize("key", ("prompt", "messages"))
-def test_four_rows_are_learned_by_heart(tiny, tmp_path, key):
-    """And the saved model stops; the template of the messages ends a turn with a token that is not EOS."""
+def test_four_rows_are_learned_by_heart(tiny, tmp_path):
+    """And the saved model stops; its template ends a turn with a token that is not EOS."""
     questions = [(12, 34), (56, 78), (9, 1), (50, 60)]
-    rows, model = [make_row("train", i, *q) for i, q in enumerate(questions)], tiny
-    sizes = dict(train_batch_size=4, total_steps=80, lr=1e-2, lr_schedule="constant", save_freq=0)
-
-    def encode(row, tokenizer):
-        return sft.encode(row["prompt"], row["extra_info"]["answer"], tokenizer)
-
-    if key == "messages":
-        answers = [dict(role="assistant", content=row["extra_info"]["answer"]) for row in rows]
-        rows = [dict(messages=[*row["prompt"], answer]) for row, answer in zip(rows, answers)]
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = CONVERSATION.replace("eos_token", "'<|system|>'")
-        model = shutil.copytree(tiny, tmp_path / "model")
-        tokenizer.save_pretrained(model)
-        sizes |= dict(messages_key="messages")
-
-        def encode(row, tokenizer):
-            return sft.encode_messages(row["messages"], tokenizer)[0]
-
+    rows = [make_row("train", i, *q) for i, q in enumerate(questions)]
+    answers = [dict(role="assistant", content=row["extra_info"]["answer"]) for row in rows]
+    rows = [dict(messages=[*row["prompt"], answer]) for row, answer in zip(rows, answers)]
     write_parquet(rows, tmp_path / "train.parquet")
-    out = tmp_path / "run"
-    run(SCRIPT, *flags(model, tmp_path, out, **sizes, test_freq=0, val_files=tmp_path / "train.parquet"))
-    lm, tokenizer = (x.from_pretrained(hf(out)) for x in (AutoModelForCausalLM, AutoTokenizer))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CONVERSATION.replace("eos_token", "'<|system|>'")
+    model = shutil.copytree(tiny, tmp_path / "model")
+    tokenizer.save_pretrained(model)
+    sizes = dict(
+        train_batch_size=4, total_steps=80, lr=1e-2, lr_schedule="constant", save_freq=0, test_freq=0
+    )
+    sizes |= dict(messages_key="messages", val_files=tmp_path / "train.parquet")
+    run(SCRIPT, *flags(model, tmp_path, tmp_path / "run", **sizes))
+    lm, tokenizer = (x.from_pretrained(hf(tmp_path / "run")) for x in (AutoModelForCausalLM, AutoTokenizer))
     for row in rows:
-        row = sft.split(*encode(row, tokenizer))
+        [encoded] = sft.encode_messages(row["messages"], tokenizer)
+        row = sft.split(*encoded)
         prompt = torch.tensor([row["prompt_ids"]])
         found = lm.generate(prompt, max_new_tokens=16, do_sample=False)[0].tolist()
         assert found == row["prompt_ids"] + row["response_ids"]  # and stops

@@ -3,7 +3,7 @@
 import families
 import pytest
 import torch
-from conftest import ROOT, changed, cut_back, load_weights, metrics, run
+from conftest import ROOT, changed, cut_back, flags_of, load_weights, metrics, run
 from test_sft import loss_of, make_args
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -15,12 +15,14 @@ STEPS = 10  # AdaLoRA chooses in steps 2 to 5: the run that resumes does, too
 KINDS = dict(lora=(), adalora=("--lora_kind", "adalora"))
 
 
+FLAGS = (
+    f"--total_steps {STEPS} --save_freq 3 --test_freq 0 --train_batch_size 16 --max_length 32 --lr 1e-2"
+    " --warmup_steps 1 --lora_rank 4 --keep_checkpoints 0"
+)
+
+
 def train(model, data, out, *flags, ranks=0):
-    files = "--train_files", data / "train.parquet", "--val_files", data / "val.parquet"
-    sizes = "--total_steps", STEPS, "--save_freq", 3, "--test_freq", 0, "--train_batch_size", 16
-    rates = "--max_length", 32, "--lr", 1e-2, "--warmup_steps", 1, "--lora_rank", 4, "--keep_checkpoints", 0
-    directories = "--model", model, "--output_dir", out
-    run(ROOT / "algos/sft.py", *directories, *files, *sizes, *rates, *flags, ranks=ranks)
+    run(ROOT / "algos/sft.py", *flags_of(model, data, out, FLAGS), *flags, ranks=ranks)
 
 
 @pytest.fixture(scope="module", params=KINDS)

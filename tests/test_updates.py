@@ -12,7 +12,7 @@ from algos import agent, dapo, distill, dpo, grpo, grpo_nano, ppo, rm, sft
 from algos.variants import load_loss
 from system.run import learning_rate
 from tests import families
-from tests.conftest import load_policy
+from tests.conftest import load_policy, make_args
 
 
 class Capture(torch.optim.SGD):
@@ -37,35 +37,25 @@ def sampled_rows():
     return rows
 
 
+OFFLINE = {  # a row of each script that samples nothing
+    sft: dict(prompt_ids=[7, 8], response_ids=[30, 40], trained=[True] * 2),
+    dpo: dict(prompt_ids=[7, 8], chosen_ids=[30, 40], rejected_ids=[50], tokens=[2, 1])
+    | dict(chosen_trained=[True] * 2, rejected_trained=[True], reference=[-9.0, -5.0]),
+    rm: dict(chosen_ids=[7, 8, 30], rejected_ids=[7, 8], margin=0.0),
+}
+
+
 def case(script, model, mesh):
     """-> the model, its flags, and a function of (optimizer, flags) that takes one optimizer step."""
-    flags = dict(model=model, train_files=(), output_dir="")
-    flags |= dict(attn_implementation="sdpa") if script is not grpo_nano else {}
-    text = dict(prompt_ids=[7, 8], response_ids=[30, 40], trained=[True] * 2)
-    if script is sft:
-        args = sft.Args(**flags)
-        policy = load_policy(sft, args, mesh)
-        return policy, args, partial(sft.update, policy, rows=[text])
-    if script is dpo:
-        args = dpo.Args(**flags)
-        row = dict(prompt_ids=[7, 8], chosen_ids=[30, 40], rejected_ids=[50], tokens=[2, 1])
-        row |= dict(chosen_trained=[True] * 2, rejected_trained=[True], reference=[-9.0, -5.0])
-        policy = load_policy(dpo, args, mesh)
-        return policy, args, partial(dpo.update, policy, rows=[row])
-    if script is rm:
-        args = rm.Args(**flags)
-        row = dict(chosen_ids=[7, 8, 30], rejected_ids=[7, 8], margin=0.0)
-        policy = load_policy(rm, args, mesh)
-        return policy, args, partial(rm.update, policy, rows=[row])
-    flags |= dict(ppo_mini_batch_size=1, group_size=2, clip_ratio_low=0.2, clip_ratio_high=0.2)
-    if script is agent:
-        flags |= dict(env="")
-    if script is distill:
-        flags |= dict(teacher=(model,), kl="sampled")
-    if script in (grpo, dapo, agent):
-        flags |= dict(loss_agg="token-mean")
-    args = script.Args(**flags)
+    flags = dict(model=model)
+    if script is not grpo_nano:
+        flags["attn_implementation"] = "sdpa"
+    if script not in OFFLINE:
+        flags |= dict(ppo_mini_batch_size=1, group_size=2, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    args = make_args(script, **flags)
     policy = load_policy(script, args, mesh)
+    if script in OFFLINE:
+        return policy, args, partial(script.update, policy, rows=[OFFLINE[script]])
     mini_batches, *_ = script.distribute(sampled_rows(), 1, 8192, policy.packed)
     if script is grpo_nano:
         return policy, args, partial(grpo_nano.update_actor, policy, mini_batches=mini_batches)

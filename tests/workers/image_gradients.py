@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.distributed.tensor import DTensor
+from shared import clipped_loss, full
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
@@ -53,10 +53,7 @@ class Capture(torch.optim.SGD):
     """Keeps the gradients of all steps, and takes none."""
 
     def step(self):
-        def whole(x):
-            return x.full_tensor() if isinstance(x, DTensor) else x.clone()
-
-        grads = {name: whole(p.grad) for name, p in self.names.items()}
+        grads = {name: full(p.grad) for name, p in self.names.items()}
         self.grads = [*getattr(self, "grads", []), grads]
 
 
@@ -88,9 +85,7 @@ def naive(args, kind):
                 loss = loss - logp.sum() / tokens
                 continue
             old, theirs = row["old_logp_t"], row["rollout_logp_t"]
-            ratio, adv = (logp - old).exp(), row["adv_t"][0].item()
-            pg = torch.maximum(-ratio * adv, -ratio.clamp(0.8, 1.2) * adv)
-            pg = pg.clamp(max=-3.0 * adv) if adv < 0 else pg
+            pg = clipped_loss((logp - old).exp(), row["adv_t"], 0.8, 1.2)
             entropy = -(all_logps.exp() * all_logps).sum(-1)
             pg = pg * (old - theirs).exp().clamp(max=2.0) - args.entropy_coeff * entropy
             loss = loss + pg.sum() / tokens

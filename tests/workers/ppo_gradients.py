@@ -1,8 +1,7 @@
 """PPO on fixed rows, on one rank or two: MODEL CRITIC CRITIC_OF_QUANTILES REWARD_MODEL OUT.
 
 Writes the gradients of both updates, for many ways to split the same work, and clipped ones; results of
-the reward model; how a critic learns a fixed batch; what is in a checkpoint that two ranks write and one
-reads.
+the reward model; a new critic's head; what is in a checkpoint that two ranks write and one reads.
 """
 
 import sys
@@ -188,16 +187,6 @@ def scores(args, mesh, device):
     return [*results, score(make_rows())]
 
 
-def fit(policy, critic, optimizer, args):
-    """critic/vf_explained_var over updates on one batch; on two ranks a few, for a checkpoint."""
-    explained = []
-    for _ in range(60 if dist.get_world_size() == 1 else 2):
-        mini_batches, metrics = prepare(policy, critic, args, kl_coef=0.0)
-        explained.append(metrics["critic/vf_explained_var"])
-        update_critic(critic, optimizer, mini_batches, args)
-    return explained
-
-
 def checkpoint(policy, critic, critic_optimizer, args):
     """What is trained, moments and KL weight included, after two ranks saved it or one loaded it.
 
@@ -207,6 +196,7 @@ def checkpoint(policy, critic, critic_optimizer, args):
     models, optimizers = dict(hf=policy.lm, critic=critic.lm), [optimizer, critic_optimizer]
     if dist.get_world_size() == 2:
         mini_batches, _ = prepare(policy, critic, args)
+        update_critic(critic, critic_optimizer, mini_batches, args)
         update_actor(policy, optimizer, mini_batches, args)
         state = dict(step=7, kl_coef=ppo.adapted(0.1, 5.0, 1.0, 1, horizon=7))
         parts = models, optimizers, load_tokenizer(args.model), whole_weights
@@ -255,12 +245,7 @@ def main(model, critic_model, quantile_critic, reward_model, out):
     results = gradients(args, lora, mesh, device) | dict(scores=scores(args, mesh, device))
     policy, critic = load(plain, mesh, device)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
-    results["explained"] = fit(policy, critic, optimizer, plain)
-    if dist.get_world_size() == 1:
-        eight = replace(plain, value_quantiles=8)
-        other = ppo.load_critic(eight, mesh, device)
-        other_optimizer = torch.optim.AdamW(other.parameters(), lr=3e-3)
-        results["explained_by_quantiles"] = fit(policy, other, other_optimizer, eight)
+    results["new head"] = full(critic.lm.score.weight)
     results["checkpoint"] = checkpoint(policy, critic, optimizer, plain)
     if dist.get_world_size() == 1:
         for name, way in dict(naive=args, naive_lora=lora).items():
