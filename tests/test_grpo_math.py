@@ -301,15 +301,30 @@ def test_echo_trains_rows_without_an_advantage():
     assert not is_zero_without_advantage(partial(agent.batch_loss, args, token_loss, totals=(1, 1)), 64)
 
 
-@pytest.mark.parametrize("case", golden("loss_terms"), ids=lambda case: case["kind"])
-def test_a_term_of_a_researcher_is_seen(case):
-    """Next to the policy's loss. Also one that cannot be tried: its rows are run."""
+TERMS = {  # of log-probs, entropies and the batch, next to the policy's loss
+    "a column of its own": lambda logp_nt, _, batch: batch["distance_nt"] * logp_nt,
+    "if there is a column": lambda logp_nt, _, batch: logp_nt * ("mine_nt" in batch),
+    "by get": lambda logp_nt, _, batch: logp_nt * batch.get("mine_nt", 0),
+    "a flag": lambda logp_nt, _, batch: logp_nt * (batch["first_nt"] == 1),
+    "not a flag": lambda logp_nt, _, batch: logp_nt * ~batch["older_nt"],
+    "a high entropy": lambda logp_nt, entropy_nt, batch: (entropy_nt - 9).relu(),
+    "a small probability": lambda logp_nt, _, batch: (-25 - logp_nt).relu(),
+    "far from the old policy": lambda logp_nt, _, batch: ((logp_nt - batch["old_logp_nt"]).abs() - 15).relu(),
+    "late tokens": lambda logp_nt, _, batch: logp_nt * (torch.arange(logp_nt.shape[1]) > 300),
+    "short responses": lambda logp_nt, _, batch: logp_nt * (batch["mask_nt"].sum(-1, keepdim=True) < 3),
+    "centred": lambda logp_nt, _, batch: logp_nt * (batch["adv_nt"] - batch["adv_nt"].mean()),
+    "what raises": lambda logp_nt, _, batch: logp_nt[batch["index_nt"].long() + 99],
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_of_a_researcher_is_seen(name):
+    """Also one that cannot be tried: its rows are run."""
     args, token_loss = load_loss(make_args(grpo), clip=grpo.policy_loss)
 
     def loss(logp_nt, entropy_nt, batch):
         loss_nt, losses, means = grpo.actor_loss(args, token_loss, logp_nt, entropy_nt, batch)
-        names = dict(torch=torch, logp_nt=logp_nt, entropy_nt=entropy_nt, batch=batch)
-        return loss_nt + eval(case["term"], names), losses, means
+        return loss_nt + TERMS[name](logp_nt, entropy_nt, batch), losses, means
 
     assert not is_zero_without_advantage(loss, 400)
 
