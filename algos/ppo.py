@@ -7,7 +7,7 @@ Differences from the papers with the default flags:
 3. Both losses are means over all tokens of the optimizer step, not means over responses.
 4. Truncated importance sampling corrects the sampler's rounding (`--rollout_is`, Yao et al. 2025).
 5. Dual clip bounds the loss where the advantage is negative (1912.09729, eq. 5).
-What VAPO (2504.05118) adds for long responses is behind flags: docs/algorithms/vapo.md.
+What VAPO (2504.05118) adds for long responses is behind flags: docs/algorithms/ppo.md.
 
 CPU:        python algos/ppo.py --model models/tiny --train_files data/train.parquet --output_dir runs/ppo
 One GPU:    the same line.      N GPUs: torchrun --nproc_per_node N algos/ppo.py ...
