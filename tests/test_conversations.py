@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 
 import pytest
 from conftest import ROOT, golden, make_args
@@ -252,7 +253,10 @@ def test_flag_env(tiny, tmp_path):
     template, rows = tmp_path / "shows.jinja", tmp_path / "rows.parquet"
     template.write_text(TOOL_TEMPLATES["smollm2, with tools"]["template"])
     write_parquet([dict(messages=[user("1+2="), says("3")])], rows)
-    given = dict(model=str(tiny), train_files=(str(rows),), messages_key="messages", train_batch_size=1)
+    model = shutil.copytree(
+        tiny, tmp_path / "model"
+    )  # its tokenizer, which the process keeps, gets a template
+    given = dict(model=str(model), train_files=(str(rows),), messages_key="messages", train_batch_size=1)
     for name, line in (("Env", "the chat template shows none: leave out --env"), ("Other", "Other")):
         with pytest.raises(SystemExit, match=rf"^error: [^\n]*{line}[^\n]*$"):
             sft.load_data(make_args(sft, env=f"{tmp_path}/env.py:{name}", **given))
