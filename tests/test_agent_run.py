@@ -96,6 +96,15 @@ def test_the_reference_stays_where_training_began(straight):
     assert 0 < kl[0] < kl[1] < kl[2] < kl[3]
 
 
+def test_rows_without_an_advantage_are_trained_where_the_loss_has_more(flags, tmp_path):
+    """Here a KL and what the environment says."""
+    more = "--reward_fn", f"{TALK}:equal", "--total_steps", 1, "--save_freq", 0, "--test_freq", 0
+    run(AGENT, *flags(tmp_path, *more))
+    step = metrics(tmp_path)[1]
+    assert step["critic/advantages/max"] == 0
+    assert step["global_seqlen/balanced_max"] > 0.5 * step["global_seqlen/max"]  # tokens of the update
+
+
 def test_delays_and_ranks_change_nothing(straight, flags, tmp_path, monkeypatch):
     """Environments that take up to .14 s, by chance; trajectories of a group in a row with one prompt."""
     monkeypatch.setenv("TALK_DELAY_S", "0.02")
