@@ -68,7 +68,10 @@ for file in requirements-cpu.txt "$@"; do
     fi
     echo "installing $file"
     place=
-    [ "$file" = requirements-quantize.txt ] && rm -rf .venv/quantize && place="--target .venv/quantize"
+    if [ "$file" = requirements-quantize.txt ]; then # its versions are not those of .venv
+        rm -rf .venv/quantize
+        place="--target .venv/quantize"
+    fi
     pip install --no-deps $place -r "$list" || pip_failed "$file"
     touch "$mark"
 done

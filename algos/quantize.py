@@ -1,7 +1,7 @@
 """A model with weights of 8 or 4 bits, by llm-compressor: a directory that vLLM loads.
 
 Each weight is rounded to the nearest value, or with --calibration by GPTQ (2210.17323), layer by layer.
-One process, no GPU. transformers loads w8a8 and w4a16 too; fp8 is for GPUs.
+One process; it needs no GPU. transformers loads w8a8 and w4a16 too; fp8 is for GPUs.
 llm-compressor needs other versions of transformers than vLLM: they lie apart, in .venv/quantize.
 
 Command:    sh install.sh requirements-quantize.txt
@@ -155,17 +155,14 @@ def scheme_of(lm, args):
     raise ValueError(f"{name} has {inputs} inputs, no multiple of 128, 64 or 32: {remedy}")
 
 
-def compress(lm, tokenizer, args, output):
-    """Round the weights of a model by llm-compressor and write it to `output`."""
+def compress(lm, tokenizer, texts, args, output):
+    """Round the weights of a model, by GPTQ if there are texts, and write it to `output`."""
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")  # else it says which device it takes
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
     flags = dict(config_groups={"group_0": scheme_of(lm, args)}, ignore=list(args.ignore))
-    rows = []
-    if args.calibration:
-        texts = read_texts(args.calibration, tokenizer, args, args.calibration_rows)
-        rows = [dict(input_ids=ids[0].tolist(), attention_mask=[1] * ids.shape[1]) for ids, _ in texts]
+    rows = [dict(input_ids=ids[0].tolist(), attention_mask=[1] * ids.shape[1]) for ids, _ in texts]
     oneshot(
         model=lm,
         processor=tokenizer,
@@ -196,6 +193,13 @@ def read_back(output):
     return lm
 
 
+def check_reached(norms, lm):
+    """ValueError for a layer that is never called: GPTQ makes its weight 0. norms: {name: norm before}."""
+    for name, norm in norms.items():
+        if lm.get_submodule(name).weight.norm() < 0.5 * norm:
+            raise ValueError(f"{name}: no calibration row reaches it as a layer, so --ignore it")
+
+
 def main(args):
     if os.path.lexists(args.output):
         sys.exit(f"error: {args.output} exists: choose another directory, or remove it")
@@ -209,7 +213,12 @@ def main(args):
             )
         model_class = auto_class(config)
         tokenizer = load_tokenizer(args.model)
-        held_out = read_texts(args.held_out, tokenizer, args) if args.held_out else []
+        texts = []
+        held_out = []
+        if args.calibration:
+            texts = read_texts(args.calibration, tokenizer, args, args.calibration_rows)
+        if args.held_out:
+            held_out = read_texts(args.held_out, tokenizer, args)
         if held_out and not any(spoken[1:].any() for _, spoken in held_out):
             raise ValueError(
                 f"{args.held_out}: no row has a turn of the assistant, so there is no loss to print"
@@ -218,10 +227,13 @@ def main(args):
         lm = model_class.from_pretrained(args.model, dtype=dtype)
         size = sum(x.nbytes for x in lm.parameters()) / 1e6
         loss = mean_loss(lm, held_out) if held_out else None
+        linears = match_named_modules(lm, ["Linear"], args.ignore)
+        norms = {name: linear.weight.norm().item() for name, linear in linears}
         with replacing(args.output) as new:
             save_tokenizer(tokenizer, args.model, new)
-            compress(lm, tokenizer, args, new)
+            compress(lm, tokenizer, texts, args, new)
             written = read_back(new)
+            check_reached(norms, written)
             new_size = sum(path.stat().st_size for path in new.glob("*.safetensors")) / 1e6
             new_loss = mean_loss(written, held_out) if held_out else None
     except (ValueError, OSError, SafetensorError, jinja2.TemplateError, re.error) as error:

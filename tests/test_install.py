@@ -101,7 +101,7 @@ def install(tmp_path):
     work.mkdir(), programs.mkdir()
     for path in (ROOT / "install.sh", *ROOT.glob("requirements*.txt")):
         shutil.copy(path, work)
-    for name in ("sh", "cp", "dirname", "grep", "mkdir", "tail", "touch"):
+    for name in ("sh", "cp", "dirname", "grep", "mkdir", "rm", "tail", "touch"):
         (programs / name).symlink_to(shutil.which(name))
 
     def program(name, text):
@@ -168,6 +168,8 @@ def test_install_completes_what_is_there(install):
     for name in ("requirements-cpu.txt", "requirements-extra.txt"):  # changed, as by git pull
         os.utime(install.work / name)
         assert install("requirements-extra.txt")[::2] == (f"installing {name}\n", [f"--no-deps -r {name}"])
+    apart = install("requirements-quantize.txt")[2]  # its versions are not those of .venv
+    assert apart == ["--no-deps --target .venv/quantize -r requirements-quantize.txt"]
     os.utime(install.work / "requirements-cpu.txt")
     _, error, calls = install(HAS="vllm")
     assert error.startswith("error: .venv is for GPUs: install requirements.txt by hand") and not calls

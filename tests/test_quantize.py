@@ -7,7 +7,8 @@ from pathlib import Path
 import families
 import pytest
 import torch
-from conftest import ROOT, environment, golden, quantize, run
+from conftest import ROOT, environment, golden, load_weights, quantize, run
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -15,6 +16,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+
+from algos.quantize import read_back
 
 QUANTIZE = ROOT / "algos/quantize.py"
 LOADED = """
@@ -119,6 +122,12 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path):
         exact = "vnni" in cpuinfo
         torch.testing.assert_close(logp, ours[name], atol=(0.1 if exact else 3) * bounds[name], rtol=0)
 
+    weights = load_weights(paths[0])
+    del weights["model.norm.weight"]
+    save_file(weights, paths[0] / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"cannot be loaded again: 1 weights, such as model.norm.weight"):
+        read_back(paths[0])
+
 
 def test_errors_are_one_line(model, arithmetic, tmp_path):
     sizes = dict(vocab_size=9, num_attention_heads=2, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
@@ -129,6 +138,8 @@ def test_errors_are_one_line(model, arithmetic, tmp_path):
     AutoTokenizer.from_pretrained(model).save_pretrained(odd)
     families.write("mixtral", tmp_path / "experts")
     families.write("gemma3", tmp_path / "tower")
+    families.write("mamba", tmp_path / "mamba")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "mamba")
     cases = golden("quantize_errors")
     runs = []
     for case in cases:
