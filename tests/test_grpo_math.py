@@ -251,6 +251,37 @@ def test_kl_estimates(script):
     assert estimate.item() == 10 and far.grad.item() == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "near", "far", "mean", "deviation"),
+    (
+        ("k1", 1, 1, 0.82, 1.28),  # a gradient of 0
+        ("abs", 16.29, 0.59, 1.32, 0.75),
+        ("k2", 0, 0, 1.15, 0.99),
+        ("k3", 0.01, 0.49, 0.82, 0.67),
+        ("k1+", 0, 0, 0.82, 1.28),
+        ("k3+", 0, 0, 0.82, 0.67),
+    ),
+)
+def test_gradients_of_the_kl(kind, near, far, mean, deviation):
+    """Expectations over a vocabulary of four: how far a gradient is off, near the reference and far away."""
+    p = f64(0.42, 0.28, 0.19, 0.11)
+
+    def gradient(loss_of, q):
+        logits = p.log().requires_grad_()
+        loss = loss_of(logits.log_softmax(-1), q.log())
+        return torch.autograd.grad(loss, logits)[0]
+
+    for q, off in ((f64(0.4, 0.3, 0.2, 0.1), near), (f64(0.05, 0.15, 0.3, 0.5), far)):
+        exact = gradient(lambda logp, logq: (logp.exp() * (logp - logq)).sum(), q)
+        found = gradient(lambda logp, logq: (p * grpo.kl_estimate(logp, logq, kind)).sum(), q)
+        assert ((found - exact).norm() / exact.norm()).item() == pytest.approx(off, abs=0.005)
+        if kind == "k3":  # that of KL(reference || policy)
+            torch.testing.assert_close(found, gradient(lambda logp, logq: -(logq.exp() * logp).sum(), q))
+    value = grpo.kl_estimate(p.log(), q.log(), kind)
+    assert (p * value).sum().item() == pytest.approx(mean, abs=0.005)
+    assert (p * value**2).sum().item() - mean**2 == pytest.approx(deviation**2, abs=0.02)
+
+
 # the baseline of REINFORCE++ subtracts the mean of the batch, too
 @pytest.mark.parametrize(
     "estimator",
