@@ -464,8 +464,8 @@ def main(args):
             optimizer.param_groups[0]["lr"] = lr
             with timed(timing, "update_actor"):
                 metrics = update_actor(policy, optimizer, mini_batches, loss, args)
-            run.updated()
             metrics |= check_sampler(own_rows, partial(rollout_weights, args), limit, step)
+            run.updated()
             # ---- validation
             if val_rows and run.due(args.test_freq):
                 with timed(timing, "testing"):

@@ -512,8 +512,8 @@ def main(args):
                 metrics = update_actor(policy, optimizer, mini_batches, loss, args)
             if progress.drawn >= max_prompts:
                 run.end_after(step)
-            run.updated(**as_state(progress))
             metrics |= check_sampler(own_rows, partial(rollout_weights, args), limit, step)
+            run.updated(**as_state(progress))
             # ---- validation
             if val_rows and run.due(args.test_freq):
                 with timed(timing, "testing"):

@@ -477,8 +477,8 @@ def main(args):
                 metrics = update_actor(policy, teachers[0], optimizer, mini_batches, args)
                 if args.teacher_update_rate:
                     follow(teachers[0], policy, args.teacher_update_rate)
-            run.updated()
             metrics |= check_sampler(own_rows, partial(weights_now, args), limit, step)
+            run.updated()
             # ---- validation
             if val_rows and run.due(args.test_freq):
                 with timed(timing, "testing"):

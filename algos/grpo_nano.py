@@ -230,8 +230,8 @@ def main(args):
             # ---- update
             with timed(timing, "update_actor"):
                 metrics = update_actor(policy, optimizer, mini_batches, args)
-            run.updated()
             metrics |= check_sampler(policy, own_rows, args, step)
+            run.updated()
             # ---- validation
             if val_rows and run.due(args.test_freq):
                 metrics |= validate()

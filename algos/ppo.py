@@ -531,8 +531,8 @@ def main(args):
                 if args.kl_target:
                     kl = metrics["actor/reward_kl_penalty"]
                     kl_coef = adapted(kl_coef, kl, args.kl_target, len(rows))
-            run.updated(kl_coef=kl_coef)
             metrics |= check_sampler(own_rows, partial(rollout_weights, args), limit, step)
+            run.updated(kl_coef=kl_coef)
             # ---- validation
             if val_rows and run.due(args.test_freq):
                 with timed(timing, "testing"):

@@ -36,7 +36,7 @@ class Known(NamedTuple):
     range: tuple = (-INF, INF, "")  # smallest and largest value, of a tuple each; these in words
     idle: tuple = ()  # (another flag, its value) with which this one has no effect
     resume: str = ""  # may change; may begin: it may differ where --resume PATH begins another run
-    content: str = ""  # weights or file: what it names must have the content of the start
+    content: str = ""  # weights or file: what it names must have the content of the start; or json
     gpu: bool = False  # it needs a GPU
 
 
@@ -44,6 +44,7 @@ FLAGS = {
     Known(content="weights"): "model critic_model reward_model teacher",
     Known(resume="may begin", content="file"): "train_files reward_fn env",
     Known(content="file"): "chat_template policy_loss adv_estimator",
+    Known(content="json"): "chat_template_kwargs",
     Known(resume="may begin"): "prompt_key response_key messages_key text_key reward_weights",
     Known(idle=(KTO,), resume="may begin"): "chosen_key rejected_key",
     Known(NOT_NEGATIVE, resume="may begin"): "seed",

@@ -18,6 +18,7 @@ from system.arguments import fail
 
 LOADED = "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "vocab.*", "merges.txt"  # with a model
 WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth"  # the first that a directory has
+ASSIGNED = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
 HELD = {}  # locks of directories, until the process ends
 
 
@@ -118,14 +119,19 @@ def what_it_says(path):
                 yield whole
 
 
+def sets_reads(node):
+    return isinstance(node, ast.Name) and node.id == "READS" and isinstance(node.ctx, ast.Store)
+
+
 def with_imports(path, found):
     """Add to {path: text} a file, the modules of its folder that it imports, the variables in its READS."""
     if path in found or not path.is_file():
         return found
     found[path] = path.read_text()
     for node in ast.walk(ast.parse(found[path])):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "READS":
-            names = [x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant)]
+        if isinstance(node, ASSIGNED) and any(sets_reads(x) for x in ast.walk(node)):
+            constants = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant)]
+            names = [x for x in constants if isinstance(x, str)]
             found |= {name: digest_of_file(os.environ.get(name, "")) for name in names}
         elif isinstance(node, ast.Import | ast.ImportFrom):
             level = vars(node).get("level")

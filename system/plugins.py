@@ -1,17 +1,153 @@
-"""A user's code, which a flag names as FILE.py:NAME."""
+"""A user's code, which a flag names as FILE.py:NAME. It is a guest: it changes nothing but its result."""
 
 import importlib.util
 import os
+import resource
+import signal
 import sys
 import zlib
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+SETTINGS = [  # what a process has once, and any code may change: a module, its functions that read and set it
+    ("os", "getcwd", "chdir"),
+    ("sys", "getrecursionlimit", "setrecursionlimit"),
+    ("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
+    ("random", "getstate", "setstate"),
+    ("numpy.random", "get_state", "set_state"),
+    ("torch", "get_rng_state", "set_rng_state"),
+    ("torch", "is_grad_enabled", "set_grad_enabled"),
+    ("torch", "get_default_dtype", "set_default_dtype"),
+    ("torch", "get_default_device", "set_default_device"),
+    ("torch", "get_num_threads", "set_num_threads"),
+    ("torch", "get_float32_matmul_precision", "set_float32_matmul_precision"),
+    ("torch", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+]
+SETTINGS += [
+    ("signal", "getsignal", "signal", x) for x in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
+]
+for name in ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "STACK"):
+    SETTINGS.append(("resource", "getrlimit", "setrlimit", getattr(resource, f"RLIMIT_{name}")))
+STOPS = signal.SIGTERM, signal.SIGINT  # they end a run with a whole step, also while a guest is at work
+left = {}  # settings that guests have changed, as the last one left them
+variables = {}  # of the environment, the same; None: it was removed
+at_work = []  # the guest that is at work
+
+
+class Lent:
+    """A stream of the run, which a guest cannot close."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def close(self):
+        """The run still needs it."""
+
+
+@contextmanager
+def guest(name):
+    """Run a user's code in the block. After it the process is as it was before; the next block has again what
+    guests have changed, as in a process of their own.
+
+    name: of the code, for the line that says what cannot be put back.
+    """
+    if at_work:
+        yield
+        return
+    at_work.append(name)
+    own = read_settings()
+    own_variables = dict(os.environ)
+    own_streams = sys.stdin, sys.stdout, sys.stderr
+    copies = {}
+    for number in (1, 2):
+        with suppress(OSError):  # a process may have none
+            copies[number] = os.dup(number)
+    for setting, value in left.items():
+        with suppress(Exception):  # as in a directory that is gone
+            put(setting, value)
+    for variable, value in variables.items():
+        put_variable(variable, value)
+    sys.stdin, sys.stdout, sys.stderr = map(Lent, own_streams)
+    try:
+        yield
+    finally:
+        lost = put_back(own, own_variables)
+        sys.stdin, sys.stdout, sys.stderr = own_streams
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        if any(stream is not None and stream.closed for stream in own_streams):
+            lost.append("a stream that it has closed")
+        at_work.clear()
+        if lost:
+            raise SystemExit(f"error: {name} has changed what cannot be put back: {'; '.join(lost)}")
+
+
+def put_back(own, own_variables):
+    """Keep what a guest has changed for the next one, and undo it -> what cannot be undone."""
+    lost = []
+    signal.alarm(0)
+    theirs = read_settings()
+    left.clear()
+    for setting, value in own.items():
+        found = theirs.get(setting)
+        if same(found, value):
+            continue
+        if setting[-1] not in STOPS:
+            left[setting] = found
+        try:
+            put(setting, value)
+        except Exception as error:  # of any of these functions
+            lost.append(f"{setting[0]}.{setting[2]}: {error}")
+    variables.clear()
+    for variable in {*os.environ, *own_variables}:
+        found = os.environ.get(variable)
+        value = own_variables.get(variable)
+        if found != value:
+            variables[variable] = found
+            put_variable(variable, value)
+    return lost
+
+
+def read_settings():
+    found = {}
+    for setting in SETTINGS:
+        module, read, _, *which = setting
+        if module in sys.modules:
+            with suppress(OSError):  # a directory that is gone
+                found[setting] = getattr(sys.modules[module], read)(*which)
+    return found
+
+
+def put(setting, value):
+    module, _, write, *which = setting
+    getattr(sys.modules[module], write)(*which, value)
+
+
+def put_variable(name, value):
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def same(found, value):
+    """Whether two values of a setting are equal; of arrays, which random states have, it is not asked."""
+    try:
+        return bool(found == value)
+    except (ValueError, RuntimeError):
+        return False
 
 
 def load_file(path, name):
     """The Python file as a module of that name."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
-    spec.loader.exec_module(module)
+    with guest(path):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -33,7 +169,8 @@ def load_from(spec, flag):
         raise ValueError(f"{flag} {spec}: {path} is not a Python file")
     folder = f"{zlib.crc32(os.fsencode(path.parent)):08x}"  # two folders may have files of one name
     try:
-        module = load_file(path, f"{flag.strip('-')}_{path.stem}_{folder}")
+        with guest(f"{flag} {spec}"):
+            module = load_file(path, f"{flag.strip('-')}_{path.stem}_{folder}")
     except KeyboardInterrupt:  # of whoever looks at the terminal
         raise
     except BaseException as error:  # anything in a user's file, SystemExit of its argparse too

@@ -1,9 +1,10 @@
-"""Which checkpoint a run resumes from, and whether it may: its flags, and the content of its files."""
+"""Which checkpoint a run resumes from, and whether it may: by its program, its flags, what its files say."""
 
+import inspect
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def open_run(args):
     latest = out / "checkpoints/latest"
     if latest.exists():  # the same command resumes its own run
         checkpoint = latest.resolve()
+        refuse_other_program(checkpoint, args, f"--output_dir {out} holds")
         changes = differences(checkpoint, args, MAY_CHANGE)
         if changes:
             new = "choose another"
@@ -52,6 +54,7 @@ def open_run(args):
     checkpoint = Path(args.resume).resolve()
     if not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
+    refuse_other_program(checkpoint, args, f"--resume {args.resume} is of")
     changes = differences(checkpoint, args, MAY_CHANGE | DATA)
     if changes:
         fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
@@ -65,23 +68,50 @@ def without_links(name):
     return name
 
 
+def refuse_other_program(checkpoint, args, what):
+    """Stop where the run of a checkpoint is one of another script: other mathematics, whatever its flags."""
+    now = program(args)
+    before = saved(checkpoint)[1].get("program", now)
+    if before != now:
+        weights = f"its weights are {checkpoint.parent}/latest/hf"
+        fail(f"{what} a run of {before}, this is {now}: choose another --output_dir; {weights}")
+
+
+def program(args):
+    """The name of the script that has these arguments."""
+    return Path(inspect.getfile(type(args))).name
+
+
+def saved(checkpoint):
+    """The flags of the run of a checkpoint, and `content` of then; {} for what is damaged."""
+    flags = {}
+    content_then = {}
+    with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
+        content_then = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
+        flags = json.loads((checkpoint.parents[1] / "args.json").read_text())
+    return flags, content_then
+
+
 def differences(checkpoint, args, may):
     """What differs between the run of a checkpoint and this one, except flags that may."""
-    saved = {}
-    saved_digests = {}
-    with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
-        saved_digests = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
-        saved = json.loads((checkpoint.parents[1] / "args.json").read_text())
-    digests_now = digests(args)
+    flags_before, content_before = saved(checkpoint)
+    content_now = content(args)
+    flags_now = json.loads(json.dumps(asdict(args)))
+    defaults = {field.name: field.default for field in fields(args)}
     found = []
-    for flag, value in json.loads(json.dumps(asdict(args))).items():
+    for flag in sorted(flags_now | flags_before):
         if flag in may:
             continue
-        before = saved.get(flag, value)
-        change = f"{before} there, {value} now" if before != value else ""
+        value = flags_now.get(flag)
+        before = value
+        if flags_before:  # a flag that it did not have was not used
+            before = flags_before.get(flag, json.loads(json.dumps(defaults.get(flag), default=str)))
+        change = ""
+        if meaning(flag, before) != meaning(flag, value):
+            change = f"{before} there, {value} now"
         if flag in MODELS or flag in FILES:
-            digest = digests_now.get(flag)
-            digest_before = saved_digests.get(flag, digest)
+            digest = content_now.get(flag)
+            digest_before = content_before.get(flag, digest)
             if digest is None or digest_before == digest:
                 continue
             if flag in MODELS:
@@ -93,6 +123,14 @@ def differences(checkpoint, args, may):
     return "; ".join(found)
 
 
+def meaning(flag, value):
+    """The value of a flag; of JSON what it says, however it is written."""
+    if flag in KNOWN and KNOWN[flag].content == "json":
+        with suppress(ValueError):  # whoever reads it says what is wrong
+            return json.loads(value)
+    return value
+
+
 def changed_files(before, now):
     """Names of the files of models that differ."""
     names = set()
@@ -101,11 +139,11 @@ def changed_files(before, now):
     return ", ".join(sorted(names)) or "number of models"
 
 
-def digests(args):
-    """{flag: digests} of the models and files that decide what a run learns; a checkpoint keeps them."""
+def content(args):
+    """What a checkpoint keeps of a run: its program, and {flag: digests} of the models and files it reads."""
     if int(os.environ.get("RANK", 0)):  # the first rank reads, and speaks
         return {}
-    found = {}
+    found = dict(program=program(args))
     for flag, value in vars(args).items():
         if flag not in MODELS and flag not in FILES:
             continue

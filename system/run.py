@@ -21,7 +21,7 @@ from system.arguments import fail
 from system.checkpoints import load_checkpoint, read_state, write_checkpoint
 from system.files import json_line, replacing
 from system.ranks import all_reduce, leave, ranks_on
-from system.resume import digests, open_run
+from system.resume import content, open_run
 from system.tracker import TEXTS, open_tracker
 
 END = timedelta(minutes=1)  # that ranks wait for one another at the end of the process
@@ -45,7 +45,7 @@ class Run:
         self.state = read_state(self.checkpoint) if self.checkpoint else dict(step=0)
         self.step = self.state.pop("step")
         self.state.pop("content", None)
-        self.digests = digests(args)  # now: files may change later
+        self.content = content(args)  # now: files may change later
         self.unsaved = None  # the state of the last whole step that is in no checkpoint yet
         self.seconds = {}  # of the last checkpoint, for the timing of the step after it
         self.signal = 0  # its number
@@ -69,9 +69,9 @@ class Run:
         self.say(summary)
         if self.step < total_steps:
             return
-        if self.checkpoint.parents[1] != self.out.resolve():
+        if self.step > total_steps or self.checkpoint.parents[1] != self.out.resolve():
             steps = f"{self.step} steps, and this run has {total_steps}"
-            fail(f"--resume {self.args.resume} has {steps}: pass more, by --total_steps or --total_epochs")
+            fail(f"{self.checkpoint} has {steps}: pass more, by --total_steps or --total_epochs")
         self.say_end()
         sys.exit()
 
@@ -131,11 +131,11 @@ class Run:
         return time.perf_counter() - self.begin
 
     def updated(self, **state):
-        """The weights are those of a whole step: from here on it is saved, whatever ends the run.
+        """The weights are of a whole step that has passed its checks: whatever ends the run, it is saved.
 
         state: `self.state` of a run that resumes here.
         """
-        self.unsaved = dict(state, step=self.step, content=self.digests)
+        self.unsaved = dict(state, step=self.step, content=self.content)
 
     def forget(self):
         """An update has begun: until `updated` the weights belong to no step, and are not saved."""
@@ -250,13 +250,20 @@ def clean(out, step, args):
     kept = ""
     if step and metrics.exists():
         for line in metrics.read_text().splitlines():
-            whole = line.endswith("}")  # one may be cut short
-            if whole and json.loads(line)["training/global_step"] <= step:
+            if step_of(line) <= step:
                 kept += f"{line}\n"
     with replacing(metrics) as new:
         new.write_text(kept)
     with replacing(out / "args.json") as new:
         new.write_text(json.dumps(asdict(args), indent=2))
+
+
+def step_of(line):
+    """The step of a line of metrics.jsonl; infinity for a line that is none, as one that was cut short."""
+    try:
+        return json.loads(line)["training/global_step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def learning_rate(peak, step, total_steps, warmup_steps, schedule, decay_steps=0):

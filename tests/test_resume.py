@@ -6,20 +6,21 @@ import shutil
 import subprocess
 import sys
 from ast import literal_eval
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, load_weights, metrics, same
+from conftest import ROOT, each, load_weights, make_args, metrics, same
 from conftest import changed as differ
 from conftest import run as launch
 
-from algos import grpo
+from algos import agent, dapo, distill, dpo, grpo, grpo_nano, ppo, rm, sft
 from data_prep.lib.schema import write_parquet
 from docs.flags import flags
 from system import checkpoints, files, resume
+from system.run import clean
 
 # flags of grpo.py that may change: rate and schedule, steps, frequencies, validation, tracker, memory, ranks
 MAY = set(
@@ -41,6 +42,7 @@ def changed(args, name):
     return replace(args, **{name: kinds[type(value)]()})
 
 
+SAMPLED = "grpo", "grpo_nano", "dapo", "ppo", "agent", "distill"
 PAGE = ROOT / "docs/guides/resume.md"
 
 
@@ -68,8 +70,8 @@ def begun(tmp_path, monkeypatch):
     for name in ("tokenizer", "config", "generation_config", "processor_config"):
         (model / f"{name}.json").write_text('{"x": 1, "y": {}}')
     write(tmp_path, [dict(x=[1, None]), dict(x=None)] * 700)
-    (tmp_path / "reward.py").write_text("import os, helper\nfrom own import *\nREADS = ('JUDGE', 'RULES')")
-    (tmp_path / "helper.py").write_text("def f():\n    from own.deep import x")
+    (tmp_path / "reward.py").write_text("import os, helper\nfrom own import *\nREADS: tuple = ('JUDGE',)")
+    (tmp_path / "helper.py").write_text("A = READS = 1, 'RULES'\ndef f():\n    from own.deep import x")
     (tmp_path / "own").mkdir()
     for name in ("template.jinja", "own/__init__.py", "own/deep.py", "rules.txt"):
         (tmp_path / name).write_text("x")
@@ -81,8 +83,8 @@ def begun(tmp_path, monkeypatch):
     step.mkdir(parents=True)
     forget()
     assert resume.open_run(args) is None
-    (tmp_path / "run/args.json").write_text(json.dumps(vars(args)))
-    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, content=resume.digests(args))))
+    (tmp_path / "run/args.json").write_text(json.dumps(asdict(args)))
+    (step / "trainer_state.json").write_text(json.dumps(dict(step=1, content=resume.content(args))))
     (step.parent / "latest").symlink_to(step.name)
     return args
 
@@ -161,10 +163,49 @@ def test_names_and_spelling_do_not_count(begun, tmp_path, monkeypatch):
     write(moved, [dict(x=[1, None]), dict(x=None)] * 700, compression="zstd", row_group_size=90)
     forget()
     own = dict(train_files=("moved/rows.parquet",), chat_template="moved/template.jinja")
+    own["chat_template_kwargs"] = " { } "
     args = replace(begun, model="own/name", reward_fn=(f"{moved}/reward.py:score",), **own)
     assert resume.open_run(args).name == "step_000001"
     with pytest.raises(SystemExit, match="--reward_fn"):
         resume.open_run(replace(args, reward_fn=(f"{moved}/reward.py:other",)))
+
+
+TRAINERS = sft, rm, dpo, grpo_nano, dapo, ppo, agent, distill
+
+
+@each(*TRAINERS)
+def test_a_run_of_another_script_is_not_resumed(script, begun, tmp_path):
+    """Not in its directory and not from its checkpoint, whatever the flags; its weights are named."""
+    latest = f"{begun.output_dir}/checkpoints/latest"
+    name = f"{script.__name__.rpartition('.')[2]}.py"
+    for where, what in (
+        (dict(output_dir=begun.output_dir), f"--output_dir {begun.output_dir} holds"),
+        (dict(output_dir=f"{tmp_path}/new", resume=latest), f"--resume {latest} is of"),
+    ):
+        args = make_args(script, model=begun.model, train_files=begun.train_files, **where)
+        line = f"error: {what} a run of grpo.py, this is {name}: choose another --output_dir; its weights are"
+        with pytest.raises(SystemExit, match=f"^{re.escape(line)} {re.escape(latest)}/hf$"):
+            resume.open_run(args)
+
+
+def test_flags_of_one_side_count(begun, tmp_path):
+    """A run of a version with a flag that is gone, and one from before a flag: then it had its default."""
+    file = tmp_path / "run/args.json"
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in saved.items() if key != "kl_kind"}))
+    assert resume.open_run(begun)
+    with pytest.raises(SystemExit, match="--kl_kind k3 there, k1 now"):
+        resume.open_run(replace(begun, kl_kind="k1"))
+    file.write_text(json.dumps(saved | dict(gone=2)))
+    with pytest.raises(SystemExit, match="--gone 2 there, None now"):
+        resume.open_run(begun)
+
+
+def test_what_is_no_line_of_metrics_goes(tmp_path):
+    lines = '{"training/global_step": 1}', "{}", "[1]", '{"training/global_step": 2}', '{"training/glo', "}"
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    clean(tmp_path, 1, make_args(grpo))
+    assert (tmp_path / "metrics.jsonl").read_text() == f"{lines[0]}\n"
 
 
 def test_a_run_that_begins_from_another_has_its_arguments(begun, tmp_path):
@@ -254,6 +295,11 @@ def test_whatever_ends_a_step_after_its_update(names, tiny, arithmetic, tmp_path
         models = {path.parent.name for path in (ended / "checkpoints/latest").glob("*/config.json")}
         for part in models:
             assert not differ(*(out / "checkpoints/latest" / part for out in (straight, ended))), (name, part)
+        out = tmp_path / name / "rejected"
+        if name in SAMPLED:
+            assert f"REJECTED|{name}|{['error: step 2 is rejected'] * 2}\n" in done.stdout
+            assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step_000001"]
+            assert list(metrics(out)) == [0, 1]
 
 
 def test_one_rank_that_ends_alone_does_not_wait_for_ever(tiny, arithmetic, tmp_path):

@@ -1,10 +1,11 @@
 """Scores a batch of responses, in this process or in a pool."""
 
+import copy
 import itertools
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 
 from rewards import check_sources, compute_score, row_check
@@ -13,6 +14,7 @@ from rewards.manager.combined import parts_of
 from rewards.manager.failures import check_environments, check_failures, check_results, demote_failures
 from rewards.manager.samples import print_samples, validation_metrics, validation_summary
 from rewards.manager.worker import Worker
+from system.plugins import guest
 
 __all__ = ["RewardManager", "check_environments", "check_failures", "check_results", "demote_failures"]
 __all__ += ["validation_metrics", "validation_summary"]
@@ -53,7 +55,9 @@ class RewardManager:
         tables: Rows of data_prep/lib/cache.py. What is checked: see `faults`.
         """
         sources = set().union(*(rows.unique("data_source") for rows in tables))
-        for fault in self.faults(sources, itertools.chain(*tables)):
+        with closing(self.faults(sources, itertools.chain(*tables))) as faults:
+            fault = next(faults, None)
+        if fault:
             raise fault
 
     def faults(self, sources, rows):
@@ -65,15 +69,16 @@ class RewardManager:
         if compute_score in functions:
             check_sources(sources)
         checks = [*filter(None, map(row_check, functions))]
-        for row in rows if checks else ():
-            source = row["data_source"]
-            truth = row["reward_model"].get("ground_truth")
-            try:
-                for check in checks:
-                    check(source, truth, row["extra_info"])
-            except (ValueError, TypeError, LookupError, AttributeError) as error:
-                name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                yield ValueError(f"row {row['index']}, data_source {source!r}: {name}{error}")
+        with guest("check_row"):
+            for row in rows if checks else ():
+                source = row["data_source"]
+                truth = row["reward_model"].get("ground_truth")
+                try:
+                    for check in checks:
+                        check(*copy.deepcopy((source, truth, row["extra_info"])))
+                except (ValueError, TypeError, LookupError, AttributeError) as error:
+                    name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                    yield ValueError(f"row {row['index']}, data_source {source!r}: {name}{error}")
 
     def score(self, rows, groups=None):
         """Score dicts with data_source, solution_str, ground_truth, extra_info.

@@ -1,6 +1,7 @@
 """How a reward is called: for one response or for a group, awaited if it is `async def`; what it returned."""
 
 import asyncio
+import copy
 import functools
 import inspect
 import json
@@ -12,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from inspect import isawaitable, signature
 from pathlib import Path
 from unittest import mock
+
+from system.plugins import guest
 
 # Parameter -> the key of a row that it gets
 ONE = {name: name for name in ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")}
@@ -49,12 +52,12 @@ def keys(function):
 
 
 def arguments(function, rows, earlier):
-    """The arguments of one call. rows: those of a group, or a single one."""
+    """The arguments of one call, its own copies. rows: those of a group, or a single one."""
+    rows = [dict(extra_info=None, prompt=None) | copy.deepcopy(row) for row in rows]
     if not sees_group(function):
-        row = dict(extra_info=None, prompt=None) | rows[0]
-        return {name: row[key] for name, key in keys(function).items()}
+        return {name: rows[0][key] for name, key in keys(function).items()}
     found = {name: [row.get(key) for row in rows] for name, key in keys(function).items()}
-    return found | ({EARLIER: earlier} if EARLIER in signature(function).parameters else {})
+    return found | ({EARLIER: copy.deepcopy(earlier)} if EARLIER in signature(function).parameters else {})
 
 
 def kept_alive():
@@ -106,7 +109,7 @@ def call_here(function, calls, timeout_s, at_once):
 
     Those of an `async def` wait for each other's answers, so many at once; each has timeout_s seconds.
     """
-    with kept_alive():
+    with guest(name_of(function)), kept_alive():
         returned = [begin(function, *call) for call in calls]
     waits = {i: x for i, x in enumerate(returned) if isawaitable(x)}
 
@@ -127,10 +130,10 @@ def call_here(function, calls, timeout_s, at_once):
 
         await asyncio.gather(*map(wait_for, waits))
 
-    if waits:
-        with kept_alive():
+    with guest(name_of(function)), kept_alive():
+        if waits:
             awaited(wait_for_all())
-    return [end(function, rows, x) for (rows, _), x in zip(calls, returned, strict=True)]
+        return [end(function, rows, x) for (rows, _), x in zip(calls, returned, strict=True)]
 
 
 def call_once(function, rows, earlier):
@@ -215,16 +218,26 @@ def failed(error, function=None):
     return {"score": 0.0, "failure": text + (_where(error, function) if function else "")}
 
 
-def _where(error, function):
-    """The last line of the reward's own folder that the exception has passed, or the reward's name."""
+def own_file(function):
+    """The name of a reward, and the file that defines it; None: it has none."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
     name = getattr(function, "__name__", type(function).__name__)
-    file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
-    if not file:
-        return f" ({name})"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if Path(frame.filename).parent == Path(file).parent:
-            return f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return f" ({Path(file).name}:{name})"
+    return name, getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
+
+
+def name_of(function):
+    """FILE.py:NAME, for people."""
+    name, file = own_file(function)
+    return f"{Path(file).name}:{name}" if file else name
+
+
+def _where(error, function):
+    """The last line of the reward's own folder that the exception has passed, or the reward's name."""
+    _, file = own_file(function)
+    if file:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if Path(frame.filename).parent == Path(file).parent:
+                return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return f" ({name_of(function)})"

@@ -22,7 +22,7 @@ import time
 
 import cloudpickle
 
-from system.plugins import load_file
+from system import plugins
 
 START_S = 120  # limit for starting Python and importing the function; the time of a call begins after that
 MEMORY_MB = 4096  # address space of the process of `call_in_worker`
@@ -158,6 +158,7 @@ def still_at_work():
 
 
 def serve(fd, memory_mb):
+    plugins.at_work.append("this process")  # nobody else has it
     if memory_mb:
         with contextlib.suppress(ValueError):  # macOS refuses any such limit
             resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
@@ -244,4 +245,4 @@ def unpickled(data):
     return pickle.loads(data)
 
 
-_loaded = functools.cache(load_file)
+_loaded = functools.cache(plugins.load_file)

@@ -61,19 +61,41 @@ def trajectories(talk, args, *rest, **sampling):
     return [row | dict(turns=1, messages=[], cut_observations=0) for row in rows], 0.0
 
 
-def runs(name, model, data, out):
-    """Runs of a trainer -> how often the second one was ended."""
-    global at
+def without_sampler(name):
+    """A trainer, with what answers its prompts made up."""
     script = import_module(f"algos.{name}")
     script.setup_distributed = ranks.setup_distributed
     if FLAGS[name].startswith(NANO):
         script.build_engine, script.check_sampler = lambda *_: None, lambda *_: {}
         script.awake, script.rollout, script.trajectories = dapo_loop.awake, dapo_loop.rollout, trajectories
         script.EnvPool = lambda *_: SimpleNamespace(tools=[], parser=None, calls_tools=False)
+    return script
+
+
+def alone(model):
+    """All runs in one process, with one tokenizer."""
+    run.leave = lambda _: None
+    mesh = ranks.setup_distributed()
+    ranks.setup_distributed = lambda *_: mesh
+    metrics.matmul_speed = lambda dtype: 1e12
+    dapo_loop.tokenizer = import_module("algos.grpo").load_processor(model)
+    # in dapo.py some are left over for the next step
+    dapo_loop.groups = [dapo_loop.MIXED] * 3 + [dapo_loop.ALL_WRONG] * 2 + [dapo_loop.MIXED] * 9
+
+
+def words_of(name, model, data, out):
     words = f"--model {model} --train_files {data} --val_files {data} --train_batch_size 4 --test_freq 1"
     words += f" --total_steps {STEPS} --output_dir {out} {FLAGS[name].replace('MODEL', model)}"
-    words += f" --reward_fn {sys.path[0]}/tests/dapo_reward.py:starts_with_one" * (SFT not in FLAGS[name])
-    args = script.Args(**script.parse(script.Args, words.split()))
+    return words + f" --reward_fn {sys.path[0]}/tests/dapo_reward.py:starts_with_one" * (
+        SFT not in FLAGS[name]
+    )
+
+
+def runs(name, model, data, out):
+    """Runs of a trainer -> how often the second one was ended."""
+    global at
+    script = without_sampler(name)
+    args = script.Args(**script.parse(script.Args, words_of(name, model, data, out).split()))
     for number in (None, *range(STEPS)):
         at, which = number, "straight" if number is None else "ended"
         try:
@@ -87,21 +109,42 @@ def runs(name, model, data, out):
                 return number
 
 
+def rejected(name, model, data, out):
+    """What a run says whose second step its check rejects, and what its second start says."""
+    global at
+    at = None
+    script = without_sampler(name)
+    script.check_sampler = reject
+    words = words_of(name, model, data, out)
+    said = []
+    for _ in range(2):
+        try:
+            script.main(script.Args(**script.parse(script.Args, f"{words} --save_freq 1".split())))
+        except SystemExit as stop:
+            said.append(stop.code)
+    return said
+
+
+def reject(*arguments):
+    step = arguments[-1]
+    if step == 2:
+        raise SystemExit(f"error: step {step} is rejected")
+    return {}
+
+
 def main(model, data, pairs, out, *names):
     run.Run.updated, run.Run.save = updated, save
-    run.leave = lambda _: None  # one process for all runs
-    mesh = ranks.setup_distributed()
-    ranks.setup_distributed = lambda *_: mesh
-    metrics.matmul_speed = lambda dtype: 1e12
-    dapo_loop.tokenizer = import_module("algos.grpo").load_processor(model)
-    # in dapo.py some are left over for the next step
-    dapo_loop.groups = [dapo_loop.MIXED] * 3 + [dapo_loop.ALL_WRONG] * 2 + [dapo_loop.MIXED] * 9
+    alone(model)
     for name in names:
         orders.clear()
         times = runs(name, model, pairs if name in ("rm", "dpo") else data, f"{out}/{name}")
         assert name == "dapo" or orders[0] != orders[1], name
         assert all(sorted(order) == [*range(len(order))] for order in orders.values()), name
         print("ENDED", name, times, sep="|", flush=True)
+        if FLAGS[name].startswith(NANO):
+            print(
+                "REJECTED", name, rejected(name, model, data, f"{out}/{name}/rejected"), sep="|", flush=True
+            )
     os._exit(0)
 
 

@@ -1,0 +1,74 @@
+"""A reward that does, at import and in each call, whatever a user's code might do to the process of a run."""
+
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+
+def misbehave():
+    os.chdir(tempfile.gettempdir())
+    os.environ.clear()
+    os.environ["WORLD_SIZE"] = "7"
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(3)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(1)
+    sys.setrecursionlimit(2000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+    for number in (1, 2):
+        with suppress(OSError):
+            os.close(number)
+
+
+misbehave()
+
+
+def before(solution_str, extra_info, **_):
+    return float("split" in extra_info) * solution_str.startswith("1")
+
+
+after = calm = calm_too = also_calm = before
+
+
+def score(solution_str, extra_info, **_):
+    found = before(solution_str, extra_info)
+    extra_info.clear()
+    misbehave()
+    return found
+
+
+async def score_async(solution_str, extra_info, **_):
+    return score(solution_str, extra_info)
+
+
+def score_group(solution_strs, extra_infos, results, **_):
+    results.clear()
+    return [*map(score, solution_strs, extra_infos)]
+
+
+def digits(solution_str, **_):
+    misbehave()
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+
+
+class Env:
+    def step(self, text):
+        misbehave()

@@ -1,0 +1,114 @@
+"""What a reward or an environment does to its process changes nothing of a run."""
+
+import os
+import re
+import sys
+
+import numpy.random  # noqa: F401 - whose state a guest may change
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, changed, hf, run, same
+
+from rewards.manager import RewardManager
+from rewards.manager.combined import load_rewards
+from system import plugins
+from tests.workers.guests import KINDS
+
+REWARD = ROOT / "tests/guest_reward.py"
+TRAINERS = "grpo", "grpo_nano", "dapo", "ppo", "agent", "distill"
+
+
+@pytest.mark.parametrize("ranks", (0, 2))
+def test_every_trainer_with_a_bad_guest(ranks, tiny, arithmetic, tmp_path):
+    """At import and in its calls: metrics and weights are those of a plain reward."""
+    worker = ROOT / "tests/workers/guests.py"
+    run(worker, tiny, arithmetic / "val.parquet", tmp_path, *TRAINERS, ranks=ranks)
+    for name in TRAINERS:
+        calm, bad = tmp_path / name / "calm", tmp_path / name / "bad"
+        same(calm, bad)
+        assert not changed(hf(calm), hf(bad))
+
+
+def test_generate_and_eval_with_a_bad_guest(tiny, arithmetic, tmp_path):
+    """Their paths are relative, to `/` in `run`."""
+    relative = tmp_path.relative_to("/")
+    flags = "--max_response_length 8 --n_samples 2 --temperature 1".split()
+    for ranks, env in ((0, []), (2, ["--env", f"{REWARD}:Env"])):
+        files = (
+            "--model",
+            tiny,
+            "--data",
+            arithmetic / "val.parquet",
+            "--output",
+            relative / f"{ranks}.parquet",
+        )
+        run(ROOT / "algos/generate.py", *files, *flags, *env, ranks=ranks)
+    tables = [pq.read_table(tmp_path / f"{ranks}.parquet") for ranks in (0, 2)]
+    assert tables[0].column("responses") == tables[1].column("responses")
+    found = []
+    for kind, names in KINDS.items():
+        rewards = "--reward_fn", *(f"{REWARD}:{name}" for name in names.split())
+        files = "--data", relative / "2.parquet", "--output", relative / kind
+        done = run(ROOT / "algos/eval.py", *files, *rewards)
+        written = sorted(path.name for path in (tmp_path / kind).iterdir())
+        found.append((re.sub(r"guest_reward\.\w+", "", done.stdout), written))
+    assert found[0] == found[1] and found[0][1]
+
+
+@pytest.mark.parametrize("mode", ("naive", "prime"))
+def test_a_row_is_not_what_a_reward_makes_of_it(mode, tmp_path):
+    """Two responses share the row of their prompt; each reward, and each call, gets it as it was."""
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "def first(solution_str, extra_info, ground_truth, **_):\n"
+        "    ground_truth.clear()\n"
+        "    return float(extra_info.pop('target') == solution_str)\n"
+        "def of_group(solution_strs, extra_infos, prompts, results, **_):\n"
+        "    prompts[0].clear(), results[0].clear()\n"
+        "    return [float(info.popitem()[1] == text) for info, text in zip(extra_infos, solution_strs)]\n"
+        "def last(extra_info, prompt, ground_truth, **_):\n"
+        "    return float(bool(extra_info and prompt and ground_truth))\n"
+    )
+    names = "first", "of_group", "last"
+    manager = RewardManager(mode, load_rewards([f"{file}:{name}" for name in names], (), group_size=2))
+    prompt = [dict(role="user", content="q")]
+    row = dict(data_source="x", ground_truth=["a"], extra_info=dict(target="a"), prompt=prompt)
+    results = manager.score([dict(row, solution_str="a"), dict(row, solution_str="b")], groups=[0, 0])
+    expected = [{f"score/rewards.{name}": 1.0 for name in names} | dict(score=3.0)]
+    expected += [{f"score/rewards.{name}": float(name == "last") for name in names} | dict(score=1.0)]
+    assert results == expected
+
+
+def test_guests_have_settings_of_their_own():
+    own = plugins.read_settings(), dict(os.environ), sys.stdin, sys.stdout, sys.stderr
+    reward = plugins.load_from(f"{REWARD}:score", "--reward_fn")
+    with plugins.guest("score"):
+        theirs = plugins.read_settings()
+        assert os.environ["WORLD_SIZE"] == "7" and "PATH" not in os.environ
+        different = {key for key, value in theirs.items() if not plugins.same(value, own[0].get(key))}
+        reward("x", {})
+    assert len(different) == 12
+    now = plugins.read_settings(), dict(os.environ), sys.stdin, sys.stdout, sys.stderr
+    assert now[1:] == own[1:]
+    for key, value in own[0].items():
+        assert repr(now[0][key]) == repr(value), key
+    with plugins.guest("calm"):
+        os.chdir("/")
+        for key, value in own[0].items():
+            plugins.put(key, value)
+
+
+def test_what_cannot_be_put_back_names_the_guest(tmp_path, monkeypatch):
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    file = tmp_path / "reward.py"
+    file.write_text(
+        f"import os\ndef gone(**_):\n    os.chdir('/')\n    os.rmdir({str(place)!r})\n    return 1.0"
+    )
+    manager = RewardManager("naive", load_rewards([f"{file}:gone"], ()))
+    row = dict(data_source="x", solution_str="", ground_truth="", extra_info={}, prompt=[])
+    with pytest.raises(
+        SystemExit, match=r"^error: reward.py:gone has changed what cannot be put back: os.chdir: "
+    ):
+        manager.score([row])
