@@ -99,6 +99,10 @@ class Run:
             clean(self.out, self.step, self.args)
             self.track = open_tracker(self.args, self.step)
         self.say(f"{self.total} steps, {ranks_on(lm)}")
+        self.first = self.step + 1
+        self.between = min(self.args.save_freq or self.total, self.total)  # steps, of two checkpoints
+        save = min(self.step - self.step % self.between + self.between, self.total)
+        self.say(f"the next checkpoint comes after step {save}")
         if self.checkpoint:
             self.say(f"resumed from {self.checkpoint}")
 
@@ -196,10 +200,20 @@ class Run:
             return
         with (self.out / "metrics.jsonl").open("a") as file:
             file.write(json_line(metrics))
+        if self.step == self.first and "timing_s/step" in metrics:
+            self.say(self.at_stake(metrics["timing_s/step"]))
         postfix = {short: f"{metrics[name]:.4g}" for short, name in shown.items()}
         self.bar.set_postfix(postfix, refresh=False)
         self.bar.update(self.step - self.bar.n)
         self.track(metrics, self.step)
+
+    def at_stake(self, seconds):
+        """How much work a kill may cost, by the seconds of a step."""
+        hours = self.between * seconds / 3600
+        text = f"a step takes {seconds:.1f} s: a kill costs {self.between} steps at most, "
+        if hours <= 1:
+            return f"{text}{60 * hours:.0f} minutes"
+        return f"warning: {text}{hours:.1f} hours; one hour is --save_freq {max(int(3600 / seconds), 1)}"
 
     def save(self):
         """Write a checkpoint. Its seconds are in the timing of the next step."""

@@ -300,6 +300,7 @@ class Tracked:
     tracker: str = "none"
     resume: str = "auto"
     model: str = "hub/name"
+    save_freq: int = 50
 
 
 @dataclass
@@ -407,6 +408,37 @@ def test_a_run_without_a_step_left_loads_nothing(total, tmp_path, capsys):
     for line in lines[done:]:
         assert line.startswith(nothing_to_train)
     assert lines[0] is None or not done
+
+
+@pytest.mark.parametrize(
+    ("done", "freq", "seconds", "first", "cost"),
+    [
+        (0, 50, 100, 50, "warning: a step takes 100.0 s: a kill costs 50 steps at most, 1.4 hours; one hour"),
+        (
+            0,
+            50,
+            9000,
+            50,
+            "warning: a step takes 9000.0 s: a kill costs 50 steps at most, 125.0 hours; one hour",
+        ),
+        (51, 50, 12, 100, "a step takes 12.0 s: a kill costs 50 steps at most, 10 minutes"),
+        (0, 0, 12, 120, "a step takes 12.0 s: a kill costs 120 steps at most, 24 minutes"),
+        (119, 500, 12, 120, "a step takes 12.0 s: a kill costs 120 steps at most, 24 minutes"),
+    ],
+)
+def test_a_run_says_what_a_kill_costs(done, freq, seconds, first, cost, tmp_path, monkeypatch):
+    monkeypatch.setattr("system.run.ranks_on", lambda _: "2 ranks")
+    monkeypatch.setattr(logging.getLogger("rewards"), "handlers", [])
+    run = Run(Tracked(str(tmp_path / "run"), save_freq=freq))
+    run.step = done
+    run.total = 120
+    run.start(None)
+    for run.step in (done + 1, done + 2):
+        run.log({"timing_s/step": float(seconds)})
+    log = (tmp_path / "run/log.txt").read_text()
+    assert f"the next checkpoint comes after step {first}\n" in log and log.count(cost) == 1
+    if "hour" in cost:
+        assert f"one hour is --save_freq {max(3600 // seconds, 1)}\n" in log
 
 
 def test_a_signal_long_after_the_first_ends_the_run(tmp_path, monkeypatch):
