@@ -294,7 +294,6 @@ def load_model(args, mesh, device):
     config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
-    lm.config.dtype = config.dtype or torch.float32  # the dtype of hf/
     prepare_layers(lm, args.gradient_checkpointing, eager=states_apart(lm))
     policy = TokenLogps(lm, attention == "packed")
     precision = MixedPrecisionPolicy(getattr(torch, args.compute_dtype), reduce_dtype=torch.float32)
@@ -313,7 +312,9 @@ def load_model(args, mesh, device):
         if full:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, 0)
-    if full:  # saved with the weights: it may name more EOS tokens
+    if full:  # saved with the weights; the generation config may name more EOS tokens
+        lm.config.dtype = full.config.dtype
+        lm.file_dtypes = full.file_dtypes
         lm.generation_config = full.generation_config
     return policy
 

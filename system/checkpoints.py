@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 
 from system.arguments import fail
 from system.families import add_older_names, save_tokenizer
+from system.ranks import of_first
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -65,10 +66,11 @@ def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, who
     content = checkpointed(models, optimizers)
     weights = {name: {} for name in models}
     for name, lm in models.items():
-        for key, x in whole_weights(lm, lm.config.dtype):
+        for key, x in whole_weights(lm, torch.float32):
             if rank0:  # it also held the whole model when it was loaded
-                weights[name][key] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    problem = [None]
+                dtype = lm.file_dtypes.get(key, lm.config.dtype) if x.is_floating_point() else x.dtype
+                weights[name][key] = x.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    problem = None
     try:
         if rank0:
             shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
@@ -82,11 +84,11 @@ def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, who
             (path / "trainer_state.json").write_text(json.dumps(state))
             point_latest_at(path, keep)
     except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
-        problem = [in_one_line(error)]
-    dist.broadcast_object_list(problem)
-    if problem[0]:
+        problem = in_one_line(error)
+    problem = of_first(problem)
+    if problem:
         free = f"{shutil.disk_usage(root.parent).free / 2**30:.1f} GiB are free"
-        fail(f"{path} cannot be written: {problem[0]}; {free}")
+        fail(f"{path} cannot be written: {problem}; {free}")
     return path
 
 

@@ -13,15 +13,18 @@ import sys
 from contextlib import suppress
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import cached_file
@@ -194,7 +197,8 @@ def from_files(auto, model, **changes):
     Its configuration says that weights are tied only if the files have them once. That of Mistral Small 3.1
     says nothing of its output layer, and transformers takes that for tied.
     """
-    options = dict(dtype="auto") | dequantised(AutoConfig.from_pretrained(model)) | changes
+    whole = dequantised(AutoConfig.from_pretrained(model))
+    options = dict(dtype="auto") | whole | changes
     lm, found = auto.from_pretrained(model, output_loading_info=True, **options)
     if missing := sorted({*found["missing_keys"]} - {"score.weight"}):  # a new critic's head is random
         fail(f"{model}: its files lack weights of the model, {len(missing)} in all, such as {missing[0]}")
@@ -204,7 +208,50 @@ def from_files(auto, model, **changes):
         lm.apply(QuantizationMetadata.clear_quantization)  # scales
     if len(lm.all_tied_weights_keys) < len(lm.get_expanded_tied_weights_keys(all_submodels=True)):
         lm.config.tie_word_embeddings = False
+    lm.file_dtypes = {}
+    if not whole:
+        found = weights_of_files(model)
+        lm.file_dtypes = {name: x.dtype for name, (_, x) in found.items()}
+        say_left_out(lm, model, found)
+        if "quantization_config" not in changes:
+            read_rounded(lm, found)
     return lm
+
+
+def weights_of_files(model):
+    """{name: (file, weight on the meta device)} of a model's files."""
+    directory = Path(cached_file(model, "config.json")).parent
+    files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+    found = {}
+    for file in files:
+        for name, x in load_state_dict(str(file), map_location="meta").items():
+            found[name] = file, x
+    return found
+
+
+def say_left_out(lm, model, found):
+    """Say which weights of the files transformers does not load; buffers, which it makes itself, are none."""
+    patterns = lm._keys_to_ignore_on_load_unexpected or ()
+    lost = [
+        name for name, (_, x) in found.items() if x.dim() > 1 and any(re.search(y, name) for y in patterns)
+    ]
+    if lost:
+        print(f"{model}: {len(lost)} weights are neither trained nor saved: {lost[0]} ...", file=sys.stderr)
+
+
+def read_rounded(lm, found):
+    """Read again the weights that loading has rounded: its files have them in a wider dtype."""
+    own = lm.dtype
+    wide = {name for name, (_, x) in found.items() if torch.promote_types(x.dtype, own) != own}
+    convert = to_files(lm)
+    for name, x in lm.state_dict(keep_vars=True).items() if wide else ():
+        names = [*convert({name: x})]
+        if len(names) > 1 or names[0] not in wide or found[names[0]][0].suffix != ".safetensors":
+            continue
+        with safe_open(found[names[0]][0], "pt") as file:
+            exact = file.get_tensor(names[0])
+        if x.shape == exact.shape and torch.equal(exact.to(x.dtype), x):
+            x.data = exact
 
 
 def vllm_options(config, sees):

@@ -20,7 +20,7 @@ from system.arguments import fail
 from system.attention import packed_attention
 from system.gpu import compute_device, send
 from system.log_probs import log_probs
-from system.ranks import all_reduce
+from system.ranks import of_first
 
 
 class TokenLogps(nn.Module):
@@ -75,18 +75,17 @@ def read_model(path, attention, set_trained, sees_images=False, packing=True, be
     if packing and not sees_images:
         attention = packed_if_possible(attention, config, beside)
     auto = families.auto_class(config, scores="num_labels" in changes)
-    original_dtype = config.dtype or torch.float32
     full = None if dist.get_rank() else families.from_files(auto, path, **changes)
-    config.tie_word_embeddings = all_reduce([bool(full and full.config.tie_word_embeddings)]) == [1]
+    config.tie_word_embeddings = of_first(full and full.config.tie_word_embeddings)
+    dtypes = of_first(full and {name: x.dtype for name, x in full.state_dict().items()})
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
         for x in families.unused_weights(lm, sees_images).values():
             x.requires_grad_(False)
         set_trained(lm)
-        for p in lm.parameters():
+        for name, p in lm.named_parameters():
             if not p.requires_grad:
-                p.data = p.data.to(original_dtype)
-    lm.config.dtype = original_dtype  # the dtype of hf/
+                p.data = p.data.to(dtypes[name.replace(".base_layer", "")])
     if full:
         set_trained(full)
     return lm, full, attention == "packed"
@@ -123,7 +122,7 @@ def read_quantized(path, attention, set_trained, dtype, device, packing=True):
         if p.requires_grad:
             p.data = p.data.float()
     del lm.config.quantization_config  # hf/ has whole weights
-    lm.config.dtype = original_dtype or dtype
+    lm.config.dtype = original_dtype or next(iter(lm.file_dtypes.values()), dtype)
     return lm, attention == "packed"
 
 
@@ -191,7 +190,10 @@ def read_weights(lm, full):
         dist.broadcast(buffer, 0)
         layer, _, end = name.rpartition(".")
         setattr(lm.get_submodule(layer), end, buffer.to(compute_device()))
-    if full and lm.can_generate():  # saved with the weights: it may name more EOS tokens
+    if full:  # saved with the weights; the generation config may name more EOS tokens
+        lm.config.dtype = full.config.dtype
+        lm.file_dtypes = full.file_dtypes
+    if full and lm.can_generate():
         lm.generation_config = full.generation_config
 
 

@@ -60,6 +60,14 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return total.tolist()
 
 
+def of_first(value):
+    """An object that the first rank has, on all ranks."""
+    values = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def leave(code=0):
     """End the process together with the other ranks: the last call of a script."""
     # Python's own end would abort if a thread of gloo still has a tensor (pytorch PR 179291)

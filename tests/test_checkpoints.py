@@ -1,15 +1,17 @@
 """What a run keeps of a model: whole weights, adapters, checkpoints; with FSDP on one rank, in-process."""
 
+import json
 import os
 import shutil
 from itertools import product
 
 import pytest
 import torch
-from conftest import changed, load_policy, load_weights
+from conftest import changed, load_policy, load_weights, make_args
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from algos import grpo, grpo_nano
+from algos import dpo, grpo, grpo_nano
 from data_prep.tiny_model import make_tokenizer
 from system import checkpoints
 from system.batches import token_logps
@@ -67,6 +69,35 @@ def test_half_precision_is_trained_in_float32_and_saved_as_it_came(mesh, model, 
     assert not changed(half, hf) and {x.dtype for x in load_weights(hf).values()} == {torch.bfloat16}
     assert AutoConfig.from_pretrained(hf).dtype is torch.bfloat16
     assert len({path.stat().st_mode for path in hf.iterdir()}) == 1
+
+
+@pytest.mark.parametrize("said", ("config", "text_config", "nowhere"))
+@pytest.mark.parametrize("script", (grpo, grpo_nano, dpo))
+@pytest.mark.parametrize("family", ("deepseek_v3", "qwen3_next", "falcon_h1", "mistral3"))
+def test_each_weight_keeps_the_dtype_of_its_file(family, script, said, mesh, tmp_path):
+    """Every third is in float32 among bfloat16 ones; with adapters too, which say nothing yet."""
+    half = tmp_path / "half"
+    families.write(family, half)
+    [file] = half.glob("*.safetensors")
+    weights = load_weights(half)
+    for i, (name, x) in enumerate(sorted(weights.items())):
+        wide = i % 3 == 0 and "experts" not in name
+        weights[name] = x + 0.01 * torch.randn(x.shape) if wide else x.bfloat16()
+    save_file(weights, file, dict(format="pt"))
+    config = json.loads((half / "config.json").read_text())
+    for part, kind in ((config, "config"), (config.get("text_config", {}), "text_config")):
+        part["dtype"] = "bfloat16" if kind == said else None
+    (half / "config.json").write_text(json.dumps(config))
+    args = make_args(script, model=str(half), **dict(lora_rank=2) if script is dpo else {})
+    policy = load_policy(script, args, mesh)
+    assert all(x.dtype == torch.float32 for x in policy.parameters() if x.requires_grad)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad])
+    parts = dict(hf=policy.lm), optimizer, make_tokenizer(), script.whole_weights
+    checkpoints.write_checkpoint(tmp_path, args.model, 0, dict(step=1), *parts)
+    found = load_weights(tmp_path / "checkpoints/latest/hf")
+    assert found.keys() == weights.keys()
+    for name, x in weights.items():
+        assert found[name].dtype == x.dtype and torch.equal(found[name], x), name
 
 
 @pytest.fixture
