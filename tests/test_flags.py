@@ -19,3 +19,16 @@ def test_the_pages_on_other_libraries_have_the_table():
     for path, names in flags.OPTIONS.items():
         text = path.read_text()
         assert text == flags.with_options(text, names), "python docs/flags.py"
+
+
+def test_each_meaning_of_a_flag_has_a_row():
+    text = flags.table().lower()
+    for start in (
+        "| `--seed` | seed for sampling |",
+        "| `--lam` | share of the prompts",
+        "| `runs` | directories",
+    ):
+        assert start in text
+    for script, name, _, said, annotation in flags.all_flags():
+        if not script.startswith("data_prep/"):
+            assert f"| `{name}` | {flags.meaning(said, annotation)} |".lower() in text, (script, name)
