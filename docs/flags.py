@@ -26,9 +26,10 @@ A name without dashes is given without a flag: `report.py RUNS --output FILE`.
 
 A flag takes underscores or hyphens: `--max_prompt_length` and `--max-prompt-length` are one flag.
 A switch such as `--packing` is turned off by `--no_packing`.
-A flag of several values takes them separated by spaces.
+A flag of several values takes them separated by spaces; "empty" means no value.
 
-A default in brackets is that of the scripts after it. Names of several scripts:
+A flag without a default is required. In brackets: the default of some scripts.
+Names of several scripts:
 
 | Name | Scripts |
 |---|---|
@@ -44,9 +45,7 @@ TOOLS = "generate eval report export quantize".split()
 OF_ANY_FILE = ["data_prep/difficulty", "data_prep/inspect", "data_prep/rejection"]
 RL = "grpo dapo ppo agent distill".split()
 SETS = {  # names that stand for scripts, the largest first
-    "trainers": TRAINERS,
-    "trainers except nano": [name for name in TRAINERS if name != "grpo_nano"],
-    "RL with nano": ["grpo_nano", *RL],
+    "trainers": [name for name in TRAINERS if name != "grpo_nano"],
     "RL": RL,
     "RL except distill": RL[:-1],
     "offline": "sft rm dpo".split(),
@@ -62,7 +61,7 @@ def default_of(value):
     except ValueError:
         return ast.unparse(value).removeprefix("ROOT / ").strip("'")
     if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
+        return " ".join(map(str, value)) or "empty"
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)
@@ -135,11 +134,20 @@ def named(names):
     return ", ".join(words + [name.removeprefix("data_prep/") for name in left])
 
 
+def with_default(name, default):
+    """A flag as it is typed, with its default; a required flag has none."""
+    if default == "required":
+        return f"`{name}`"
+    if default in ("on", "off", "empty"):
+        return f"`{name}` ({default})"
+    return f"`{name} {default}`"
+
+
 def meaning(said, annotation):
     """A help text as a cell of a table, and the choices of the flag, unless the text names all of them."""
     text = said.replace("  ", " ").rstrip(".").replace("|", "\\|")
-    choices = choices_of(annotation)
-    if all(re.search(rf"\b{re.escape(x)}: ", text) for x in choices):
+    choices = [x for x in choices_of(annotation) if f"{x}: " not in text or x != "None"]
+    if all(re.search(rf"\b{re.escape(x)}\b", text) for x in choices):
         return text
     return f"{text} ({', '.join(f'`{x}`' for x in choices)})"
 
@@ -168,15 +176,15 @@ def table():
         text = meaning(said, annotation)
         uses = found.setdefault((name, text.lower()), (text, []))[1]
         uses.append((script, default))
-    lines = ["| Flag | Meaning | Default | Scripts |", "|---|---|---|---|"]
+    lines = ["| Flag and default | Meaning | Scripts |", "|---|---|---|"]
     for (name, _), (text, uses) in sorted(found.items(), key=lambda x: x[0][0].strip("-")):
         by_default = {}
         for script, default in uses:
             by_default.setdefault(default, []).append(script)
         usual, *others = sorted(by_default, key=lambda x: -len(by_default[x]))
-        defaults = f"`{usual}`"
-        defaults += "".join(f" (`{x}`: {named(by_default[x])})" for x in others)
-        lines.append(f"| `{name}` | {text} | {defaults} | {named([use[0] for use in uses])} |")
+        flag = with_default(name, usual)
+        flag += "".join(f" (`{x}`: {named(by_default[x])})" for x in others)
+        lines.append(f"| {flag} | {text} | {named([use[0] for use in uses])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -186,7 +194,7 @@ def table_of_data():
     for script, name, default, said, annotation in all_flags():
         if script != "data_prep/prepare" and of_one_script(script, name, default, said):
             more = [f"`{x}`" for x in choices_of(annotation) if x != default]
-            flag = f"`{name}` {default}" + (f" ({', '.join(more)})" if more else "")
+            flag = with_default(name, default) + (f" ({', '.join(more)})" if more else "")
             found.setdefault(script.removeprefix("data_prep/"), []).append(flag)
     lines = ["| Script | Flags with their defaults, and other choices |", "|---|---|"]
     lines += [f"| {script} | {', '.join(found[script])} |" for script in sorted(found)]
