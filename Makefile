@@ -6,7 +6,7 @@ BIN := .venv/bin
 .NOTPARALLEL:
 
 # the CPU environment, with Python 3.11 to 3.13: make test PYTHON=python3.12
-# on GPUs make .venv by hand: python3.11 -m venv .venv && .venv/bin/pip install -r requirements.txt && touch .venv/installed
+# on GPUs make .venv by hand: python3.11 -m venv --clear .venv && .venv/bin/pip install -r requirements.txt && touch .venv/installed
 .venv/installed: requirements-cpu.txt
 	sh install.sh
 

@@ -96,7 +96,7 @@ class Args:
     # tokens below max_response_length with a penalty from 0 to 1; None: a fifth of that length; 0: off
     overlong_buffer: int | None = None
     overlong_filtering: bool = False  # mask truncated responses out of the loss
-    policy_loss: str = "clip"  # clip; a name in algos/variants/, such as gspo; or FILE.py:NAME
+    policy_loss: str = "clip"  # clip; a name in algos/variants/, such as cispo; or FILE.py:NAME
     clip_ratio_low: float | None = None  # clip below 1 - this; None: default of the loss, of clip 0.2
     clip_ratio_high: float | None = None  # clip above 1 + this; None: default of the loss, of clip 0.28
     # average of token losses; None: default of the loss, of clip token-mean; ...-norm: Dr. GRPO

@@ -30,7 +30,7 @@ class Args:
     response_key: str = "responses"  # column of the responses: lists of strings of one length, or strings
     k: tuple[int, ...] = ()  # k of maj@k and, in the table, of pass@k; none: powers of two and all responses
     reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
-    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: the scorer of each row's data_source
+    reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
     reward_workers: int = 4  # processes of the prime manager
     reward_timeout_s: float = 30.0  # seconds for each response: with prime, or an async reward

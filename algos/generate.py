@@ -32,7 +32,7 @@ class Args:
     model: str  # directory of a run (its latest checkpoint), of a checkpoint or a model, or a hub name
     data: str  # parquet file of prompts
     output: str  # parquet file to write; it must not exist
-    prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string, the user's message
+    prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
     chat_template: str | None = None  # Jinja file in place of the model's chat template
     chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
     seed: int = 1  # seed for sampling

@@ -88,7 +88,7 @@ class Args:
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
-    policy_loss: str = "clip"  # clip; a name in algos/variants/, such as gspo; or FILE.py:NAME
+    policy_loss: str = "clip"  # clip; a name in algos/variants/, such as cispo; or FILE.py:NAME
     adv_estimator: str = "grpo"  # grpo, dr_grpo (no division by the std), rloo; or as --policy_loss
     clip_ratio_low: float | None = None  # clip below 1 - this; None: default of the loss, of clip 0.2
     clip_ratio_high: float | None = None  # clip above 1 + this; None: default of the loss, of clip 0.2

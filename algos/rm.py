@@ -46,10 +46,10 @@ class Args:
     train_files: tuple[str, ...]  # parquet files of training pairs; a column `margin`, if any, is used
     val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
-    chosen_key: str = "chosen"  # column of the better reply: chat messages, or a string (the assistant's)
-    rejected_key: str = "rejected"  # column of the worse reply: chat messages, or a string
-    max_length: int = 1024  # limit of prompt and reply together, in tokens
-    # pairs with equal, empty or too long replies, or whose template changes the prompt: stop, or drop
+    chosen_key: str = "chosen"  # column of the chosen response: messages, or a string (the assistant's)
+    rejected_key: str = "rejected"  # column of the rejected response: messages, or a string
+    max_length: int = 1024  # limit of prompt and response together, in tokens
+    # pairs with equal, empty or too long responses, or whose template changes the prompt: stop, or drop
     bad_pairs: Literal["error", "drop"] = "error"
     # ---- model
     model: str  # Hugging Face directory or hub name: a causal LM, or a sequence classifier with one label

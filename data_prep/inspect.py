@@ -59,9 +59,9 @@ class Args:
     tokenizer: str | None = None
     """Directory or hub name of a tokenizer; it counts tokens with its chat template.  None: characters."""
     chat_template: str | None = None
-    """Jinja file in place of its chat template."""
+    """Jinja file in place of the model's chat template."""
     chat_template_kwargs: str = "{}"
-    """Values of the template's variables, as JSON: {"enable_thinking": false}."""
+    """Values of its variables, as JSON: {"enable_thinking": false}."""
     reward_fn: tuple[str, ...] = ("rewards",)
     """FILE.py:NAME of a reward that will score the rows; rewards: the scorer of each row's data_source."""
 

@@ -7,7 +7,6 @@ python docs/flags.py
 import ast
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,24 +20,32 @@ OPTIONS = {  # pages with a table of options
 PAGE = ROOT / "docs/reference/flags.md"
 HEAD = """# Flags
 
-Every flag of every script, from its `Args`. `SCRIPT --help` prints the whole help, and what a flag takes.
+Every flag of every script, from its `Args`, with its whole help. Each meaning of a flag has a row.
+Names in brackets after a help are all that the flag takes.
+A name without dashes is given without a flag: `report.py RUNS --output FILE`.
 
 A flag takes underscores or hyphens: `--max_prompt_length` and `--max-prompt-length` are one flag.
 A switch such as `--packing` is turned off by `--no_packing`.
-A flag of several values takes them separated by spaces.
+A flag of several values takes them separated by spaces; "empty" means no value.
 
-A default in brackets is that of the scripts after it. Names of several scripts:
+A flag without a default is required. In brackets: the default of some scripts.
+Names of several scripts:
 
 | Name | Scripts |
 |---|---|
 """
+OF_DATA = """
+## Flags of one data script
+
+`python data_prep/SCRIPT.py --help` says what they mean. A data set also has the flags of "data sets" above.
+
+"""
 TRAINERS = "sft rm dpo grpo_nano grpo dapo ppo agent distill".split()
 TOOLS = "generate eval report export quantize".split()
+OF_ANY_FILE = ["data_prep/difficulty", "data_prep/inspect", "data_prep/rejection"]
 RL = "grpo dapo ppo agent distill".split()
 SETS = {  # names that stand for scripts, the largest first
-    "trainers": TRAINERS,
-    "trainers except nano": [name for name in TRAINERS if name != "grpo_nano"],
-    "RL with nano": ["grpo_nano", *RL],
+    "trainers": [name for name in TRAINERS if name != "grpo_nano"],
     "RL": RL,
     "RL except distill": RL[:-1],
     "offline": "sft rm dpo".split(),
@@ -54,14 +61,24 @@ def default_of(value):
     except ValueError:
         return ast.unparse(value).removeprefix("ROOT / ").strip("'")
     if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
+        return " ".join(map(str, value)) or "empty"
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)
 
 
+def choices_of(annotation):
+    """The values of a Literal, as they are typed; none for another type."""
+    for part in ast.walk(annotation):
+        if isinstance(part, ast.Subscript) and ast.unparse(part.value) == "Literal":
+            none = "None" if ast.unparse(annotation).endswith("| None") else ""
+            values = ast.literal_eval(part.slice)
+            return [*([values] if isinstance(values, str) else values), *([none] if none else [])]
+    return []
+
+
 def flags(path):
-    """[section, name, default, help] of the Args of a script, and of the Args that it is made from."""
+    """[section, name, default, help, annotation] of the Args of a script, and of those it is made from."""
     text = path.read_text()
     lines = text.splitlines()
     found = {}
@@ -86,7 +103,7 @@ def flags(path):
         said = said.removeprefix("#").strip() or " ".join(comments)
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             said = " ".join(following.value.value.split())
-        found[node.target.id] = [section, node.target.id, default_of(node.value), said]
+        found[node.target.id] = [section, node.target.id, default_of(node.value), said, node.annotation]
     return list(found.values())
 
 
@@ -117,28 +134,70 @@ def named(names):
     return ", ".join(words + [name.removeprefix("data_prep/") for name in left])
 
 
-def short(text):
-    """The first phrase of a help text."""
-    return re.split(r"; |\. ", text)[0].rstrip(".").replace("|", "\\|")
+def with_default(name, default):
+    """A flag as it is typed, with its default; a required flag has none."""
+    if default == "required":
+        return f"`{name}`"
+    if default in ("on", "off", "empty"):
+        return f"`{name}` ({default})"
+    return f"`{name} {default}`"
+
+
+def meaning(said, annotation):
+    """A help text as a cell of a table, and the choices of the flag, unless the text names all of them."""
+    text = said.replace("  ", " ").rstrip(".").replace("|", "\\|")
+    choices = [x for x in choices_of(annotation) if f"{x}: " not in text or x != "None"]
+    if all(re.search(rf"\b{re.escape(x)}\b", text) for x in choices):
+        return text
+    return f"{text} ({', '.join(f'`{x}`' for x in choices)})"
+
+
+def all_flags():
+    """[script, name as it is given, default, help, annotation] of every script; and of prepare.py."""
+    for script, path in scripts().items():
+        for _, name, default, said, annotation in flags(path):
+            dashes = "" if "Positional" in ast.unparse(annotation) else "--"
+            yield script, dashes + name, default, said, annotation
+
+
+def of_one_script(script, name, default, said):
+    """Whether a flag is of a script that makes data or models, and not of all data sets."""
+    base = {(f"--{row[1]}", *row[2:4]) for row in flags(ROOT / "data_prep/prepare.py")}
+    shared = script in data_scripts() and (name, default, said) in base
+    return script.startswith("data_prep/") and script not in OF_ANY_FILE and not shared
 
 
 def table():
+    """A row for each meaning of a flag; meanings that differ in case alone are one."""
     found = {}
-    for script, path in scripts().items():
-        if script == "data_prep/prepare":
+    for script, name, default, said, annotation in all_flags():
+        if script == "data_prep/prepare" or of_one_script(script, name, default, said):
             continue
-        for _, name, default, said in flags(path):
-            found.setdefault(name, []).append((script, default, said))
-    lines = ["| Flag | Meaning | Default | Scripts |", "|---|---|---|---|"]
-    for name, uses in sorted(found.items()):
-        meaning = Counter(short(said) for _, _, said in uses).most_common(1)[0][0]
+        text = meaning(said, annotation)
+        uses = found.setdefault((name, text.lower()), (text, []))[1]
+        uses.append((script, default))
+    lines = ["| Flag and default | Meaning | Scripts |", "|---|---|---|"]
+    for (name, _), (text, uses) in sorted(found.items(), key=lambda x: x[0][0].strip("-")):
         by_default = {}
-        for script, default, _ in uses:
+        for script, default in uses:
             by_default.setdefault(default, []).append(script)
         usual, *others = sorted(by_default, key=lambda x: -len(by_default[x]))
-        defaults = f"`{usual}`"
-        defaults += "".join(f" (`{x}`: {named(by_default[x])})" for x in others)
-        lines.append(f"| `--{name}` | {meaning} | {defaults} | {named([use[0] for use in uses])} |")
+        flag = with_default(name, usual)
+        flag += "".join(f" (`{x}`: {named(by_default[x])})" for x in others)
+        lines.append(f"| {flag} | {text} | {named([use[0] for use in uses])} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_of_data():
+    """A row for each script that makes data or models: its own flags, defaults and choices."""
+    found = {}
+    for script, name, default, said, annotation in all_flags():
+        if script != "data_prep/prepare" and of_one_script(script, name, default, said):
+            more = [f"`{x}`" for x in choices_of(annotation) if x != default]
+            flag = with_default(name, default) + (f" ({', '.join(more)})" if more else "")
+            found.setdefault(script.removeprefix("data_prep/"), []).append(flag)
+    lines = ["| Script | Flags with their defaults, and other choices |", "|---|---|"]
+    lines += [f"| {script} | {', '.join(found[script])} |" for script in sorted(found)]
     return "\n".join(lines) + "\n"
 
 
@@ -146,7 +205,8 @@ def page():
     names = [
         f"| {word} | {', '.join(x.removeprefix('data_prep/') for x in x)} |" for word, x in sets().items()
     ]
-    return HEAD + "\n".join(names) + "\n\n## All flags\n\n" + table()
+    text = HEAD + "\n".join(names) + "\n\n## All flags\n\n" + table()
+    return text + OF_DATA + table_of_data()
 
 
 def with_options(text, names):

@@ -27,7 +27,7 @@ FOREIGN = set(  # of torchrun, Slurm, Docker, pip and other programs
     " --gpus-per-node --signal --time --requeue --open-mode"
     " --security-opt --num_processes --served-model-name --max-model-len"
     " --enforce-eager --dtype --system-prompt --private --structured-outputs-config"
-    " --gpus --ipc --outfile --outtype".split()
+    " --gpus --ipc --outfile --outtype --clear".split()
 )
 METRIC = re.compile(
     r"(actor|critic|rewards?|rollout_corr|logps|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"
@@ -101,6 +101,12 @@ def test_the_chinese_readme_has_the_same_commands():
     assert parts("README.md") == parts("README.zh-CN.md")
     text = (ROOT / "README.zh-CN.md").read_text()
     assert not re.search(r"[，。：；]\n[^\n\d-]", text)  # GitHub shows the end of a line as a blank
+
+
+def test_the_command_for_a_7b_model_is_one():
+    """Of the README and of its page."""
+    [command] = re.findall(r"^torchrun .*\n(?: +--.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert command in (ROOT / "docs/start/train-7b.md").read_text()
 
 
 def test_headers_train_models_tiny():

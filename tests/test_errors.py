@@ -15,6 +15,8 @@ def skeleton(node, names):
     """
     if isinstance(node, ast.Constant):
         return node.value
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "one_line":
+        [node] = node.args
     if not isinstance(node, ast.JoinedStr):
         return None
     texts = []
@@ -45,9 +47,18 @@ def of_rewards():
     return found
 
 
+def of_data():
+    """What a file or a row is refused with."""
+    found = set()
+    for path in (ROOT / "data_prep/lib").glob("*.py"):
+        calls = calls_of(ast.parse(path.read_text()), "ValueError")
+        found |= {skeleton(arguments[0], {}) for arguments in calls}
+    return found
+
+
 def messages():
-    """What `fail` gets, the messages that `refuse` gets, what `impossible` returns; and `of_rewards`."""
-    found = of_rewards()
+    """What `fail` gets, the messages that `refuse` gets, what `impossible` returns; rewards and data."""
+    found = of_rewards() | of_data()
     cache = ROOT / "data_prep/lib/cache.py"
     for path in sorted([*(ROOT / "algos").glob("**/*.py"), *(ROOT / "system").glob("*.py"), cache]):
         for function in ast.walk(ast.parse(path.read_text())):

@@ -1,8 +1,9 @@
 """What a chat template renders of a conversation, and in which form it takes the messages.
 
-Templates differ in what they want: content as a list of parts, arguments as JSON text, no content with calls.
-The form is tried on marks: messages like those of the conversation, with a mark in the place of each part
-that they say. The first form with all marks in the text is taken; they also show where a turn is (turns.py).
+Templates differ in the form that they accept: content as a list of parts, arguments as JSON text, null
+content next to calls. To find the form, each part of the conversation is replaced by a unique mark
+(`zq3user0z`). The first form that shows all marks, except those of the assistant's words, is used. Marks
+also locate each turn (turns.py).
 """
 
 import json
@@ -19,8 +20,8 @@ from system.text import one_line
 
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that any template is given
 DEVELOPER = re.compile("""['"]developer['"]""")  # in a template that knows this role
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template that says itself what is trained
-# of a template, which is a program: what it raises itself, and what its operations raise for these messages
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template that marks what is trained
+# A template is a program. TemplateError is what it raises; the others come from its operations on messages.
 RENDER_ERRORS = (
     TemplateError,
     ArithmeticError,
@@ -50,7 +51,7 @@ def special_tokens(tokenizer):
 
 
 def without_special(value, tokenizer):
-    """A text, message or conversation with a space for each special token: nobody speaks as somebody else."""
+    """The value with a space in place of each special token, so no text can fake another role."""
     if isinstance(value, str):
         return special_tokens(tokenizer).sub(" ", value)
     if isinstance(value, list):
@@ -72,7 +73,7 @@ THOUGHT_TAG = re.compile("|".join(map(re.escape, (*THOUGHTS, *THOUGHTS.values())
 
 
 def with_reasoning(message):
-    """A message of which a thought at the beginning is its reasoning."""
+    """Move a thought at the start of `content` to `reasoning_content`."""
     if message.get("reasoning_content"):
         return message
     for opening, closing in THOUGHTS.items():
@@ -90,8 +91,8 @@ def with_reasoning(message):
 def use_template(tokenizer, file, options):
     """Take --chat_template and --chat_template_kwargs: both are saved with the tokenizer.
 
-    The values stand at the beginning of the template, so whoever serves the model renders as it was trained,
-    and may still give others.
+    The values are set at the beginning of the template. A server of the model then renders as in training,
+    and may still pass other values.
     """
     if file:
         try:
@@ -108,7 +109,7 @@ def use_template(tokenizer, file, options):
             raise ValueError("it is no object of JSON")
         check_variables(values, tokenizer)
     except ValueError as error:
-        example = """write it as JSON, '{"enable_thinking": false}'"""
+        example = """an example is '{"enable_thinking": false}'"""
         raise ValueError(f"--chat_template_kwargs {options}: {error}; {example}") from None
     line = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}\n"
     given = "".join(line.format(name, value) for name, value in values.items())
@@ -122,12 +123,14 @@ def use_template(tokenizer, file, options):
 
 
 def check_variables(options, tokenizer):
-    """ValueError if the chat template does not read a variable, or it is given another value anyway."""
+    """ValueError if the chat template does not read a variable, or if scripts or transformers set it."""
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
         templates = dict(default=templates or "")
     given = GIVEN.union(text_only(tokenizer).special_tokens_map)
     for name in options:
+        if name in GIVEN:
+            raise ValueError(f"{name!r} is set by the script: leave it out")
         if name in given or not any(name in variables(text) for text in templates.values()):
             raise ValueError(f"the chat template has no variable {name!r}")
 
@@ -164,14 +167,14 @@ def shows_tools(tokenizer):
 
 
 def render(messages, tokenizer, tools=None, prompted=True):
-    """The text of messages, with the generation prompt; tools: JSON schemas, or what `given_by` gives."""
+    """The text of messages and, by default, the generation prompt. tools: JSON schemas, or of `given_by`."""
     return Conversation(messages, tokenizer, tools).text(None, prompted)
 
 
 class Conversation:
-    """Messages under a chat template: the text of the first ones, and of marks in their place.
+    """Messages and a chat template, which renders the first messages, or marks in place of what they say.
 
-    given: what the template is given besides messages, tools among it.
+    given: the variables of the template besides messages, such as tools.
     """
 
     def __init__(self, messages, tokenizer, tools=None):
@@ -248,10 +251,10 @@ def written(messages, tokenizer, given, prompted):
 
 
 def formed(message, parts, text, none):
-    """A message in a form that some templates want.
+    """A message in a form that some templates accept. Calls always get OpenAI's form.
 
-    parts: its content is a list. Calls are as OpenAI has them; text: their arguments are JSON text; none: no
-    content is None where there are calls.
+    parts: content is a list. text: arguments of calls are JSON text. none: empty content next to calls is
+    None, otherwise ''.
     """
     content = message["content"]
     if parts and isinstance(content, str):
@@ -285,8 +288,8 @@ TOOL = {  # with parameters of every type; no text of a template has its name
 TOOL["parameters"]["properties"]["names"]["items"] = {"type": "string"}
 TOOLS = [dict(type="function", function=TOOL)]
 FORMS = list(product((False, True), repeat=3))  # see `formed`
-MARK = re.compile(r"zq(\d+)([a-z]+)(\d+)(?:name|value)?z")  # number of a message, its role or a part, number
-REWRITTEN = ("assistant", "assistantreasoning")  # which a template may rewrite, see turns.py
+MARK = re.compile(r"zq(\d+)([a-z]+)(\d+)(?:name|value)?z")  # message number, its role or part, part number
+REWRITTEN = ("assistant", "assistantreasoning")  # marks of these may be missing: see turns.py
 SPLIT_BY_TAGS = re.compile(f"({THOUGHT_TAG.pattern})")
 
 
@@ -335,9 +338,9 @@ def lost(marked, text, optional=()):
 
 @lru_cache(10000)
 def render_marks(marked, tokenizer, template, given, prompted):
-    """The form in which a template shows messages like these, tried on marks; the text, and its spans.
+    """-> the first form in which a template shows all marks, the text, and the spans marked as trained.
 
-    All but the assistant's words must be shown.
+    Marks of the assistant's words may be missing. ValueError if no form shows the others.
     """
     given = json.loads(given)
     if given["tools"]:
@@ -345,7 +348,7 @@ def render_marks(marked, tokenizer, template, given, prompted):
     messages = [json.loads(message) for message in marked]
     forms = FORMS
     if not any("tool_calls" in message for message in messages):
-        forms = FORMS[::4]  # a list only where text will not do
+        forms = FORMS[::4]  # content as text, then as a list; the rest is about calls
     problem = None
     for form in forms:
         try:
@@ -358,4 +361,4 @@ def render_marks(marked, tokenizer, template, given, prompted):
         problem = problem or missing
     if problem:
         raise ValueError(f"the chat template leaves out {problem}; take a model whose template shows it")
-    return FORMS[0], None, ()  # the messages themselves may say why
+    return FORMS[0], None, ()  # no form renders the marks: the messages may, or may raise why not
