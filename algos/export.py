@@ -83,20 +83,24 @@ def save_adapters(weights, run, directory):
 
 
 def save_model(hf, dtype, directory):
-    """Write the model in hf/ again, in this dtype -> its number of weights."""
+    """Write the model in hf/ again, in this dtype -> its number of weights.
+
+    Weights of another dtype than the model's, as of experts' biases, keep it.
+    """
     shutil.copytree(hf, directory)
+    config = json.loads((hf / "config.json").read_text())
+    own = getattr(torch, config["dtype"])
     count = size = 0
     for path in directory.glob("*.safetensors"):
         weights = load_file(path)
         if dtype:
             for name, weight in weights.items():
-                if weight.is_floating_point():
+                if weight.dtype == own:
                     weights[name] = weight.to(getattr(torch, dtype))
             save_file(weights, path, dict(format="pt"))
         count += sum(weight.numel() for weight in weights.values())
         size += sum(weight.nbytes for weight in weights.values())
     if dtype:
-        config = json.loads((hf / "config.json").read_text())
         for part in (config, *config.values()):  # a model of images and text has a config for each half
             if isinstance(part, dict) and "dtype" in part:
                 part["dtype"] = dtype

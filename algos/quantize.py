@@ -60,7 +60,8 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.utils import match_named_modules
 from datasets import Dataset
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, GenerationConfig
@@ -71,7 +72,7 @@ from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render
 from data_prep.lib.turns import encode_messages
-from system.families import add_older_names, auto_class, save_tokenizer
+from system.families import add_older_names, auto_class, save_tokenizer, weights_of_files
 from system.files import replacing
 
 PRESETS = {"w8a8": "W8A8", "w4a16": "W4A16", "fp8": "FP8_DYNAMIC"}
@@ -181,6 +182,24 @@ def compress(lm, tokenizer, texts, args, output):
         path.chmod((output / "config.json").stat().st_mode)
 
 
+def keep_wide(model, own, rounded, output):
+    """Write weights again as the model's files have them, where that is a wider dtype than its own.
+
+    rounded: the dtype that they got in between.
+    """
+    found = weights_of_files(model)
+    wide = {name for name, (_, x) in found.items() if torch.promote_types(x.dtype, own) != own}
+    for path in output.glob("*.safetensors") if wide else ():
+        weights = load_file(path)
+        for name in wide & weights.keys():
+            if weights[name].dtype == rounded:
+                with safe_open(found[name][0], "pt") as file:
+                    weights[name] = file.get_tensor(name)
+        mode = path.stat().st_mode
+        save_file(weights, path, dict(format="pt"))
+        path.chmod(mode)
+
+
 def read_back(output):
     """The model of a directory that was just written; ValueError if weights are missing in it or too many."""
     whole = CompressedTensorsConfig(run_compressed=False)  # unpacks each weight once, not at each call
@@ -223,8 +242,10 @@ def main(args):
             raise ValueError(
                 f"{args.held_out}: no row has a turn of the assistant, so there is no loss to print"
             )
-        dtype = torch.bfloat16 if args.scheme == "w4a16" else "auto"  # vLLM's kernels take no float32
-        lm = model_class.from_pretrained(args.model, dtype=dtype)
+        lm = model_class.from_pretrained(args.model, dtype="auto")
+        own = lm.dtype
+        if args.scheme == "w4a16":
+            lm = lm.bfloat16()  # vLLM's kernels take no float32
         size = sum(x.nbytes for x in lm.parameters()) / 1e6
         loss = mean_loss(lm, held_out) if held_out else None
         linears = match_named_modules(lm, ["Linear"], args.ignore)
@@ -232,6 +253,7 @@ def main(args):
         with replacing(args.output) as new:
             save_tokenizer(tokenizer, args.model, new)
             compress(lm, tokenizer, texts, args, new)
+            keep_wide(args.model, own, lm.dtype, new)
             written = read_back(new)
             check_reached(norms, written)
             new_size = sum(path.stat().st_size for path in new.glob("*.safetensors")) / 1e6

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, metrics, run
+from conftest import ROOT, load_weights, metrics, run
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,6 +73,16 @@ def test_a_model_of_several_files(tiny, tmp_path):
     assert equal(tmp_path / "half", lm.bfloat16())
     index = json.loads((tmp_path / "half/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * count == 2 * sum(p.numel() for p in lm.parameters())
+
+
+def test_another_dtype_is_for_weights_of_the_models_own(tiny, tmp_path):
+    lm = AutoModelForCausalLM.from_pretrained(tiny).bfloat16()
+    lm.model.norm.weight.data = torch.randn(lm.model.norm.weight.shape)
+    lm.save_pretrained(tmp_path / "hf")
+    export.save_model(tmp_path / "hf", "float16", tmp_path / "out")
+    found = load_weights(tmp_path / "out")
+    for name, x in lm.named_parameters():  # tied ones once
+        assert torch.equal(found[name], x if name == "model.norm.weight" else x.half())
 
 
 def test_a_checkpoint_goes_on_with_other_replicas(full, arithmetic, tmp_path):

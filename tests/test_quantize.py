@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     CompressedTensorsConfig,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -93,7 +94,19 @@ def test_what_is_written_computes_as_it_should(model, arithmetic, tmp_path):
     for name, more in flags.items():
         held_out = None if name == "w8a8" else arithmetic / "val.parquet"
         runs.append(dict(model=model, output=tmp_path / name, held_out=held_out) | more)
-    for name, text in zip(flags, quantize(*runs), strict=True):
+    lm = AutoModelForCausalLM.from_pretrained(model).bfloat16()
+    lm.generation_config = GenerationConfig()
+    lm.model.norm.weight.data = torch.randn(lm.model.norm.weight.shape)
+    lm.save_pretrained(tmp_path / "mixed")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "mixed")
+    mixed = [dict(model=tmp_path / "mixed", output=tmp_path / x, scheme=x) for x in ("w8a8", "w4a16")]
+    mixed = [dict(flags, output=f"{flags['output']}_mixed") for flags in mixed]
+    *said, _, _ = quantize(*runs, *mixed)
+    for flags_of_run in mixed:
+        found = load_weights(flags_of_run["output"])
+        assert torch.equal(found["model.norm.weight"], lm.model.norm.weight)  # in float32, as it was
+        assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
+    for name, text in zip(flags, said, strict=True):
         words = text.partition("MB ")[2].replace(",", "").split()
         assert float(words[2]) < float(words[0])
         if name != "w8a8":
