@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from system.families import unused_weights
 from system.gpu import compute_device
+from system.model import merge_error
 
 
 @contextmanager
@@ -74,6 +75,8 @@ def step_metrics(rows, load, policy, timing, dtype, sampled=None):
     metrics |= stats("response_length", responses)
     metrics |= stats("prompt_length", prompts)
     metrics |= speed_metrics(lengths, policy, timing, dtype, sum(load))
+    if dtype == "bfloat16":  # of the sampler
+        metrics |= merge_error(policy.lm, torch.bfloat16)
     metrics |= {
         "response_length/clip_ratio": np.mean([row["finish_reason"] == "length" for row in rows]),
         "global_seqlen/mean": sum(lengths) / ranks,
@@ -115,6 +118,7 @@ def speed_metrics(lengths, policy, timing, dtype, trained=None):
         "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() - sampler_memory()) / 2**30,
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
+    metrics |= merge_error(policy.lm, policy.lm.config.dtype)
     if "update_actor" in timing:
         flops = training_flops(policy.lm, trained or tokens, lengths)
         speed = flops / timing["update_actor"] / ranks

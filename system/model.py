@@ -3,6 +3,7 @@
 A script shards it in between (`load_model`).
 """
 
+import math
 from contextlib import contextmanager
 
 import torch
@@ -77,6 +78,7 @@ def read_model(path, attention, set_trained, sees_images=False, packing=True, be
     auto = families.auto_class(config, scores="num_labels" in changes)
     full = None if dist.get_rank() else families.from_files(auto, path, **changes)
     config.tie_word_embeddings = of_first(full and full.config.tie_word_embeddings)
+    dtype = of_first(full and full.config.dtype)
     dtypes = of_first(full and {name: x.dtype for name, x in full.state_dict().items()})
     with torch.device("meta"):
         lm = auto.from_config(config, dtype="float32", attn_implementation=attention)
@@ -86,6 +88,7 @@ def read_model(path, attention, set_trained, sees_images=False, packing=True, be
         for name, p in lm.named_parameters():
             if not p.requires_grad:
                 p.data = p.data.to(dtypes[name.replace(".base_layer", "")])
+    lm.config.dtype = dtype  # of hf/, where its files do not say another
     if full:
         set_trained(full)
     return lm, full, attention == "packed"
@@ -191,7 +194,6 @@ def read_weights(lm, full):
         layer, _, end = name.rpartition(".")
         setattr(lm.get_submodule(layer), end, buffer.to(compute_device()))
     if full:  # saved with the weights; the generation config may name more EOS tokens
-        lm.config.dtype = full.config.dtype
         lm.file_dtypes = full.file_dtypes
     if full and lm.can_generate():
         lm.generation_config = full.generation_config
@@ -256,6 +258,26 @@ def whole_weights(lm, dtype, skipped=()):
         elif isinstance(x, DTensor):
             x = x.to(compute_device(), dtype).full_tensor()  # a shard is cast before it travels
         yield from to_files({name.replace(".base_layer", ""): x}).items()
+
+
+@torch.no_grad()
+def merge_error(lm, dtype):
+    """What rounding to a dtype takes from the update of LoRA: the norm of the error over that of the update.
+
+    Of about eight layers; {} without adapters. A collective.
+    """
+    layers = [x for x in lm.modules() if hasattr(x, "lora_A") and x.base_layer.weight.is_floating_point()]
+    error = 0.0
+    update = 0.0
+    for layer in layers[:: max(len(layers) // 8, 1)]:
+        weight = layer.base_layer.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to(compute_device()).full_tensor()
+        change = merged_weight(layer, torch.zeros_like(weight))
+        merged = merged_weight(layer, weight).to(dtype).float() - weight.to(dtype).float()
+        error += (merged - change).square().sum().item()
+        update += change.square().sum().item()
+    return {"lora/merge_error": math.sqrt(error / update)} if update else {}
 
 
 def merged_weight(lora, weight):

@@ -192,6 +192,12 @@ class Run:
         skipped = [value for name, value in metrics.items() if name.endswith("skipped_updates")]
         if any(skipped):
             self.say(f"warning: step {self.step}: updates were skipped, their gradients are not finite")
+        lost = metrics.get("lora/merge_error", 0)
+        if lost > 0.8 and self.due(self.args.test_freq):
+            remedy = "a larger --lr, a model in float32, or export.py --adapters"
+            self.say(
+                f"warning: step {self.step}: rounding loses {lost:.0%} of the adapters' update: {remedy}"
+            )
         missing = metrics.get("training/rollout_logp_missing")
         if missing:
             self.say(f"warning: step {self.step}: {missing:.0f} log-probs of the sampler are not finite")

@@ -301,6 +301,7 @@ class Tracked:
     resume: str = "auto"
     model: str = "hub/name"
     save_freq: int = 50
+    test_freq: int = 10
 
 
 @dataclass
@@ -408,6 +409,21 @@ def test_a_run_without_a_step_left_loads_nothing(total, tmp_path, capsys):
     for line in lines[done:]:
         assert line.startswith(nothing_to_train)
     assert lines[0] is None or not done
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "warns"), [(1, 0.99, False), (10, 0.99, True), (10, 0.7, False), (13, 0.81, True)]
+)
+def test_a_run_says_when_rounding_loses_its_adapters(step, error, warns, tmp_path, capsys):
+    run = Run(Tracked(str(tmp_path / "run")))
+    run.rank0 = False  # no files
+    run.total = 13
+    run.step = step
+    said = []
+    run.say = said.append
+    run.log({"lora/merge_error": error})
+    line = f"warning: step {step}: rounding loses {error:.0%} of the adapters' update: a larger --lr"
+    assert [text.startswith(line) for text in said] == [True] * warns
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from algos import agent, dapo, distill, dpo, generate, grpo, grpo_nano, ppo, qua
 from system import attention
 from system.batches import layout_gap, token_logps
 from system.families import hf_overrides
-from system.model import freeze, read_config, whole_weights
+from system.model import freeze, merge_error, read_config, whole_weights
 from tests import families
 
 NO_TOOLS = SimpleNamespace(tools=[], parser=None, calls_tools=False)  # in place of an EnvPool
@@ -64,8 +64,15 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
     for name, p in lm.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(p.detach().to_local(), std=0.1)
-    assert {x.dtype for _, x in whole_weights(lm, torch.bfloat16)} == {torch.bfloat16}
+    rounded = dict(whole_weights(lm, torch.bfloat16))
+    assert {x.dtype for x in rounded.values()} == {torch.bfloat16}
     weights = dict(whole_weights(lm, torch.float32))
+    changed = [name for name in weights if "_proj" in name and "experts" not in name]
+    update = torch.cat([(weights[name] - files[name].float()).flatten() for name in changed])
+    error = torch.cat([(rounded[name].float() - weights[name]).flatten() for name in changed])
+    expected = (error.norm() / update.norm()).item()
+    found = merge_error(lm, torch.bfloat16)["lora/merge_error"]
+    assert found == pytest.approx(expected, rel=0.3) and 1e-4 < found < 0.1
     assert weights.keys() ^ files.keys() == ({"score.weight", "lm_head.weight"} if script is rm else set())
     for name in weights.keys() & files.keys():
         expected = files[name].float()
