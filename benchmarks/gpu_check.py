@@ -38,6 +38,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from benchmarks.lib import workload
+from system.gpu import unused_gpu
 
 STEPS = 5  # of the GRPO run
 SAVED = 3  # the step after which it leaves a checkpoint to resume from
@@ -265,6 +266,8 @@ def prepare_model(model, out, cuda):
 
 
 def main(args):
+    if unused_gpu():
+        sys.exit(f"error: {unused_gpu()}")
     begin = time.perf_counter()
     cuda = torch.cuda.is_available()
     gpus = torch.cuda.device_count()

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -45,7 +45,8 @@ def own_vllm():
     if dist.is_initialized():
         dist.barrier()  # all ranks have opened it: without its name a kill leaves none behind
     for name in Path("/dev/shm").glob(f"{run}-*"):
-        name.unlink(missing_ok=True)
+        with suppress(OSError):  # another rank was first, or it is of another user
+            name.unlink()
 
 
 def flatten_rotary(ops):

@@ -19,6 +19,7 @@ from system.arguments import fail
 LOADED = "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "vocab.*", "merges.txt"  # with a model
 WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth"  # the first that a directory has
 ASSIGNED = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
+NOT_A_LINK = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # which another user may have put there
 HELD = {}  # locks of directories, until the process ends
 
 
@@ -55,7 +56,7 @@ def hold(out, flag):
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
-        HELD[out] = file = (out / ".lock").open("a+")
+        HELD[out] = file = os.fdopen(os.open(out / ".lock", NOT_A_LINK, 0o666), "a+")
     except OSError as error:
         fail(f"{flag} cannot be made: {error}")
     try:

@@ -1,5 +1,7 @@
 """What a GPU's time and memory need: layers that are recomputed or compiled, and a move to the host."""
 
+from pathlib import Path
+
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -56,6 +58,13 @@ def checkpointed(run, options):
 def compute_device():
     """Where this process computes; with --offload always its weights are in host memory."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def unused_gpu():
+    """A line about a GPU of this machine that torch does not use; empty: there is none, or it does."""
+    if torch.cuda.is_available() or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return ""
+    return f"this machine has a GPU, which torch {torch.__version__} cannot use: see docs/start/install.md"
 
 
 def send(x, device=None):

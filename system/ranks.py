@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from system.arguments import fail
 from system.cpu import keep_freed_memory
-from system.gpu import compute_device
+from system.gpu import compute_device, unused_gpu
 
 TIMEOUT_S = 3600  # seconds that a rank waits for the others
 
@@ -89,6 +89,8 @@ def ranks_on(lm):
     if device == "cpu" and idle > 0:
         remedy = f"OMP_NUM_THREADS={cores // here} or --nproc_per_node {cores}"
         text += f", {idle} of {cores} cores idle: {remedy}"
+    if unused_gpu():
+        text += f"\nwarning: {unused_gpu()}"
 
     weights = sum(p.numel() for p in lm.parameters())
     trained = 0

@@ -218,7 +218,7 @@ class Run:
         hours = self.between * seconds / 3600
         text = f"a step takes {seconds:.1f} s: a kill costs {self.between} steps at most, "
         if hours <= 1:
-            return f"{text}{60 * hours:.0f} minutes"
+            return f"{text}{60 * hours:.0f} minutes" if hours > 1 / 60 else f"{text}less than a minute"
         return f"warning: {text}{hours:.1f} hours; one hour is --save_freq {max(int(3600 / seconds), 1)}"
 
     def save(self):

@@ -2,12 +2,16 @@
 
 import copy
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, golden, run
 
 from benchmarks import gpu_check
 from benchmarks.lib import workload
+from system.gpu import unused_gpu
 
 STEP = {"actor/grad_norm": 1.0, "actor/skipped_updates": 0.0, "actor/entropy": 4.0}
 STEP |= {"response_length/mean": 16.0, "training/rollout_logp_diff_mean": 1e-9}
@@ -69,3 +73,17 @@ def test_a_run_that_ends_early_fails(tmp_path):
     """What it has left is not taken for a whole run: it has no step to compare."""
     results = GOOD | dict(resume={})
     assert verdicts(results, "FAIL") == {"resumed": "KeyError: 4"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "works", "refused"), [((), False, 0), (("nvidia0",), False, 1), (("nvidia0",), True, 0)]
+)
+def test_a_gpu_that_torch_cannot_use(nodes, works, refused, monkeypatch):
+    """As with the CPU's torch in the environment of a GPU: a run goes on with a line, this check does not."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: works)
+    monkeypatch.setattr("system.gpu.Path", lambda _: SimpleNamespace(glob=lambda _: nodes))
+    line = f"this machine has a GPU, which torch {torch.__version__} cannot use"
+    assert unused_gpu().startswith(line) == bool(refused)
+    if refused:
+        with pytest.raises(SystemExit, match=f"^error: {re.escape(line)}"):
+            gpu_check.main(None)

@@ -20,6 +20,7 @@ import pytest
 
 from rewards import sandbox
 from rewards.sandbox import Result, SandboxError, run_judge, run_python, run_tests
+from system.files import hold
 
 ROOT = Path(__file__).resolve().parents[1]
 HAS_LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
@@ -375,6 +376,46 @@ def test_tier(monkeypatch, tmp_path_factory):
     with pytest.raises(SandboxError, match=r"\(namespaces: no ns; landlock: no ns\): allow .*") as error:
         run_python("print(1)")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("place", ("a link", "open to others", "of another user"))
+def test_a_place_that_another_user_has_made(place, tmp_path_factory, monkeypatch):
+    """Nothing is followed, made or cut off there; programs run all the same."""
+    tmp_path = tmp_path_factory.mktemp("shared")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sandbox._folder_of_process.cache_clear()
+    user = os.getuid() + (place == "of another user")
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    victim, theirs, found = tmp_path / "victim", tmp_path / "theirs", tmp_path / f"rewards-sandbox-{user}"
+    victim.write_text("kept")
+    theirs.mkdir(mode=0o700)
+    for i in range(os.cpu_count()):
+        (theirs / str(i)).symlink_to(victim)
+    if place == "a link":
+        found.symlink_to(theirs)
+    else:
+        theirs.rename(found)
+        found.chmod(0o777 if place == "open to others" else 0o700)
+    before = sorted(found.iterdir())
+    with sandbox.a_core():
+        assert victim.read_text() == "kept" and sorted(found.iterdir()) == before
+    sandbox._folder_of_process.cache_clear()
+
+
+def test_a_link_in_a_place_of_ones_own_is_not_followed(tmp_path_factory, monkeypatch):
+    tmp_path = tmp_path_factory.mktemp("shared")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "victim").write_text("kept")
+    own = tmp_path / f"rewards-sandbox-{os.getuid()}"
+    own.mkdir(mode=0o700)
+    for path in (own / "0", tmp_path / ".lock"):
+        path.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"), sandbox.a_core():
+        pass
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"cannot be made: .*symbolic links"):
+        hold(tmp_path, "--output_dir x")
+    assert (tmp_path / "victim").read_text() == "kept"
 
 
 if os.getuid():

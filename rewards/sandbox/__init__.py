@@ -17,6 +17,7 @@ import fcntl
 import functools
 import marshal
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -82,15 +83,31 @@ def run_tests(source, stdins, timeout_s=10, **limits):
 @contextmanager
 def a_core():
     """One of as many places as there are cores; all processes of the user share them."""
-    folder = Path(tempfile.gettempdir(), f"rewards-sandbox-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = _own_folder()
     with ExitStack() as stack:
-        paths = (folder / str(i) for i in range(len(os.sched_getaffinity(0))))
-        files = [stack.enter_context(path.open("w")) for path in paths]
+        files = []
+        for i in range(len(os.sched_getaffinity(0))):
+            files.append(os.open(folder / str(i), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            stack.callback(os.close, files[-1])
         while not any(map(_is_locked, files)):
             still_at_work()
             time.sleep(0.02)
         yield
+
+
+def _own_folder():
+    """Where the user's processes meet, and nobody else; if another user has its name, one of this process."""
+    path = Path(tempfile.gettempdir(), f"rewards-sandbox-{os.getuid()}")
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    private = stat.S_ISDIR(found.st_mode) and found.st_mode & 0o077 == 0
+    return path if private and found.st_uid == os.getuid() else _folder_of_process()
+
+
+@functools.cache
+def _folder_of_process():
+    return Path(tempfile.mkdtemp())
 
 
 def _is_locked(file):
