@@ -17,9 +17,9 @@ BIN := .venv/bin
 test quick gpu-check: export OMP_WAIT_POLICY := PASSIVE
 test quick gpu-check: export GOMP_SPINCOUNT := 0
 
-# two files at a time: half of a test is a start, which takes one core (on a GPU: pytest without -n)
+# three files at a time: half of a test is a start, which takes one core (on a GPU: pytest without -n)
 test: .venv/installed-extra .venv/installed-reasoning-gym .venv/installed-quantize lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # what a change to a formula needs: tables, gradients, docs
 quick: .venv/installed lint

@@ -14,7 +14,7 @@ from envs.tools import harmony, parse_calls
 from rewards import compute_score, exact, gsm8k, ifeval, kk, prime_code
 from rewards.programs.outputs import same_text
 
-SHORT, TIMES = 10_000, 4
+SHORT, TIMES = 5_000, 4
 MOST = 10  # times the seconds for TIMES the length: a quadratic reader takes 16
 CLOCK_S = 0.2  # what is so fast that the clock is too coarse for a ratio
 MARKS = """
