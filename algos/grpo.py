@@ -181,7 +181,8 @@ def advantages(args, score_n, group_n, length_n, parts=()):
     if args.adv_estimator == "rloo":  # score minus the mean of the others (2402.14740)
         centred_n = group_advantages(score_n, group_n, norm_by_std=False)
         return centred_n * args.group_size / max(args.group_size - 1, 1)  # eq: grpo.rloo
-    return load_variant("adv_estimator", args.adv_estimator)(score_n, group_n, length_n, parts)
+    own = score_n.clone(), group_n.clone(), length_n.clone()  # it may change them in place
+    return load_variant("adv_estimator", args.adv_estimator)(*own, parts)
 
 
 def kl_estimate(logp_nt, ref_logp_nt, kind):

@@ -22,6 +22,13 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(autouse=True)
+def digits():
+    """A data script lifts the limit of digits, for which the JSON of another test would take minutes."""
+    yield
+    sys.set_int_max_str_digits(4300)  # Python's own
+
+
 def golden(name):
     """The cases of a table in tests/golden, one a line."""
     return [json.loads(line) for line in (ROOT / f"tests/golden/{name}.jsonl").open()]

@@ -520,7 +520,7 @@ def test_the_numbers_of_a_step(monkeypatch):
     monkeypatch.setattr(metrics, "matmul_speed", lambda dtype: 1000.0)
     monkeypatch.setattr(metrics, "unused_weights", lambda lm, sees_images: {})
     lm = metrics.torch.nn.Linear(3, 2, bias=False)
-    lm.config = SimpleNamespace(num_hidden_layers=2, hidden_size=5)
+    lm.config = SimpleNamespace(num_hidden_layers=2, hidden_size=5, dtype=None)
     lm.config.get_text_config = lambda: lm.config
     row = dict(reward=dict(score=1.0), finish_reason="stop")
     rows = [row | dict(prompt_length=2, length=3, rank=0), row | dict(prompt_length=5, length=1, rank=1)]

@@ -135,6 +135,7 @@ def test_several_rewards_own_variants_and_the_off_policy_mask(tiny, arithmetic, 
         return 2 * sum_n / sum_n.std()
 
     check_advantages(tmp_path, (1, 2), advantages)
+    assert first["critic/rewards/mean"] == pytest.approx(column(rollouts(tmp_path, 1), "score").mean().item())
     for found in (first, second):
         assert 0 < found["actor/rollout_rs_masked"] < 0.5
         assert found["actor/pg_clipfrac"] == pytest.approx(1) and found["actor/pg_clipfrac_lower"] == 0
