@@ -108,7 +108,7 @@ def differences(checkpoint, args, may):
             before = flags_before.get(flag, json.loads(json.dumps(defaults.get(flag), default=str)))
         change = ""
         if meaning(flag, before) != meaning(flag, value):
-            change = f"{before} there, {value} now"
+            change = f"{before} there, {value if flag in flags_now else 'not a flag'} now"
         if flag in MODELS or flag in FILES:
             digest = content_now.get(flag)
             digest_before = content_before.get(flag, digest)
@@ -126,7 +126,7 @@ def differences(checkpoint, args, may):
 def meaning(flag, value):
     """The value of a flag; of JSON what it says, however it is written."""
     if flag in KNOWN and KNOWN[flag].content == "json":
-        with suppress(ValueError):  # whoever reads it says what is wrong
+        with suppress(ValueError, TypeError):  # whoever reads it says what is wrong
             return json.loads(value)
     return value
 
