@@ -17,6 +17,7 @@ import xxhash
 from system.arguments import fail
 
 LOADED = "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "vocab.*", "merges.txt"  # with a model
+ABOUT = "README*", "LICENSE*", "NOTICE*"  # comes along with a model
 WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth"  # the first that a directory has
 ASSIGNED = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
 NOT_A_LINK = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # which another user may have put there
@@ -78,9 +79,10 @@ def digests_of_model(model):
         from huggingface_hub import snapshot_download  # here, because it takes longer than a short script
 
         with contextlib.suppress(OSError, ValueError):  # whoever loads the model says what is wrong
-            directory = Path(snapshot_download(model, allow_patterns=[*LOADED, "model*.safetensors"]))
+            wanted = [*LOADED, *ABOUT]
+            directory = Path(snapshot_download(model, allow_patterns=[*wanted, "model*.safetensors"]))
             if not [*directory.glob("model*.safetensors")]:
-                directory = Path(snapshot_download(model, allow_patterns=[*LOADED, "pytorch_model*.bin"]))
+                directory = Path(snapshot_download(model, allow_patterns=[*wanted, "pytorch_model*.bin"]))
     weights = next(filter(None, ([*directory.glob(name)] for name in WEIGHTS)), [])
     files = sorted({*weights, *(path for name in LOADED for path in directory.glob(name))})
     with ThreadPoolExecutor() as pool:
