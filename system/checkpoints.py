@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 
 from system.arguments import fail
 from system.families import add_older_names, save_tokenizer
+from system.files import share_weights
 from system.ranks import of_first
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -110,8 +111,7 @@ def write_hf(directory, lm, weights, ends=()):
         sampling.eos_token_id = sorted({*ends, *np.ravel(sampling.eos_token_id).tolist()} - {None})
         sampling.to_json_file(directory / "generation_config.json")
     save_torch_state_dict(weights, directory)
-    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
-        file.chmod((directory / "config.json").stat().st_mode)
+    share_weights(directory)
 
 
 def point_latest_at(path, keep):

@@ -28,6 +28,7 @@ HELD = {}  # locks of directories, until the process ends
 def replacing(path):
     """Yield a free path next to `path`; what the body writes there takes its place when the body ends well.
 
+    Weights in a directory get the mode of other files.
     Raises ValueError if `path` is a directory that holds other things than a model.
     """
     path = Path(path).absolute()
@@ -37,12 +38,19 @@ def replacing(path):
     new, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
     try:
         yield new
+        share_weights(new)
         if path.is_dir():  # a directory cannot be renamed over one that is not empty
             path.rename(old)
         os.replace(new, path)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
+
+
+def share_weights(directory):
+    """Give weights the mode of other files; safetensors sets 0600."""
+    for file in directory.glob("*.safetensors"):
+        file.chmod(directory.stat().st_mode & 0o666)
 
 
 def json_line(value):
