@@ -399,7 +399,7 @@ def main(args):
         parameters = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
         # hf is the directory that the model has in a checkpoint
-        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights, pool.ends)
         run.start(policy.lm)
         sampling = dict(top_p=args.top_p, stop_token_ids=pool.ends)
         limit = families.rounding_limit(policy.lm, args.compute_dtype, args.rollout_quantization)

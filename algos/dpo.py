@@ -110,7 +110,7 @@ from data_prep.lib.cache import BOOLS, IDS, encoded_rows
 from data_prep.lib.conversations import KTO, pair_of, says_nothing
 from data_prep.lib.images import load_processor
 from data_prep.lib.templates import given_by, use_template
-from data_prep.lib.turns import encode_messages
+from data_prep.lib.turns import encode_messages, stops
 from system import families
 from system.attention import states_apart
 from system.batches import balance, layout_gap, on_every_rank, pad, split_micro_batches, token_logps
@@ -351,7 +351,8 @@ def main(args):
         options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
         optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
         # hf is the directory that the model has in a checkpoint
-        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+        ends = pc.list_flatten(train_rows.column("ends")).unique().to_pylist()
+        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights, ends)
         run.start(policy.lm)
 
         if val_rows and not run.step:
@@ -470,6 +471,7 @@ def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
     given = {name: x for name, x in zip(RESPONSES, (chosen, rejected)) if x is not None}
     prompt, *replies = pair_of(prompt, *given.values())
     row = {f"{name}_{what}": [] for name in RESPONSES for what in ("ids", "trained")}
+    row["ends"] = []
     for field, reply in zip(given, replies):
         name = field if len(given) == 2 else "completion"
         if says_nothing(reply):
@@ -487,6 +489,7 @@ def encode_pair(prompt, chosen, rejected, tokenizer, max_length, tools=None):
             raise ValueError("the prompts of 'chosen' and 'rejected' differ after the chat template")
         row[f"{field}_ids"] = text["response_ids"]
         row[f"{field}_trained"] = text["trained"]
+        row["ends"] += stops(ids, trained, tokenizer)
     if row["chosen_ids"] == row["rejected_ids"]:
         raise ValueError("'chosen' and 'rejected' are equal")
     return row | dict(tokens=[sum(row[f"{name}_trained"]) for name in RESPONSES])
@@ -545,7 +548,7 @@ def load_pairs(paths, args, tokenizer):
             remedy = "fix it, or drop such pairs by --bad_pairs drop"
             raise ValueError(f"{error}; {remedy}") from None
 
-    fields = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids", "tokens"), IDS)
+    fields = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids", "tokens", "ends"), IDS)
     fields |= dict.fromkeys(("chosen_trained", "rejected_trained"), BOOLS)
     about = args.max_length, args.bad_pairs
     code = load_pairs, encode_pair, split, alone

@@ -59,10 +59,18 @@ def read_weights(directory):
     return {name.removeprefix("model.hf."): weight for name, weight in weights.items()}
 
 
-def save_adapters(weights, run, directory):
-    """Write LoRA matrices under peft's names; AdaLoRA as LoRA, with E in B. With rm.py's head."""
+def save_adapters(weights, run, hf, directory):
+    """Write LoRA matrices under peft's names; AdaLoRA as LoRA, with E in B. With rm.py's head.
+
+    hf: the merged model, whose tokenizer, chat template and end tokens come along.
+    """
     from peft import LoraConfig  # here, because it takes two seconds
 
+    shutil.copytree(hf, directory, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    base = Path(run["model"])
+    if (base.resolve().parent / "trainer_state.json").exists():
+        run["model"] = str(base.resolve())
+        print(f"note: the base is a checkpoint, {base.resolve()}, which its run may delete", file=sys.stderr)
     state = {}
     for name, weight in weights.items():
         if name.endswith("lora_B.default.weight"):
@@ -127,12 +135,10 @@ def main(args):
         with replacing(args.output) as new:
             if args.adapters:
                 weights = read_weights(checkpoint / "dcp")
-                save_adapters(weights, run, new)
+                save_adapters(weights, run, checkpoint / "hf", new)
                 count = sum(weight.numel() for weight in weights.values())
             else:
                 count = save_model(checkpoint / "hf", args.save_dtype, new)
-            for path in new.glob("*.safetensors"):  # safetensors sets mode 0600
-                path.chmod(next(new.glob("*config.json")).stat().st_mode)
     except dcp.CheckpointException as error:
         causes = "; ".join(" ".join(str(cause).split()) for cause, _ in error.failures.values())
         sys.exit(f"error: {checkpoint} is damaged: {causes}")

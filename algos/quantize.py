@@ -178,8 +178,6 @@ def compress(lm, tokenizer, texts, args, output):
     lm.save_pretrained(output, save_compressed=True)
     sampling.to_json_file(output / "generation_config.json")
     add_older_names(output / "config.json")
-    for path in output.glob("*.safetensors"):  # safetensors sets mode 0600
-        path.chmod((output / "config.json").stat().st_mode)
 
 
 def keep_wide(model, own, rounded, output):
@@ -195,9 +193,7 @@ def keep_wide(model, own, rounded, output):
             if weights[name].dtype == rounded:
                 with safe_open(found[name][0], "pt") as file:
                     weights[name] = file.get_tensor(name)
-        mode = path.stat().st_mode
         save_file(weights, path, dict(format="pt"))
-        path.chmod(mode)
 
 
 def read_back(output):

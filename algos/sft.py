@@ -230,13 +230,11 @@ def main(args):
         device, mesh = setup_distributed(args.hsdp_replicas)
         run.say(f"loading {args.model}")
         policy = load_model(args, mesh, device, tokenizer)
-        stops = policy.lm.generation_config  # the tokens that samplers of the saved model stop at
-        stops.eos_token_id = sorted({*ends, *np.ravel(stops.eos_token_id).tolist()} - {None})
         parameters = [p for p in policy.parameters() if p.requires_grad]
         options = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
         optimizer = torch.optim.AdamW(parameters, lr=args.lr, **options)
         # hf is the directory that the model has in a checkpoint
-        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights)
+        run.load(dict(hf=policy.lm), optimizer, tokenizer, whole_weights, ends)
         check_layout(policy, train_rows, args)
         run.start(policy.lm)
 

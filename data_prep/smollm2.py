@@ -63,6 +63,7 @@ def load_tokenizer(gguf):
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.pad_token = "<|endoftext|>"  # CAREFUL: the file pads with <|im_end|>, which is the EOS
+    tokenizer.init_kwargs.pop("local_files_only", None)  # how it was read
     return tokenizer
 
 

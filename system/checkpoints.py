@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import safetensors
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 
 from system.arguments import fail
 from system.families import add_older_names, save_tokenizer
+from system.files import share_weights
 from system.ranks import of_first
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -55,10 +57,11 @@ def damaged(path, why):
     fail(f"{path} is damaged, or of another model ({why}): {remedy}")
 
 
-def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, whole_weights):
+def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, whole_weights, ends=()):
     """Write out/checkpoints/step_N -> its path; `latest` is moved last, so a kill leaves the last good one.
 
     model: the name whose other files come along. keep: the number of newest checkpoints, 0: all.
+    ends: tokens that end turns, besides EOS.
     """
     root = out / "checkpoints"
     path = root / f"step_{state['step']:06d}"
@@ -78,7 +81,7 @@ def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, who
         dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
         if rank0:
             for name, lm in models.items():
-                write_hf(path / name, lm, weights[name])
+                write_hf(path / name, lm, weights[name], {tokenizer.eos_token_id, *ends})
             save_tokenizer(tokenizer, model, path / "hf")
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state))
@@ -98,16 +101,17 @@ def in_one_line(error):
     return "; ".join(f"rank {rank}: {' '.join(str(cause).split())}" for rank, (cause, _) in by_rank.items())
 
 
-def write_hf(directory, lm, weights):
-    """Whole weights and their configuration as a Hugging Face directory."""
+def write_hf(directory, lm, weights, ends=()):
+    """Whole weights and their configuration as a Hugging Face directory, with the tokens that end turns."""
     lm.config.architectures = [type(lm).__name__]  # the config of a new critic names a causal LM
     lm.config.save_pretrained(directory)
     add_older_names(directory / "config.json")
     if lm.can_generate():
-        lm.generation_config.to_json_file(directory / "generation_config.json")  # as it was read
+        sampling = lm.generation_config  # as it was read
+        sampling.eos_token_id = sorted({*ends, *np.ravel(sampling.eos_token_id).tolist()} - {None})
+        sampling.to_json_file(directory / "generation_config.json")
     save_torch_state_dict(weights, directory)
-    for file in directory.glob("*.safetensors"):  # safetensors sets mode 0600
-        file.chmod((directory / "config.json").stat().st_mode)
+    share_weights(directory)
 
 
 def point_latest_at(path, keep):

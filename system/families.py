@@ -30,6 +30,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import cached_file
 
 from system.arguments import fail
+from system.files import ABOUT
 
 PLAIN = {  # language models that differ only in the positions of images: type, and class in vLLM
     "qwen2_vl_text": "Qwen2ForCausalLM",
@@ -42,6 +43,9 @@ STATES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", 
 STATES |= {"granitemoehybrid", "nemotron_h", "olmo_hybrid"}
 KINDS = dict(linear_attention="mamba", full_attention="attention")  # of layers, as transformers 4 names them
 DEQUANTISED = "fp8", "mxfp4", "compressed-tensors"  # what transformers loads as whole weights
+# what comes along with a tokenizer; not Mistral's tekken.json, which has a chat template of its own
+ALONG = "tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt"
+ALONG += "added_tokens.json", "special_tokens_map.json", *ABOUT
 WRAPPER = re.compile(r"(language|text)_model\.")
 INSIDE = re.compile(r"(model\.)?(language_model|text_model|layers|embed_tokens|norm|lm_head)\.")
 
@@ -218,9 +222,14 @@ def from_files(auto, model, **changes):
     return lm
 
 
+def directory_of(model):
+    """Where the files of a model are, a directory or a name on the hub."""
+    return Path(cached_file(model, "config.json")).parent
+
+
 def weights_of_files(model):
     """{name: (file, weight on the meta device)} of a model's files."""
-    directory = Path(cached_file(model, "config.json")).parent
+    directory = directory_of(model)
     files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
     found = {}
     for file in files:
@@ -362,21 +371,33 @@ def add_older_names(file):
 
 
 def save_tokenizer(tokenizer, model, directory):
-    """Save a tokenizer, or a processor with one: transformers 4 too makes the same ids of a text."""
+    """Save a tokenizer, or a processor with one, with what its model's directory has of it.
+
+    transformers 4 too makes the same ids of a text.
+    """
     tokenizer.save_pretrained(directory)
     text = getattr(tokenizer, "tokenizer", tokenizer)
+    start = directory_of(model)
+    # what a run on text alone does not load: the files of what makes inputs of images
+    for name in (*ALONG, "*processor_config.json") if text is tokenizer else ALONG:
+        for path in filter(Path.is_file, start.glob(name)):
+            shutil.copyfile(path, directory / path.name)
     file = directory / "tokenizer_config.json"
-    if text.is_fast:  # the class that takes tokenizer.json as it is
-        config = json.loads(file.read_text("utf-8")) | dict(tokenizer_class="PreTrainedTokenizerFast")
-        config |= dict(padding_side=text.padding_side, model_input_names=text.model_input_names)
+    config = json.loads(file.read_text("utf-8"))
+    given = {}
+    with suppress(FileNotFoundError):
+        given = json.loads((start / file.name).read_text("utf-8"))
+    generic = "TokenizersBackend"  # transformers 5's class that takes tokenizer.json as it is
+    named = given.get("tokenizer_class", generic)
+    if type(text).__name__ == generic and named != generic:
+        config = given  # converters may want this class, of which transformers 5 takes no rules here
+    elif text.is_fast:
         for old, new in ("additional", "extra"), ("extra", "model_specific"):
+            given.pop(f"{new}_special_tokens", None)
             if f"{new}_special_tokens" in config:
                 config[f"{old}_special_tokens"] = config.pop(f"{new}_special_tokens")
-        file.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
-    if text is not tokenizer:
-        return
-    # what a run on text alone does not load: the files of what makes inputs of images
-    quiet = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
-    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        if path := cached_file(model, name, **quiet):
-            shutil.copyfile(path, directory / name)
+        config = given | config | dict(tokenizer_class="PreTrainedTokenizerFast")
+        config |= dict(padding_side=text.padding_side, model_input_names=text.model_input_names)
+    for name in ("local_files_only", "is_local", "chat_template"):  # the template has a file
+        config.pop(name, None)
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -17,6 +17,7 @@ import xxhash
 from system.arguments import fail
 
 LOADED = "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "vocab.*", "merges.txt"  # with a model
+ABOUT = "README*", "LICENSE*", "NOTICE*"  # comes along with a model
 WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.pth"  # the first that a directory has
 ASSIGNED = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
 NOT_A_LINK = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # which another user may have put there
@@ -27,6 +28,7 @@ HELD = {}  # locks of directories, until the process ends
 def replacing(path):
     """Yield a free path next to `path`; what the body writes there takes its place when the body ends well.
 
+    Weights in a directory get the mode of other files.
     Raises ValueError if `path` is a directory that holds other things than a model.
     """
     path = Path(path).absolute()
@@ -36,12 +38,19 @@ def replacing(path):
     new, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
     try:
         yield new
+        share_weights(new)
         if path.is_dir():  # a directory cannot be renamed over one that is not empty
             path.rename(old)
         os.replace(new, path)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
+
+
+def share_weights(directory):
+    """Give weights the mode of other files; safetensors sets 0600."""
+    for file in directory.glob("*.safetensors"):
+        file.chmod(directory.stat().st_mode & 0o666)
 
 
 def json_line(value):
@@ -78,9 +87,10 @@ def digests_of_model(model):
         from huggingface_hub import snapshot_download  # here, because it takes longer than a short script
 
         with contextlib.suppress(OSError, ValueError):  # whoever loads the model says what is wrong
-            directory = Path(snapshot_download(model, allow_patterns=[*LOADED, "model*.safetensors"]))
+            wanted = [*LOADED, *ABOUT]
+            directory = Path(snapshot_download(model, allow_patterns=[*wanted, "model*.safetensors"]))
             if not [*directory.glob("model*.safetensors")]:
-                directory = Path(snapshot_download(model, allow_patterns=[*LOADED, "pytorch_model*.bin"]))
+                directory = Path(snapshot_download(model, allow_patterns=[*wanted, "pytorch_model*.bin"]))
     weights = next(filter(None, ([*directory.glob(name)] for name in WEIGHTS)), [])
     files = sorted({*weights, *(path for name in LOADED for path in directory.glob(name))})
     with ThreadPoolExecutor() as pool:

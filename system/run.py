@@ -75,13 +75,14 @@ class Run:
         self.say_end()
         sys.exit()
 
-    def load(self, models, optimizers, tokenizer, whole_weights):
+    def load(self, models, optimizers, tokenizer, whole_weights, ends=()):
         """Load the weights of the checkpoint to go on from; say how those of the next ones are made.
 
         models: {directory in a checkpoint: model}, with one optimizer or a list of them.
         whole_weights(lm, dtype): yields names and whole weights of a sharded model, on all ranks alike.
+        ends: tokens that end turns, besides EOS.
         """
-        self.parts = models, optimizers, tokenizer, whole_weights
+        self.parts = models, optimizers, tokenizer, whole_weights, ends
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             optimizer.register_step_pre_hook(lambda *_: self.forget())
         if self.checkpoint:

@@ -367,6 +367,7 @@ def test_tiny_model(tmp_path):
         tiny_model.main(tiny_model.Args(local_save_dir=str(tmp_path / out), **sizes))
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     ids = [t.apply_chat_template(CHAT, return_dict=False) for t in (tokenizer, TOKENIZER)]
@@ -408,5 +409,6 @@ def test_smollm2_tokenizer():
     assert tokens.count("<|im_start|>") == 3 and tokens.count("<|im_end|>") == 2
     assert {"1", "2", "3", "0", "ĠĠ"} <= set(tokens) and t.decode(ids).endswith("<|im_start|>assistant\n")
     assert (t.eos_token, t.eos_token_id, t.pad_token_id) == ("<|im_end|>", 2, 0)
+    assert "local_files_only" not in t.init_kwargs
     text = "  12345 isn't   a\n\n\tb é 🎯 5  7 , . x"
     assert t.decode(t.encode(text)) == text

@@ -27,7 +27,8 @@ FOREIGN = set(  # of torchrun, Slurm, Docker, pip and other programs
     " --gpus-per-node --signal --time --requeue --open-mode"
     " --security-opt --num_processes --served-model-name --max-model-len"
     " --enforce-eager --dtype --system-prompt --private --structured-outputs-config"
-    " --gpus --ipc --outfile --outtype --clear".split()
+    " --gpus --ipc --outfile --outtype --clear --enable-lora --max-lora-rank --lora-modules"
+    " --model_args --tasks --apply_chat_template".split()
 )
 METRIC = re.compile(
     r"(actor|critic|rewards?|rollout_corr|logps|dapo|train|val|val-core|timing_s|timing_per_token_ms|perf|training|global_seqlen"

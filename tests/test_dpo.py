@@ -1,7 +1,9 @@
 """DPO: its losses by hand, what is a pair, and whole runs that learn, split, are killed and resume."""
 
+import json
 import math
 import resource
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -32,7 +34,7 @@ from workers.shared import plain_logps
 from algos import dpo
 from data_prep.arithmetic import make_row
 from data_prep.lib.schema import load_rows, write_parquet
-from data_prep.tiny_model import make_tokenizer
+from data_prep.tiny_model import CHAT_TEMPLATE, make_tokenizer
 from system.batches import one_row
 
 SCRIPT, STEPS, NAMES = ROOT / "algos/dpo.py", 8, ("prompt", "chosen", "rejected")
@@ -236,6 +238,23 @@ def test_adapters_begin_as_the_reference(straight, tiny, data, tmp_path):
     losses = [by_step[step]["train/loss"] for step in (1, 3)]
     assert losses[0] == pytest.approx(math.log(2)) and losses[1] < losses[0] - 0.007
     check_last_validation(tmp_path, AutoModelForCausalLM.from_pretrained(hf(tmp_path)), tiny, data)
+
+
+def test_generate_ends_where_a_trained_turn_ends(tiny, data, tmp_path):
+    """Of transformers, also where the model has other ends than the tokenizer, and the template a third."""
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("eos_token", "'<|system|>'"))
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(config | dict(eos_token_id=4)))
+    run(SCRIPT, *flags(model, data, tmp_path / "run", nll_coef=1, lr=3e-2))
+    lm, tokenizer = (x.from_pretrained(hf(tmp_path / "run")) for x in (AutoModelForCausalLM, AutoTokenizer))
+    end = tokenizer.convert_tokens_to_ids("<|system|>")
+    assert lm.generation_config.eos_token_id == sorted({4, tokenizer.eos_token_id, end})
+    torch.manual_seed(0)
+    prompts = torch.tensor([tokenizer.encode("<|user|>1+2=<|assistant|>")] * 8)
+    found = lm.generate(prompts, do_sample=True, max_new_tokens=60)
+    assert found.shape[1] < prompts.shape[1] + 60 and (found == end).any(1).all()
 
 
 def test_simpo_has_no_reference(tmp_path):

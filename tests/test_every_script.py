@@ -1,5 +1,7 @@
 """What a copy in each trainer must not leave out: dropout, refusals, dtypes and seeds of adapters."""
 
+import json
+import shutil
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -9,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import each, load_policy, load_weights, make_args
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, GenerationConfig, LlamaConfig
 
 from algos import agent, dapo, distill, dpo, generate, grpo, grpo_nano, ppo, quantize, rm, sft
-from system import attention
+from data_prep.lib.images import load_processor
+from system import attention, checkpoints
 from system.batches import layout_gap, token_logps
 from system.families import hf_overrides
 from system.model import freeze, merge_error, read_config, whole_weights
@@ -41,6 +44,20 @@ def test_a_reward_model_writes_no_text(script, tmp_path):
             quantize.main(quantize.Args(str(tmp_path), str(tmp_path / "out")))
         else:
             script.check_model(str(tmp_path), "sdpa", freeze)
+
+
+@each(*SAMPLED, grpo_nano, sft, dpo, rm)
+def test_a_checkpoint_says_what_ends_a_turn(script, mesh, tiny, tmp_path):
+    """Those of the model's files, EOS of the tokenizer, and what a script names; no text: none."""
+    model = shutil.copytree(tiny, tmp_path / "model")
+    GenerationConfig(eos_token_id=4).save_pretrained(model)
+    lm = load_policy(script, make_args(script, model=str(model)), mesh).lm
+    optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad])
+    parts = dict(hf=lm), optimizer, load_processor(str(model)), script.whole_weights, [5]
+    path = checkpoints.write_checkpoint(tmp_path, str(model), 0, dict(step=1), *parts)
+    file = path / "hf/generation_config.json"
+    assert file.exists() == (script is not rm)
+    assert script is rm or json.loads(file.read_text())["eos_token_id"] == [1, 4, 5]
 
 
 @each(*SAMPLED, sft, dpo, rm)

@@ -102,8 +102,24 @@ def test_adapters(lora, tiny, tmp_path):
     lm = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "adapters")
     ids, merged = torch.arange(8)[None], AutoModelForCausalLM.from_pretrained(lora / "hf")
     torch.testing.assert_close(lm(ids).logits, merged(ids).logits, atol=1e-4, rtol=0)
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "adapters" / name).read_bytes() == (lora / "hf" / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapters").chat_template
+    assert not (tmp_path / "adapters/config.json").exists()
+    assert len({path.stat().st_mode for path in (tmp_path / "adapters").iterdir()}) == 1
     base = AutoModelForCausalLM.from_pretrained(tiny)
     assert (base(ids).logits - merged(ids).logits).abs().max() > 1e-2
+
+
+def test_the_base_of_adapters_may_be_a_checkpoint(full, lora, tmp_path):
+    """It is named by its step, and whoever exports hears that its run may delete it."""
+    run_of = shutil.copytree(lora.parents[1], tmp_path / "run", symlinks=True)
+    flags = json.loads((run_of / "args.json").read_text())
+    flags["model"] = str(full.parent / "latest/hf")
+    (run_of / "args.json").write_text(json.dumps(flags))
+    done = run(EXPORT, run_of, tmp_path / "adapters", "--adapters")
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(full / "hf") and str(full / "hf") in done.stderr
 
 
 def test_errors_are_one_line(full, lora, tmp_path):

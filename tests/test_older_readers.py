@@ -103,8 +103,10 @@ def test_tokenizers_have_older_names(kind, tmp_path):
     """Also after the next stage has saved what it read."""
     tokenizer, template = TOKENIZERS[kind](), "{{ messages[0].content }} of the run — 中"
     tokenizer.chat_template = template
-    for stage in ("first", "second"):
-        save_tokenizer(tokenizer, tmp_path, tmp_path / stage)
+    (tmp_path / "start").mkdir()
+    for before, stage in ("start", "first"), ("first", "second"):
+        (tmp_path / before / "config.json").write_text("{}")
+        save_tokenizer(tokenizer, str(tmp_path / before), tmp_path / stage)
         found = json.loads((tmp_path / stage / "tokenizer_config.json").read_text("utf-8"))
         assert found["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert found["padding_side"] == tokenizer.padding_side  # of its class

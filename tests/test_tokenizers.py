@@ -1,7 +1,8 @@
 """Whatever class transformers takes for a tokenizer, it makes the ids of the model's tokenizer.json."""
 
 import json
-from itertools import groupby, product
+import os
+from itertools import groupby, pairwise, product
 
 import pytest
 from conftest import golden
@@ -90,6 +91,59 @@ def check(kind, name, file, tmp_path):
     for tokenizer in readers:
         assert tokenizer.encode(TEXT, add_special_tokens=False) == ids
         assert tokenizer.decode(ids) == file.decode(ids, skip_special_tokens=False)
+
+
+# model type, class in tokenizer_config.json, and whether hf/ has it: not if transformers has rules of its own
+ALONG = [
+    ("llama", "LlamaTokenizer", False, pieces),
+    ("phi3", "LlamaTokenizer", True, pieces),
+    ("llama", "PreTrainedTokenizerFast", True, lambda: bytes_of(False)[0]),
+    ("llama", "GPT2Tokenizer", False, lambda: bytes_of(False)[0]),
+    ("phi3", "GPT2Tokenizer", True, lambda: bytes_of(False)[0]),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "kept", "make"), ALONG)
+def test_files_of_a_tokenizer_come_along(kind, name, kept, make, tmp_path):
+    """As they are, for converters that read others than tokenizer.json; with another chat template, too."""
+    own, start = make(), tmp_path / "start"
+    own.add_special_tokens([AddedToken(x, special=True) for x in ("<unk>", "<s>", "<|end|>", "<|added|>")])
+    start.mkdir()
+    (start / "config.json").write_text(json.dumps(dict(model_type=kind, vocab_size=1000)))
+    (start / "tokenizer.json").write_text(own.to_str())  # all in one line
+    ids = {x: own.token_to_id(x) for x in ("<unk>", "<s>", "<|end|>", "<|added|>")}
+    added = {str(i): dict(content=x, special=True) for x, i in ids.items()}
+    about = dict(eos_token="<|end|>", unk_token="<unk>", bos_token="<s>", add_eos_token=False)
+    about |= dict(
+        added_tokens_decoder=added, tokenizer_class=name, chat_template="old", local_files_only=True
+    )
+    (start / "tokenizer_config.json").write_text(json.dumps(about))
+    (start / "added_tokens.json").write_text(json.dumps(ids))
+    (start / "special_tokens_map.json").write_text(json.dumps(dict(eos_token="<|end|>")))
+    others = "tokenizer.model", "vocab.json", "merges.txt", "README.md", "LICENSE.txt"
+    for other in (*others, "adapter_config.json", "model.safetensors.index.json", "notes.txt"):
+        (start / other).write_text(f"{other} é")
+    tokenizer = load_processor(str(start))
+    tokenizer.chat_template = "new"
+    stages = start, tmp_path / "first", tmp_path / "second"
+    for before, after in pairwise(stages):
+        save_tokenizer(tokenizer, str(before), after)
+        for file in (*others, "tokenizer.json", "added_tokens.json", "special_tokens_map.json"):
+            assert (after / file).read_bytes() == (start / file).read_bytes(), file
+        made = {"tokenizer_config.json", "chat_template.jinja"}
+        assert {x.name for x in after.iterdir()} - made < {x.name for x in start.iterdir()}
+        assert not {"adapter_config.json", "model.safetensors.index.json", "notes.txt"} & {*os.listdir(after)}
+        assert (after / "chat_template.jinja").read_text() == "new"
+        found = json.loads((after / "tokenizer_config.json").read_text())
+        assert found["tokenizer_class"] == (name if kept else "PreTrainedTokenizerFast")
+        assert found["added_tokens_decoder"].keys() == added.keys() and found["add_eos_token"] is False
+        assert not {"local_files_only", "chat_template"} & found.keys()
+        (after / "config.json").write_text((start / "config.json").read_text())
+        tokenizer = load_processor(str(after))
+        assert tokenizer.chat_template == "new"
+        assert (
+            tokenizer.encode(TEXT, add_special_tokens=False) == own.encode(TEXT, add_special_tokens=False).ids
+        )
 
 
 def bytes_of(trim):
