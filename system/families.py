@@ -377,7 +377,10 @@ def save_tokenizer(tokenizer, model, directory):
     """
     tokenizer.save_pretrained(directory)
     text = getattr(tokenizer, "tokenizer", tokenizer)
-    start = directory_of(model)
+    start = Path(model)
+    if not start.is_dir():  # it may be gone: a checkpoint that its run has deleted
+        with suppress(OSError):
+            start = directory_of(model)
     # what a run on text alone does not load: the files of what makes inputs of images
     for name in (*ALONG, "*processor_config.json") if text is tokenizer else ALONG:
         for path in filter(Path.is_file, start.glob(name)):

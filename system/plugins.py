@@ -31,6 +31,7 @@ for name in ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "STACK"):
 STOPS = signal.SIGTERM, signal.SIGINT  # they end a run with a whole step, also while a guest is at work
 left = {}  # settings that guests have changed, as the last one left them
 variables = {}  # of the environment, the same; None: it was removed
+streams = {}  # of sys, the same
 at_work = []  # the guest that is at work
 
 
@@ -60,7 +61,7 @@ def guest(name):
     at_work.append(name)
     own = read_settings()
     own_variables = dict(os.environ)
-    own_streams = sys.stdin, sys.stdout, sys.stderr
+    own_streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
     copies = {}
     for number in (1, 2):
         with suppress(OSError):  # a process may have none
@@ -70,16 +71,22 @@ def guest(name):
             put(setting, value)
     for variable, value in variables.items():
         put_variable(variable, value)
-    sys.stdin, sys.stdout, sys.stderr = map(Lent, own_streams)
+    for stream_name, stream in own_streams.items():
+        setattr(sys, stream_name, streams.get(stream_name) or Lent(stream))
     try:
         yield
     finally:
         lost = put_back(own, own_variables)
-        sys.stdin, sys.stdout, sys.stderr = own_streams
+        for stream_name, stream in own_streams.items():
+            found = getattr(sys, stream_name)
+            streams[stream_name] = (
+                None if type(found) is Lent else found
+            )  # kept: its end closes what it wraps
+            setattr(sys, stream_name, stream)
         for number, copy in copies.items():
             os.dup2(copy, number)
             os.close(copy)
-        if any(stream is not None and stream.closed for stream in own_streams):
+        if any(stream is not None and stream.closed for stream in own_streams.values()):
             lost.append("a stream that it has closed")
         at_work.clear()
         if lost:

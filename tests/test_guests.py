@@ -1,5 +1,7 @@
 """What a reward or an environment does to its process changes nothing of a run."""
 
+import gc
+import io
 import os
 import re
 import sys
@@ -112,3 +114,18 @@ def test_what_cannot_be_put_back_names_the_guest(tmp_path, monkeypatch):
         SystemExit, match=r"^error: reward.py:gone has changed what cannot be put back: os.chdir: "
     ):
         manager.score([row])
+
+
+def test_a_stream_that_a_guest_has_wrapped(capfd):
+    """Its end would close what it wraps; the guest has it again, and the run its own."""
+    with plugins.guest("wraps"):
+        sys.stdout = mine = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", write_through=True)
+    del mine
+    gc.collect()
+    print("of the run")
+    with plugins.guest("writes"):
+        print("of the guest")
+        sys.stdout.detach()
+        sys.stdout = plugins.Lent(sys.__stdout__)
+    assert plugins.streams["stdout"] is None
+    assert "of the run" in capfd.readouterr().out

@@ -144,6 +144,8 @@ def test_files_of_a_tokenizer_come_along(kind, name, kept, make, tmp_path):
         assert (
             tokenizer.encode(TEXT, add_special_tokens=False) == own.encode(TEXT, add_special_tokens=False).ids
         )
+    save_tokenizer(tokenizer, str(tmp_path / "gone"), tmp_path / "third")  # a checkpoint that was deleted
+    assert load_tokenizer(str(tmp_path / "third")).encode(TEXT) == tokenizer.encode(TEXT)
 
 
 def bytes_of(trim):
