@@ -22,6 +22,9 @@ SETTINGS = [  # what a process has once, and any code may change: a module, its 
     ("torch", "get_num_threads", "set_num_threads"),
     ("torch", "get_float32_matmul_precision", "set_float32_matmul_precision"),
     ("torch", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+    ("torch", "is_autocast_enabled", "set_autocast_enabled", "cpu"),
+    ("torch", "is_autocast_enabled", "set_autocast_enabled", "cuda"),
+    ("socket", "getdefaulttimeout", "setdefaulttimeout"),
 ]
 SETTINGS += [
     ("signal", "getsignal", "signal", x) for x in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
@@ -59,6 +62,10 @@ def guest(name):
         yield
         return
     at_work.append(name)
+    process = os.getpid()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    own_mask = os.umask(0o077)
+    os.umask(own_mask)
     own = read_settings()
     own_variables = dict(os.environ)
     own_streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
@@ -76,7 +83,11 @@ def guest(name):
     try:
         yield
     finally:
+        if os.getpid() != process:  # a fork that the guest has not ended: it must not go on as a second run
+            os._exit(1)
         lost = put_back(own, own_variables)
+        os.umask(own_mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for stream_name, stream in own_streams.items():
             found = getattr(sys, stream_name)
             streams[stream_name] = (
@@ -96,7 +107,8 @@ def guest(name):
 def put_back(own, own_variables):
     """Keep what a guest has changed for the next one, and undo it -> what cannot be undone."""
     lost = []
-    signal.alarm(0)
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 0)
     theirs = read_settings()
     left.clear()
     for setting, value in own.items():

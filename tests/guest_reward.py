@@ -4,6 +4,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import tempfile
 from contextlib import suppress
@@ -28,7 +29,12 @@ def misbehave():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(1)
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.umask(0o777)
+    socket.setdefaulttimeout(0.001)
+    torch.set_autocast_enabled("cpu", True)
     sys.setrecursionlimit(2000)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     for stream in (sys.stdin, sys.stdout, sys.stderr):

@@ -4,6 +4,7 @@ import gc
 import io
 import os
 import re
+import signal
 import sys
 
 import numpy.random  # noqa: F401 - whose state a guest may change
@@ -89,11 +90,14 @@ def test_guests_have_settings_of_their_own():
         assert os.environ["WORLD_SIZE"] == "7" and "PATH" not in os.environ
         different = {key for key, value in theirs.items() if not plugins.same(value, own[0].get(key))}
         reward("x", {})
-    assert len(different) == 12
+    assert len(different) == 14
     now = plugins.read_settings(), dict(os.environ), sys.stdin, sys.stdout, sys.stderr
     assert now[1:] == own[1:]
     for key, value in own[0].items():
         assert repr(now[0][key]) == repr(value), key
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert umask != 0o777 and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with plugins.guest("calm"):
         os.chdir("/")
         for key, value in own[0].items():
@@ -114,6 +118,19 @@ def test_what_cannot_be_put_back_names_the_guest(tmp_path, monkeypatch):
         SystemExit, match=r"^error: reward.py:gone has changed what cannot be put back: os.chdir: "
     ):
         manager.score([row])
+
+
+def test_a_fork_that_a_guest_leaves_is_no_second_run(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "import os\ndef forks(**_):\n    if not os.fork():\n        raise SystemExit\n    return 1.0"
+    )
+    manager = RewardManager("naive", load_rewards([f"{file}:forks"], ()))
+    row = dict(data_source="x", solution_str="", ground_truth="", extra_info={}, prompt=[])
+    own = os.getpid()
+    assert [result["score"] for result in manager.score([row])] == [1.0]
+    assert os.getpid() == own
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
 
 
 def test_a_stream_that_a_guest_has_wrapped(capfd):
