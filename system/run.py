@@ -48,6 +48,7 @@ class Run:
         self.content = content(args)  # now: files may change later
         self.unsaved = None  # the state of the last whole step that is in no checkpoint yet
         self.seconds = {}  # of the last checkpoint, for the timing of the step after it
+        self.process = os.getpid()
         self.signal = 0  # its number
         self.signalled = 0  # the time of the first one
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first step there is nothing to save
@@ -126,6 +127,10 @@ class Run:
 
     def on_signal(self, number, _):
         """The step in progress is the last; a signal long after the first one ends it, with what is saved."""
+        if os.getpid() != self.process:  # a fork, as of multiprocessing, ends by it as any process
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         self.signalled = self.signalled or time.monotonic()
         if time.monotonic() - self.signalled > REPEAT_S:
             raise SystemExit(128 + number)
@@ -270,7 +275,7 @@ def clean(out, step, args):
     metrics = out / "metrics.jsonl"
     kept = ""
     if step and metrics.exists():
-        for line in metrics.read_text().splitlines():
+        for line in metrics.read_text(errors="replace").splitlines():
             if step_of(line) <= step:
                 kept += f"{line}\n"
     with replacing(metrics) as new:
@@ -282,9 +287,10 @@ def clean(out, step, args):
 def step_of(line):
     """The step of a line of metrics.jsonl; infinity for a line that is none, as one that was cut short."""
     try:
-        return json.loads(line)["training/global_step"]
-    except (ValueError, TypeError, KeyError):
+        step = json.loads(line)["training/global_step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return math.inf
+    return step if isinstance(step, int | float) else math.inf
 
 
 def learning_rate(peak, step, total_steps, warmup_steps, schedule, decay_steps=0):

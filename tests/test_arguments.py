@@ -3,6 +3,7 @@
 import ast
 import json
 import logging
+import os
 import re
 import runpy
 import ssl
@@ -455,6 +456,16 @@ def test_a_run_says_what_a_kill_costs(done, freq, seconds, first, cost, tmp_path
     assert f"the next checkpoint comes after step {first}\n" in log and log.count(cost) == 1
     if "hour" in cost:
         assert f"one hour is --save_freq {max(3600 // seconds, 1)}\n" in log
+
+
+def test_a_fork_of_a_run_ends_by_a_signal(tmp_path):
+    """As a process of a pool that a reward ends by terminate()."""
+    run = Run(Tracked(str(tmp_path / "run")))
+    child = os.fork()
+    if not child:
+        run.on_signal(15, None)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15
 
 
 def test_a_signal_long_after_the_first_ends_the_run(tmp_path, monkeypatch):

@@ -204,7 +204,15 @@ def test_flags_of_one_side_count(begun, tmp_path):
 
 
 def test_what_is_no_line_of_metrics_goes(tmp_path):
-    lines = '{"training/global_step": 1}', "{}", "[1]", '{"training/global_step": 2}', '{"training/glo', "}"
+    lines = (
+        '{"training/global_step": 1}',
+        '{"training/global_step": null}',
+        "{}",
+        "[1]",
+        '{"training/global_step": 2}',
+        '{"training/glo',
+        "}",
+    )
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     clean(tmp_path, 1, make_args(grpo))
     assert (tmp_path / "metrics.jsonl").read_text() == f"{lines[0]}\n"

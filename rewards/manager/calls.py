@@ -75,6 +75,7 @@ def kept_alive():
 
 def begin(function, rows, earlier=None):
     """Call a reward -> what it returned or is to be awaited, or the exception that it raised."""
+    own = os.getpid()
     try:
         return function(**arguments(function, rows, earlier))
     # CAREFUL: the one place that catches everything. A reward is anybody's code run on anything a model
@@ -83,6 +84,9 @@ def begin(function, rows, earlier=None):
         raise
     except BaseException as error:  # SystemExit too, of argparse for one
         return error
+    finally:
+        if os.getpid() != own:  # a fork that the reward has not ended makes no further calls
+            os._exit(1)
 
 
 def end(function, rows, returned):
