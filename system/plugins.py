@@ -63,6 +63,14 @@ def guest(name):
         return
     at_work.append(name)
     process = os.getpid()
+    leave = os._exit
+
+    def stay(code):  # it ends the guest and not the run
+        if os.getpid() != process:
+            leave(code)
+        raise SystemExit(f"os._exit({code})")
+
+    os._exit = stay
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     own_mask = os.umask(0o077)
     os.umask(own_mask)
@@ -83,8 +91,9 @@ def guest(name):
     try:
         yield
     finally:
+        os._exit = leave
         if os.getpid() != process:  # a fork that the guest has not ended: it must not go on as a second run
-            os._exit(1)
+            leave(1)
         lost = put_back(own, own_variables)
         os.umask(own_mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -145,3 +145,23 @@ def test_a_stream_that_a_guest_has_wrapped(capfd):
         sys.stdout = plugins.Lent(sys.__stdout__)
     assert plugins.streams["stdout"] is None
     assert "of the run" in capfd.readouterr().out
+
+
+def test_a_guest_does_not_end_the_run(tmp_path):
+    """Not when its file is loaded, and not when it checks a row."""
+    (tmp_path / "loads.py").write_text("import os\nos._exit(0)")
+    with pytest.raises(ValueError, match=r"loads.py cannot be loaded: SystemExit\('os._exit\(0\)'\)"):
+        plugins.load_from(f"{tmp_path}/loads.py:score", "--reward_fn")
+    checks = "def check_row(source, truth, extra_info):\n    assert truth\n    os._exit(0)\n"
+    (tmp_path / "checks.py").write_text(f"import os\n{checks}def score(**_):\n    return 1.0")
+    manager = RewardManager("naive", load_rewards([f"{tmp_path}/checks.py:score"], ()))
+    rows = [
+        dict(data_source="x", reward_model=dict(ground_truth=x), extra_info={}, index=i)
+        for i, x in enumerate("a")
+    ]
+    rows.append(rows[0] | dict(reward_model={}, index=1))
+    faults = [str(fault) for fault in manager.faults({"x"}, rows)]
+    assert faults == [
+        "row 0, data_source 'x': SystemExit: os._exit(0)",
+        "row 1, data_source 'x': AssertionError: ",
+    ]

@@ -12,7 +12,6 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from inspect import isawaitable, signature
 from pathlib import Path
-from unittest import mock
 
 from system.plugins import guest
 
@@ -60,19 +59,6 @@ def arguments(function, rows, earlier):
     return found | ({EARLIER: copy.deepcopy(earlier)} if EARLIER in signature(function).parameters else {})
 
 
-def kept_alive():
-    """While the block lasts, os._exit ends the reward and not the run."""
-    own = os.getpid()
-    leave = os._exit
-
-    def stay(code):
-        if os.getpid() != own:  # a process that the reward has forked
-            leave(code)
-        raise SystemExit(f"os._exit({code})")
-
-    return mock.patch.object(os, "_exit", stay)
-
-
 def begin(function, rows, earlier=None):
     """Call a reward -> what it returned or is to be awaited, or the exception that it raised."""
     own = os.getpid()
@@ -113,7 +99,7 @@ def call_here(function, calls, timeout_s, at_once):
 
     Those of an `async def` wait for each other's answers, so many at once; each has timeout_s seconds.
     """
-    with guest(name_of(function)), kept_alive():
+    with guest(name_of(function)):
         returned = [begin(function, *call) for call in calls]
     waits = {i: x for i, x in enumerate(returned) if isawaitable(x)}
 
@@ -134,7 +120,7 @@ def call_here(function, calls, timeout_s, at_once):
 
         await asyncio.gather(*map(wait_for, waits))
 
-    with guest(name_of(function)), kept_alive():
+    with guest(name_of(function)):
         if waits:
             awaited(wait_for_all())
         return [end(function, rows, x) for (rows, _), x in zip(calls, returned, strict=True)]
