@@ -97,7 +97,8 @@ def save_model(hf, dtype, directory):
     """
     shutil.copytree(hf, directory)
     config = json.loads((hf / "config.json").read_text())
-    own = getattr(torch, config["dtype"])
+    dtypes = [x.dtype for path in hf.glob("*.safetensors") for x in load_file(path).values()]
+    own = max(set(dtypes), key=dtypes.count)  # not of the config, which may say another
     count = size = 0
     for path in directory.glob("*.safetensors"):
         weights = load_file(path)

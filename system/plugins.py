@@ -99,9 +99,8 @@ def guest(name):
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for stream_name, stream in own_streams.items():
             found = getattr(sys, stream_name)
-            streams[stream_name] = (
-                None if type(found) is Lent else found
-            )  # kept: its end closes what it wraps
+            # what a guest has put there is kept: its end would close what it wraps
+            streams[stream_name] = None if type(found) is Lent else found
             setattr(sys, stream_name, stream)
         for number, copy in copies.items():
             os.dup2(copy, number)
@@ -128,7 +127,7 @@ def put_back(own, own_variables):
             left[setting] = found
         try:
             put(setting, value)
-        except Exception as error:  # of any of these functions
+        except Exception as error:  # whatever a function of SETTINGS raises: the run ends with it
             lost.append(f"{setting[0]}.{setting[2]}: {error}")
     variables.clear()
     for variable in {*os.environ, *own_variables}:

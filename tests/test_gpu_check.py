@@ -79,7 +79,7 @@ def test_a_run_that_ends_early_fails(tmp_path):
     ("nodes", "works", "refused"), [((), False, 0), (("nvidia0",), False, 1), (("nvidia0",), True, 0)]
 )
 def test_a_gpu_that_torch_cannot_use(nodes, works, refused, monkeypatch):
-    """As with the CPU's torch in the environment of a GPU: a run goes on with a line, this check does not."""
+    """As with the CPU's torch in the environment of a GPU: a run warns, this check stops."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: works)
     monkeypatch.setattr("system.gpu.Path", lambda _: SimpleNamespace(glob=lambda _: nodes))
     line = f"this machine has a GPU, which torch {torch.__version__} cannot use"
