@@ -60,7 +60,7 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.utils import match_named_modules
 from datasets import Dataset
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
@@ -72,7 +72,7 @@ from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render
 from data_prep.lib.turns import encode_messages
-from system.families import add_older_names, auto_class, save_tokenizer, weights_of_files
+from system.families import add_older_names, auto_class, save_tokenizer, weights_of_files, wider_weights
 from system.files import replacing
 
 PRESETS = {"w8a8": "W8A8", "w4a16": "W4A16", "fp8": "FP8_DYNAMIC"}
@@ -180,19 +180,17 @@ def compress(lm, tokenizer, texts, args, output):
     add_older_names(output / "config.json")
 
 
-def keep_wide(model, own, rounded, output):
+def keep_wide(lm, model, own, rounded, output):
     """Write weights again as the model's files have them, where that is a wider dtype than its own.
 
     rounded: the dtype that they got in between.
     """
-    found = weights_of_files(model)
-    wide = {name for name, (_, x) in found.items() if torch.promote_types(x.dtype, own) != own}
+    wide = dict(wider_weights(weights_of_files(model, lm), own))
     for path in output.glob("*.safetensors") if wide else ():
         weights = load_file(path)
-        for name in wide & weights.keys():
+        for name in wide.keys() & weights.keys():
             if weights[name].dtype == rounded:
-                with safe_open(found[name][0], "pt") as file:
-                    weights[name] = file.get_tensor(name)
+                weights[name] = wide[name]
         save_file(weights, path, dict(format="pt"))
 
 
@@ -249,7 +247,7 @@ def main(args):
         with replacing(args.output) as new:
             save_tokenizer(tokenizer, args.model, new)
             compress(lm, tokenizer, texts, args, new)
-            keep_wide(args.model, own, lm.dtype, new)
+            keep_wide(lm, args.model, own, lm.dtype, new)
             written = read_back(new)
             check_reached(norms, written)
             new_size = sum(path.stat().st_size for path in new.glob("*.safetensors")) / 1e6

@@ -36,8 +36,9 @@ def checkpointed(models, optimizers):
 def read_state(path):
     """The trainer's state of a checkpoint, with the number of its step."""
     try:
-        return json.loads((path / "trainer_state.json").read_text())
-    except (OSError, ValueError) as error:
+        state = json.loads((path / "trainer_state.json").read_text())
+        return dict(state, step=int(state["step"]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         damaged(path, " ".join(str(error).split()))
 
 
@@ -53,7 +54,7 @@ def load_checkpoint(path, models, optimizers):
 
 
 def damaged(path, why):
-    remedy = f"point {path.parent / 'latest'} at an earlier step, or remove it"
+    remedy = f"point {path.parent / 'latest'} at an earlier step, or remove {path.name}"
     fail(f"{path} is damaged, or of another model ({why}): {remedy}")
 
 

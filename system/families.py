@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
@@ -214,8 +213,8 @@ def from_files(auto, model, **changes):
         lm.config.tie_word_embeddings = False
     lm.file_dtypes = {}
     if not whole:
-        found = weights_of_files(model)
-        lm.file_dtypes = {name: x.dtype for name, (_, x) in found.items()}
+        found = weights_of_files(model, lm)
+        lm.file_dtypes = {name: x.dtype for name, (*_, x) in found.items()}
         say_left_out(lm, model, found)
         if "quantization_config" not in changes:
             read_rounded(lm, found)
@@ -227,22 +226,39 @@ def directory_of(model):
     return Path(cached_file(model, "config.json")).parent
 
 
-def weights_of_files(model):
-    """{name: (file, weight on the meta device)} of a model's files."""
-    directory = directory_of(model)
-    files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+def weights_of_files(model, lm):
+    """{name: (file, its name there, weight on the meta device)} of a model's files.
+
+    The name is that of the model: the files of a base model, as GPT-2's, lack its prefix.
+    """
+    own = {}
+    if to_files(lm) is dict:  # else it has rules for names, prefixes too
+        own = lm.state_dict(keep_vars=True)
     found = {}
-    for file in files:
-        for name, x in load_state_dict(str(file), map_location="meta").items():
-            found[name] = file, x
+    for file in files_of(directory_of(model)):
+        for there, x in load_state_dict(str(file), map_location="meta").items():
+            longer = f"{lm.base_model_prefix}.{there}"
+            found[longer if there not in own and longer in own else there] = file, there, x
     return found
+
+
+def files_of(directory):
+    """The files of a directory that transformers reads for a model's weights."""
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        if (directory / whole).is_file():
+            return [directory / whole]
+        index = directory / f"{whole}.index.json"
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"].values()
+            return [directory / name for name in sorted({*names})]
+    return []
 
 
 def say_left_out(lm, model, found):
     """Say which weights of the files transformers does not load; buffers, which it makes itself, are none."""
     patterns = lm._keys_to_ignore_on_load_unexpected or ()
     lost = [
-        name for name, (_, x) in found.items() if x.dim() > 1 and any(re.search(y, name) for y in patterns)
+        name for name, (*_, x) in found.items() if x.dim() > 1 and any(re.search(y, name) for y in patterns)
     ]
     if lost:
         print(f"{model}: {len(lost)} weights are neither trained nor saved: {lost[0]} ...", file=sys.stderr)
@@ -250,17 +266,29 @@ def say_left_out(lm, model, found):
 
 def read_rounded(lm, found):
     """Read again the weights that loading has rounded: its files have them in a wider dtype."""
-    own = lm.dtype
-    wide = {name for name, (_, x) in found.items() if torch.promote_types(x.dtype, own) != own}
     convert = to_files(lm)
-    for name, x in lm.state_dict(keep_vars=True).items() if wide else ():
-        names = [*convert({name: x})]
-        if len(names) > 1 or names[0] not in wide or found[names[0]][0].suffix != ".safetensors":
-            continue
-        with safe_open(found[names[0]][0], "pt") as file:
-            exact = file.get_tensor(names[0])
-        if x.shape == exact.shape and torch.equal(exact.to(x.dtype), x):
+    loaded = {}
+    for name, exact in wider_weights(found, lm.dtype):
+        if not loaded:
+            loaded = {tuple(convert({key: x})): x for key, x in lm.state_dict(keep_vars=True).items()}
+        x = loaded.get((name,))
+        if x is not None and x.shape == exact.shape and torch.equal(exact.to(x.dtype), x):
             x.data = exact
+
+
+def wider_weights(found, dtype):
+    """Yield names and weights that files have in a wider dtype than this one.
+
+    found: of `weights_of_files`.
+    """
+    wide = {}
+    for name, (file, there, x) in found.items():
+        if torch.promote_types(x.dtype, dtype) != dtype:
+            wide.setdefault(file, {})[name] = there
+    for file, names in wide.items():
+        weights = load_state_dict(str(file))
+        for name, there in names.items():
+            yield name, weights[there]
 
 
 def vllm_options(config, sees):

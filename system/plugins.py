@@ -1,6 +1,9 @@
 """A user's code, which a flag names as FILE.py:NAME. It is a guest: it changes nothing but its result."""
 
+import gc
 import importlib.util
+import locale
+import logging
 import os
 import resource
 import signal
@@ -13,12 +16,14 @@ SETTINGS = [  # what a process has once, and any code may change: a module, its 
     ("os", "getcwd", "chdir"),
     ("sys", "getrecursionlimit", "setrecursionlimit"),
     ("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
+    ("sys", "getswitchinterval", "setswitchinterval"),
+    ("locale", "setlocale", "setlocale", locale.LC_ALL),
     ("random", "getstate", "setstate"),
     ("numpy.random", "get_state", "set_state"),
     ("torch", "get_rng_state", "set_rng_state"),
     ("torch", "is_grad_enabled", "set_grad_enabled"),
     ("torch", "get_default_dtype", "set_default_dtype"),
-    ("torch", "get_default_device", "set_default_device"),
+    ("torch", "is_anomaly_enabled", "set_anomaly_enabled"),
     ("torch", "get_num_threads", "set_num_threads"),
     ("torch", "get_float32_matmul_precision", "set_float32_matmul_precision"),
     ("torch", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
@@ -31,6 +36,8 @@ SETTINGS += [
 ]
 for name in ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "STACK"):
     SETTINGS.append(("resource", "getrlimit", "setrlimit", getattr(resource, f"RLIMIT_{name}")))
+for part in ("path", "logging", "collector", "numpy_errors", "device", "process_group"):
+    SETTINGS.append((__name__, f"read_{part}", f"write_{part}"))
 STOPS = signal.SIGTERM, signal.SIGINT  # they end a run with a whole step, also while a guest is at work
 left = {}  # settings that guests have changed, as the last one left them
 variables = {}  # of the environment, the same; None: it was removed
@@ -68,7 +75,8 @@ def guest(name):
     def stay(code):  # it ends the guest and not the run
         if os.getpid() != process:
             leave(code)
-        raise SystemExit(f"os._exit({code})")
+        if at_work:  # else it is of an atexit
+            raise SystemExit(f"os._exit({code})")
 
     os._exit = stay
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -78,7 +86,7 @@ def guest(name):
     own_variables = dict(os.environ)
     own_streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
     copies = {}
-    for number in (1, 2):
+    for number in (0, 1, 2):
         with suppress(OSError):  # a process may have none
             copies[number] = os.dup(number)
     for setting, value in left.items():
@@ -147,6 +155,71 @@ def read_settings():
             with suppress(OSError):  # a directory that is gone
                 found[setting] = getattr(sys.modules[module], read)(*which)
     return found
+
+
+def read_path():
+    return list(sys.path)
+
+
+def write_path(value):
+    sys.path[:] = value
+
+
+def read_logging():
+    """{logger: what a configuration of logging changes of it}, and the level that is off for all."""
+    root = logging.getLogger()
+    known = [root, *(x for x in root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    found = {x: (x.level, x.disabled, x.propagate, tuple(x.handlers)) for x in known}
+    return found, root.manager.disable
+
+
+def write_logging(value):
+    found, off = value
+    for logger, (level, disabled, propagate, handlers) in found.items():
+        logger.level = level  # setLevel would walk through all loggers; `disable` does so below
+        logger.disabled = disabled
+        logger.propagate = propagate
+        logger.handlers[:] = handlers
+    logging.disable(off)
+
+
+def read_collector():
+    return gc.isenabled()
+
+
+def write_collector(on):
+    if on:
+        gc.enable()
+    else:
+        gc.disable()
+
+
+def read_numpy_errors():
+    return sys.modules["numpy"].geterr() if "numpy" in sys.modules else None
+
+
+def write_numpy_errors(value):
+    if value:
+        sys.modules["numpy"].seterr(**value)
+
+
+def read_device():
+    return sys.modules["torch"].get_default_device() if "torch" in sys.modules else None
+
+
+def write_device(value):
+    if value:  # torch's own default is none
+        sys.modules["torch"].set_default_device(None if value.type == "cpu" else value)
+
+
+def read_process_group():
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_initialized())
+
+
+def write_process_group(value):
+    if value != read_process_group():
+        raise RuntimeError("it was made or destroyed")
 
 
 def put(setting, value):

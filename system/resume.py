@@ -37,15 +37,14 @@ def open_run(args):
     hold(out, f"--output_dir {out}")
     if args.resume == "never" and (out / "args.json").exists():
         fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
-    latest = out / "checkpoints/latest"
-    if latest.exists():  # the same command resumes its own run
-        checkpoint = latest.resolve()
-        refuse_other_program(checkpoint, args, f"--output_dir {out} holds")
+    checkpoint = newest(out)
+    refuse_other_program(out, checkpoint, args, f"--output_dir {out} holds")
+    if checkpoint:  # the same command resumes its own run
         changes = differences(checkpoint, args, MAY_CHANGE)
         if changes:
             new = "choose another"
             if not differences(checkpoint, args, MAY_CHANGE | DATA):
-                new = f"begin in another one by --resume {latest}"
+                new = f"begin in another one by --resume {checkpoint}"
             fail(f"--output_dir {out} holds a run with other arguments ({changes}): put them back, or {new}")
         return checkpoint
 
@@ -54,11 +53,23 @@ def open_run(args):
     checkpoint = Path(args.resume).resolve()
     if not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    refuse_other_program(checkpoint, args, f"--resume {args.resume} is of")
+    refuse_other_program(checkpoint.parents[1], checkpoint, args, f"--resume {args.resume} is of")
     changes = differences(checkpoint, args, MAY_CHANGE | DATA)
     if changes:
         fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
     return checkpoint
+
+
+def newest(out):
+    """The checkpoint that a run in this directory resumes from, or None.
+
+    A copy of a run may lack the link `latest`.
+    """
+    latest = out / "checkpoints/latest"
+    if latest.exists():
+        return latest.resolve()
+    whole = [state.parent for state in out.glob("checkpoints/step_*/trainer_state.json")]
+    return max(whole, default=None)
 
 
 def without_links(name):
@@ -68,13 +79,19 @@ def without_links(name):
     return name
 
 
-def refuse_other_program(checkpoint, args, what):
-    """Stop where the run of a checkpoint is one of another script: other mathematics, whatever its flags."""
+def refuse_other_program(out, checkpoint, args, what):
+    """Stop where a run is one of another script: other mathematics, whatever its flags.
+
+    checkpoint: of that run, None: it has none.
+    """
     now = program(args)
-    before = saved(checkpoint)[1].get("program", now)
+    before = read_dict(out / "args.json").get("program", now)
+    remedy = "choose another --output_dir"
+    if checkpoint:
+        before = saved(checkpoint)[1].get("program", before)
+        remedy += f"; its weights are {checkpoint}/hf"
     if before != now:
-        weights = f"its weights are {checkpoint.parent}/latest/hf"
-        fail(f"{what} a run of {before}, this is {now}: choose another --output_dir; {weights}")
+        fail(f"{what} a run of {before}, this is {now}: {remedy}")
 
 
 def program(args):
@@ -83,13 +100,19 @@ def program(args):
 
 
 def saved(checkpoint):
-    """The flags of the run of a checkpoint, and `content` of then; {} for what is damaged."""
-    flags = {}
-    content_then = {}
-    with suppress(OSError, ValueError):  # what is damaged is refused when it is loaded
-        content_then = json.loads((checkpoint / "trainer_state.json").read_text()).get("content", {})
-        flags = json.loads((checkpoint.parents[1] / "args.json").read_text())
-    return flags, content_then
+    """The flags of the run of a checkpoint, and `content` of then."""
+    flags = read_dict(checkpoint.parents[1] / "args.json")
+    flags.pop("program", None)
+    return flags, read_dict(checkpoint / "trainer_state.json").get("content", {})
+
+
+def read_dict(path):
+    """What a file of JSON has; {} if it is missing or damaged, which is refused where it is loaded."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def differences(checkpoint, args, may):

@@ -21,7 +21,7 @@ from system.arguments import fail
 from system.checkpoints import load_checkpoint, read_state, write_checkpoint
 from system.files import json_line, replacing
 from system.ranks import all_reduce, leave, ranks_on
-from system.resume import content, open_run
+from system.resume import content, open_run, program
 from system.tracker import TEXTS, open_tracker
 
 END = timedelta(minutes=1)  # that ranks wait for one another at the end of the process
@@ -96,6 +96,7 @@ class Run:
         handler.emit = lambda record: self.say(record.getMessage(), record.levelno > logging.INFO)
         logger = logging.getLogger("rewards")
         logger.setLevel(logging.INFO)
+        logger.propagate = False
         logger.addHandler(handler)
         if self.rank0:
             clean(self.out, self.step, self.args)
@@ -281,7 +282,7 @@ def clean(out, step, args):
     with replacing(metrics) as new:
         new.write_text(kept)
     with replacing(out / "args.json") as new:
-        new.write_text(json.dumps(asdict(args), indent=2))
+        new.write_text(json.dumps(asdict(args) | dict(program=program(args)), indent=2))
 
 
 def step_of(line):

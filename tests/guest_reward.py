@@ -1,5 +1,7 @@
 """A reward that does, at import and in each call, whatever a user's code might do to the process of a run."""
 
+import gc
+import logging.config
 import os
 import random
 import resource
@@ -36,15 +38,21 @@ def misbehave():
     socket.setdefaulttimeout(0.001)
     torch.set_autocast_enabled("cpu", True)
     sys.setrecursionlimit(2000)
+    sys.path[:] = []
+    gc.disable()
+    np.seterr(all="raise")
+    torch.autograd.set_detect_anomaly(True)
+    logging.disable()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.close()
-    for number in (1, 2):
+    for number in (0, 1, 2):
         with suppress(OSError):
             os.close(number)
 
 
 misbehave()
+logging.config.dictConfig(dict(version=1, root=dict(level="ERROR")))  # it disables those that there are
 
 
 def before(solution_str, extra_info, **_):

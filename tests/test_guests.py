@@ -90,7 +90,7 @@ def test_guests_have_settings_of_their_own():
         assert os.environ["WORLD_SIZE"] == "7" and "PATH" not in os.environ
         different = {key for key, value in theirs.items() if not plugins.same(value, own[0].get(key))}
         reward("x", {})
-    assert len(different) == 14
+    assert len(different) == 19
     now = plugins.read_settings(), dict(os.environ), sys.stdin, sys.stdout, sys.stderr
     assert now[1:] == own[1:]
     for key, value in own[0].items():
@@ -124,12 +124,18 @@ def test_a_fork_that_a_guest_leaves_is_no_second_run(tmp_path):
     """It ends with its own call: else each call would double the processes."""
     file = tmp_path / "reward.py"
     file.write_text(
-        "import os\ndef forks(**_):\n    if not os.fork():\n        raise SystemExit\n    return 1.0"
+        "import os\n"
+        "def forks(**_):\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        raise SystemExit\n"
+        "    return child\n"
     )
     manager = RewardManager("naive", load_rewards([f"{file}:forks"], ()))
     row = dict(data_source="x", solution_str="", ground_truth="", extra_info={}, prompt=[])
-    assert [result["score"] for result in manager.score([row] * 4)] == [1.0] * 4
-    assert [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(4)] == [1] * 4
+    children = [int(result["score"]) for result in manager.score([row] * 4)]
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    assert [os.waitstatus_to_exitcode(end) for end in ends] == [1] * 4
 
 
 def test_a_stream_that_a_guest_has_wrapped(capfd):
@@ -162,6 +168,6 @@ def test_a_guest_does_not_end_the_run(tmp_path):
     rows.append(rows[0] | dict(reward_model={}, index=1))
     faults = [str(fault) for fault in manager.faults({"x"}, rows)]
     assert faults == [
-        "row 0, data_source 'x': SystemExit: os._exit(0)",
-        "row 1, data_source 'x': AssertionError: ",
+        "row 0, data_source 'x': checks.py:check_row: SystemExit: os._exit(0)",
+        "row 1, data_source 'x': checks.py:check_row: AssertionError: ",
     ]

@@ -1,6 +1,7 @@
 """What may change when a run resumes: what decides what it learns is the same, or a line says what is not."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -184,8 +185,21 @@ def test_a_run_of_another_script_is_not_resumed(script, begun, tmp_path):
     ):
         args = make_args(script, model=begun.model, train_files=begun.train_files, **where)
         line = f"error: {what} a run of grpo.py, this is {name}: choose another --output_dir; its weights are"
-        with pytest.raises(SystemExit, match=f"^{re.escape(line)} {re.escape(latest)}/hf$"):
+        with pytest.raises(SystemExit, match=f"^{re.escape(line)} {re.escape(os.path.realpath(latest))}/hf$"):
             resume.open_run(args)
+
+
+def test_a_copy_without_links_goes_on(begun, tmp_path):
+    """`latest` is missing there; and a run that has no checkpoint yet is one of its script all the same."""
+    run = tmp_path / "run"
+    (run / "checkpoints/latest").unlink()
+    assert resume.open_run(begun).name == "step_000001"
+    shutil.rmtree(run / "checkpoints")
+    assert resume.open_run(begun) is None
+    file = run / "args.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(program="dapo.py")))
+    with pytest.raises(SystemExit, match=r"run of dapo\.py, this is grpo\.py: choose another --output_dir$"):
+        resume.open_run(begun)
 
 
 def test_flags_of_one_side_count(begun, tmp_path):
@@ -321,7 +335,7 @@ def test_one_rank_that_ends_alone_does_not_wait_for_ever(tiny, arithmetic, tmp_p
 
 def test_a_run_without_a_checkpoint_may_have_other_flags(begun, tmp_path):
     """Its error may ask for another flag; with a checkpoint the flag would have to agree."""
-    (tmp_path / "run/checkpoints/latest").unlink()
+    shutil.rmtree(tmp_path / "run/checkpoints")
     assert resume.open_run(replace(begun, temperature=0.5)) is None
     with pytest.raises(SystemExit, match="already holds a run"):
         resume.open_run(replace(begun, resume="never"))

@@ -5,11 +5,11 @@ import itertools
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 
 from rewards import check_sources, compute_score, row_check
-from rewards.manager.calls import call_here, call_once, failed, keys, received, sees_group
+from rewards.manager.calls import call_here, call_once, failed, keys, name_of, received, sees_group
 from rewards.manager.combined import parts_of
 from rewards.manager.failures import check_environments, check_failures, check_results, demote_failures
 from rewards.manager.samples import print_samples, validation_metrics, validation_summary
@@ -55,13 +55,12 @@ class RewardManager:
         tables: Rows of data_prep/lib/cache.py. What is checked: see `faults`.
         """
         sources = set().union(*(rows.unique("data_source") for rows in tables))
-        with closing(self.faults(sources, itertools.chain(*tables))) as faults:
-            fault = next(faults, None)
-        if fault:
-            raise fault
+        faults = self.faults(sources, itertools.chain(*tables))
+        if faults:
+            raise faults[0]
 
     def faults(self, sources, rows):
-        """Yield a ValueError, in one line, for each row that a reward cannot score, by `row_check`.
+        """A ValueError, in one line, for each row that a reward cannot score, by `row_check`.
 
         sources: data sources of the rows.  Raises ValueError for one of them, by `check_sources`.
         """
@@ -69,7 +68,8 @@ class RewardManager:
         if compute_score in functions:
             check_sources(sources)
         checks = [*filter(None, map(row_check, functions))]
-        with guest("check_row"):
+        found = []
+        with guest(", ".join(map(name_of, checks))):
             for row in rows if checks else ():
                 source = row["data_source"]
                 truth = row["reward_model"].get("ground_truth")
@@ -77,8 +77,11 @@ class RewardManager:
                     for check in checks:
                         check(*copy.deepcopy((source, truth, row["extra_info"])))
                 except (Exception, SystemExit) as error:  # of anybody's code
-                    name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                    yield ValueError(f"row {row['index']}, data_source {source!r}: {name}{error}")
+                    why = f"{error}"
+                    if not isinstance(error, ValueError):
+                        why = f"{name_of(check)}: {type(error).__name__}: {error}"
+                    found.append(ValueError(f"row {row['index']}, data_source {source!r}: {why}"))
+        return found
 
     def score(self, rows, groups=None):
         """Score dicts with data_source, solution_str, ground_truth, extra_info.

@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_one_line_that_says_how_to_resume(sft, tmp_path,
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and len(lines) == 1, done.stderr
     assert f"{out}/checkpoints/step_000008 is damaged, or of another model (" in lines[0]
-    assert lines[0].endswith(f"point {out}/checkpoints/latest at an earlier step, or remove it")
+    assert lines[0].endswith(f"point {out}/checkpoints/latest at an earlier step, or remove step_000008")
     nothing_is_left(out)
 
 
