@@ -432,7 +432,7 @@ else:
         import os, sys
         from rewards.sandbox import walls
 
-        python, repository, packages, tmp, tier = sys.argv[1:]
+        python, repository, packages, tmp, tier, *chosen = sys.argv[1:]
         walls.call("unshare", 0x20000)  # CLONE_NEWNS
         walls.mount(None, "/", flags=0x44000)  # MS_REC | MS_PRIVATE
         for source, name in ((python, "python"), (repository, "repository"), (packages, "packages")):
@@ -443,7 +443,7 @@ else:
         os.chdir(f"{tmp}/repository")
         python = f"{tmp}/python/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
         environment = {"PYTHONPATH": f"{tmp}/packages", "REWARDS_SANDBOX": tier}
-        options = ["--noconftest", "-p", "no:cacheprovider", "--basetemp", f"{tmp}/tmp/pytest"]
+        options = ["--noconftest", "-p", "no:cacheprovider", "--basetemp", f"{tmp}/tmp/pytest", *chosen]
         os.execve(python, [python, "-m", "pytest", "tests/test_sandbox.py", *options], environment)
     """
 
@@ -459,6 +459,8 @@ else:
             packages = sysconfig.get_paths()["purelib"]
             command = [sys.executable, "-c", textwrap.dedent(AS_NOBODY)]
             command += [sys.base_prefix, ROOT, packages, tmp, tier]
+            if tier != sandbox.TIERS[0]:  # time and output are watched by the same code in all tiers
+                command += ["-k", "not time_out and not processor and not output and not many"]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
             assert "skipped" not in done.stdout

@@ -44,6 +44,9 @@ if sys.argv[1] == "dapo":  # the paper's loss alone, with the corrections of the
 if sys.argv[1] == "agent":
     LOSSES["cispo"]["echo_coef"] = 0.5
 KINDS = {mode: dict(loss_agg=mode) for mode in MODES} | LOSSES
+if sys.argv[1] != "grpo":  # formulas of all three scripts are the same text, see test_scripts.py
+    for name in ("seq-mean-token-sum", "seq-mean-token-sum-norm", "sapo", "dppo"):
+        del KINDS[name]
 LAYOUTS = "padded", "one_row"
 EVERY = [(budget, layout) for budget in (70, 200, 100_000) for layout in LAYOUTS]  # 200: two of three share
 WAYS = (70, "padded"), (200, "one_row")
