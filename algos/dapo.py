@@ -183,7 +183,8 @@ def keep_groups(acc_n, group_n):
     Accuracies 1 0 1 1 of groups 7 7 8 8 -> True True False False.
     """
     keep_n = torch.zeros(len(acc_n), dtype=torch.bool)
-    for member in [group_n == g for g in group_n.unique()]:
+    sizes = group_n.unique(return_counts=True)[1]
+    for member in group_n.argsort(stable=True).split(sizes.tolist()):
         keep_n[member] = acc_n[member].max() > acc_n[member].min()  # eq: dapo.dynamic_sampling
     return keep_n
 

@@ -11,7 +11,6 @@ import math
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Literal
@@ -45,6 +44,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from scipy.stats import binom
 
 from data_prep.lib.schema import load_rows
 from data_prep.lib.source import Source
@@ -58,15 +58,16 @@ Z = 1.96  # z of a 95 % interval
 MORE = (-0.71, 0.71)  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
 
 
-@cache
-def pass_at_k(n, c, k):
-    """Probability that k of n responses, c of them correct, hold a correct one: 1 - C(n-c, k) / C(n, k).
+def pass_at_k(n, c):
+    """Probabilities that k of n responses, c of them correct, hold a correct one, for k = 1 to n.
 
-    pass_at_k(4, 2, 2) = 1 - 1/6.  The quotient is a product of k factors up to 1, so nothing overflows.
+    1 - C(n-c, k) / C(n, k): n = 4, c = 2 -> 1/2, 5/6, 1, 1.
     """
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass_at_k: n={n}, c={c}, k={k}; it must be 0 <= c <= n and 1 <= k <= n")
-    return 1.0 - math.prod(max(n - c - i, 0) / (n - i) for i in range(k))  # eq: eval.pass
+    if not 0 <= c <= n:
+        raise ValueError(f"pass_at_k: {c} correct responses of {n}")
+    drawn = np.arange(n)
+    wrong = np.clip(n - c - drawn, 0, None) / (n - drawn)  # the next one, if all before it were
+    return 1.0 - np.cumprod(wrong)  # eq: eval.pass
 
 
 def maj_at_k(answers, correct, k):
@@ -74,44 +75,54 @@ def maj_at_k(answers, correct, k):
 
     answers: n texts, None is no vote; correct: how correct each is, 0 to 1.  Answers a a b of which a is
     correct, k = 2 -> subsets aa ab ab -> (1 + 1/2 + 1/2) / 3.  Exact for any n: subsets are counted.
+
+    A subset is a draw of each response with probability k / n, given that k are drawn: so an answer is drawn
+    by a binomial distribution, and its number of draws is the exponent of a polynomial.
     """
-    if len(answers) != len(correct) or not 1 <= k <= len(answers):
-        raise ValueError(f"maj_at_k: {len(answers)} answers, {len(correct)} verdicts, k={k}")
+    n = len(answers)
+    if n != len(correct) or not 1 <= k <= n:
+        raise ValueError(f"maj_at_k: {n} answers, {len(correct)} verdicts, k={k}")
     votes = Counter(answers)
     value = Counter()  # the mean correctness of those that gave an answer
     for answer, right in zip(answers, correct, strict=True):
         value[answer] += right / votes[answer]
-    silent = votes.pop(None, 0)
+    del votes[None]
+    draws = {count: binom.pmf(np.arange(count + 1), count, k / n) for count in {*votes.values()}}
+    highest = max((votes[answer] for answer in votes if value[answer]), default=0)
+    all_drawn = binom.pmf(k, n, k / n)
     expected = 0.0
-    for answer, count in votes.items():
-        if not value[answer]:
+    for most in range(1, min(highest, k) + 1):  # the winner is drawn `most` times, and no other more often
+        able = [answer for answer in votes if votes[answer] >= most]
+        won = sum(draws[votes[answer]][most] for answer in able)
+        no_more = math.prod(draws[votes[answer]][: most + 1].sum() for answer in able)
+        if min(won, no_more) < 1e-15 * all_drawn:
             continue
-        others = [votes[other] for other in votes if other != answer]
-        for most in range(1, min(count, k) + 1):  # it is drawn `most` times, and no other more often
-            chosen = math.comb(count, most)
-            for ties, subsets in draws_of_others(others, silent, most, k - most).items():
-                share = chosen * subsets / (math.comb(len(answers), k) * (ties + 1))
-                expected += value[answer] * share  # eq: eval.maj
-    return expected
+        rest = n - sum(votes[answer] for answer in able)
+        # a winner of 1 + ties has 1 / (ties + 1), the integral of t^ties from 0 to 1: Gauss' rule is exact
+        t_s, share_s = np.polynomial.legendre.leggauss(len(able) // 2 + 1)
+        t_s = (t_s + 1) / 2
+        before_sk = np.tile(binom.pmf(np.arange(k + 1), rest, k / n), (len(t_s), 1))  # no winner so far
+        after_sk = np.zeros_like(before_sk)
+        for answer in able:
+            chances = draws[votes[answer]][: most + 1]
+            won_sk = value[answer] * chances[most] * drawn_more(before_sk, most)
+            chances = [*chances[:most], t_s[:, None] * chances[most]]
+            after_sk = times(after_sk, chances) + won_sk
+            before_sk = times(before_sk, chances)
+        expected += share_s @ after_sk[:, k] / 2  # eq: eval.maj
+    return float(expected / all_drawn)
 
 
-def draws_of_others(votes, silent, most, size):
-    """{ties: subsets} of `size` votes in which no answer is drawn more than `most` times.
+def drawn_more(chance_sk, draws):
+    """Chances of each number of draws, [S, K + 1], with so many draws more."""
+    more_sk = np.zeros_like(chance_sk)
+    more_sk[:, draws:] = chance_sk[:, : chance_sk.shape[1] - draws]
+    return more_sk
 
-    votes: how often each answer was given. ties: how many are drawn `most` times.
-    """
-    rare = silent + sum(count for count in votes if count < most)  # cannot tie: drawn as one
-    ways = {(size - drawn, 0): math.comb(rare, drawn) for drawn in range(min(rare, size) + 1)}
-    for count in votes:
-        if count < most:
-            continue
-        more = Counter()  # {(still to draw, ties): subsets}
-        for (left, ties), subsets in ways.items():
-            for drawn in range(min(most, left) + 1):
-                tied = ties + (drawn == most)
-                more[left - drawn, tied] += subsets * math.comb(count, drawn)
-        ways = more
-    return {ties: subsets for (left, ties), subsets in ways.items() if left == 0}
+
+def times(chance_sk, chances):
+    """Chances of each number of draws with those of one answer more, which has chances of 0, 1, ... draws."""
+    return sum(chance * drawn_more(chance_sk, draws) for draws, chance in enumerate(chances))
 
 
 def load_responses(path, key):
@@ -190,8 +201,8 @@ def measure(rows, results, ks):
         values = [float(result.get("acc", result["score"])) for result in row_results]
         columns[f"mean@{n}"].append(sum(values) / n)
         correct = sum(value >= 1 for value in values)
-        for k in range(1, n + 1):
-            columns[f"pass@{k}"].append(pass_at_k(n, correct, k))
+        for k, chance in enumerate(pass_at_k(n, correct), 1):
+            columns[f"pass@{k}"].append(chance)
         if has_answers:
             answers = [result.get("pred") for result in row_results]
             for k in ks:

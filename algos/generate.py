@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import chain
@@ -216,6 +217,13 @@ def generate(engine, rows, prompts, args, tokenizer, pool):
     return pa.table(table)
 
 
+def count_done(waiting, bar):
+    """Take the shards at the front that any rank has written; ranks write them in about this order."""
+    while waiting and waiting[0].is_file():
+        waiting.popleft()
+        bar.update()
+
+
 def main(args):
     # ---- arguments, data, model
     rank = int(os.environ.get("RANK", 0))
@@ -242,18 +250,19 @@ def main(args):
     sampler, follower = divmod(rank, args.tp_size)
     start = time.perf_counter()
     bar = tqdm(total=len(shards), initial=len(shards) - len(todo), desc="shards", disable=rank > 0)
+    waiting = deque(todo)
     for path in todo[sampler :: world // args.tp_size]:
         answers = generate(engine, shards[path], prompts, args, tokenizer, pool)
         if not follower:
             with replacing(path) as new:
                 pq.write_table(answers.replace_schema_metadata(dict(made_by=made_by)), new)
-        bar.update(sum(map(Path.is_file, shards)) - bar.n)
+        count_done(waiting, bar)
 
     # ---- write: the shards are where the ranks meet again
     if rank == 0:
-        while bar.n < len(shards):
+        while waiting:
             time.sleep(0.5)
-            bar.update(sum(map(Path.is_file, shards)) - bar.n)
+            count_done(waiting, bar)
         bar.close()
         seconds = time.perf_counter() - start
         tokens = 0

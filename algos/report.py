@@ -646,6 +646,8 @@ def read_rollouts(run, budget):
             groups.append(group)
             taken += size
             budget -= size
+        if not taken:  # there is no room for a group, and reading all others would find none
+            break
     return sorted(groups, key=lambda group: group["step"]), (run, len(dumps), left_out)
 
 

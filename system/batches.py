@@ -6,6 +6,7 @@ A row is a dict of one response. Its keys: the table in CONTRIBUTING.md.
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import chain, groupby
 from operator import itemgetter
 
@@ -26,11 +27,11 @@ def balance(lengths, ranks):
     Longest first to the lightest rank: lengths 5 4 3 3 over two ranks -> [0, 3] and [1, 2].
     """
     parts = [[] for _ in range(ranks)]
-    load = [0] * ranks
+    load = [(0, rank) for rank in range(ranks)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        lightest = load.index(min(load))
+        tokens, lightest = load[0]
         parts[lightest].append(i)
-        load[lightest] += lengths[i]
+        heapreplace(load, (tokens + lengths[i], lightest))
     return parts
 
 

@@ -91,6 +91,12 @@ def load_loss(args, clip):
     return replace(args, **missing), partial(loss, **bounds)
 
 
+def members(group_n):
+    """The places of the responses of each group, one tensor for each group. group_n: [N], in any order."""
+    sizes = group_n.unique(return_counts=True)[1]
+    return group_n.argsort(stable=True).split(sizes.tolist())
+
+
 def check_loss(loss, spec):
     """ValueError if a loss of two responses of three tokens is not what scripts expect."""
     import torch  # here, because names are checked before it is loaded

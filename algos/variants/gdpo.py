@@ -2,6 +2,8 @@
 
 import torch
 
+from algos.variants import members
+
 
 def gdpo(score_n, group_n, length_n, parts):
     """The advantages of grpo.py for each reward, weighted and summed (eq. 4 to 6), then with variance 1.
@@ -11,7 +13,7 @@ def gdpo(score_n, group_n, length_n, parts):
     sum_n = torch.zeros(len(group_n), dtype=torch.float64)
     for weight, scores in parts:
         score_n = torch.tensor(scores, dtype=torch.float64)
-        for member in [group_n == g for g in group_n.unique()]:
+        for member in members(group_n):
             s = score_n[member]
             if len(s) > 1:
                 s = s - s[0]  # so that a constant group has exactly 0

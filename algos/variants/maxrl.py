@@ -1,5 +1,6 @@
 """MaxRL (arXiv 2602.02710), for scores from 0 to 1."""
 
+from algos.variants import members
 from system.arguments import fail
 
 
@@ -8,7 +9,7 @@ def maxrl(score_n, group_n, length_n, parts):
     if (score_n < 0).any():
         fail(f"--adv_estimator maxrl is for scores from 0 to 1, and one is {score_n.min():g}: use rloo")
     adv_n = score_n.clone()
-    for member in [group_n == g for g in group_n.unique()]:
+    for member in members(group_n):
         s = score_n[member]
         centred = (s - s[0]) - (s - s[0]).mean()  # so that a constant group has exactly 0
         adv_n[member] = centred / s.mean() if s.any() else 0.0  # eq: grpo.maxrl
