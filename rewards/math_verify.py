@@ -5,11 +5,12 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
   conclusion and a value (`So x = 5.`, `Hence there are 12 ways.`, `Thus the number of pairs is 5.`), or
   a line that is a value.  Only its unit may follow a value.  How a prompt asks for it: docs/guides/rewards.md
 - Fractions need not be reduced, and 600 is not 6, unlike in verl's scorer of NuminaMath.
-- Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
+- A thought gives no answer; without a box, only the last WINDOW characters do.
 """
 
 import re
 
+from data_prep.lib.thoughts import reply_of
 from rewards.boxed import LABEL, last_boxed
 from rewards.mathematics.equivalence import judge
 from rewards.mathematics.units import NAMES
@@ -34,7 +35,7 @@ VALUE = re.compile(r"(?:(?:[A-Za-z](?![A-Za-z])|[^\w=]|\d)+= ?)*(?:\$[^$]+\$|[-�
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {score, acc, pred}.  A ground truth that is no formula equals only its own spelling."""
-    text = solution_str.rpartition("</think>")[2]
+    text = reply_of(solution_str)
     if "\\boxed" in text or "\\fbox" in text:
         return judge(last_boxed(text), ground_truth)
     text = MARKUP.sub("", text if len(text) <= WINDOW else "…" + text[-WINDOW:])  # … begins no line

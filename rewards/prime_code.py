@@ -1,7 +1,7 @@
 """Programs: the share of all tests that the response's Python program passes.
 
 The program is the last block fenced as python (without one the last block, without a fence all the text)
-after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs": [...], "outputs": [...]} and
+after the thought.  The ground truth is JSON text, or a dict: {"inputs": [...], "outputs": [...]} and
 - no more: input and output are texts, or lists of lines.  Lines are compared word by word, blank lines left
   out.  An expected number with a point or an exponent allows TOLERANCE, an expected integer any spelling of
   its value: 3.0 for 3, 1e8, and 2.9999999999 (ROUNDING).  All other words must be the same.
@@ -31,6 +31,7 @@ import textwrap
 from contextlib import closing, contextmanager
 from functools import partial
 
+from data_prep.lib.thoughts import reply_of
 from rewards.programs.checks import check_asserts, check_calls, check_texts
 from rewards.programs.outputs import same_json
 from rewards.sandbox.calls import encode
@@ -77,7 +78,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def find_program(response):
     """Text of the program in a response."""
-    text = response.rpartition("</think>")[2]
+    text = reply_of(response)
     blocks, is_open = [], False  # of (language, lines)
     for line in text.split("\n"):
         fence = FENCE.fullmatch(line)

@@ -210,6 +210,21 @@ def test_arguments_in_xml_have_the_types_of_the_tool(kinds):
         assert json.loads(message["content"])[: len(case["expected"])] == case["expected"]
 
 
+def test_what_a_tool_is_given_fits_or_stays_a_text(kinds):
+    [message] = kinds({}).step(hermes("f", names="1,000", flag="1,000", level="1,000", pair="5"))
+    names, _, _, _, level, *_, flag, pair = json.loads(message["content"])
+    assert (names, level, flag, pair) == ([1, 0], "1,000", "1,000", "5")
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path):
+    same = "def a(x: int):\n    return x\nTOOLS = [a, a]\n"
+    same += "class Env:\n    tools = [dict(function=dict(name='a'))] * 2\n    def step(self, text): pass\n"
+    (tmp_path / "same.py").write_text(same)
+    for name in ("TOOLS", "Env"):
+        with pytest.raises(ValueError, match="two tools are named 'a'"):
+            EnvPool(f"{tmp_path}/same.py:{name}", 1, 1)
+
+
 VALUES = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(VALUES, lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
 
