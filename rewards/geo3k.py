@@ -1,6 +1,6 @@
-r"""Geometry3K: 0.9 for a correct answer in the last \boxed{}, anywhere, and 0.1 for the format.
+r"""Geometry3K: 0.9 for a correct answer in the last \boxed{}, and 0.1 for the format.
 
-The format: the response begins with `<think>`, and a \boxed{...} follows a `</think>`.
+The format: the response begins with a thought, and a \boxed{...} follows it. A thought gives no answer.
 """
 
 from data_prep.lib.thoughts import OPENING, reply_of

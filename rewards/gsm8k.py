@@ -64,14 +64,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     Default: strict; for arithmetic flexible.  Raises ValueError for another method, and for a ground truth
     that is no number.
     """
-    method, truth = check_row(data_source, ground_truth, extra_info)
+    method, truth = _read(data_source, ground_truth, extra_info)
     text = reply_of(solution_str).translate(TO_ASCII).rstrip()
     answer = _after_last_marker(text) if method == "strict" else _last_number(text)
     correct = answer == truth
     return {"score": float(correct), "acc": correct, "pred": answer or ""}
 
 
-def check_row(data_source, ground_truth, extra_info):
+def _read(data_source, ground_truth, extra_info):
     """The method, and the value of the ground truth.  Raises ValueError."""
     method = (extra_info or {}).get("method")
     if not method:

@@ -11,11 +11,12 @@ r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the groun
 import re
 
 from data_prep.lib.thoughts import reply_of
-from rewards.boxed import LABEL, last_boxed
+from rewards.boxed import LABEL, LABELLED, last_boxed
 from rewards.mathematics.equivalence import judge
 
 WINDOW = 1000
 NO_PART = re.compile(r"(?:the )?(?:final )?(?:answer|sum|value|result) is", re.IGNORECASE)
+SENTENCE = re.compile(rf"\A{LABELLED}", re.IGNORECASE)
 MARKER = re.compile(rf"{LABEL}\**\s?[:：]", re.IGNORECASE)
 
 
@@ -24,7 +25,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     text = reply_of(solution_str)[-WINDOW:]
     _, *answers = MARKER.split(text)
     lines = answers[-1].replace("\n>", "\n").split("\n") if answers else ()  # > quotes a line
-    lines = (line.strip(" \r*`") for line in lines)
+    lines = (SENTENCE.sub("", line.strip(" \r*`")).strip(" *`") for line in lines)
     answer = next((line for line in lines if line.strip("$[\\")), None)
     box = answer and last_boxed(answer)
     others = box and answer.replace(f"\\boxed{{{box}}}", "", 1).strip(" $()=.")  # "57" of 57 (\\boxed{57})

@@ -10,27 +10,29 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
 
 import re
 
+import regex
+
 from data_prep.lib.thoughts import reply_of
-from rewards.boxed import LABEL, last_boxed
+from rewards.boxed import LABELLED, last_boxed
 from rewards.mathematics.equivalence import judge
 from rewards.mathematics.units import NAMES
 
 WINDOW = 1000
-FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+FORMULA = re.compile(
+    r"(?<!\\)\$\$([^$]+)(?<!\\)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
 MARKUP = re.compile(r"\*\*(?![\d(\\])|(?<![\w)}])\*\*|`|^(?:> ?|#{1,3} )+|</?(?:b|strong)>|</answer>", re.M)
 SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])(?!\Z)")
 GOES_ON = re.compile(r"([,:，：])\s*\n\s*|([^\W\d_])\s*\n\s*(?![A-Z])")  # a sentence, on another line
-LABELLED = (
-    rf"(?:####|<answer>|(?:(?:the|our|my|die|la) )?(?:(?:final|correct|richtige) )*{LABEL}(?: finale)?"
-    r"(?:\s*[:：]|,? (?:is|ist|lautet|est|es|è|é)\b:?|[是为]| (?=[-−\d$\\])))\s*"
-)
 SO = r"(?:(?:so|thus|hence|therefore|donc)\b,? ?|(?:所以|因此|故)[,，]? ?)"
 # "the number of pairs is", "the smallest $n$ is": a noun, and what it is of, without another number
 THING = r"(?:the|its) (?:(?:final|total|\w+st|\w+imum) )?(?!\w*answer)\$?\w+\$?(?: of [^\d,.:;!?]{1,60}?)?"
 SAYS = rf"(?:(?:(?:we|they) (?:have|get|obtain|find)|it is|there (?:are|is)|{THING} (?:is|are|equals)) "
 SAYS += "|[^\\d,，是为不]{1,20}的[^\\d,，是为不答]{1,4}[是为])"
-LEAD = re.compile(rf"{SO}?{LABELLED}+|it is |{SO}{SAYS}|(?P<so>{SO})", re.I)
-VALUE = re.compile(r"(?:(?:[A-Za-z](?![A-Za-z])|[^\w=]|\d)+= ?)*(?:\$[^$]+\$|[-−\d\\(]\S*)(?: (\S+))?")
+LEAD = re.compile(rf"{SO}?{LABELLED}|it is |{SO}{SAYS}|(?P<so>{SO})", re.I)
+VALUE = regex.compile(
+    r"(?:(?:[A-Za-z](?![A-Za-z])|[^\w=]|\d)+= ?)*(?:\$[^$]+\$|[-−+]?(?:\p{Sc} ?)?[-−.\d\\(]\S*)(?: (\S+))?"
+)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from envs.calculator import Calculator
 from envs.guess import Guess
 from envs.tools import parse_calls
-from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
+from rewards import SOURCES, _scorer, check_row, check_sources, compute_score, load_reward_fn
 from rewards.manager import RewardManager, demote_failures, validation_metrics, validation_summary
 from rewards.manager.combined import CombinedReward, load_rewards, score_parts
 from rewards.sandbox import SandboxError
@@ -460,6 +460,8 @@ SOLUTIONS = {
     "He sells 1,200 of them.\n#### 1,200": "1200",
     r"We have $x = 2 + 3 = \boxed{5}$.": "5",
     r"First $\boxed{4}$ seems right, but it is $\boxed{5}.$": "5",
+    r"$2+3=\boxed{5}$.": "5",
+    "\\begin{align*}\nx&=2+3\\\\\n&=\\boxed{5}.\n\\end{align*}": "5",
 }
 
 
@@ -472,6 +474,16 @@ def test_a_ground_truth_may_be_a_whole_solution(source, solution):
         return compute_score(source, SAYS[source].format(answer), solution)["acc"]
 
     assert score(SOLUTIONS[solution]) and not score("6")
+
+
+@pytest.mark.parametrize("source", [*SAYS, "shapes"])
+def test_a_ground_truth_that_no_response_meets_is_refused(source):
+    """One that scores as its own response is taken: zero too."""
+    for truth in (0, "0", 0.5, ["5", "6"], "#### 5", *SOLUTIONS):
+        check_row(source, truth, {})
+    for truth in (math.nan, math.inf, "nan", "None", "null", "N/A", "-inf", None, "", [], ["5", None]):
+        with pytest.raises(ValueError, match="ground truth"):
+            check_row(source, truth, {})
 
 
 def is_right(source, truth, text):
