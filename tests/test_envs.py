@@ -609,7 +609,13 @@ def test_search(tmp_path, monkeypatch, pools):
         monkeypatch.setenv("SEARCH_CORPUS", str(path))
         with pytest.raises(ValueError, match="set SEARCH_CORPUS"):
             load_env(spec)
-    texts = ["A cat is a mammal.", "A dog barks.", "Cats and dogs; a cat, too, sleeps."]
+    texts = ["A cat is a mammal.", "A dog barks.", "Cats and dogs; a cat, too, sleeps.", None]
+    texts += [
+        "巴黎是法国的首都。",
+        "東京は日本の首都です。",
+        "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย",
+        "Café Müller",
+    ]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setenv("SEARCH_CORPUS", str(corpus))
     pool = pools(spec, 2, 60)
@@ -622,6 +628,8 @@ def test_search(tmp_path, monkeypatch, pools):
 
     assert search(query="cat mammal", k="1") == "[1] A cat is a mammal."
     assert search(query="barks", k=100) == "[1] A dog barks."
+    for query, place in (("法国", 4), ("東京", 5), ("เมืองหลวง", 6), ("cafe muller", 7)):
+        assert search(query=query, k=1) == f"[1] {texts[place]}"
     assert search(query="zebra") == search(query="", k=-1) == "nothing was found"
     assert search(k=1).startswith("error: TypeError")
 
