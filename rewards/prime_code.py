@@ -4,7 +4,8 @@ The program is the last block fenced as python (without one the last block, with
 after the thought.  The ground truth is JSON text, or a dict: {"inputs": [...], "outputs": [...]} and
 - no more: input and output are texts, or lists of lines.  Lines are compared word by word, blank lines left
   out.  An expected number with a point or an exponent allows TOLERANCE, an expected integer any spelling of
-  its value: 3.0 for 3, 1e8, and 2.9999999999 (ROUNDING).  All other words must be the same.
+  its value without leading zeros (010 may be binary): 3.0 for 3, 1e8, and 2.9999999999 (ROUNDING).  Any other
+  word must be the same.
   A program that ends with an exception fails, whatever it printed; after sys.exit its output counts.
 - "fn_name": an input is a JSON argument on each line, an output is JSON; or an input is a list of arguments,
   and an output a value, or a list of that one value.  The program defines a function of

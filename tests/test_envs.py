@@ -613,7 +613,7 @@ def test_search(tmp_path, monkeypatch, pools):
     texts += [
         "巴黎是法国的首都。",
         "東京は日本の首都です。",
-        "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย",
+        "กรุงเทพเป็นเมืองหลวง",
         "Café Müller",
     ]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
