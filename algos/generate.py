@@ -68,7 +68,7 @@ from data_prep.lib.images import encode_prompt, image_token_ids, load_processor
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, use_template
-from data_prep.lib.turns import opens_only
+from data_prep.lib.thoughts import after_thought
 from envs.calls import learn_calls
 from envs.pool import EnvPool
 from rewards.manager import check_environments
@@ -206,7 +206,7 @@ def generate(engine, rows, prompts, args, tokenizer, pool):
         prompt = tokenizer.decode(talk["prompt_ids"][-20:])
         turns = [m["content"] for m in talk["messages"] if m["role"] == "assistant"]
         reason = talk["finish_reason"]
-        if reason == "stop" and any(opens_only(turn, prompt) for turn in turns):
+        if reason == "stop" and any(after_thought(turn, prompt) is None for turn in turns):
             reason = "thought"
         text = tokenizer.decode(talk["answer_ids"])
         episode = json.dumps({name: talk[name] for name in EPISODE})

@@ -25,8 +25,7 @@ import tyro
 from data_prep.difficulty import unanswered, whole_rows
 from data_prep.lib.conversations import says_nothing
 from data_prep.lib.schema import OPTIONAL, write_parquet
-from data_prep.lib.templates import THOUGHTS
-from data_prep.lib.turns import opens_only
+from data_prep.lib.thoughts import MARKS, after_thought, first, pattern
 from data_prep.prepare import run
 
 
@@ -48,9 +47,10 @@ class Args:
 
 def whole_thought(text):
     """A response whose prompt opened its thought, with the opening."""
-    for opening, closing in THOUGHTS.items():
-        if closing in text and opening not in text.partition(closing)[0]:
-            return f"{opening}\n{text}"
+    for opening, closing in MARKS:
+        end = first(pattern(closing), text)
+        if end and not pattern(opening).search(text, 0, end.start()):
+            return f"{opening.format(*end.groups())}\n{text}"
     return text
 
 
@@ -72,7 +72,7 @@ def judged(path, right, left_out):
                 left_out["their reward failed"] += 1
             elif says_nothing(reply):
                 left_out["empty"] += 1
-            elif reason == "thought" or any(opens_only(message["content"]) for message in turns):
+            elif reason == "thought" or any(after_thought(message["content"]) is None for message in turns):
                 left_out["a thought is not closed"] += 1
             elif reason != "stop":
                 left_out["cut off"] += 1  # as a row it would teach to stop early

@@ -25,7 +25,7 @@ def load_env(spec):
     NAME: such a class; a list of functions, tools in OpenAI's manner; or an environment class of TRL.
     Raises ValueError, in one line.
     """
-    from envs.tools import ToolEnv, trl_env
+    from envs.tools import ToolEnv, trl_env, unique
 
     found = load_from(spec, "--env")
     if isinstance(found, type) and callable(getattr(found, "reset", None)):
@@ -35,7 +35,8 @@ def load_env(spec):
             found.tools = None
         return found
     if isinstance(found, list | tuple) and found and all(hasattr(f, "__code__") for f in found):
-        return type("Tools", (ToolEnv,), {"functions": {f.__name__: f for f in found}})
+        names = unique(f.__name__ for f in found)
+        return type("Tools", (ToolEnv,), {"functions": dict(zip(names, found))})
     raise ValueError(
         f"--env {spec}: {spec.rpartition(':')[2]!r} is no class with `step`, no list of functions"
         " and no class of TRL with `reset`"

@@ -12,6 +12,8 @@ import operator
 import re
 from fractions import Fraction
 
+from data_prep.lib.thoughts import reply_of
+
 MAX_CHARS, MAX_BITS = 200, 256  # of an expression; of a numerator or denominator
 OPERATORS = {
     ast.Add: operator.add,
@@ -29,7 +31,7 @@ class Calculator:
         pass
 
     def step(self, text):
-        call = re.search(r"<<([^<>]*)>>\s*$", text)
+        call = re.search(r"<<([^<>]*)>>\s*$", reply_of(text))
         if not call:
             return None
         try:

@@ -9,17 +9,20 @@ import logging
 import re
 from collections import Counter
 from copy import copy
+from functools import partial
 
 from data_prep.lib.templates import TOOLS, Conversation, render, shows_tools, special_tokens
+from data_prep.lib.thoughts import reply_of
 from data_prep.lib.turns import prompt_and_turn
 from envs import messages as plain_messages
-from envs.tools import UNREADABLE, harmony
+from envs.tools import UNREADABLE, calls_after_thought, harmony
 from system import cpu
 from system.text import one_line
 
 ONE = "zqtool", dict(text="New York, NY", number=3, names=["a", "b c"], on=True)
 HARD = "zqtool", dict(text='L\'Aquila "x"\nis <b>北京', number=-1, names=[], on=False)
 TRIES = ("", [ONE]), ("", [HARD]), ("I look it up.", [ONE]), ("", [ONE, HARD])  # the first one must be read
+TAG_AT_END = re.compile(r"(?:[<\[][^<>\[\]]*[>\]])?\Z")
 OWN = {"gptoss": harmony}  # vLLM's needs a vocabulary from the network
 
 
@@ -81,7 +84,7 @@ def find_reader(tokenizer, tools, name=None):
     right = {}
     for key, parser in classes.items():
         pairs = [(*said, calls) for said, (_, calls) in zip(written, TRIES) if said[0]]
-        right[key] = [reader(parser, marked, TOOLS, "", end)(text) == calls for text, end, calls in pairs]
+        right[key] = [reader(parser, marked, TOOLS, end=end)(text) == calls for text, end, calls in pairs]
     names = Counter(classes.values())
     best = max(classes, key=lambda key: (right[key][0], sum(right[key]), names[classes[key]]))
     if not right[best][0]:
@@ -90,9 +93,11 @@ def find_reader(tokenizer, tools, name=None):
             f"a call as the chat template writes it, {written[0][0]!r}, is not read by {tried}:"
             " pass another --tool_parser or --chat_template"
         )
-    opening = written[0][0].partition("zqtool")[0].rpartition("</think>")[2].lstrip()
-    begin = re.match(r"[<\[][^\s{]*|", opening)[0]
-    return best, reader(classes[best], marked, tools, begin, written[0][1]), stop_ids
+    call = reply_of(written[0][0]).strip()
+    tags = re.match(r"[<\[][^\s{]*|", call.partition("zqtool")[0])[0], TAG_AT_END.search(call)[0]
+    two = written[-1][0] or ""
+    shared = two.count(tags[1]) < 2
+    return best, reader(classes[best], marked, tools, tags, shared, written[0][1]), stop_ids
 
 
 def parsers(name):
@@ -160,11 +165,11 @@ def after_calls(tokenizer, messages, tools):
         return answered.removeprefix(closing), alone.removeprefix(closing)
 
 
-def reader(parser, tokenizer, tools, begin="", end=""):
+def reader(parser, tokenizer, tools, tags=("", ""), shared=True, end=""):
     """A function from the text of a turn to [(name, arguments), ...]; (None, what is wrong) for no call.
 
-    begin: of a call; a turn that has it and in which none can be read is answered as a wrong one.
-    end: the token that ended the turn, which some parsers want to see.
+    tags: what begins and ends a call, or where shared all calls of a turn.  What has the first and not the
+    last is cut, and is answered as a wrong call.  end: the token that ended the turn, for some parsers.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import (
         ChatCompletionRequest,
@@ -182,8 +187,7 @@ def reader(parser, tokenizer, tools, begin="", end=""):
         return [(x.function.name, dict(json.loads(x.function.arguments or "{}"))) for x in found]
 
     def read(text):
-        text = text.rpartition("</think>")[2]
-        unreadable = begin and begin in text
+        unreadable = begins and begins in text
         for whole in dict.fromkeys((text, text + end)):
             try:
                 if calls := extract(whole):
@@ -192,4 +196,18 @@ def reader(parser, tokenizer, tools, begin="", end=""):
                 unreadable = True
         return [UNREADABLE] if unreadable else []
 
-    return read
+    def read_whole(text):
+        calls = read(text)
+        values = str([arguments for _, arguments in calls])
+        opened, closed = (text.count(tag) - values.count(tag) if tag else len(calls) for tag in tags)
+        if shared:
+            return calls if closed or not calls else [UNREADABLE]
+        if opened == closed == len(calls):
+            return calls
+        found = []
+        for part in text.split(tags[0])[1:]:
+            found += read(tags[0] + part) if tags[1] in part else [UNREADABLE]
+        return found
+
+    begins = tags[0]
+    return partial(calls_after_thought, read_whole)

@@ -6,6 +6,8 @@ the number at once, and a tenth of it less for each turn before.  extra_info of 
 
 import re
 
+from data_prep.lib.thoughts import reply_of
+
 
 class Guess:
     def __init__(self, extra_info):
@@ -15,7 +17,7 @@ class Guess:
 
     def step(self, text):
         self.turns += 1
-        guesses = re.findall(r"(?<!\d)-?\d+", text.rpartition("</think>")[2])
+        guesses = re.findall(r"(?<!\d)-?\d+", reply_of(text))
         guess = int(guesses[-1]) if guesses and len(guesses[-1]) < 20 else None  # int() refuses long texts
         self.found = guess == self.number
         if self.found:

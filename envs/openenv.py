@@ -14,6 +14,7 @@ from itertools import count
 
 import aiohttp
 
+from data_prep.lib.thoughts import reply_of
 from envs.tools import ToolEnv
 from rewards.manager.calls import awaited
 
@@ -94,7 +95,7 @@ class Remote(ToolEnv if TOOLS else object):
         if TOOLS:
             answers = super().step(text)
         else:
-            said = text.rpartition("</think>")[2].strip()
+            said = reply_of(text).strip()
             action = dict.fromkeys(ACTION.get("required", [])[:1], said)
             with suppress(ValueError, TypeError):
                 action = dict(json.loads(said))

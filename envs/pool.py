@@ -14,7 +14,7 @@ import threading
 import cloudpickle
 
 from envs import load_env
-from envs.tools import ToolEnv, Turn
+from envs.tools import ToolEnv, Turn, unique
 from rewards.manager.calls import awaited
 from rewards.manager.worker import Worker, WorkerError
 from system.text import one_line
@@ -34,6 +34,7 @@ class EnvPool:
             raise ValueError(f"environments with {workers} workers, {timeout_s} s: both must be above 0")
         env_class = load_env(spec)
         self.tools = env_class.tools
+        unique(tool["function"]["name"] for tool in self.tools or ())
         self.calls_tools = issubclass(env_class, ToolEnv)
         self.parser, self.read_calls, self.ends = parser, None, []  # the last two: envs/calls.py
         self._loading = _Loading(spec)

@@ -7,12 +7,18 @@ share its memory.  The library: pip install --no-deps -r requirements-extra.txt
 
 import os
 import tempfile
+import unicodedata
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import regex
+
 READS = ("SEARCH_CORPUS",)
 MAX_PASSAGES = 10  # of one answer
+# A run of letters of a script without spaces between words (Han, Kana, Thai, Khmer), or a word of any other
+WORD = regex.compile(r"([\p{lb=ID}\p{lb=CJ}\p{lb=SA}]+)|[^\W\p{lb=ID}\p{lb=CJ}\p{lb=SA}]+")
+ACCENT = regex.compile(r"(?<=\p{Latin})\p{Mn}+")
 
 
 def search(query: str, k: int = 3) -> str:
@@ -22,14 +28,26 @@ def search(query: str, k: int = 3) -> str:
         query: words to search for
         k: how many passages, at most 10
     """
-    import bm25s
-
     index = _index()
+    tokens = [token for token in tokens_of(query) if token in index.vocab_dict]
+    if not tokens:
+        return "nothing was found"
     k = min(max(k, 1), MAX_PASSAGES, index.scores["num_docs"])
-    tokens = bm25s.tokenize([query], show_progress=False)
-    [passages], [scores] = index.retrieve(tokens, k=k, show_progress=False)
+    [passages], [scores] = index.retrieve([tokens], k=k, show_progress=False)
     found = [passage["text"] for passage, score in zip(passages, scores, strict=True) if score > 0]
-    return "\n".join(f"[{i}] {text}" for i, text in enumerate(found, 1)) or "nothing was found"
+    return "\n".join(f"[{i}] {text}" for i, text in enumerate(found, 1))
+
+
+def tokens_of(text):
+    """The words of a text; where no spaces part them, each letter and each pair of letters."""
+    found = []
+    plain = ACCENT.sub("", unicodedata.normalize("NFKD", text))
+    for word in WORD.finditer(unicodedata.normalize("NFKC", plain).casefold()):
+        found.append(word[0])
+        if word[1]:
+            found += word[1]
+            found += map("".join, zip(word[1], word[1][1:]))
+    return found
 
 
 @cache
@@ -46,16 +64,16 @@ def _make_index():
         raise ValueError(f"{corpus} is not a file: set SEARCH_CORPUS to a .parquet or .jsonl with `text`")
     if find_spec("bm25s") is None:
         raise ValueError("bm25s is not installed; pip install --no-deps -r requirements-extra.txt")
-    path = corpus.with_name(f"{corpus.name}.bm25s-{corpus.stat().st_mtime_ns}")
+    path = corpus.with_name(f"{corpus.name}.bm25s-words-{corpus.stat().st_mtime_ns}")
     if not path.is_dir():
         import bm25s
         import pyarrow.json
         import pyarrow.parquet
 
         read = pyarrow.parquet.read_table if corpus.suffix == ".parquet" else pyarrow.json.read_json
-        texts = read(corpus)["text"].to_pylist()
+        texts = [text for text in read(corpus)["text"].to_pylist() if text is not None]
         index = bm25s.BM25(corpus=[{"text": text} for text in texts])
-        index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+        index.index([tokens_of(text) for text in texts], show_progress=False)
         with tempfile.TemporaryDirectory(dir=corpus.parent) as scratch:
             index.save(f"{scratch}/index", show_progress=False)
             try:

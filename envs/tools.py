@@ -12,13 +12,27 @@ import types
 import typing
 from contextlib import suppress
 
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticUserError
+
+from data_prep.lib.thoughts import CLOSING, OPENING, reply_of
 from rewards.manager.calls import awaited
 from rewards.sandbox import SandboxError
 from system.text import one_line
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 CHANNELS = re.compile(r"to=functions\.([^\s<]+)[^{]*?<\|message\|>(.*?)(?:<\|(?:call|end)\|>|\Z)", re.DOTALL)
+UNIONS = typing.Union, types.UnionType
 UNREADABLE = None, "the call cannot be read: write it as JSON with name and arguments, or as you were shown"
+
+
+def unique(names):
+    """The names of tools. ValueError, in one line, if two are the same."""
+    names = [*names]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--env: two tools are named {name!r}: a call could not say which it means")
+    return names
 
 
 class Turn(str):
@@ -35,12 +49,26 @@ class Turn(str):
 
 def parse_calls(text):
     """Hermes, Qwen: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number of them"""
-    return [_json(call[1]) for call in TAGGED.finditer(text.rpartition("</think>")[2])]
+    return calls_after_thought(lambda said: [_json(call) for call in TAGGED.findall(said)], text)
 
 
 def harmony(text):
     """gpt-oss: to=functions.f<|channel|>commentary json<|message|>{"a": 1}"""
-    return [_json(dict(name=call[1], arguments=call[2])) for call in CHANNELS.finditer(text)]
+
+    def read(said):
+        return [_json(dict(name=name, arguments=arguments)) for name, arguments in CHANNELS.findall(said)]
+
+    return calls_after_thought(read, text)
+
+
+def calls_after_thought(read, text):
+    """The calls that `read` finds behind the thought of a text. A mark in an argument ends no thought."""
+    said = reply_of(text)
+    if said != text and not OPENING.match(text.lstrip()):
+        calls = read(text)
+        if any(CLOSING.search(str(arguments)) for _, arguments in calls):
+            return calls
+    return read(said)
 
 
 def _json(call):
@@ -54,18 +82,26 @@ def _json(call):
 
 
 def _typed(value, hint):
-    """A string for a parameter that takes none, as in XML, is read as a literal of JSON or Python."""
+    """A string for a parameter that takes none, as in XML, as a literal of JSON or Python of its type."""
     is_none = value == "null" and type(None) in typing.get_args(hint)
     if isinstance(value, str) and (is_none or not _takes_text(hint)):
         for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError):
-                return read(value)
+            with suppress(ValueError, SyntaxError, PydanticUserError):
+                return TypeAdapter(_bare(hint)).validate_python(read(value))
     return value
+
+
+def _bare(hint):
+    """list of `list[int]`: what a model writes is held against the outer type."""
+    origin = typing.get_origin(hint)
+    if origin in UNIONS:
+        return typing.Union[tuple(map(_bare, typing.get_args(hint)))]  # noqa: UP007, of a tuple
+    return hint if origin is typing.Literal else origin or hint
 
 
 def _takes_text(hint):
     """Of `str | None` yes, of `list[str]` no; a Literal by its values."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
+    if typing.get_origin(hint) in (*UNIONS, typing.Literal):
         return any(map(_takes_text, typing.get_args(hint)))
     return hint in (str, typing.Any) or isinstance(hint, str)
 

@@ -15,7 +15,8 @@ from verifiers.v1.state import state_cls
 from verifiers.v1.utils.decorators import discover_decorated
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-from envs.tools import ToolEnv
+from data_prep.lib.thoughts import reply_of
+from envs.tools import ToolEnv, unique
 from rewards.manager.calls import awaited
 from system.text import one_line
 
@@ -52,7 +53,8 @@ def __getattr__(taskset):
 
 def functions_of(servers):
     tools = [(server.server_name, fn) for server in servers for fn in discover_decorated(server, "tool")]
-    return {f"{server}_{fn.tool_name or fn.__name__}".lstrip("_"): fn for server, fn in tools}
+    names = unique(f"{server}_{fn.tool_name or fn.__name__}".lstrip("_") for server, fn in tools)
+    return {name: fn for name, (_, fn) in zip(names, tools)}
 
 
 class Dialogue(ToolEnv):
@@ -81,7 +83,7 @@ class Dialogue(ToolEnv):
 
     def step(self, text):
         answers = super().step(text) if self.tools else None
-        self.messages.append(dict(role="assistant", content=text.rpartition("</think>")[2].strip()))
+        self.messages.append(dict(role="assistant", content=reply_of(text).strip()))
         self.messages += [dict(answer, tool_call_id="") for answer in answers or []]
         if not answers:
             nodes = [vf.MessageNode(message=message) for message in self.messages]

@@ -7,8 +7,9 @@ import os
 import sys
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from math import isfinite  # CAREFUL: by name, as `math` is a module of this package
 
-from rewards.boxed import answer_of
+from rewards.boxed import NO_TRUTH, answer_of
 from system.plugins import load_from
 
 SCORERS = {  # module of this package -> its data_sources, which may end in *
@@ -24,7 +25,14 @@ SCORERS = {  # module of this package -> its data_sources, which may end in *
     "reasoning_gym": ["reasoning_gym/*"],
 }
 SOURCES = {source: module for module, sources in SCORERS.items() for source in sources}
-ANSWERS = "gsm8k", "exact", "math", "math_dapo", "math_verify", "geo3k"  # these compare with an answer
+HELD = {  # how a response holds the answer, for the scorers that compare with one
+    "gsm8k": "#### {}",
+    "exact": "{}",
+    "math": "\\boxed{{{}}}",
+    "math_dapo": "Answer: {}",
+    "math_verify": "\\boxed{{{}}}",
+    "geo3k": "\\boxed{{{}}}",
+}
 
 
 def _scorer(source):
@@ -68,9 +76,16 @@ def row_check(function):
 
 
 def check_row(data_source, ground_truth, extra_info):
+    """ValueError for a row that its scorer cannot read, or whose answer as a response does not score."""
     module, truths = _read(data_source, ground_truth)
-    for truth in truths if hasattr(module, "check_row") else ():
-        module.check_row(data_source, truth, extra_info)
+    held = HELD.get(_scorer(data_source))
+    if held is None:
+        return module.check_row(data_source, ground_truth, extra_info)
+    for truth in truths:
+        response = held.format(" ".join(truth.split()))
+        result = module.compute_score(data_source, response, truth, extra_info)
+        if truth.lower() in NO_TRUTH or not result["acc"]:
+            raise ValueError(f"no response can meet the ground truth {truth!r:.60}")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -90,7 +105,7 @@ def _read(data_source, ground_truth):
     if scorer is None:
         check_sources([data_source])
     module = importlib.import_module(f"{__name__}.{scorer}")
-    return module, answers(ground_truth) if scorer in ANSWERS else [ground_truth]
+    return module, answers(ground_truth) if scorer in HELD else [ground_truth]
 
 
 def answers(ground_truth):
@@ -102,9 +117,15 @@ def answers(ground_truth):
             if found and all(isinstance(x, str) for x in found):  # [1, 2] is an interval
                 truth = found
     truths = truth if isinstance(truth, list) else [truth]
-    if not truths or not all(isinstance(x, str | int | float) and str(x).strip() for x in truths):
+    if not truths or not all(map(_is_answer, truths)):
         raise ValueError(f"the ground truth must be an answer or a list of answers, not {ground_truth!r:.60}")
     return [*map(answer_of, map(str, truths))]
+
+
+def _is_answer(truth):
+    if isinstance(truth, float):
+        return isfinite(truth)  # a gap of a table of pandas is NaN
+    return isinstance(truth, str | int) and str(truth).strip() != ""
 
 
 def load_reward_fn(spec):

@@ -4,8 +4,15 @@ import re
 
 BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,9}|\\(?!\\?(?:boxed|fbox)).|[{}]", re.DOTALL)
 BARE_ANSWER = re.compile(r"[^\s${}]{1,99}(?:\{[^{}$]{0,99}\}){0,2}")  # of \boxed 5, \boxed\frac{1}{2}
+# Ground truths that no answer equals: what tables have for a gap
+NO_TRUTH = "", "nan", "inf", "-inf", "none", "null", "n/a", "[invalid]"
 # What introduces an answer, in the languages of the data
 LABEL = "(?:answer|答案|答|故选|antwort|réponse|respuesta|risposta|resposta|odpowiedź|ответ)"
+
+LABELLED = (  # Answer: The answer is
+    rf"(?:(?:####|<answer>|(?:(?:the|our|my|die|la) )?(?:(?:final|correct|richtige) )*{LABEL}(?: finale)?"
+    r"(?:\s*[:：]|,? (?:is|ist|lautet|est|es|è|é)\b:?|[是为]| (?=[-−.\d$\\])))\s*)+"
+)
 
 
 def last_boxed(text):
@@ -34,5 +41,7 @@ def answer_of(truth):
     _, mark, answer = f"\n{truth}".rpartition("\n####")
     if mark:
         return answer.strip()
-    around = truth.partition("\\boxed")[0]
-    return last_boxed(truth) or truth if " " in around.strip() else truth
+    before, *boxes = truth.split("\\boxed")
+    if len(boxes) == 1 or " " in before.strip():  # several boxes and no words: a list
+        return last_boxed(truth) or truth
+    return truth

@@ -4,8 +4,8 @@ Strict: the last `#### number` counts.  Flexible: the last number of the text co
 - numbers are compared by value: 1,234 = 1234, 40.00 = 40; a currency sign before the number and a unit,
   percent sign or sentence punctuation after it are no part of the value;
 - what only contains the number is not the number: 9,9,3  3/4  97^2  67e3  5 + 3  55 or 56  5\pi  5 million;
-- thoughts (all up to the last `</think>`) give no answer, and with more than WINDOW characters after it a
-  number is no final answer.  (verl cuts off all but the last 300 characters, which can cut a number in two.)
+- a thought gives no answer, and with more than WINDOW characters after it a number is no final answer.  (verl
+  cuts off all but the last 300 characters, which can cut a number in two.)
 Linear in the length of the response.
 """
 
@@ -13,6 +13,7 @@ import re
 
 import regex
 
+from data_prep.lib.thoughts import reply_of
 from rewards.mathematics.units import NUMBER_WORD
 
 WINDOW = 1000  # characters that may follow the answer
@@ -63,14 +64,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     Default: strict; for arithmetic flexible.  Raises ValueError for another method, and for a ground truth
     that is no number.
     """
-    method, truth = check_row(data_source, ground_truth, extra_info)
-    text = solution_str.rpartition("</think>")[2].translate(TO_ASCII).rstrip()
+    method, truth = _read(data_source, ground_truth, extra_info)
+    text = reply_of(solution_str).translate(TO_ASCII).rstrip()
     answer = _after_last_marker(text) if method == "strict" else _last_number(text)
     correct = answer == truth
     return {"score": float(correct), "acc": correct, "pred": answer or ""}
 
 
-def check_row(data_source, ground_truth, extra_info):
+def _read(data_source, ground_truth, extra_info):
     """The method, and the value of the ground truth.  Raises ValueError."""
     method = (extra_info or {}).get("method")
     if not method:

@@ -1,8 +1,8 @@
 """The share of a question's verifiable instructions that the response follows (IFEval, arXiv 2311.07911).
 
 All 25 kinds, checked as IFEval's own code checks them. But no library asks whether a text all in capitals,
-or without any, is English. Nothing is followed by an empty response. Three kinds need packages of
-requirements-extra.txt.
+or without any, is English. Nothing is followed by an empty response, of which a thought is no part. Three
+kinds need packages of requirements-extra.txt.
 
 CAREFUL: linear in the length of the response. What a pattern has looked at in vain it also takes, in a match
 whose last group is empty: from each of 16,000 new lines it would look at all that follow.
@@ -13,6 +13,7 @@ import json
 import re
 from contextlib import suppress
 
+from data_prep.lib.thoughts import reply_of
 from rewards import ifeval_parts as parts
 
 
@@ -184,9 +185,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     Raises ValueError as `check_row` does.
     """
     instructions = check_row(data_source, ground_truth, extra_info)
+    reply = reply_of(solution_str)
     missed = []
     for name, kwargs in instructions:
-        if not (solution_str.strip() and CHECKS[name](solution_str, **kwargs)):
+        if not (reply.strip() and CHECKS[name](reply, **kwargs)):
             missed.append(name)
     score = 1 - len(missed) / len(instructions)
     return {"score": score, "acc": float(not missed), "pred": ", ".join(missed) or "all followed"}

@@ -24,11 +24,12 @@ from contextvars import ContextVar
 
 import openai
 
+from data_prep.lib.thoughts import QUOTES, reply_of
 from rewards.rubric import rubric_of
 
 TRIES, RETRIES = 3, 10_000  # answers without a verdict; requests of the client while the judge is busy
 FORMS = ["json_schema", "json_object", "none"]  # of an answer: those that the server may still know
-STARTS = 50  # places where a verdict may begin
+STARTS = 500  # places where a verdict may begin
 TOP = 10  # the best grade
 CACHED = 100_000  # verdicts that a process keeps
 CACHE = {}  # by what was asked
@@ -78,7 +79,7 @@ def question(response, reference, rubric, prompt):
     """The messages for the judge. What was written by others is between marks that they cannot know."""
     turns = [f"{turn.get('role')}: {turn.get('content')}" for turn in prompt or ()]
     listed = [f"{number}. {text}" for number, (text, _) in enumerate(rubric, 1)]
-    parts = {"QUESTION": "\n".join(turns), "REFERENCE ANSWER": reference, "RESPONSE": response}
+    parts = {"QUESTION": "\n".join(turns), "REFERENCE ANSWER": reference, "RESPONSE": reply_of(response)}
     parts = {
         name: neutral(text) for name, text in parts.items() if text not in (None, "") or name == "RESPONSE"
     }
@@ -176,17 +177,34 @@ def written(body):
 
 
 def verdict_of(text, n):
-    """(reason, grades) of the first JSON object with grades. Raises ValueError."""
-    said = str(text or "").rpartition("</think>")[2]
-    for start in [i for i, c in enumerate(said) if c == "{"][:STARTS]:
+    """(reason, grades) of the last JSON object with grades that stands by itself. Raises ValueError.
+
+    One with a line of its own comes before one in a sentence; one between quotation marks is none.
+    """
+    said = reply_of(text)
+    best = 0
+    verdict = {}
+    end = 0
+    for _ in range(STARTS):
+        start = said.find("{", end)
+        if start < 0:
+            break
         try:
-            verdict, _ = json.JSONDecoder().raw_decode(said, start)
-            grades = verdict["grades"]
-        except (ValueError, KeyError, RecursionError):
+            found, end = json.JSONDecoder().raw_decode(said, start)
+        except (ValueError, RecursionError):
+            end = start + 1
             continue
-        if isinstance(grades, list) and len(grades) == n and all(map(is_grade, grades)):
-            return str(verdict.get("reason", ""))[:500], grades
-        break
+        before = said[:start].rpartition("\n")[2]
+        after = said[end:].partition("\n")[0]
+        rank = 1 + (not (before + after).replace("```", "").strip())
+        if rank == 1 and before and before[-1] in QUOTES:
+            continue
+        if "grades" in found and rank >= best:
+            best = rank
+            verdict = found
+    grades = verdict.get("grades")
+    if isinstance(grades, list) and len(grades) == n and all(map(is_grade, grades)):
+        return str(verdict.get("reason", ""))[:500], grades
     raise ValueError(f"the judge wrote no verdict with {n} grades: {text!r:.200}")
 
 

@@ -2,23 +2,32 @@
 
 3 = format +1, all correct +2; -0.5 = format +1, wrong -1.5; -1 = format +1, unreadable -2; -3 = wrong format.
 - Format: each of `<think>`, `</think>`, `<answer>`, `</answer>` once, in this order; other text around them
-  is tolerated.  The opening `<think>` may be missing, since many prompts end with it.
+  is tolerated.  The opening `<think>` may be missing, since many prompts end with it.  For `<think>` other
+  models have other marks.
 - A prompt before the response (ChatML, or lines `User:` and `Assistant:`) is cut off: its tags are examples.
   (Logic-RL needs the prompt and fails on a response alone; it also cuts at an `Assistant:` in the thoughts.)
-- Answer: for every person once `NAME is a knight` or `NAME is a knave`, in any order and case, numbered or
-  not, separated by new lines, punctuation or `and`.  More or fewer roles, other people, words before a
-  statement (`I deny that NAME is a knight`) make it unreadable.
+- Answer: for every person once `NAME is a knight` or `NAME: knave`, in any order and case, numbered or not,
+  separated by new lines, punctuation or `and`, with any markup.  More or fewer roles, other people, words
+  before a statement (`I deny that NAME is a knight`) make it unreadable.
 """
 
 import re
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+from data_prep.lib.thoughts import CLOSING, OPENING, reply_of
+
+TAGS = OPENING, CLOSING, re.compile("<answer>"), re.compile("</answer>")  # each is there once at most
+ANSWER = re.compile("<answer>(.*)</answer>", re.DOTALL)
 USER = re.compile(r"^User:", re.MULTILINE)
 ASSISTANT = re.compile(r"^Assistant:", re.MULTILINE)
+MARKUP = re.compile(r"\\[A-Za-z]+|[*_`#$~{}\\]")
 ROLE = re.compile(r"\b(?:knight|knave)\b", re.IGNORECASE)
 # What may stand before a statement: remarks that end with a colon or a line, `and`, punctuation, a number.
-LEAD = re.compile(r"(?:[^:\n]*[:\n])*(?:and\b|[\s,.;!&*-])*(?:\(\d+\)|\d+[.)])?\s*", re.IGNORECASE)
-TAIL = re.compile(r"(?<!\s)\s++is\s++a\s++(knight|knave)\Z", re.IGNORECASE)  # a line may break in it
+LEAD = re.compile(r"(?:[^:\n]*[:\n])*(?:and\b|[\s,.;!&|)-])*(?:\(\d+\)|\d+[.)])?\s*", re.IGNORECASE)
+# What stands between a name and a role; a line may break in it
+TAIL = re.compile(
+    r"(?<![\s:=|(–—-])(?:\s++is\b|['’]s\b|\s*+[:=|(–—-]++)\s*+(?:an?\b|the\b)?\s*+(knight|knave)\Z",
+    re.IGNORECASE,
+)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -50,7 +59,7 @@ def _response(text):
     head = text.lstrip()
     if head.startswith("<|im_start|>"):
         return text.partition("<|im_start|>assistant")[2]
-    if head.startswith("<think>"):
+    if OPENING.match(head):
         return text
     user = USER.search(head)
     assistant = user and ASSISTANT.search(head, user.end())
@@ -61,12 +70,11 @@ def _response(text):
 
 def _answer(response):
     """The text between the answer tags; None if the format is wrong."""
-    if "<think>" not in response:
-        response = "<think>" + response
-    places = [response.find(tag) for tag in TAGS]
-    if any(response.count(tag) != 1 for tag in TAGS) or places != sorted(places):
+    reply = reply_of(response)
+    if reply == response or any(len(tag.findall(response)) > 1 for tag in TAGS):
         return None
-    return response[places[2] + len("<answer>") : places[3]]
+    found = ANSWER.search(reply)
+    return found and MARKUP.sub("", found[1])
 
 
 def _roles(text, n=None):

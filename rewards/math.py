@@ -1,8 +1,9 @@
 r"""MATH: 1 if the last \boxed{} of the response equals the ground truth, else 0.
 
-Thoughts (all up to the last `</think>`) give no answer.  The rules of equality: mathematics/equivalence.py.
+A thought gives no answer.  The rules of equality: mathematics/equivalence.py.
 """
 
+from data_prep.lib.thoughts import reply_of
 from rewards import math_verify
 from rewards.boxed import last_boxed
 from rewards.mathematics.equivalence import judge
@@ -15,4 +16,4 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """
     if (extra_info or {}).get("use_math_verify"):
         return math_verify.compute_score(data_source, solution_str, ground_truth, extra_info)
-    return judge(last_boxed(solution_str.rpartition("</think>")[2]), ground_truth)
+    return judge(last_boxed(reply_of(solution_str)), ground_truth)

@@ -5,36 +5,39 @@ r"""1 if the response's final answer equals the ground truth, else 0; the answer
   conclusion and a value (`So x = 5.`, `Hence there are 12 ways.`, `Thus the number of pairs is 5.`), or
   a line that is a value.  Only its unit may follow a value.  How a prompt asks for it: docs/guides/rewards.md
 - Fractions need not be reduced, and 600 is not 6, unlike in verl's scorer of NuminaMath.
-- Thoughts (all up to the last `</think>`) give no answer; without a box, only the last WINDOW characters do.
+- A thought gives no answer; without a box, only the last WINDOW characters do.
 """
 
 import re
 
-from rewards.boxed import LABEL, last_boxed
+import regex
+
+from data_prep.lib.thoughts import reply_of
+from rewards.boxed import LABELLED, last_boxed
 from rewards.mathematics.equivalence import judge
 from rewards.mathematics.units import NAMES
 
 WINDOW = 1000
-FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+FORMULA = re.compile(
+    r"(?<!\\)\$\$([^$]+)(?<!\\)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
 MARKUP = re.compile(r"\*\*(?![\d(\\])|(?<![\w)}])\*\*|`|^(?:> ?|#{1,3} )+|</?(?:b|strong)>|</answer>", re.M)
 SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])(?!\Z)")
 GOES_ON = re.compile(r"([,:，：])\s*\n\s*|([^\W\d_])\s*\n\s*(?![A-Z])")  # a sentence, on another line
-LABELLED = (
-    rf"(?:####|<answer>|(?:(?:the|our|my|die|la) )?(?:(?:final|correct|richtige) )*{LABEL}(?: finale)?"
-    r"(?:\s*[:：]|,? (?:is|ist|lautet|est|es|è|é)\b:?|[是为]| (?=[-−\d$\\])))\s*"
-)
 SO = r"(?:(?:so|thus|hence|therefore|donc)\b,? ?|(?:所以|因此|故)[,，]? ?)"
 # "the number of pairs is", "the smallest $n$ is": a noun, and what it is of, without another number
 THING = r"(?:the|its) (?:(?:final|total|\w+st|\w+imum) )?(?!\w*answer)\$?\w+\$?(?: of [^\d,.:;!?]{1,60}?)?"
 SAYS = rf"(?:(?:(?:we|they) (?:have|get|obtain|find)|it is|there (?:are|is)|{THING} (?:is|are|equals)) "
 SAYS += "|[^\\d,，是为不]{1,20}的[^\\d,，是为不答]{1,4}[是为])"
-LEAD = re.compile(rf"{SO}?{LABELLED}+|it is |{SO}{SAYS}|(?P<so>{SO})", re.I)
-VALUE = re.compile(r"(?:(?:[A-Za-z](?![A-Za-z])|[^\w=]|\d)+= ?)*(?:\$[^$]+\$|[-−\d\\(]\S*)(?: (\S+))?")
+LEAD = re.compile(rf"{SO}?{LABELLED}|it is |{SO}{SAYS}|(?P<so>{SO})", re.I)
+VALUE = regex.compile(
+    r"(?:(?:[A-Za-z](?![A-Za-z])|[^\w=]|\d)+= ?)*(?:\$[^$]+\$|[-−+]?(?:\p{Sc} ?)?[-−.\d\\(]\S*)(?: (\S+))?"
+)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return {score, acc, pred}.  A ground truth that is no formula equals only its own spelling."""
-    text = solution_str.rpartition("</think>")[2]
+    text = reply_of(solution_str)
     if "\\boxed" in text or "\\fbox" in text:
         return judge(last_boxed(text), ground_truth)
     text = MARKUP.sub("", text if len(text) <= WINDOW else "…" + text[-WINDOW:])  # … begins no line

@@ -1,16 +1,20 @@
 """Programs: the share of all tests that the response's Python program passes.
 
 The program is the last block fenced as python (without one the last block, without a fence all the text)
-after the last `</think>`.  The ground truth is JSON text, or a dict: {"inputs": [...], "outputs": [...]} and
+after the thought.  The ground truth is JSON text, or a dict: {"inputs": [...], "outputs": [...]} and
 - no more: input and output are texts, or lists of lines.  Lines are compared word by word, blank lines left
   out.  An expected number with a point or an exponent allows TOLERANCE, an expected integer any spelling of
-  its value: 3.0 for 3, 1e8, and 2.9999999999 (ROUNDING).  All other words must be the same.
+  its value without leading zeros (010 may be binary): 3.0 for 3, 1e8, and 2.9999999999 (ROUNDING).  Any other
+  word must be the same.
   A program that ends with an exception fails, whatever it printed; after sys.exit its output counts.
 - "fn_name": an input is a JSON argument on each line, an output is JSON; or an input is a list of arguments,
   and an output a value, or a list of that one value.  The program defines a function of
   that name, or a class Solution with such a method.  An argument that is a dict with texts of integers for
   keys gets integers, which JSON cannot write; in LiveCodeBench's list it does not.  The result is compared as
   JSON: a tuple is a list, keys are strings, True is 1; a float allows TOLERANCE.
+- "test": Python code with `check(candidate)`, of LeetCode's data and HumanEval, and "entry_point", what it is
+  called with, such as `Solution().f`; or with functions `test_...` of pytest, as in KodCode.  Each assert in
+  such a function is an assert_case; a function with other statements is one as a whole.
 - "assert_case": texts of Python code that must hold; inputs and outputs do not matter.  Of
   `assert f(3) == 9` only `f(3)` goes into the program's sandbox.  Any other code runs in a second sandbox,
   where functions of the program are stand-ins that ask for their results.  So no code of the program
@@ -31,11 +35,16 @@ import textwrap
 from contextlib import closing, contextmanager
 from functools import partial
 
+from data_prep.lib.thoughts import reply_of
 from rewards.programs.checks import check_asserts, check_calls, check_texts
 from rewards.programs.outputs import same_json
 from rewards.sandbox.calls import encode
 
-FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)(?:[ \t{][^`]*+)?\s*+")  # the first word is the language
+# The first word is the language
+FENCE = re.compile(
+    r"[ \t]*+```+[ \t]*+([\w+-]*+)(?:(?:[^\w\s`+-]|[ \t]+(?:\{|\w+=))[^`]*+)?\s*+"
+)  # the first word is the language
+BEHIND_WORDS = re.compile(rf"(?<=[^`])(?=```+[ \t]*+\w){FENCE.pattern}\Z")
 DIGITS = 100_000  # of an integer. CAREFUL: not without a limit, as the time to read it grows with the square
 
 
@@ -77,17 +86,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def find_program(response):
     """Text of the program in a response."""
-    text = response.rpartition("</think>")[2]
+    text = reply_of(response)
     blocks, is_open = [], False  # of (language, lines)
     for line in text.split("\n"):
         fence = FENCE.fullmatch(line)
+        if not fence and not is_open:  # one behind words has a language
+            fence = BEHIND_WORDS.search(line)
         if fence and (fence[1] or not is_open):
             blocks.append((fence[1].lower(), []))
             is_open = True
         elif is_open:
             is_open = not line.rstrip().endswith("```")
             blocks[-1][1].append(line if is_open else line.rstrip().rstrip("`"))
-    python = [block for block in blocks if block[0] in ("python", "python3", "py")]
+    python = [block for block in blocks if re.fullmatch(r"py(?:thon)?\d*", block[0])]
     return textwrap.dedent("\n".join((python or blocks)[-1][1])) if blocks else text
 
 
@@ -96,6 +107,8 @@ def read_tests(ground_truth):
     try:
         given = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
         truth = as_dict(given)
+        if truth.get("test"):
+            truth = dict(assert_case=asserts_of(truth["test"], truth.get("entry_point")))
         for key in ("inputs", "outputs", "assert_case"):
             if not isinstance(truth.get(key) or [], list):
                 raise TypeError(f"{key} is no list")
@@ -118,7 +131,25 @@ def read_tests(ground_truth):
         requests = [[function, encode(args), encode({})] for args in arguments]
         return partial(check_calls, same_json), list(zip(requests, outputs))
     except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"broken tests of a program: {error!r}") from None
+        read = "inputs and outputs, assert_case, or test"
+        raise ValueError(f"broken tests of a program: {error!r}; what is read: {read}") from None
+
+
+def asserts_of(test, entry_point):
+    """The asserts in the functions of a test, with the entry point in the place of their parameter."""
+    found = []
+    for function in ast.parse(test).body:
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        parameters = [parameter.arg for parameter in function.args.args]
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and node.id in parameters:
+                node.id = entry_point
+        body = [ast.unparse(statement) for statement in function.body]
+        if not all(isinstance(statement, ast.Assert) for statement in function.body):
+            body = ["\n".join(body)]
+        found += body
+    return found
 
 
 def as_dict(truth):

@@ -1,6 +1,6 @@
 """Procedural tasks of the library reasoning-gym: the score of the task's own `score_answer`, 0 to 1.
 
-The answer is the text in the last `<answer>...</answer>`; thoughts (all up to the last `</think>`) give none.
+The answer is the text in the last `<answer>...</answer>`; a thought gives none.
 The library runs in a process that can be killed.  An answer on which its scorer fails is `unreadable`: 0.
 """
 
@@ -10,6 +10,7 @@ import io
 from functools import cache
 from importlib.util import find_spec
 
+from data_prep.lib.thoughts import reply_of
 from rewards.manager.worker import call_in_worker
 
 TIMEOUT_S = 20.0  # of a processor; the first call of a task also loads its data
@@ -74,7 +75,7 @@ def score(task, entry, solution_str):
         entry = ast.literal_eval(entry)
     except (ValueError, SyntaxError):
         raise ValueError("extra_info['entry'] is no Python literal") from None
-    answer = extract_answer(solution_str.rpartition("</think>")[2])
+    answer = extract_answer(reply_of(solution_str))
     points = 0.0
     unreadable = False
     if answer is not None:

@@ -30,6 +30,7 @@ from data_prep import rejection
 from data_prep.lib import templates, turns
 from data_prep.lib.images import encode_prompt
 from data_prep.lib.schema import write_parquet
+from data_prep.lib.thoughts import after_thought
 from data_prep.lib.turns import encode_messages
 from envs.messages import observation
 
@@ -197,7 +198,7 @@ def test_by_hand(case):
 def test_thoughts():
     """Whether a response leaves a thought open, and what is trained of it as an answer to a prompt."""
     for case in golden("thoughts"):
-        assert turns.opens_only(case["text"], case["prompt"]) == case["opens_only"], case
+        assert (after_thought(case["text"], case["prompt"]) is None) == case["opens_only"], case
         try:
             found = dict(answer=turns.answer_after(case["prompt"], case["text"]))
         except ValueError as error:

@@ -210,6 +210,21 @@ def test_arguments_in_xml_have_the_types_of_the_tool(kinds):
         assert json.loads(message["content"])[: len(case["expected"])] == case["expected"]
 
 
+def test_what_a_tool_is_given_fits_or_stays_a_text(kinds):
+    [message] = kinds({}).step(hermes("f", names="1,000", flag="1,000", level="1,000", pair="5"))
+    names, _, _, _, level, *_, flag, pair = json.loads(message["content"])
+    assert (names, level, flag, pair) == ([1, 0], "1,000", "1,000", "5")
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path):
+    same = "def a(x: int):\n    return x\nTOOLS = [a, a]\n"
+    same += "class Env:\n    tools = [dict(function=dict(name='a'))] * 2\n    def step(self, text): pass\n"
+    (tmp_path / "same.py").write_text(same)
+    for name in ("TOOLS", "Env"):
+        with pytest.raises(ValueError, match="two tools are named 'a'"):
+            EnvPool(f"{tmp_path}/same.py:{name}", 1, 1)
+
+
 VALUES = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(VALUES, lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
 
@@ -594,7 +609,13 @@ def test_search(tmp_path, monkeypatch, pools):
         monkeypatch.setenv("SEARCH_CORPUS", str(path))
         with pytest.raises(ValueError, match="set SEARCH_CORPUS"):
             load_env(spec)
-    texts = ["A cat is a mammal.", "A dog barks.", "Cats and dogs; a cat, too, sleeps."]
+    texts = ["A cat is a mammal.", "A dog barks.", "Cats and dogs; a cat, too, sleeps.", None]
+    texts += [
+        "巴黎是法国的首都。",
+        "東京は日本の首都です。",
+        "กรุงเทพเป็นเมืองหลวง",
+        "Café Müller",
+    ]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setenv("SEARCH_CORPUS", str(corpus))
     pool = pools(spec, 2, 60)
@@ -607,6 +628,8 @@ def test_search(tmp_path, monkeypatch, pools):
 
     assert search(query="cat mammal", k="1") == "[1] A cat is a mammal."
     assert search(query="barks", k=100) == "[1] A dog barks."
+    for query, place in (("法国", 4), ("東京", 5), ("เมืองหลวง", 6), ("cafe muller", 7)):
+        assert search(query=query, k=1) == f"[1] {texts[place]}"
     assert search(query="zebra") == search(query="", k=-1) == "nothing was found"
     assert search(k=1).startswith("error: TypeError")
 

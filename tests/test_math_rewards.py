@@ -174,7 +174,8 @@ Thus, $a+b = 5$.|Hence x = 2 + 3 = 5.|So we get/n$$x/n=5.$$|So the smallest $n$ 
 Thus, the value of $a+b$ is $5$.|We add./n/n//[5//]|The answer is:/n//(5//)|<answer>5</answer>|> **5**|$5$|5 cm
 The answer is $2+3=5$.|The answer is 5 meters per second.|The answer is $6$. Wait, no. The answer is $5$.
 La réponse finale est $5$.|Donc la réponse est 5.|Die richtige Antwort lautet 5.|La respuesta es 5.
-Ответ: $5$ см.|答案是5。|所以答案是 **5**。|因此 x = 5。|所以 $n$ 的最小值为 $5$。|答：5元
+Final Answer: The final answer is $5$.|**Answer:** The answer is 5|Answer: #### 5|Final answer:/nThe answer is $5$.
+$5|**$5**|x = $5|He pays $4./n$5|€5|+5|Ответ: $5$ см.|答案是5。|所以答案是 **5**。|因此 x = 5。|所以 $n$ 的最小值为 $5$。|答：5元
 """  # noqa: E501
 # Right answers that the rule does not read
 UNREAD = r"""

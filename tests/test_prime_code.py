@@ -317,3 +317,37 @@ def test_what_is_given_is_not_the_program_s():
 def test_no_tests():
     for truth in ('{"inputs": [], "outputs": []}', {"inputs": [], "outputs": [], "assert_case": None}):
         assert compute_score("apps", "print(1)", truth) == {"score": 0, "acc": 0, "timeouts": 0}
+
+
+LEETCODE = """def check(candidate):
+    assert candidate(a = 1, b = 2) == 3
+    assert candidate(a = 2, b = 2) == 4
+"""
+KODCODE = """from solution import add
+def test_a():
+    assert add(1, 2) == 3
+def test_b():
+    x = add(2, 2)
+    assert x == 4
+"""
+METHOD = "class Solution:\n    def add(self, a, b): return {}"
+
+
+@pytest.mark.parametrize(
+    ("truth", "program"),
+    [
+        (dict(test=LEETCODE, entry_point="Solution().add"), METHOD),
+        (dict(test=LEETCODE, entry_point="add"), "def add(a, b): return {}"),
+        (dict(test=KODCODE), "def add(a, b): return {}"),
+    ],
+)
+def test_tests_of_leetcode_and_kodcode(truth, program):
+    for body, score in (("a + b", 1), ("a * b", 0.5), ("0", 0)):
+        assert compute_score("apps", program.format(body), truth)["score"] == score
+
+
+@pytest.mark.parametrize("fence", ["python:a.py", "python3.11", "Python,ignore", "python title=a", "py {.x}"])
+def test_fences_of_programs(fence):
+    for before in ("", "The program: "):
+        assert find_program(f"{before}```{fence}\nx = 1\n```\n```text\ny\n```").strip() == "x = 1"
+    assert find_program("```python-repl\nx\n```\n```\ny\n```") == "y\n"

@@ -1,10 +1,13 @@
 """Rewards: the golden table, hostile input, dispatch, own reward functions, the manager."""
 
 import copy
+import importlib
 import json
 import math
 import os
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -16,7 +19,10 @@ from hostile_reward import hostile_reward
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards import SOURCES, _scorer, check_sources, compute_score, load_reward_fn
+from envs.calculator import Calculator
+from envs.guess import Guess
+from envs.tools import parse_calls
+from rewards import SOURCES, _scorer, check_row, check_sources, compute_score, load_reward_fn
 from rewards.manager import RewardManager, demote_failures, validation_metrics, validation_summary
 from rewards.manager.combined import CombinedReward, load_rewards, score_parts
 from rewards.sandbox import SandboxError
@@ -30,8 +36,8 @@ def score(text, truth, method):
 
 TABLES = "gsm8k kk prime_code math math_verify math_dapo prime_math geo3k".split()
 GOLDEN = [case for name in TABLES for case in golden(name) if not case["debatable"]]
-# v126, "I get $7$ in the end", is no answer by the rule of math_verify.py
-GOLDEN = [case for case in GOLDEN if case["id"] != "math_verify-v126"]
+# v126, "I get $7$ in the end", is no answer by the rule of math_verify.py; kk.py reads v042, "Piet: knight"
+GOLDEN = [case for case in GOLDEN if case["id"] not in ("math_verify-v126", "kk-v042")]
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["id"])
@@ -454,6 +460,8 @@ SOLUTIONS = {
     "He sells 1,200 of them.\n#### 1,200": "1200",
     r"We have $x = 2 + 3 = \boxed{5}$.": "5",
     r"First $\boxed{4}$ seems right, but it is $\boxed{5}.$": "5",
+    r"$2+3=\boxed{5}$.": "5",
+    "\\begin{align*}\nx&=2+3\\\\\n&=\\boxed{5}.\n\\end{align*}": "5",
 }
 
 
@@ -466,3 +474,75 @@ def test_a_ground_truth_may_be_a_whole_solution(source, solution):
         return compute_score(source, SAYS[source].format(answer), solution)["acc"]
 
     assert score(SOLUTIONS[solution]) and not score("6")
+
+
+@pytest.mark.parametrize("source", [*SAYS, "shapes"])
+def test_a_ground_truth_that_no_response_meets_is_refused(source):
+    """One that scores as its own response is taken: zero too."""
+    for truth in (0, "0", 0.5, ["5", "6"], "#### 5", *SOLUTIONS):
+        check_row(source, truth, {})
+    for truth in (math.nan, math.inf, "nan", "None", "null", "N/A", "-inf", None, "", [], ["5", None]):
+        with pytest.raises(ValueError, match="ground truth"):
+            check_row(source, truth, {})
+
+
+def is_right(source, truth, text):
+    return compute_score(source, text, truth)["acc"]
+
+
+def judged(text):
+    with patch.dict(os.environ, JUDGE_BASE_URL="http://127.0.0.1:9/v1", JUDGE_MODEL="none"):
+        return importlib.import_module("rewards.judge").verdict_of(text, 1)[1]
+
+
+MARKS = {  # of thoughts in the templates of models, those of gpt-oss last
+    "<think>": "</think>",
+    "<seed:think>": "</seed:think>",
+    "<reasoning>": "</reasoning>",
+    "[THINK]": "[/THINK]",
+    "◁think▷": "◁/think▷",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+    "<|channel|>analysis<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>",
+}
+NO_COMMA = json.dumps(dict(instruction_id_list=["punctuation:no_comma"], kwargs=[{}]))
+CASES = json.dumps(dict(inputs=["1"], outputs=["5"]))
+KNIGHT = "(1) Ann is a knight"
+CALL = '<tool_call>{{"name": "f", "arguments": {{"a": {}}}}}</tool_call>'
+VERDICT = '{{"reason": "", "grades": [{}]}}'
+NUMBER = dict(low=1, high=9, number=5)
+# who asks what follows a thought: a good text, a bad one, and whether a text is good
+USERS = {x: (said.format(5), said.format(6), partial(is_right, x, "5")) for x, said in SAYS.items()}
+USERS |= {
+    "arithmetic": ("5", "6", partial(is_right, "arithmetic", "5")),
+    "aime24": ("Answer: 5", "Answer: 6", partial(is_right, "aime24", "5")),
+    "shapes": ("circle", "square", partial(is_right, "shapes", "circle")),
+    "ifeval": ("a b", "a, b", partial(is_right, "ifeval", NO_COMMA)),
+    "kk": (f"<answer>{KNIGHT}</answer>", "I do not know.", partial(is_right, "kk", KNIGHT)),
+    "apps": ("```python\nprint(5)\n```", "```python\nprint(6)\n```", partial(is_right, "apps", CASES)),
+    "judge": (VERDICT.format(5), VERDICT.format(0), lambda text: judged(text) == [5]),
+    "calls": (CALL.format(5), "I call nothing.", lambda text: parse_calls(text) == [("f", dict(a=5))]),
+    "guess": ("5", "6", lambda text: Guess(NUMBER).step(text) is None),
+    "calculator": ("<<2+3>>", "<<2+4>>", lambda text: '"5"' in json.dumps(Calculator({}).step(text))),
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("opening", MARKS)
+def test_a_thought_gives_nothing(user, opening):
+    good, bad, is_good = USERS[user]
+    closing = MARKS[opening]
+
+    def found(text):
+        with suppress(ValueError):  # no verdict
+            return bool(is_good(text))
+        return False
+
+    assert found(f"{opening}\n{bad}\n{closing}\n\n{good}")
+    assert not found(f"{opening}\n{good}\n{closing}\n\n{bad}")
+    assert not found(f"{opening}\n{good}")
+    if opening == [*MARKS][-1]:  # whose prompt opens none
+        return
+    assert found(f"{bad}\n{closing}\n\n{good}") and not found(f"{good}{closing}{bad}")
+    if user != "kk":  # each tag once
+        assert found(f"{opening}\nIt says '{closing}'.\n{bad}{closing}{good}")

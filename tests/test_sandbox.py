@@ -158,10 +158,20 @@ def test_time_outs_halve():
         import threading, time
         threading.Thread(target=time.sleep, args=[60]).start()
         """,
+        "import time\nwhile True: time.sleep(0.001)",
+        "import time\nwhile True: print(1, flush=True), time.sleep(0.01)",
+        """
+        import threading, time
+        def poll():
+            while True: time.sleep(0.005)
+        threads = [threading.Thread(target=poll) for _ in range(9)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        """,
     ],
 )
 def test_time_out(source, monkeypatch):
-    """By its processor time, or because it sleeps."""
+    """By its processor time, or because it sleeps, in sum: as a program that polls does."""
     monkeypatch.setattr(sandbox, "IDLE_S", 1)
     result = run(source, timeout_s=0.5)
     assert (result.reason, result.returncode) == ("timeout", -9)

@@ -7,7 +7,8 @@ import pytest
 from conftest import ROOT, golden
 from test_envs import hermes
 
-from envs.calls import learn_calls, reader
+from data_prep.lib.templates import TOOLS as SCHEMAS
+from envs.calls import find_reader, learn_calls, reader, written_call
 from envs.pool import EnvPool
 from envs.tools import UNREADABLE
 from tests.conversations import make_tokenizer
@@ -120,3 +121,19 @@ def test_a_prompt_that_explains_the_tools_says_how_they_are_called(template, fil
     [answer] = pool.answers(wait=True)
     assert "no tool 'gone'" in answer["messages"][0]["content"]
     pool.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseekv3", "gemma4_v2", "gemma4_v4", "glm4moe", "qwen2_5", "qwen3_5_think"]
+)
+def test_a_call_is_whole_or_none(name):
+    """Cut anywhere, it is not run; what an argument says ends neither a thought nor a call."""
+    tokenizer = make_tokenizer(name, (TEMPLATES / f"{name}.jinja").read_text())
+    _, read, _ = find_reader(tokenizer, SCHEMAS)
+    one = [("zqtool", dict(number=12, text="print('</think>') or </think> <tool_call>"))]
+    for calls in (one, [("zqtool", {})], one * 2):
+        text, _ = written_call("", calls, tokenizer)
+        assert read(text) == calls
+        for end in range(len(text.rstrip())):
+            assert set(map(str, read(text[:end]))) <= {str(calls[0]), str(UNREADABLE)}
+            assert read(text[:end]).count(calls[0]) < len(calls)

@@ -65,6 +65,7 @@ def load_processor(model, sees=False):
         loaded = load_tokenizer(model)
     if loaded.eos_token_id is None:
         raise ValueError(f"{model}: the tokenizer has no EOS token")
+    getattr(loaded, "tokenizer", loaded).clean_up_tokenization_spaces = False  # decoded as it was sampled
     loaded.known_ids = config.get_text_config().vocab_size  # a tokenizer may have more
     check_known(loaded.eos_token_id, loaded)
     return loaded

@@ -25,7 +25,6 @@ from data_prep.lib.templates import (
     text_only,
 )
 
-OPENED = THOUGHTS | {"<|channel>": "<channel|>", "<|channel|>analysis": "<|end|>"}  # Gemma 4, gpt-oss
 ELSE = "take a model whose template shows it, or another by --chat_template"
 
 
@@ -230,16 +229,6 @@ def answer_after(prompt, text):
                 text = text.removeprefix("\n")
         return text
     return text
-
-
-def opens_only(text, prompt=""):
-    """Whether a response does not close a thought that it, or its prompt, has opened."""
-    begin = text.lstrip()
-    end = prompt.rstrip()
-    for opening, closing in OPENED.items():
-        if (begin.startswith(opening) or end.endswith(opening)) and closing not in text:
-            return True
-    return False
 
 
 def marked_turn(conversation, i):

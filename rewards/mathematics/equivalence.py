@@ -11,13 +11,13 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
+from rewards.boxed import NO_TRUTH
 from rewards.manager.worker import WorkerError, call_in_worker
 from rewards.mathematics.latex import MAX_CHARS, normalize
 
 # algebra sees no difference: letters in another hand, the order of a cross product
 AS_SPELLED = re.compile(r"\\math(?:cal|bb|frak|scr)|\\vec.*\\times|\\times.*\\vec")
 TIMEOUT_S = 2.0  # of a processor
-NO_TRUTH = ("", "nan", "none", "null", "[invalid]")  # ground truths that no answer equals
 DECIMAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 FRACTION = re.compile(r"(-?)(\d*)\\frac\{(\d+)\}\{(0*[1-9]\d*)\}")
 REPEATING = re.compile(r"(-?\d+\.(\d*))\\overline\{(\d+)\}")

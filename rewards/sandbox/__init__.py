@@ -33,7 +33,7 @@ TIERS = ("namespaces", "landlock", "rlimits")
 MEMORY_MB = 1024
 OUTPUT_BYTES = 4 << 20
 START_S = 60  # limit for starting a sandbox, beyond the time of a program
-IDLE_S = 5  # a program that sleeps for so long is ended
+IDLE_S = 5  # a program that has slept for so long, in sum, is ended
 LOST = "the machine did not run a program to its end: it had no processor or memory, or was stopped"
 MEND = (
     "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns;"

@@ -98,11 +98,12 @@ def drive(request):
 def watch(pid, stdout, stderr, timeout_s, request):
     """Read both pipes until the program has ended, or is to be killed -> (reason, stdout, stderr).
 
-    timeout_s: of a processor.  A program that sleeps is ended after IDLE_S of looking at it: where nobody
-    runs, nobody looks.  One that waits for a processor has the time of the caller.
+    timeout_s: of a processor.  A program that has slept for idle_s, in sum, is ended.  It sleeps while it
+    neither runs nor waits for a processor.  Only time of looking at it counts.
     """
     output_bytes, clock = request["output_bytes"], ~pid << 3 | 2  # the kernel's clock of that process
-    seen_s, idle_s = 0, 0  # what it had used, and how long nothing more was seen
+    asleep_s = 0
+    looked, seen_s, waited_s = time.monotonic(), 0, 0
     data = {stdout: bytearray(), stderr: bytearray()}
     program = os.pidfd_open(pid)
     waiting = {stdout, stderr, program}
@@ -114,14 +115,17 @@ def watch(pid, stdout, stderr, timeout_s, request):
         used_s = time.clock_gettime(clock)
         if used_s >= timeout_s:
             reason = "timeout"
-        elif used_s > seen_s + 0.01:
-            seen_s = used_s
-            idle_s = 0
-        elif idle_s > request["idle_s"] and is_asleep(program, request["proc"]):
-            reason, request["total_s"] = "timeout", 0  # no time for the tests after it
+        elif program in waiting and time.monotonic() > looked + LOOK_S / 2:
+            now, before_s = time.monotonic(), waited_s
+            waited_s = waited(program, request["proc"])
+            if None not in (before_s, waited_s):
+                busy_s = used_s - seen_s + max(waited_s - before_s, 0)
+                asleep_s += max(min(now - looked, LOOK_S) - busy_s, 0)
+            looked, seen_s = now, used_s
+            if asleep_s > request["idle_s"]:
+                reason, request["total_s"] = "timeout", 0  # no time for the tests after it
         wait_s = min(max(timeout_s - used_s, 0.001), LOOK_S)
         ready = poll.poll(wait_s * 1000) if reason == "ended" else ()
-        idle_s += 0 if ready else wait_s
         for fd, _ in ready:
             chunk = os.read(fd, 1 << 16) if fd in data else b""
             if not chunk:
@@ -137,8 +141,8 @@ def watch(pid, stdout, stderr, timeout_s, request):
     return reason, bytes(data[stdout][:output_bytes]), bytes(data[stderr])
 
 
-def is_asleep(program, proc):
-    """Whether all its threads wait by their own will: none for a processor or a disk, none is stopped."""
+def waited(program, proc):
+    """Seconds that its threads have waited for a processor; None: one does now, or runs, or is stopped."""
 
     def read(path):
         with open(os.open(path, os.O_RDONLY, dir_fd=proc)) as file:
@@ -147,11 +151,15 @@ def is_asleep(program, proc):
     pid = read(f"self/fdinfo/{program}").partition("\nPid:\t")[2].split()[0]  # outside of the namespaces
     try:
         folder = os.open(f"{pid}/task", os.O_RDONLY, dir_fd=proc)
-        stats = [read(f"{pid}/task/{thread}/stat") for thread in os.listdir(folder)]
+        threads = os.listdir(folder)
         os.close(folder)
+        stats = [read(f"{pid}/task/{thread}/stat") for thread in threads]
+        times = [read(f"{pid}/task/{thread}/schedstat").split() for thread in threads]
     except OSError:  # it or a thread has just ended
-        return False
-    return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"S"}
+        return None
+    if {stat.rpartition(")")[2].split()[0] for stat in stats} != {"S"}:
+        return None
+    return sum(int(wait) for _, wait, _ in times) / 1e9
 
 
 def frame(reason, returncode, stdout, stderr):

@@ -1,0 +1,83 @@
+"""The thought at the beginning of what a model writes: where it ends, by the marks that chat templates write.
+
+The marks of most models are tags with a name such as think, thought or reasoning. Only a thought at the
+beginning counts. A prompt may have opened it, so a text may have its end alone.
+"""
+
+import re
+from functools import cache
+
+NAME = r"[\w:]{0,20}(?:think|thought|reason)[\w:]{0,20}"
+MARKS = (  # what opens a thought, and what closes it; {}: the NAME
+    ("<{}>", "</{}>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁{}▷", "◁/{}▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_{}|>", "<|end_of_{}|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|channel|>analysis", "<|end|>"),  # gpt-oss, whose prompts open none
+)
+BETWEEN = re.compile(r"\s*(?:<\|start\|>assistant)?")  # messages
+QUOTES = "\"'`"
+FINAL = re.compile(BETWEEN.pattern + r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
+
+
+@cache
+def pattern(mark):
+    return re.compile(re.escape(mark).replace(r"\{\}", f"({NAME})"))
+
+
+OPENING = re.compile("|".join(pattern(opening).pattern for opening, _ in MARKS))
+CLOSING = re.compile("|".join(pattern(closing).pattern for _, closing in MARKS[:-1]))
+OPENED = re.compile(rf"(?:{OPENING.pattern})(?:<\|message\|>)?\s*\Z")  # the end of a prompt
+
+
+def after_thought(text, prompt=""):
+    """What a text says after the thought at its beginning; None if that has no end.
+
+    prompt: what stands before the text, as far as it is known.
+    """
+    opened = OPENED.search(prompt[-100:])
+    if opened:
+        text = opened[0] + text
+    place = 0
+    if not closing_at(text, 0):  # the prompt has opened its thought, or a few words stand before that
+        end = first(CLOSING, text)
+        if end and (text[end.end() :].strip() or not OPENING.search(text, 0, end.start())):
+            place = end.end()
+    closing = closing_at(text, place)
+    while closing:
+        end = first(re.compile(re.escape(closing)), text, place)
+        if end is None:
+            return None
+        place = end.end()
+        closing = closing_at(text, place)
+    final = FINAL.match(text, place)
+    return text[final.end() if final else place :]
+
+
+def reply_of(text):
+    """What counts of a response: `after_thought`, empty for a thought without an end."""
+    return after_thought(text) or ""
+
+
+def closing_at(text, place):
+    """What closes the thought that is opened at a place of a text, or None."""
+    place = BETWEEN.match(text, place).end()
+    for opening, closing in MARKS:
+        found = pattern(opening).match(text, place)
+        if found:
+            return closing.format(*found.groups())
+    return None
+
+
+def first(mark, text, place=0):
+    """The first mark from a place on that is not between quotation marks, or None."""
+    for found in mark.finditer(text, place):
+        before = text[max(found.start() - 2, 0) : found.start()]
+        quote = before[-1:]
+        quoted = quote and quote in QUOTES and text.startswith(quote, found.end())
+        if not quoted or before == quote * 2:  # as in a fence
+            return found
+    return None
