@@ -25,7 +25,11 @@ def test_the_pages_on_other_libraries_have_the_table():
 
 def test_each_meaning_of_a_flag_has_a_row():
     text = flags.table().lower()
-    for row in ("`--seed 1` | seed for sampling |", "`--lam 1.0` | share of the prompts", "| `runs` | dir"):
+    for row in (
+        "`--seed 1` | with --temperature: seed for sampling |",
+        "`--lam 1.0` | share of the prompts",
+        "| `runs` | dir",
+    ):
         assert row in text
     for script, name, _, said, annotation in flags.all_flags():
         if not script.startswith("data_prep/"):
