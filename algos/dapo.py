@@ -43,10 +43,10 @@ class Args:
     output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order, LoRA init and sampling
-    total_epochs: int = 1  # passes over the training data
+    total_epochs: int = 1  # without --total_steps: passes over the training data
     total_steps: int | None = None  # number of RL steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
-    test_freq: int = 10  # steps between validations; 0: only before and after training
+    test_freq: int = 10  # with --val_files: steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     rollout_dump: bool = False  # write responses of training and validation to output_dir/rollouts
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
@@ -69,7 +69,8 @@ class Args:
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     offload: Literal["none", "sampling", "always"] = "none"  # when weights and moments are on the host (GPU)
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
-    lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
+    # with --lora_rank: scale, the output of the adapters times lora_alpha / lora_rank
+    lora_alpha: float = 16
     # ---- rollout
     group_size: int = 8  # responses to each prompt
     max_response_length: int = 1024  # limit of the response in tokens
@@ -78,8 +79,9 @@ class Args:
     tp_size: int = 1  # ranks that share one sampler by tensor parallelism
     gpu_memory_utilization: float = 0.5  # share of the GPU's memory for the awake sampler
     rollout_quantization: str | None = None  # of the sampler, by vLLM at each sync: fp8, on a GPU
-    val_group_size: int = 1  # responses to each validation prompt
-    val_temperature: float = 0.0  # temperature of sampling in validation
+    # with --val_files and --val_temperature: responses to each validation prompt
+    val_group_size: int = 1
+    val_temperature: float = 0.0  # with --val_files: temperature of sampling in validation
     # ---- optimizer
     train_batch_size: int = 64  # prompts of a step, over all ranks
     ppo_mini_batch_size: int | None = None  # prompts of an optimizer step; None: all of the step
@@ -104,16 +106,17 @@ class Args:
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights, trainer / sampler
-    rollout_is_threshold: float = 2.0  # upper bound of the importance weights
+    rollout_is_threshold: float = 2.0  # with --rollout_is: upper bound of the weights
     # reject by this importance ratio; off_policy: negative responses that the policy has left
     rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None
-    # one value h keeps ratios from 1/h to h; two are smallest and largest; off_policy: the paper's delta
+    # with --rollout_rs: h keeps ratios from 1/h to h; two are smallest and largest; off_policy: its delta
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # prime: rewards run in processes of their own
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
-    reward_timeout_s: float = 30.0  # seconds for each response: with prime, or an async reward
+    # with --reward_manager prime or --reward_fn FILE.py:NAME: seconds for each response; naive: if async
+    reward_timeout_s: float = 30.0
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")

@@ -42,18 +42,20 @@ class Args:
     output_dir: str  # directory of the run: arguments, metrics, log, reference's log-probs, checkpoints
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order and LoRA init
-    total_epochs: int = 1  # passes over the training data
+    total_epochs: int = 1  # without --total_steps: passes over the training data
     total_steps: int | None = None  # number of optimizer steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
-    test_freq: int = 10  # steps between validations; 0: only before and after training
+    test_freq: int = 10  # with --val_files: steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training pairs; kto: or of responses with a label
     val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
-    chosen_key: str = "chosen"  # column of the chosen response: messages, or a string (the assistant's)
-    rejected_key: str = "rejected"  # column of the rejected response: messages, or a string
+    # without --loss kto: column of the chosen response: messages, or a string (the assistant's)
+    chosen_key: str = "chosen"
+    # without --loss kto: column of the rejected response: messages, or a string
+    rejected_key: str = "rejected"
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
     # pairs with equal, empty or too long responses, or whose template changes the prompt: stop, or drop
     bad_pairs: Literal["error", "drop"] = "error"
@@ -70,24 +72,26 @@ class Args:
     compile: bool = False  # compile the layers (GPU)
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
-    lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    qlora: bool = False  # frozen weights in 4 bits, whole on every rank; needs lora_rank
+    # with --lora_rank: scale, the output of the adapters times lora_alpha / lora_rank
+    lora_alpha: float = 16
+    qlora: bool = False  # with --lora_rank: frozen weights in 4 bits, whole on every rank
     # ---- optimizer
     train_batch_size: int = 64  # pairs of a step, over all ranks; kto: responses
     lr: float = 1e-6  # peak learning rate
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 after the last step
     warmup_steps: int = 10  # steps of linear warm-up
-    decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
+    # with --lr_schedule linear or cosine: last steps, which alone decay (WSD); 0: all after warm-up
+    decay_steps: int = 0
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
     # loss of a pair; sigmoid: DPO; kto: loss of a response that is desirable or not
     loss: Literal["sigmoid", "ipo", "simpo", "kto"] = "sigmoid"
     beta: float = 0.1  # weight of the implicit reward; ipo: the paper's tau; simpo: its paper has 2 to 10
-    label_smoothing: float = 0.0  # share of pairs whose label is taken to be wrong; sigmoid, simpo
-    simpo_gamma: float = 0.5  # margin between the rewards of chosen and rejected that simpo wants
-    desirable_weight: float = 1.0  # weight of kto's desirable responses
-    undesirable_weight: float = 1.0  # weight of kto's other responses
+    label_smoothing: float = 0.0  # with --loss sigmoid or simpo: share of pairs whose label is wrong
+    simpo_gamma: float = 0.5  # with --loss simpo: margin that it wants between the rewards of a pair
+    desirable_weight: float = 1.0  # with --loss kto: weight of desirable responses
+    undesirable_weight: float = 1.0  # with --loss kto: weight of the other responses
     nll_coef: float = 0.0  # weight of the negative log-likelihood of the chosen responses
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read

@@ -31,8 +31,11 @@ class Args:
     reward_manager: Literal["naive", "prime"] = "naive"  # naive: in this process; prime: in processes
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
     reward_weights: tuple[float, ...] = ()  # weight of each reward_fn; none: all 1
-    reward_workers: int = 4  # processes of the prime manager
-    reward_timeout_s: float = 30.0  # seconds for each response: with prime, or an async reward
+    # with --reward_manager prime or --reward_fn FILE.py:NAME: processes; naive: 16 times as many async
+    # calls at once
+    reward_workers: int = 4
+    # with --reward_manager prime or --reward_fn FILE.py:NAME: seconds for each response; naive: if async
+    reward_timeout_s: float = 30.0
 
 
 if __name__ == "__main__":

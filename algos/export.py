@@ -35,7 +35,7 @@ class Args:
     adapters: bool = False
     """Write LoRA adapters as peft loads them, in float32, and not the model."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the model's weights; None: the dtype of hf/."""
+    """Without --adapters: dtype of the model's weights; None: the dtype of hf/."""
 
 
 if __name__ == "__main__":

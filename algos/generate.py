@@ -36,21 +36,21 @@ class Args:
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
     chat_template: str | None = None  # Jinja file in place of the model's chat template
     chat_template_kwargs: str = "{}"  # values of its variables, as JSON: {"enable_thinking": false}
-    seed: int = 1  # seed for sampling
-    n_samples: int = 1  # responses to each prompt
+    seed: int = 1  # with --temperature: seed for sampling
+    n_samples: int = 1  # with --temperature or --env: responses to each prompt
     batch_size: int = 128  # rows of a shard, answered by one sampler at once
     max_prompt_length: int = 512  # limit of the prompt in tokens; a longer one gets empty responses
     max_response_length: int = 1024  # limit of the response in tokens
     temperature: float = 0.0  # sampling temperature; 0: the most likely token
-    top_p: float = 1.0  # nucleus sampling; 1: off
-    top_k: int = -1  # top-k sampling; -1: off
+    top_p: float = 1.0  # with --temperature: nucleus sampling; 1: off
+    top_k: int = -1  # with --temperature: top-k sampling; -1: off
     tp_size: int = 1  # ranks that share one sampler by tensor parallelism
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that the sampler takes
     env: str | None = None  # FILE.py:NAME of an environment or of tools, as in agent.py; None: one turn
-    max_turns: int = 8  # with env: turns of the model in a response
-    max_observation_length: int = 256  # with env: limit in tokens of a message of the environment
-    env_timeout_s: float = 30.0  # with env: seconds that an environment has to answer a turn
-    tool_parser: str | None = None  # with env: vLLM's parser of calls; None: what reads the template's
+    max_turns: int = 8  # with --env: turns of the model in a response
+    max_observation_length: int = 256  # with --env: limit in tokens of a message of the environment
+    env_timeout_s: float = 30.0  # with --env: seconds that an environment has to answer a turn
+    tool_parser: str | None = None  # with --env: vLLM's parser of calls; None: what reads the template's
 
 
 if __name__ == "__main__":
@@ -86,9 +86,12 @@ def check_paths(args):
     root, inside = Path(args.model), ("", "hf", "checkpoints/latest/hf")  # of a model, a checkpoint, a run
     found = [root / name for name in inside if any((root / name).glob("*.safetensors"))]
     empty = root.is_dir() and not found
+    share = args.gpu_memory_utilization
+    on_cpu = share != Args.gpu_memory_utilization and not torch.cuda.is_available()
     refuse(
         (os.path.lexists(args.output), f"--output {args.output} exists: choose another, or remove it"),
         ({*"[*"} & {*str(root)}, f"--model {root}: vLLM finds no files in a path with [ or *: rename it"),
+        (on_cpu, f"--gpu_memory_utilization {share} needs a GPU"),
         (empty, f"--model {root}: no *.safetensors in it, in hf/ or in checkpoints/latest/hf/"),
     )
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails now, not after hours of sampling

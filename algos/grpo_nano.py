@@ -40,7 +40,7 @@ class Args:
     seed: int = 1  # seed for data order and sampling
     total_steps: int = 100  # number of RL steps
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
-    test_freq: int = 10  # steps between validations; 0: only before and after training
+    test_freq: int = 10  # with --val_files: steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data

@@ -44,10 +44,10 @@ class Args:
     output_dir: str  # directory of the run: arguments, metrics, log, rollouts, checkpoints
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order, LoRA init and sampling
-    total_epochs: int = 1  # passes over the training data
+    total_epochs: int = 1  # without --total_steps: passes over the training data
     total_steps: int | None = None  # number of RL steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
-    test_freq: int = 10  # steps between validations; 0: only before and after training
+    test_freq: int = 10  # with --val_files: steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     rollout_dump: bool = False  # write responses of training and validation to output_dir/rollouts
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
@@ -71,7 +71,8 @@ class Args:
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     offload: Literal["none", "sampling", "always"] = "none"  # when weights and moments are on the host (GPU)
     lora_rank: int = 0  # rank of the actor's LoRA adapters, trained instead of it; 0: train the model
-    lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
+    # with --lora_rank: scale, the output of the adapters times lora_alpha / lora_rank
+    lora_alpha: float = 16
     # ---- rollout
     group_size: int = 1  # responses to each prompt
     max_response_length: int = 1024  # limit of the response in tokens
@@ -80,8 +81,9 @@ class Args:
     tp_size: int = 1  # ranks that share one sampler by tensor parallelism
     gpu_memory_utilization: float = 0.5  # share of the GPU's memory for the awake sampler
     rollout_quantization: str | None = None  # of the sampler, by vLLM at each sync: fp8, on a GPU
-    val_group_size: int = 1  # responses to each validation prompt
-    val_temperature: float = 0.0  # temperature of sampling in validation
+    # with --val_files and --val_temperature: responses to each validation prompt
+    val_group_size: int = 1
+    val_temperature: float = 0.0  # with --val_files: temperature of sampling in validation
     # ---- optimizer
     train_batch_size: int = 64  # prompts of a step, over all ranks
     ppo_mini_batch_size: int | None = None  # prompts of an optimizer step; None: all of the step
@@ -95,31 +97,34 @@ class Args:
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm
     gamma: float = 1.0  # discount of later rewards per token
-    lam: float = 1.0  # lambda of GAE; 1: returns minus values, 0: one-step differences
+    # without --lam_alpha and --critic_lam: lambda of GAE; 1: returns minus values, 0: one-step differences
+    lam: float = 1.0
     critic_lam: float | None = None  # lambda of the critic's returns; None: the value of --lam
     # lambda of advantages: 1 - 1 / (lam_alpha * tokens), at least 0; None: --lam
     lam_alpha: float | None = None
     cliprange_value: float = 0.5  # how far a step may move a value before its gradient ends
     value_quantiles: int = 1  # quantiles of the return to learn; 1: its mean
-    uncertainty_bonus: float = 0.0  # weight of the quantiles' standard deviation in advantages
+    # with --value_quantiles above 1: weight of the quantiles' standard deviation in advantages
+    uncertainty_bonus: float = 0.0
     policy_loss: str = "clip"  # clip; a name in algos/variants/, such as cispo; or FILE.py:NAME
     clip_ratio_low: float | None = None  # clip below 1 - this; None: default of the loss, of clip 0.2
     clip_ratio_high: float | None = None  # clip above 1 + this; None: default of the loss, of clip 0.2
     kl_coef: float = 0.0  # weight of the KL from the initial model in token rewards; 0: no KL
-    kl_target: float | None = None  # KL per token that kl_coef is adapted to; None: it is fixed
+    kl_target: float | None = None  # with --kl_coef: KL per token that it is adapted to; None: it is fixed
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     positive_nll_coef: float = 0.0  # weight of -log p of correct responses: acc, else score, above 0
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights, trainer / sampler
-    rollout_is_threshold: float = 2.0  # upper bound of the importance weights
+    rollout_is_threshold: float = 2.0  # with --rollout_is: upper bound of the weights
     # reject by this importance ratio; off_policy: negative responses that the policy has left
     rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None
-    # one value h keeps ratios from 1/h to h; two are smallest and largest; off_policy: the paper's delta
+    # with --rollout_rs: h keeps ratios from 1/h to h; two are smallest and largest; off_policy: its delta
     rollout_rs_threshold: tuple[float, ...] = ()
     # ---- rewards
     reward_manager: Literal["naive", "prime"] = "naive"  # prime: rewards run in processes of their own
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
     reward_weights: tuple[float, ...] = ()  # weights of reward_fn, then of reward_model; none: all 1
-    reward_timeout_s: float = 30.0  # seconds for each response: with prime, or an async reward
+    # with --reward_manager prime or --reward_fn FILE.py:NAME: seconds for each response; naive: if async
+    reward_timeout_s: float = 30.0
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")

@@ -40,13 +40,13 @@ class Args:
     calibration: str | None = None
     """Parquet of conversations for GPTQ; None: round every weight to the nearest value."""
     calibration_rows: int = 128
-    """Number of rows of the calibration file to use, from the first."""
+    """With --calibration: number of rows of the calibration file to use, from the first."""
     held_out: str | None = None
     """Parquet of conversations; prints the loss on the assistant's turns before and after."""
     response_key: str | None = "extra_info.answer"
-    """Column of the answers to `prompt` in files without a column `messages`; None: prompts alone."""
+    """With --calibration or --held_out: answers of files without a column `messages`; None: prompts alone."""
     max_length: int = 2048
-    """Longest row of both files, in tokens; a longer row is an error."""
+    """With --calibration or --held_out: longest row of both files, in tokens; a longer row is an error."""
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ class Args:
     output_dir: str  # directory of the run: arguments, metrics, log, checkpoints
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order and LoRA init
-    total_epochs: int = 1  # passes over the training data
+    total_epochs: int = 1  # without --total_steps: passes over the training data
     total_steps: int | None = None  # number of optimizer steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
-    test_freq: int = 10  # steps between validations; 0: only before and after training
+    test_freq: int = 10  # with --val_files: steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
@@ -64,13 +64,15 @@ class Args:
     compile: bool = False  # compile the layers (GPU)
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     lora_rank: int = 0  # rank of LoRA adapters, trained with the head; 0: train the whole model
-    lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
+    # with --lora_rank: scale, the output of the adapters times lora_alpha / lora_rank
+    lora_alpha: float = 16
     # ---- optimizer
     train_batch_size: int = 64  # pairs of a step, over all ranks
     lr: float = 1e-5  # peak learning rate
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 after the last step
     warmup_steps: int = 10  # steps of linear warm-up
-    decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
+    # with --lr_schedule linear or cosine: last steps, which alone decay (WSD); 0: all after warm-up
+    decay_steps: int = 0
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
     # ---- algorithm

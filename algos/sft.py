@@ -38,22 +38,26 @@ class Args:
     output_dir: str  # directory of the run: arguments, metrics, log, checkpoints
     resume: str = "auto"  # auto: output_dir's latest checkpoint; never; or path of another run's
     seed: int = 1  # seed for data order and LoRA init
-    total_epochs: int = 1  # passes over the training data
+    total_epochs: int = 1  # without --total_steps: passes over the training data
     total_steps: int | None = None  # number of optimizer steps; None: as many as total_epochs takes
     save_freq: int = 50  # steps between checkpoints; 0: only at the end
-    test_freq: int = 10  # steps between validations; 0: only before and after training
+    test_freq: int = 10  # with --val_files: steps between validations; 0: only before and after training
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
     train_files: tuple[str, ...]  # parquet files of training rows
     val_files: tuple[str, ...] = ()  # parquet files of validation rows; none: no validation
-    prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
-    response_key: str = "extra_info.answer"  # column of the response, a string; dots reach into structs
-    messages_key: str | None = None  # column of conversations, instead of prompt_key and response_key
+    # without --messages_key or --text_key: column of the prompt: chat messages, or a string (one user
+    # message)
+    prompt_key: str = "prompt"
+    # without --messages_key or --text_key: column of the response, a string; dots reach into structs
+    response_key: str = "extra_info.answer"
+    messages_key: str | None = None  # without --text_key: column of conversations
     text_key: str | None = None  # column of plain texts, instead: every token is trained
-    env: str | None = None  # environment, FILE.py:NAME, whose tools the chat template shows
+    # without --text_key: environment, FILE.py:NAME, whose tools the chat template shows
+    env: str | None = None
     max_length: int = 1024  # limit of prompt and response together, in tokens, EOS included
-    truncation: Literal["error", "left", "right"] = "error"  # of rows over max_length
+    truncation: Literal["error", "left", "right"] = "error"  # without --text_key: of rows over max_length
     packing: bool = True  # texts share rows without padding, where the model allows it
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train
@@ -64,22 +68,26 @@ class Args:
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     hsdp_replicas: int = 1  # copies of the sharded model (HSDP); 1: shard over all ranks
     sp_size: int = 1  # ranks that share the tokens of a row
-    sp_attention: Literal["ulysses", "ring"] = "ulysses"  # attention between the slices of a row
+    # with --sp_size above 1: attention between the slices of a row
+    sp_attention: Literal["ulysses", "ring"] = "ulysses"
     # what a backward pass computes again; selective: all but products and attention; none: fastest
     gradient_checkpointing: Literal["full", "selective", "none"] = "full"
     compile: bool = False  # compile the layers (GPU)
     max_tokens_per_microbatch: int = 8192  # tokens of a forward pass on one rank, padding included
     liger: bool = False  # Liger's Triton kernels for norm, rotary embedding and MLP; needs a GPU
     lora_rank: int = 0  # rank of LoRA adapters, trained in place of the model; 0: train the model
-    lora_kind: Literal["lora", "adalora"] = "lora"  # adalora: lora_rank is the mean over the layers
-    lora_alpha: float = 16  # LoRA scale: the output of the adapters times lora_alpha / lora_rank
-    qlora: bool = False  # frozen weights in 4 bits, whole on every rank; needs lora_rank
+    # with --lora_rank: adalora: lora_rank is the mean over the layers
+    lora_kind: Literal["lora", "adalora"] = "lora"
+    # with --lora_rank: scale, the output of the adapters times lora_alpha / lora_rank
+    lora_alpha: float = 16
+    qlora: bool = False  # with --lora_rank: frozen weights in 4 bits, whole on every rank
     # ---- optimizer
     train_batch_size: int = 64  # rows of a step, over all ranks
     lr: float = 1e-5  # peak learning rate
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # decay to 0 after the last step
     warmup_steps: int = 10  # steps of linear warm-up
-    decay_steps: int = 0  # last steps, which alone decay (warm-up-stable-decay); 0: all after warm-up
+    # with --lr_schedule linear or cosine: last steps, which alone decay (WSD); 0: all after warm-up
+    decay_steps: int = 0
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
 

@@ -31,8 +31,8 @@ TASKS = {  # scripts of the stages, and their flags
         data="data_prep/arithmetic.py --operation last_digit --terms 9 --worked_share .35 --train_size 8000"
         " --test_size 512",
         # a third of its answers write the steps down; the others are guesses for so small a model
-        sft="algos/sft.py --max_length 64 --train_batch_size 64 --total_epochs 2 --lr 4e-3"
-        " --lr_schedule cosine --warmup_steps 20 --test_freq 0 --gradient_checkpointing none",
+        sft="algos/sft.py --max_length 64 --train_batch_size 64 --lr 4e-3"
+        " --lr_schedule cosine --warmup_steps 20 --gradient_checkpointing none",
         grpo="algos/grpo.py --max_prompt_length 24 --max_response_length 24 --train_batch_size 32"
         " --group_size 16 --lr 3e-4 --warmup_steps 5 --weight_decay 0 --test_freq 2"
         " --gradient_checkpointing none",

@@ -24,12 +24,12 @@ SUMS = ROOT / "runs/sums"  # data and model
 # four optimizer steps in a step: with one, clips and old policies do nothing
 DEFAULTS = (
     "--max_prompt_length 16 --max_response_length 8 --train_batch_size 32 --ppo_mini_batch_size 8"
-    " --group_size 8 --lr 1e-4 --weight_decay 0 --total_epochs 9 --test_freq 5 --save_freq 0"
+    " --group_size 8 --lr 1e-4 --weight_decay 0 --test_freq 5 --save_freq 0"
     " --gradient_checkpointing none"
 )
 # of the tiny model's SFT, on 600 of the 6,000 answers
 SFT = (
-    "--max_length 32 --train_batch_size 64 --total_epochs 50 --lr 1e-3 --lr_schedule constant"
+    "--max_length 32 --train_batch_size 64 --lr 1e-3 --lr_schedule constant"
     " --warmup_steps 20 --test_freq 50 --gradient_checkpointing none --save_freq 0"
 )
 DETAILS = {  # what is changed: flags

@@ -33,7 +33,7 @@ class Args:
     local_save_dir: str = "data/arithmetic"
     """Directory for train.parquet, val.parquet and test.parquet."""
     digits: int = 2
-    """Digits of each operand, 1 to 9; last_digit has 1."""
+    """With --operation add or multiply or chain: digits of each operand, 1 to 9."""
     train_size: int = 6000
     """Questions in train."""
     val_size: int = 256
@@ -46,7 +46,7 @@ class Args:
     """What is asked: 37+85=, 37*85=, or 37+85+14=, whose answer has the totals on the way: 122 136; or
     7+1*2-1, from left to right, of which only last digits are kept: >7 8 6 5."""
     terms: int = 10
-    """chain: 2 to this many operands; last_digit: number of operands."""
+    """With --operation chain or last_digit: 2 to this many operands; of last_digit their number."""
     tool_share: float | None = None
     """Share of train's questions that ask a calculator in sft.parquet, conversations; None: no file."""
     worked_share: float | None = None

@@ -1,7 +1,7 @@
 """Prompts of middle difficulty: those that a model answers correctly sometimes, by its scored responses.
 
-python algos/generate.py --model MODEL --data train.parquet --output responses.parquet --n_samples 8
-python algos/eval.py --data responses.parquet --output runs/eval
+python algos/generate.py --model MODEL --data train.parquet --output all.parquet --n_samples 8 --temperature 1
+python algos/eval.py --data all.parquet --output runs/eval
 python data_prep/difficulty.py runs/eval/scored_A.parquet --local_save_dir data/middle --low 0.1 --high 0.9
 
 Writes train.parquet: the rows as they were before generate.py, with the pass rate in extra_info.pass_rate.

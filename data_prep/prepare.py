@@ -11,7 +11,7 @@ from pathlib import Path
 from data_prep.lib.conversations import say_unknown
 from data_prep.lib.schema import check_row, write_parquet
 from data_prep.lib.source import ENDINGS, Source, plain_rows
-from system.arguments import command_line, unusable
+from system.arguments import command_line, unread, unusable
 from system.text import one_line
 
 BROKEN = (ValueError, TypeError, LookupError, AttributeError)  # what a mapping raises on an unexpected record
@@ -33,7 +33,7 @@ class Args:
     max_samples: int | None = None
     """Rows of each split to keep, drawn with the seed; None: all."""
     seed: int = 0
-    """Seed of the draw of max_samples."""
+    """With --max_samples: seed of the draw."""
 
 
 def run(main, args_class):
@@ -41,7 +41,9 @@ def run(main, args_class):
     sys.set_int_max_str_digits(0)  # tests of programs have integers of more than Python's 4,300 digits
     try:
         args = command_line(args_class)
-        if problem := unusable(vars(args), {field.name: field.default for field in fields(args)}):
+        values = vars(args)
+        defaults = {field.name: field.default for field in fields(args)}
+        if problem := unusable(values, defaults, unread(values, args_class)):
             raise ValueError(problem)
         main(args)
     except BrokenPipeError:

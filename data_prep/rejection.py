@@ -1,7 +1,7 @@
 """Rejection sampling (RFT, arXiv 2308.01825): correct responses as rows for SFT, correct and wrong as pairs.
 
-python algos/generate.py --model MODEL --data train.parquet --output responses.parquet --n_samples 8
-python algos/eval.py --data responses.parquet --output runs/eval
+python algos/generate.py --model MODEL --data train.parquet --output all.parquet --n_samples 8 --temperature 1
+python algos/eval.py --data all.parquet --output runs/eval
 python data_prep/rejection.py runs/eval/scored_A.parquet --local_save_dir data/rft
 
 Writes sft.parquet, which sft.py takes with its default columns, and pairs.parquet for rm.py and dpo.py.
@@ -38,7 +38,7 @@ class Args:
     keep: Literal["all", "first", "shortest"] = "all"
     """Correct responses to a prompt that become rows for SFT: max_per_prompt different ones, or one."""
     max_per_prompt: int = 4
-    """Most rows for SFT from one prompt, with --keep all."""
+    """With --keep all: most rows for SFT from one prompt."""
     max_pairs: int = 4
     """Most pairs from one prompt; no two are the same."""
     right: float = 1.0

@@ -37,7 +37,7 @@ class Args:
     task: Literal["name", "count"] = "name"
     """What is asked: the colour of one large shape, or how many small ones have a colour."""
     images: int = 1
-    """With count: pictures of a question, which asks for the number in all of them."""
+    """With --task count: pictures of a question, which asks for the number in all of them."""
     train_size: int = 4000
     """Questions in train."""
     val_size: int = 128

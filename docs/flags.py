@@ -26,7 +26,9 @@ A name without dashes is given without a flag: `report.py RUNS --output FILE`.
 
 A flag takes underscores or hyphens: `--max_prompt_length` and `--max-prompt-length` are one flag.
 A switch such as `--packing` is turned off by `--no_packing`.
-A flag of several values takes them separated by spaces; "empty" means no value.
+A flag of several values takes them separated by spaces, and may be given again; "empty" means no value.
+A meaning that begins with a condition, as "with --lora_rank:", is of a flag that is read then alone.
+Elsewhere such a flag is refused, unless it has its default.
 
 A flag without a default is required. In brackets: the default of some scripts.
 Names of several scripts:

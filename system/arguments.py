@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import tyro
+from tyro._docstrings import get_field_docstring
 
 from system.elsewhere import hint
 
@@ -24,17 +25,14 @@ NOT_NEGATIVE = (0, INF, "at least 0")
 POSITIVE = (1e-9, INF, "above 0")
 SHARE = (0, 1, "at least 0 and at most 1")
 PART = (1e-9, 1, "above 0 and at most 1")
-SIGMOID = ("loss", "sigmoid")
-IPO = ("loss", "ipo")
-SIMPO = ("loss", "simpo")
-KTO = ("loss", "kto")
+OFF = None, False, 0, "none", ()  # values of a flag that is off
+CONDITION = re.compile("(with|without) (--.+?): ", re.IGNORECASE)  # the beginning of a help, see `unread`
 
 
 class Known(NamedTuple):
     """What is known of a flag. Its numbers are finite, and a resumed run has the value of its start, or:"""
 
     range: tuple = (-INF, INF, "")  # smallest and largest value, of a tuple each; these in words
-    idle: tuple = ()  # (another flag, its value) with which this one has no effect
     resume: str = ""  # may change; may begin: it may differ where --resume PATH begins another run
     content: str = ""  # weights or file: what it names must have the content of the start; or json
     gpu: bool = False  # it needs a GPU
@@ -45,40 +43,28 @@ FLAGS = {
     Known(resume="may begin", content="file"): "train_files reward_fn env",
     Known(content="file"): "chat_template policy_loss adv_estimator",
     Known(content="json"): "chat_template_kwargs",
-    Known(resume="may begin"): "prompt_key response_key messages_key text_key reward_weights",
-    Known(idle=(KTO,), resume="may begin"): "chosen_key rejected_key",
+    Known(resume="may begin"): "prompt_key response_key messages_key text_key chosen_key rejected_key"
+    " reward_weights",
     Known(NOT_NEGATIVE, resume="may begin"): "seed",
     Known(resume="may change"): "output_dir resume lr_schedule tracker val_files rollout_dump sp_attention"
     " packing gradient_checkpointing attn_implementation",
     Known(resume="may change", gpu=True): "offload compile liger",
     Known(COUNT, resume="may change"): "total_epochs total_steps max_tokens_per_microbatch max_gen_batches"
-    " hsdp_replicas tp_size sp_size",
-    Known(NOT_NEGATIVE, resume="may change"): "lr critic_lr warmup_steps save_freq test_freq"
-    " keep_checkpoints",
-    Known(PART, resume="may change"): "gpu_memory_utilization",
+    " hsdp_replicas tp_size sp_size val_group_size",
+    Known(NOT_NEGATIVE, resume="may change"): "lr critic_lr warmup_steps decay_steps save_freq test_freq"
+    " keep_checkpoints val_temperature",
+    Known(PART, resume="may change", gpu=True): "gpu_memory_utilization",
     Known(POSITIVE, resume="may change"): "env_timeout_s reward_timeout_s",
-    Known(NOT_NEGATIVE, (("lr_schedule", "constant"),), "may change"): "decay_steps",
-    Known(COUNT, (("val_files", ()),), "may change"): "val_group_size",
-    Known(NOT_NEGATIVE, (("val_files", ()),), "may change"): "val_temperature",
     Known(COUNT): "train_batch_size ppo_mini_batch_size ppo_epochs group_size n_samples batch_size max_length"
     " max_prompt_length max_response_length max_turns max_observation_length k reward_workers"
     " calibration_rows value_quantiles",
     Known(NOT_NEGATIVE): "max_staleness lora_rank critic_warmup weight_decay overlong_buffer temperature"
-    " kl_coef nll_coef positive_nll_coef center_rewards_coef follow",
-    Known(POSITIVE): "grad_clip cliprange_value lam_alpha beta",
+    " clip_ratio_low clip_ratio_high kl_coef kl_loss_coef nll_coef positive_nll_coef simpo_gamma"
+    " desirable_weight undesirable_weight center_rewards_coef follow",
+    Known(POSITIVE): "grad_clip cliprange_value lam_alpha lora_alpha beta kl_target rollout_is_threshold",
     Known(PART): "top_p",
-    Known(SHARE): "gamma lam critic_lam teacher_update_rate echo_coef",
-    Known(NOT_NEGATIVE, (("kl", "full"),)): "clip_ratio_low clip_ratio_high",
-    Known(NOT_NEGATIVE, (("use_kl_loss", False),)): "kl_loss_coef",
-    Known(idle=(("use_kl_loss", False),)): "kl_kind",
-    Known(POSITIVE, (("lora_rank", 0),)): "lora_alpha",
-    Known(POSITIVE, (("kl_coef", 0),)): "kl_target",
-    Known(POSITIVE, (("rollout_is", None),)): "rollout_is_threshold",
-    Known(idle=(("rollout_rs", None),)): "rollout_rs_threshold",
-    Known(SHARE, (("value_quantiles", 1),)): "uncertainty_bonus",
-    Known(NOT_NEGATIVE, (SIGMOID, IPO, KTO)): "simpo_gamma",
-    Known(NOT_NEGATIVE, (SIGMOID, IPO, SIMPO)): "desirable_weight undesirable_weight",
-    Known((0, 0.5 - 1e-9, "at least 0 and below 0.5"), (IPO, KTO)): "label_smoothing",
+    Known(SHARE): "gamma lam critic_lam uncertainty_bonus teacher_update_rate echo_coef",
+    Known((0, 0.5 - 1e-9, "at least 0 and below 0.5")): "label_smoothing",
 }
 KNOWN = {flag: known for known, flags in FLAGS.items() for flag in flags.split()}
 MODELS = [flag for flag, known in KNOWN.items() if known.content == "weights"]
@@ -96,13 +82,16 @@ def parse(args_class, words=None, unknown=None):
 
     unknown: a function of {flag: value}, which says what a script does not know, or None.
     """
-    problem = foreign(fields(args_class), sys.argv[1:] if words is None else words)
+    words = sys.argv[1:] if words is None else words
+    problem = foreign(fields(args_class), words)
     if not problem:
         flags = {}
-        for group in vars(command_line(in_groups(args_class), words)).values():
+        for group in vars(command_line(args_class, words, in_groups(args_class))).values():
             flags |= vars(group)
+        idle = unread(flags, args_class)
         defaults = {field.name: field.default for field in fields(args_class)}
-        problem = unusable(flags, defaults) or impossible(flags)
+        problem = unusable(flags, defaults, idle)
+        problem = problem or impossible({name: flags[name] for name in flags if name not in idle})
         problem = problem or (unknown and unknown(flags)) or no_model(flags)
     if problem:  # the first rank of each machine says what it lacks
         rank = os.environ.get("RANK", 0)
@@ -137,15 +126,37 @@ def foreign(flags, words):
             return f"{word} is not a flag of this script; it is: {here}"
 
 
-def command_line(program, words=None):
-    """A dataclass that is made from the command line, or a function that is called with it."""
+def command_line(args_class, words=None, groups=None):
+    """An object of `args_class`, or of its `groups`, that is made from the command line."""
     before_torch()
-    about = (sys.modules[program.__module__].__doc__ or "").partition("\n\n")[0]  # --help begins with it
+    words = joined(sys.argv[1:] if words is None else words, fields(args_class))
+    about = (sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")[0]  # --help begins with it
     options = dict(description=about, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
+    options["console_outputs"] = os.environ.get("RANK", "0") == "0"
     try:
-        return tyro.cli(program, args=words, console_outputs=os.environ.get("RANK", "0") == "0", **options)
+        return tyro.cli(groups or args_class, args=words, **options)
     except BrokenPipeError:  # PROGRAM --help | head
         os._exit(0)
+
+
+def joined(words, flags):
+    """The words of a command line; what follows a flag of several values is all behind its first place."""
+    several = {flag.name for flag in flags if "tuple" in str(flag.type)}
+    parts = {}  # words, by the flag that they follow; a flag of one value may have several parts
+    part = ""
+    for place, word in enumerate(words):
+        name, given, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word.startswith("--") and name in several:
+            part = name
+            parts.setdefault(part, [f"--{name}"])
+            word = value
+            if not given:
+                continue
+        elif word.startswith("--"):
+            part = place
+        parts.setdefault(part, []).append(word)
+    return [word for part in parts.values() for word in part]
 
 
 def in_groups(args_class):
@@ -200,8 +211,49 @@ def refuse(*problems):
             fail(message)
 
 
-def unusable(values, defaults):
-    """What is wrong with a value of {flag: value}."""
+def unread(values, args_class):
+    """Flags of {flag: value} that have no effect, and why. A help that begins with a condition says when:
+
+    `with --env: `, `without --text_key: `, `with --loss sigmoid or simpo: `, `with --sp_size above 1: `.
+    """
+    found = {}
+    for name in values:
+        said = CONDITION.match(get_field_docstring(args_class, name, ()) or "")
+        if not said:
+            continue
+        word, condition = said[1].lower(), said[2]
+        if holds(condition, values) != (word == "with"):
+            other = "without" if word == "with" else "with"
+            found[name] = f"has no effect {other} {condition}"
+    return found
+
+
+def holds(condition, values):
+    """Whether a condition is true of {flag: value}: terms joined by `or`, and these by `and`."""
+    for alternatives in condition.split(" and "):
+        found = []
+        for term in alternatives.split(" or "):
+            if term.startswith("--"):
+                flag, _, term = term.removeprefix("--").partition(" ")
+            found.append(flag not in values or is_so(values[flag], term))  # a copy may lack a flag
+        if not any(found):
+            return False
+    return True
+
+
+def is_so(value, term):
+    """Whether a value is on, above a number, a user's function, or this one."""
+    if not term:
+        return value not in OFF
+    if term.startswith("above "):
+        return value > float(term.removeprefix("above "))
+    if term == "FILE.py:NAME":
+        return any(":" in name for name in value)
+    return str(value) == term
+
+
+def unusable(values, defaults, idle):
+    """What is wrong with a value of {flag: value}; idle: of `unread`."""
     for name, value in values.items():
         if value == () and defaults[name] is MISSING:
             return f"{name} needs at least one value"
@@ -213,9 +265,8 @@ def unusable(values, defaults):
                 return f"--{name} {number} must be finite"
             if not low <= number <= high:
                 return f"--{name} {number} must be {words}"
-        for other, without in known.idle:
-            if value != defaults.get(name) and values.get(other, MISSING) == without:
-                return f"--{name} {value} has no effect with --{other} {without}"
+        if name in idle and value != defaults[name]:
+            return f"--{name} {value} {idle[name]}"
 
 
 def impossible(flags):
@@ -293,12 +344,6 @@ def wrong_training(flags):
         return f"--sp_size {sp_size} needs --packing, and --attn_implementation sdpa"
     if kernel == "flash_attention_2" and get("compute_dtype") == "float32":
         return "--attn_implementation flash_attention_2 needs --compute_dtype bfloat16"
-    if get("text_key") and (get("messages_key") or get("env")):
-        return "--text_key: pass no --messages_key and no --env"
-    if "lora_kind" in flags and not get("lora_rank", 1) and (get("qlora") or get("lora_kind") != "lora"):
-        return "--qlora and --lora_kind adalora need --lora_rank"
-    if get("qlora") and not get("lora_rank", 1):
-        return "--qlora needs --lora_rank"
     if get("qlora") and not find_spec("bitsandbytes"):
         return "--qlora needs bitsandbytes: pip install bitsandbytes"
     if get("liger") and not find_spec("liger_kernel"):

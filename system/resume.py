@@ -28,10 +28,10 @@ def open_run(args):
             flags[flag] = tuple(without_links(name) for name in flags[flag])
     if args.tracker != "none" and not find_spec(args.tracker):
         fail(f"--tracker {args.tracker} is missing: pip install --no-deps -r requirements-extra.txt")
-    for flag, value in flags.items():  # parse() has not loaded torch
-        needs_gpu = flag in KNOWN and KNOWN[flag].gpu and value not in (False, "none")
+    for field in fields(args):  # parse() has not loaded torch
+        needs_gpu = field.name in KNOWN and KNOWN[field.name].gpu and flags[field.name] != field.default
         if needs_gpu and not torch.cuda.is_available():
-            fail(f"--{flag} needs a GPU")
+            fail(f"--{field.name} needs a GPU")
 
     out = Path(args.output_dir)
     hold(out, f"--output_dir {out}")

@@ -200,7 +200,7 @@ class Run:
         if any(skipped):
             self.say(f"warning: step {self.step}: updates were skipped, their gradients are not finite")
         lost = metrics.get("lora/merge_error", 0)
-        if lost > 0.8 and self.due(self.args.test_freq):
+        if lost > 0.8 and self.due(self.args.save_freq):
             remedy = "a larger --lr, a model in float32, or export.py --adapters"
             self.say(
                 f"warning: step {self.step}: rounding loses {lost:.0%} of the adapters' update: {remedy}"

@@ -50,8 +50,8 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def flags(model, arithmetic):
     def flags(out, *more, env="Talk"):
-        talk = "--env", f"{TALK}:{env}", "--reward_fn", f"{TALK}:score"
-        return [*flags_of(model, arithmetic, out, FLAGS), *talk, *more]
+        reward = () if "--reward_fn" in more else ("--reward_fn", f"{TALK}:score")
+        return [*flags_of(model, arithmetic, out, FLAGS), "--env", f"{TALK}:{env}", *reward, *more]
 
     return flags
 

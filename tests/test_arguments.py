@@ -9,7 +9,7 @@ import runpy
 import ssl
 import subprocess
 import sys
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -26,7 +26,17 @@ from huggingface_hub.utils._http import default_client_factory
 from algos import grpo
 from algos.variants import known
 from system import elsewhere, metrics
-from system.arguments import FLAGS, KNOWN, MODELS, foreign, impossible, no_model, parse, unusable
+from system.arguments import (
+    FLAGS,
+    KNOWN,
+    MODELS,
+    command_line,
+    foreign,
+    impossible,
+    no_model,
+    parse,
+    unusable,
+)
 from system.metrics import data_sheet_speed
 from system.ranks import ranks_on
 from system.resume import open_run
@@ -65,7 +75,7 @@ def defaults_of(script):
 
 
 def test_every_number_has_a_range():
-    """What is known is of flags that are there, each of them once, and what idles a flag too."""
+    """What is known is of flags that are there, each of them once."""
     flags = {name: kind for script in SCRIPTS for name, kind in flags_of(script).items()}
     numbers = {name for name, kind in flags.items() if re.search("int|float", re.sub("Literal.*", "", kind))}
     any_value = {"entropy_coeff", "reward_weights", "rollout_rs_threshold"}
@@ -73,7 +83,7 @@ def test_every_number_has_a_range():
     assert ranges | any_value | {"top_k"} == numbers
     named = [flag for names in FLAGS.values() for flag in names.split()]
     assert len(named) == len(set(named)) == len(KNOWN)
-    assert {*named} | {other for known in KNOWN.values() for other, _ in known.idle} <= set(flags)
+    assert {*named} <= set(flags)
     source = (ROOT / "system/arguments.py").read_text()
     assert len(FLAGS) == len(re.findall(r"^    Known\(", source, re.MULTILINE))  # no two rows are equal
 
@@ -113,11 +123,13 @@ def test_flags_are_looked_at_before_libraries_are_loaded(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("flag", "value"), (("offload", "always"), ("compile", True), ("liger", True)))
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    (("offload", "always"), ("compile", True), ("liger", True), ("gpu_memory_utilization", 0.4)),
+)
 def test_what_needs_a_gpu(flag, value, tmp_path, monkeypatch):
     """Only torch knows whether there is one."""
-    args = Tracked(str(tmp_path / "run"))
-    setattr(args, flag, value)
+    args = replace(OnGpu(str(tmp_path / "run")), **{flag: value})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match=f"error: --{flag} needs a GPU"):
         open_run(args)
@@ -127,10 +139,10 @@ def test_what_needs_a_gpu(flag, value, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("case", golden("flags_alone"), ids=lambda case: str(case["flags"]))
-def test_values_out_of_range_and_flags_without_effect(case):
-    defaults = dict(kl_loss_coef=0.001, decay_steps=0, train_files=MISSING, val_files=())
+def test_values_out_of_range(case):
+    defaults = dict(train_files=MISSING, val_files=())
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in case["flags"].items()}
-    found = unusable(values, defaults)
+    found = unusable(values, defaults, {})
     line = case["line"]
     assert found is None if line is None else found.startswith(line)
 
@@ -285,6 +297,9 @@ SHOWN = "where", "how large", "of these", "or not", "my size, 2nd options", "imp
 def test_parse(capsys, monkeypatch):
     assert parse(Args, ["x", "--size", "3", "--no_keep"]) == dict(place="x", size=3, names=("a",), keep=False)
     assert parse(Args, ["x", "--size", "3", "--names", "b", "c"])["names"] == ("b", "c")
+    words = "x --names b c --size=2 --names=d --size 3 --no_keep --names e -1 --names".split()
+    assert parse(Args, words) == dict(place="x", size=3, names=("b", "c", "d", "e", "-1"), keep=False)
+    assert vars(command_line(Args, words))["names"] == ("b", "c", "d", "e", "-1")
     assert Args(**parse(Args, ["x", "--size", "3"])).size == 4
     for rank, speaks in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
@@ -303,6 +318,14 @@ class Tracked:
     model: str = "hub/name"
     save_freq: int = 50
     test_freq: int = 10
+
+
+@dataclass
+class OnGpu(Tracked):
+    offload: str = "none"
+    compile: bool = False
+    liger: bool = False
+    gpu_memory_utilization: float = 0.5
 
 
 @dataclass
@@ -416,7 +439,7 @@ def test_a_run_without_a_step_left_loads_nothing(total, tmp_path, capsys):
     ("step", "error", "warns"), [(1, 0.99, False), (10, 0.99, True), (10, 0.7, False), (13, 0.81, True)]
 )
 def test_a_run_says_when_rounding_loses_its_adapters(step, error, warns, tmp_path, capsys):
-    run = Run(Tracked(str(tmp_path / "run")))
+    run = Run(Tracked(str(tmp_path / "run"), save_freq=10))
     run.rank0 = False  # no files
     run.total = 13
     run.step = step

@@ -198,7 +198,9 @@ def test_sizes_of_arithmetic_that_cannot_be(tmp_path, case):
 
 
 def test_a_refusal_of_a_script_is_a_line(tmp_path):
-    done = run_script("arithmetic.py", "--terms", 1, "--local-save-dir", tmp_path, cwd=tmp_path)
+    done = run_script(
+        "arithmetic.py", "--operation", "chain", "--terms", 1, "--local-save-dir", tmp_path, cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (1, "error: --terms is 1; it must be at least 2\n")
 
 

@@ -17,6 +17,7 @@ from conftest import ROOT, documented
 
 from benchmarks import gpu_memory
 from data_prep.lib.schema import KINDS, load_rows
+from system.arguments import unread, unusable
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
@@ -70,7 +71,9 @@ def test_commands(page):
         unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - flags_of(script)
         assert not unknown, f"{script}: {unknown}"
         if "..." not in words and not any(word.startswith("$") for word in words):
-            tyro.cli(script_args(script), args=words)
+            values = vars(tyro.cli(script_args(script), args=words))
+            defaults = {f.name: f.default for f in fields(script_args(script))}
+            assert unusable(values, defaults, unread(values, script_args(script))) is None
 
 
 def test_read_the_code_names_what_is_there():

@@ -191,7 +191,7 @@ def test_bad_input_gives_one_line(tmp_path, case):
     write(tmp_path / "empty.parquet", ("nobody/knows", "1", []))
     (tmp_path / "reward.py").write_text(REWARD)
     arguments = [str(argument).format(here=tmp_path) for argument in case["arguments"]]
-    command = ["--data", data, "--output", tmp_path / "out", *arguments]
+    command = [*(() if "--data" in arguments else ("--data", data)), "--output", tmp_path / "out", *arguments]
     done = run(ROOT / "algos/eval.py", *command, check=False)
     assert done.returncode == 1 and not (tmp_path / "out/results.json").exists()
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

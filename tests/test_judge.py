@@ -123,7 +123,7 @@ def test_a_run_whose_judge_has_every_fault(judge, tiny, arithmetic, tmp_path, mo
     flags = (
         "--train_batch_size 24 --group_size 2 --ppo_mini_batch_size 24 --max_prompt_length 16 --save_freq 1"
     )
-    flags += " --max_response_length 4 --rollout_dump --reward_timeout_s 6 --total_steps 8 --total_epochs 9"
+    flags += " --max_response_length 4 --rollout_dump --reward_timeout_s 6 --total_steps 8"
     flags += f" --reward_fn {ROOT}/rewards/judge.py:score --output_dir {tmp_path} --model {tiny}"
     command = ROOT / "algos/grpo.py", *flags.split(), "--train_files", arithmetic / "train.parquet"
     refused, late = "ValueError: the judge refuses: Error code: 401", "TimeoutError: no result after 6.0 s"

@@ -16,7 +16,7 @@ def flags(tiny, arithmetic, tmp_path_factory):
     write_reward_model(reward_model)
     words = (
         "--train_batch_size 8 --ppo_mini_batch_size 4 --group_size 8 --max_prompt_length 16"
-        " --max_response_length 12 --lr 4e-3 --critic_lr 4e-3 --critic_warmup 3 --warmup_steps 4 --lam 0.95"
+        " --max_response_length 12 --lr 4e-3 --critic_lr 4e-3 --critic_warmup 3 --warmup_steps 4"
         " --critic_lam 0.9 --lam_alpha 0.5 --positive_nll_coef 0.1"
         " --kl_coef 0.01 --kl_target 0.05 --value_quantiles 4"
         " --save_freq 3 --test_freq 3 --rollout_dump --total_steps 9 --max_tokens_per_microbatch 300"

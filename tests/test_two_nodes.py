@@ -8,7 +8,7 @@ import psutil
 import pytest
 from conftest import ROOT, environment, metrics, python, run
 
-FILES = "--train_files {0}/train.parquet --total_steps 1 --save_freq 0 --test_freq 0 --train_batch_size 8"
+FILES = "--train_files {0}/train.parquet --total_steps 1 --save_freq 0 --train_batch_size 8"
 RL = " --ppo_mini_batch_size 4 --max_prompt_length 16 --max_response_length 12"
 RL += " --reward_fn {1}/tests/digit_reward.py:digits"
 

@@ -57,7 +57,6 @@ def sft(tiny, arithmetic, tmp_path_factory):
     """Flags of a run with four checkpoints, and such a run."""
     files = "--train_files", arithmetic / "train.parquet", "--train_batch_size", 16, "--total_steps", 8
     sizes = "--max_length 32 --lr 1e-2 --warmup_steps 1 --save_freq 2 --keep_checkpoints 0".split()
-    sizes += ["--total_epochs", 2]
 
     def flags(out, *more):
         return ["--model", tiny, "--output_dir", out, *files, *sizes, *more]
