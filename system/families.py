@@ -429,6 +429,9 @@ def save_tokenizer(tokenizer, model, directory):
                 config[f"{old}_special_tokens"] = config.pop(f"{new}_special_tokens")
         config = given | config | dict(tokenizer_class="PreTrainedTokenizerFast")
         config |= dict(padding_side=text.padding_side, model_input_names=text.model_input_names)
+    spaces = "clean_up_tokenization_spaces"  # `load_processor` changes it
+    if spaces in given:
+        config[spaces] = given[spaces]
     for name in ("local_files_only", "is_local", "chat_template"):  # the template has a file
         config.pop(name, None)
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
