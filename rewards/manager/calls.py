@@ -25,9 +25,22 @@ LOOP = asyncio.Runner()  # one for all calls of a process: a client that a modul
 INNER, THREAD = asyncio.Runner(), ThreadPoolExecutor(1)  # for what is to be awaited while LOOP is at work
 
 
+@functools.lru_cache(64)
+def hashed_parameters(function):
+    return signature(function).parameters
+
+
+def parameters(function):
+    """What a reward asks for; to look is slower than a short reward."""
+    try:
+        return hashed_parameters(function)
+    except TypeError:  # an object without a hash
+        return signature(function).parameters
+
+
 def sees_group(function):
     """Whether a reward gets all responses to a prompt at once: it has the parameter `solution_strs`."""
-    return "solution_strs" in signature(function).parameters
+    return "solution_strs" in parameters(function)
 
 
 def check_signature(function, spec):
@@ -46,17 +59,19 @@ def check_signature(function, spec):
 def keys(function):
     """What a reward gets of a row: parameter -> key."""
     names = GROUP if sees_group(function) else ONE
-    asks = signature(function).parameters
+    asks = parameters(function)
     return {name: key for name, key in names.items() if name in asks or name not in ASKED}
 
 
 def arguments(function, rows, earlier):
     """The arguments of one call, its own copies. rows: those of a group, or a single one."""
-    rows = [dict(extra_info=None, prompt=None) | copy.deepcopy(row) for row in rows]
+    names = keys(function)
     if not sees_group(function):
-        return {name: rows[0][key] for name, key in keys(function).items()}
-    found = {name: [row.get(key) for row in rows] for name, key in keys(function).items()}
-    return found | ({EARLIER: copy.deepcopy(earlier)} if EARLIER in signature(function).parameters else {})
+        return {name: copy.deepcopy(rows[0].get(key)) for name, key in names.items()}
+    found = {name: [copy.deepcopy(row.get(key)) for row in rows] for name, key in names.items()}
+    if EARLIER in parameters(function):
+        found[EARLIER] = copy.deepcopy(earlier)
+    return found
 
 
 def begin(function, rows, earlier=None):

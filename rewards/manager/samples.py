@@ -33,8 +33,7 @@ def validation_summary(rows, number):
     """
     metrics = validation_metrics(rows)
     texts = []
-    for source in sorted({row["data_source"] for row in rows}):
-        some = [row for row in rows if row["data_source"] == source]
+    for some in by_source(rows).values():
         row = random.Random(number).choice(some)
         texts.append(sample_text(row["sampled"], row["reward"]))
     texts += [f"{name} {value:.3f}" for name, value in metrics.items() if "/mean@" in name]
@@ -59,11 +58,10 @@ def validation_metrics(rows):
     `pred`, needs one, and is 0 where no response has any. A response whose reward failed counts 0.
     """
     metrics = {}
-    for source in sorted({row["data_source"] for row in rows}):
+    for source, some in by_source(rows).items():
         groups = {}
-        for row in rows:
-            if row["data_source"] == source:
-                groups.setdefault(row["index"], []).append(row["reward"])
+        for row in some:
+            groups.setdefault(row["index"], []).append(row["reward"])
         groups = list(groups.values())
         returned = {key for group in groups for result in group for key in result}
         kind = "reward"
@@ -82,6 +80,14 @@ def validation_metrics(rows):
     return metrics
 
 
+def by_source(rows):
+    """{data source: its rows}, by name."""
+    found = {}
+    for row in rows:
+        found.setdefault(row["data_source"], []).append(row)
+    return dict(sorted(found.items()))
+
+
 def mean(values):
     return sum(values) / len(values)
 
@@ -92,5 +98,5 @@ def value_of_majority(results, values):
     cast = [answer for answer in votes if answer is not None]
     if not cast:
         return 0.0
-    winner = max(cast, key=cast.count)
+    [(winner, _)] = Counter(cast).most_common(1)
     return values[votes.index(winner)]

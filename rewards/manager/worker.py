@@ -233,8 +233,11 @@ def is_readable(file, timeout_s):
 def pickled(message):
     """A pickle, and the files of --reward_fn that it needs, which no import finds."""
     data = cloudpickle.dumps(message)
-    loaded = ((name, module) for name, module in [*sys.modules.items()] if name.startswith("reward_fn_"))
-    files = {name: module.__file__ for name, module in loaded if name.encode() in data}
+    files = {}
+    if b"reward_fn_" in data:  # a process has thousands of modules
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("reward_fn_") and name.encode() in data:
+                files[name] = module.__file__
     return pickle.dumps((files, data))
 
 
