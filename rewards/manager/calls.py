@@ -67,7 +67,8 @@ def arguments(function, rows, earlier):
     """The arguments of one call, its own copies. rows: those of a group, or a single one."""
     names = keys(function)
     if not sees_group(function):
-        return {name: copy.deepcopy(rows[0].get(key)) for name, key in names.items()}
+        row = dict(extra_info=None, prompt=None) | rows[0]
+        return {name: copy.deepcopy(row[key]) for name, key in names.items()}
     found = {name: [copy.deepcopy(row.get(key)) for row in rows] for name, key in names.items()}
     if EARLIER in parameters(function):
         found[EARLIER] = copy.deepcopy(earlier)
