@@ -6,8 +6,9 @@ import sys
 import pytest
 from conftest import ROOT, run
 
-from benchmarks import peer
+from benchmarks import growth, peer
 from benchmarks.lib.stages import Stages
+from data_prep.lib.images import load_processor
 from system.plugins import load_from
 
 
@@ -19,6 +20,12 @@ def test_throughput(tiny, tmp_path):
     run(script, "--model", tiny, *sizes, "--output", out)
     [result] = json.loads(out.read_text())["rounds"]
     assert set(result["limits_s"]) == {"update_actor"} and result["overhead"] > 0
+
+
+@pytest.mark.parametrize("part", growth.PARTS, ids=lambda part: part.__name__)
+def test_growth(part, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    part(20, load_processor(str(tiny)))()
 
 
 def test_stages(tmp_path, capfd):
@@ -44,6 +51,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from benchmarks.lib.stages import Stages
+from data_prep.lib.images import load_processor
 from system.plugins import load_from
 out, script = Path(sys.argv[1]), sys.argv[2]
 def stop():
